@@ -83,7 +83,7 @@ def test_a_job_is_traced_and_its_microbatches_divide_its_batch():
 def test_what_cannot_be_carried_out_is_listed_with_its_reason():
     result = plan("-n", "2", "--blocks", "2", "--width", "5")
     assert "1 plan cannot be carried out:" in result.output
-    assert "  tensor(2): tensor(2) cannot slice hidden of block0: 5 does not divide by 2" in result.output
+    assert "  tensor(2): tensor(2) cannot shard hidden of block0: 5 is not divisible by 2" in result.output
 
 
 def test_a_job_and_blocks_exclude_each_other():
@@ -102,7 +102,7 @@ def test_an_unknown_job_is_refused_with_the_nearest_name():
 def test_it_says_which_plan_is_taken_and_why():
     *_, taken = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
     assert taken.startswith(
-        "pipeline(4, schedule=gpipe) with 8 microbatches is taken: it is predicted within 10 % of pipeline(4,"
+        "pipeline(4, schedule=gpipe) with 8 microbatches was chosen: it is predicted within 10 % of pipeline(4,"
     )
 
 
@@ -126,7 +126,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would():
     result = plan("-n", "2", "--blocks", "4", "--memory", "0.02")
     assert result.exit_code == 0
     last = result.output.splitlines()[-1]
-    assert last.startswith("no plan fits: pipeline(2) holds least, 33")
+    assert last.startswith("no plan fits: pipeline(2) needs least, 33")
     assert "bytes too many; the smallest change that fits: " in last
     refused = plan("-n", "2", "--blocks", "4", "--memory", "0.02", "--out", "plan.yaml")
     assert (refused.exit_code, refused.output.startswith("PlanError: no plan fits")) == (1, True)
@@ -182,8 +182,8 @@ def test_a_budget_that_is_no_time_is_refused():
 def test_a_budget_of_time_ends_the_list_too_and_what_was_not_looked_at_is_told():
     words = ("-n", "8", "--blocks", "8", "--time-budget", "0.0s")
     told, found = plan(*words), json.loads(plan(*words, "--json").stdout)
-    assert "the time was over before " in told.output
-    assert " more plans of the list were looked at; a longer --time-budget looks at all of them" in told.output
+    assert "the time budget ended before " in told.output
+    assert " more plans of the list were evaluated; a larger --time-budget evaluates all of them" in told.output
     assert found["plans"]
     assert len(found["unseen"]) > len(found["plans"])
 

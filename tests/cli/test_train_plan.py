@@ -52,7 +52,7 @@ def test_values_of_a_plan_file_are_shown_with_their_lines():
     [
         ("datta(2)", 1, "plan.yaml:2: there is no strategy 'datta'; did you mean data?"),
         ("pipeline(40)", 1, "plan.yaml:2: the pipeline has 40 stages, but the model has only"),
-        ("data(2)", 3, "plan.yaml:3: a batch of 16 samples does not divide into the 6 microbatches of data(2)"),
+        ("data(2)", 3, "plan.yaml:3: a batch of 16 samples cannot be split into the 6 equal microbatches of data(2)"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_with_its_line(strategy, micros, said):

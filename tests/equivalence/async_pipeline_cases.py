@@ -54,12 +54,12 @@ class Case:
 
     @property
     def num_micros(self):
-        return self.per_body or (sum(self.replicas) if self.rule == "double" else lcm(*self.replicas))
+        return self.per_body or (sum(self.replicas) if self.rule == "double_buffer" else lcm(*self.replicas))
 
     @property
     def strategy(self):
-        order = "pipedream_2bw" if self.rule == "double" else "pipedream"
-        synced = ", vertical_sync=on" if self.rule == "synced" else ""
+        order = "pipedream_2bw" if self.rule == "double_buffer" else "pipedream"
+        synced = ", vertical_sync=on" if self.rule == "vertical_sync" else ""
         again = f", recompute={self.recompute}" if self.recompute != "never" else ""
         count = len(self.replicas)
         replicas = f", replicas=({','.join(map(str, self.replicas))})" if max(self.replicas) > 1 else ""
@@ -88,10 +88,10 @@ class Case:
         return list(pairwise([0, *self.flushes, len(self.sizes)]))
 
     def read(self):
-        return streams.double(self.num_micros) if self.rule == "double" else getattr(streams, self.rule)(self.replicas)
+        return streams.double_buffer(self.num_micros) if self.rule == "double_buffer" else getattr(streams, self.rule)(self.replicas)
 
     def interval(self, stage):
-        return self.num_micros if self.rule == "double" else self.replicas[stage]
+        return self.num_micros if self.rule == "double_buffer" else self.replicas[stage]
 
 
 def train(case, world=None, **options):

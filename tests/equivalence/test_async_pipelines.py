@@ -7,7 +7,7 @@ import pytest
 from counterpoint.testing.parity import TOLERANCE
 from tests.equivalence.async_pipeline_cases import ADAMW, MOMENTUM, SLOW, Case, max_error, train
 
-RULES = ["stashed", "synced", "double"]
+RULES = ["stashing", "vertical_sync", "double_buffer"]
 
 
 @pytest.mark.parametrize(("num_stages", "optimizer"), [(2, MOMENTUM), (4, ADAMW)], ids=["2 momentum", "4 adamw"])
@@ -27,7 +27,7 @@ def test_it_does_so_with_any_number_of_stages_and_either_optimizer(rule, num_sta
 @pytest.mark.parametrize("optimizer", [MOMENTUM, pytest.param(ADAMW, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("rule", "replicas", "per_body"),
-    [("stashed", (2, 1), 0), ("synced", (1, 2), 0), ("double", (2, 1), 4), ("stashed", (1, 2, 1), 0)],
+    [("stashing", (2, 1), 0), ("vertical_sync", (1, 2), 0), ("double_buffer", (2, 1), 4), ("stashing", (1, 2, 1), 0)],
 )
 def test_replicas_of_a_stage_take_turns_and_update_with_the_mean_over_their_samples(
     rule, replicas, per_body, optimizer
@@ -53,11 +53,11 @@ def test_after_a_flush_the_first_batches_meet_the_newest_weights(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_batches_may_be_fewer_than_stages_and_leave_some_microbatches_empty(rule):
     """With two replicas in front, a batch of one sample is one microbatch of it and one of nothing."""
-    assert max_error(Case(rule, (2, 1, 1), (3, 1), per_body=4 if rule == "double" else 2)) <= TOLERANCE
+    assert max_error(Case(rule, (2, 1, 1), (3, 1), per_body=4 if rule == "double_buffer" else 2)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("rule", "replicas", "per_body"), [("stashed", (1, 1, 1), 0), ("synced", (2, 1), 0), ("double", (1, 2), 4)]
+    ("rule", "replicas", "per_body"), [("stashing", (1, 1, 1), 0), ("vertical_sync", (2, 1), 0), ("double_buffer", (1, 2), 4)]
 )
 def test_each_stage_may_be_clipped_by_the_norm_of_its_own_gradient(rule, replicas, per_body):
     case = Case(rule, replicas, (8, 8, 7) * 4, per_body, clip=0.05)

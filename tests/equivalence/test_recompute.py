@@ -49,7 +49,7 @@ def test_a_traced_transformer_trains_the_same():
     assert parity.check_parity("gpt", "pipeline(2, recompute=except_last) * data(2)").worst <= TOLERANCE
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("stashed", (1, 1, 1)), ("synced", (2, 1)), ("double", (1, 1))])
+@pytest.mark.parametrize(("rule", "replicas"), [("stashing", (1, 1, 1)), ("vertical_sync", (2, 1)), ("double_buffer", (1, 1))])
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 def test_a_stream_recomputes_with_the_weights_of_its_forward(rule, replicas, recompute):
     case = streamed.Case(rule, replicas, (6,) * 6 + (3,), recompute=recompute, flushes=(4,))

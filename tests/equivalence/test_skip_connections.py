@@ -85,13 +85,13 @@ class SkippingCase(streamed.Case):
 
 
 STREAMS = [
-    SkippingCase("stashed", (1, 1, 1), (4,) * 6),
-    SkippingCase("stashed", (1, 1, 1, 1), (4,) * 8, flushes=(5,)),
-    SkippingCase("synced", (1, 1, 1, 1), (4,) * 8),
-    SkippingCase("stashed", (2, 1, 1), (4, 4, 3, 4, 4, 4)),
-    SkippingCase("stashed", (1, 2, 1), (4, 4, 3, 4, 4, 4)),
-    SkippingCase("double", (1, 1, 1, 1), (8,) * 6),
-    SkippingCase("double", (2, 1, 2), (12, 12, 11, 12), per_body=6),
+    SkippingCase("stashing", (1, 1, 1), (4,) * 6),
+    SkippingCase("stashing", (1, 1, 1, 1), (4,) * 8, flushes=(5,)),
+    SkippingCase("vertical_sync", (1, 1, 1, 1), (4,) * 8),
+    SkippingCase("stashing", (2, 1, 1), (4, 4, 3, 4, 4, 4)),
+    SkippingCase("stashing", (1, 2, 1), (4, 4, 3, 4, 4, 4)),
+    SkippingCase("double_buffer", (1, 1, 1, 1), (8,) * 6),
+    SkippingCase("double_buffer", (2, 1, 2), (12, 12, 11, 12), per_body=6),
 ]
 
 

@@ -46,7 +46,7 @@ def test_gpt_2_without_ties_trains_in_a_stream_by_the_rule_of_the_stream():
         losses = [step(*batch) for batch in batches] + step.flush()
         stages = zoo.count_stages(step, theirs)
     updates = [(params, zoo.SGD(params.values())) for params in stages]
-    rule = {"read": streams.stashed((1, 1)), "interval": lambda _: 1}
+    rule = {"read": streams.stashing((1, 1)), "interval": lambda _: 1}
     params, expected = streams.async_pipeline(theirs, updates=updates, batches=batches, loss=zoo.loss, **rule)
     assert [loss for loss in losses if loss == loss] == pytest.approx(expected, rel=TOLERANCE)
     assert (

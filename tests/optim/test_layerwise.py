@@ -140,12 +140,12 @@ def test_a_sparse_gradient_is_refused_because_norms_are_of_whole_parameters():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (partial(LARS, lr=-1.0), r"^lr=-1.0 makes no sense; give a finite number, 0 or more$"),
-        (partial(LARS, lr=0.1, momentum=1.0), r"^momentum=1.0 makes no running mean; give a number from 0 to below 1"),
-        (partial(LARS, lr=0.1, trust_coefficient=float("nan")), r"^trust_coefficient=nan makes no sense"),
+        (partial(LARS, lr=-1.0), r"^lr=-1.0 is out of range; give a finite number, 0 or more$"),
+        (partial(LARS, lr=0.1, momentum=1.0), r"^momentum=1.0 is not a decay factor; give a number from 0 to below 1"),
+        (partial(LARS, lr=0.1, trust_coefficient=float("nan")), r"^trust_coefficient=nan is out of range"),
         (lambda params: LARS([{"params": params, "exclude": "vector"}], lr=0.1), r"^exclude='vector' is not one of ve"),
-        (partial(LAMB, lr=float("inf")), r"^lr=inf makes no sense"),
-        (partial(LAMB, lr=0.1, betas=(0.9, 1.0)), r"^beta2=1.0 makes no running mean"),
+        (partial(LAMB, lr=float("inf")), r"^lr=inf is out of range"),
+        (partial(LAMB, lr=0.1, betas=(0.9, 1.0)), r"^beta2=1.0 is not a decay factor"),
         (partial(LAMB, lr=0.1, clamp=(2.0, 1.0)), r"^clamp=\(2.0, 1.0\) leaves no norm; give the least and"),
     ],
 )  # fmt: skip

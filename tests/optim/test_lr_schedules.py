@@ -101,11 +101,11 @@ def test_a_batch_below_the_reference_is_scaled_down_at_once():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"epochs": 0}, "^epochs=0 is no number to count with; give a whole number, 1 or more$"),
-        ({"steps_per_epoch": 2.5}, "^steps_per_epoch=2.5 is no number to count with"),
-        ({"batch_size": 0}, "^batch_size=0 is no number to count with"),
+        ({"epochs": 0}, "^epochs=0 is not a count; give a whole number, 1 or more$"),
+        ({"steps_per_epoch": 2.5}, "^steps_per_epoch=2.5 is not a count"),
+        ({"batch_size": 0}, "^batch_size=0 is not a count"),
         ({"warmup_epochs": 10}, "^a warm-up of 10 epochs leaves none of the run's 10 for the full .* a shorter warmup"),
-        ({"warmup_epochs": -1}, "^warmup_epochs=-1 makes no sense; give a finite number, 0 or more$"),
+        ({"warmup_epochs": -1}, "^warmup_epochs=-1 is out of range; give a finite number, 0 or more$"),
         ({"warmup_from": 0.0}, "^warmup_from=0.0 is no share of the learning rate; give more than 0, 1 at most, or No"),
         ({"rule": "linaer"}, "^rule='linaer' is not one of linear, sqrt, none; did you mean 'linear'\\?$"),
         ({"decay": "cosin"}, "^decay='cosin' is not one of constant, .*, one-cycle; did you mean 'cosine'\\?$"),
@@ -115,7 +115,7 @@ def test_a_batch_below_the_reference_is_scaled_down_at_once():
             {"decay": "multi-step", "milestones": (2, 5)},
             "^the learning rate is to fall at epoch 2, but it is full only",
         ),
-        ({"decay": "step", "step_size": 0}, "^step_size=0 makes no sense"),
+        ({"decay": "step", "step_size": 0}, "^step_size=0 is out of range"),
         (
             {"decay": "one-cycle", "rule": "none"},
             "^one-cycle rises for 12 steps, from 1 of the full .* warmup_from bel",

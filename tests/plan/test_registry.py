@@ -1,9 +1,12 @@
-"""The table of names."""
+"""The registry of strategies, and earlier names of strategies and options."""
 
 import pytest
 
 from counterpoint.errors import PlanError
+from counterpoint.plan.plan import Plan
 from counterpoint.plan.registry import STRATEGIES, find_strategy
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.renamed import RENAMED
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -21,3 +24,37 @@ SLIPS = [("zeroo3", "zero3"), ("pipline", "pipeline"), ("ASP", "asp"), ("slo", "
 def test_a_name_with_a_slip_of_the_pen_finds_the_nearest(wrong, near):
     with pytest.raises(PlanError, match=f"there is no strategy '{wrong}'; did you mean {near}\\?"):
         find_strategy(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("pipeline(2, order=gpipe)", "order is now called schedule"),
+        ("gpipe(2, virtual=2)", "virtual is now called chunks_per_stage"),
+        ("pipedream(2, cuts=block1)", "cuts is now called split_points"),
+        ("tree(2, sends=early)", "sends is now called send"),
+        ("tree(2, send=early)", "send=early is now called send=during_backward"),
+        ("data(2, update=shared)", "update=shared is now called update=sharded"),
+        ("easgd(2, part=0.5)", "part is now called alpha"),
+        ("easgd(2, every=4)", "every is now called tau"),
+        ("elastic(2)", "elastic is now called easgd"),
+    ],
+)
+def test_an_earlier_name_is_refused_with_its_present_one(text, hint):
+    with pytest.raises(PlanError, match=hint):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(("old", "new"), [("order", "schedule"), ("virtual", "chunks_per_stage"), ("cuts", "split_points")])
+def test_a_call_with_an_earlier_parameter_is_refused_with_its_present_name(old, new):
+    with pytest.raises(PlanError, match=f"^Pipeline has no parameter {old}; it is now called {new}$"):
+        Pipeline(2, **{old: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        Pipeline(2, colour=1)
+
+
+def test_every_present_name_is_known():
+    options = {option for entry in STRATEGIES.values() for option in entry.options}
+    known = options | STRATEGIES.keys() | {"profile"}
+    assert {new.partition("=")[0] for new in RENAMED.values()} <= known
+    assert not (RENAMED.keys() - {"timing"}) & known

@@ -23,16 +23,16 @@ def edited(strategy="pipeline(2) * data(2)", micros=4, passed="overlap", ranks=4
     ("text", "said"),
     [
         ("plan: [\n", "plan.yaml:2: the plan file is not YAML"),
-        ("plans:\n  strategy: solo\n", "plan.yaml:1: a plan file holds 'plan:'"),
-        ("plan:\n  passes: []\n", "plan.yaml:1: a plan file holds 'plan:' with 'strategy:'"),
+        ("plans:\n  strategy: solo\n", "plan.yaml:1: a plan file has 'plan:'"),
+        ("plan:\n  passes: []\n", "plan.yaml:1: a plan file has 'plan:' with 'strategy:'"),
         (
             "plan:\n  strategy: solo\nranks: 2\n",
-            "plan.yaml:3: a plan file has no field 'ranks'; its fields are plan, num",
+            "plan.yaml:3: a plan file has no key 'ranks'; its keys are plan,",
         ),
-        ("plan:\n  strategy: solo\n  stratgy: solo\n", "plan.yaml:3: a plan has no field 'stratgy'; its fields are"),
-        ("plan:\n  strategy: solo\n  strategy: data(2)\n", "plan.yaml:2: strategy stands there and in line 3; give it"),
+        ("plan:\n  strategy: solo\n  stratgy: solo\n", "plan.yaml:3: a plan has no key 'stratgy'; its keys are"),
+        ("plan:\n  strategy: solo\n  strategy: data(2)\n", "plan.yaml:2: strategy is given here and in line 3; give it"),
         (edited(strategy="datta(4)"), "plan.yaml:2: there is no strategy 'datta'; did you mean data?"),
-        (edited(strategy="pipeline(2) * pipeline(2)"), "plan.yaml:2: pipeline(2) * pipeline(2) cuts a model into"),
+        (edited(strategy="pipeline(2) * pipeline(2)"), "plan.yaml:2: pipeline(2) * pipeline(2) has 2 pipelines,"),
         (edited(micros="many"), "plan.yaml:3: num_microbatches must be a whole number"),
         (edited(micros=0), "plan.yaml:3: a plan needs at least 1 microbatch, not 0"),
         (edited(passed="fast"), "plan.yaml:4: there is no pass 'fast'; the passes are overlap, recompute"),
@@ -49,7 +49,7 @@ def test_a_file_that_is_no_plan_is_refused_with_the_line(text, said):
     ("changes", "said"),
     [
         ({"strategy": "pipeline(8)", "ranks": 8}, "plan.yaml:2: the pipeline has 8 stages, but the model has only 4"),
-        ({"strategy": "tensor(3)", "ranks": 3}, "plan.yaml:2: tensor(3) cannot slice hidden of block0: 256 does not"),
+        ({"strategy": "tensor(3)", "ranks": 3}, "plan.yaml:2: tensor(3) cannot shard hidden of block0: 256 is not"),
         ({"passed": "recompute:*.attn"}, "plan.yaml:4: no block of the model matches recompute:*.attn"),
     ],
 )
@@ -64,7 +64,7 @@ def test_ranks_and_batches_that_a_plan_does_not_go_along_with_are_told_with_its_
     plan = Plan.from_yaml(edited(), "plan.yaml")
     with pytest.raises(PlanError, match=r"^plan\.yaml:2: pipeline\(2\) \* data\(2\) needs 4 ranks"):
         plan.require_ranks(3)
-    with pytest.raises(PlanError, match=r"^plan\.yaml:3: a batch of 9 samples does not divide"):
+    with pytest.raises(PlanError, match=r"^plan\.yaml:3: a batch of 9 samples cannot be"):
         plan.require_batch(9)
 
 
@@ -93,7 +93,7 @@ def test_a_file_is_read_from_its_path_or_refused_with_it(tmp_path):
     with pytest.raises(PlanError, match=r"none\.yaml cannot be read: No such file or directory; give an existing file"):
         Plan.from_file(tmp_path / "none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match=r"bytes\.yaml is not text in UTF-8"):
+    with pytest.raises(PlanError, match=r"bytes\.yaml is not UTF-8 text"):
         Plan.from_file(tmp_path / "bytes.yaml")
 
 
@@ -102,28 +102,33 @@ TIMING = build_profile(TIMED, [layer_profile(6.0, 12.0), layer_profile(1.0, 2.0)
 
 
 def kept(folder, plan):
-    """The plan as it is read from a file beside which its timing stands."""
+    """The plan as it is read from a file beside which its profile stands."""
     (folder / "t.json").write_text(format_profile(TIMING), encoding="utf-8")
     (folder / "plan.yaml").write_text(plan.to_yaml("t.json"), encoding="utf-8")
     return Plan.from_file(folder / "plan.yaml")
 
 
-def test_a_plan_with_its_timing_is_predicted_as_before_where_it_is_read_again(tmp_path):
+def test_a_plan_with_its_profile_is_predicted_as_before_where_it_is_read_again(tmp_path):
     plan = Plan.parse("pipeline(2)", num_microbatches=2)
     found = predict_plan(plan, TIMED, Cluster(), batch_size=4, profile=TIMING)
     assert predict_plan(kept(tmp_path, found.plan), TIMED, Cluster(), batch_size=4) == found
     assert str(found.plan) == "pipeline(2, balance=(1,2))"
 
 
-def test_a_plan_with_the_timing_of_another_model_is_refused_with_its_line_and_what_differs(tmp_path):
+def test_a_plan_with_the_profile_of_another_model_is_refused_with_its_line_and_what_differs(tmp_path):
     plan = kept(tmp_path, Plan.parse("pipeline(2)", num_microbatches=2))
     with pytest.raises(PlanError) as caught:
         predict_plan(plan, linear_chain(3, width=4), Cluster(), batch_size=4)
-    assert str(caught.value).startswith(f"{tmp_path}/plan.yaml:6: the timing is of Chain, and this is another model")
+    assert str(caught.value).startswith(f"{tmp_path}/plan.yaml:6: the profile is of Chain, but this is another model")
     assert "it has block0.weight with 256 bytes, where this model has block0.weight with 64" in str(caught.value)
 
 
-def test_a_timing_that_is_not_there_is_told_with_the_line_that_names_it(tmp_path):
+def test_a_profile_that_is_not_there_is_told_with_the_line_that_names_it(tmp_path):
     (tmp_path / "plan.yaml").write_text(Plan.parse("data(2)").to_yaml("gone.json"), encoding="utf-8")
     with pytest.raises(PlanError, match=r"plan.yaml:6: .*gone.json cannot be read: No such file or directory; give"):
         Plan.from_file(tmp_path / "plan.yaml")
+
+
+def test_an_earlier_key_is_refused_with_its_present_name():
+    with pytest.raises(PlanError, match=r"^plan\.yaml:3: a plan file has no key 'timing'.*; timing is now called profile$"):
+        Plan.from_yaml("plan:\n  strategy: solo\ntiming: t.json\n", "plan.yaml")

@@ -13,13 +13,13 @@ from tests.process import rank_functions as ranks
 from tests.process.forked_ranks import run_forked
 
 pytestmark = pytest.mark.process
-RULES = ["stashed", "synced", "double"]
+RULES = ["stashing", "vertical_sync", "double_buffer"]
 
 
 def every(replicas, **more):
     """Every rule under either optimizer; a body of 2BW is as long as any of these pipelines needs."""
     return [
-        Case(rule, replicas, (8, 8, 7) * 10, 4 if rule == "double" else 0, optimizer, **more)
+        Case(rule, replicas, (8, 8, 7) * 10, 4 if rule == "double_buffer" else 0, optimizer, **more)
         for rule in RULES
         for optimizer in (MOMENTUM, ADAMW)
     ]
@@ -49,7 +49,7 @@ def test_three_and_four_processes_equal_the_sequential_loop_under_every_rule_and
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_a_run_with_a_killed_stage_goes_on_from_the_last_step_that_all_stages_had_saved(replicas, tmp_path):
     """Behind its ninth step stage 1 has saved after six, and stage 0, which is ahead of it, too."""
-    case, count = Fitted("stashed", replicas, (6,) * 12, optimizer=ADAMW), sum(replicas)
+    case, count = Fitted("stashing", replicas, (6,) * 12, optimizer=ADAMW), sum(replicas)
     told = run_forked(ranks.save_apart, ranks=count, args=[asdict(case), str(tmp_path), 8, False])
     assert told[1] is None  # killed before it could say anything
     assert str(told[0]).startswith("PeerError")

@@ -47,16 +47,16 @@ def ahead(replicas):
     return [(sum(replicas) - 1 - sum(replicas[:s])) // count for s, count in enumerate(replicas)]
 
 
-def stashed(replicas):
+def stashing(replicas):
     """Weight stashing: a forward meets its stage's newest weights; stage s of n sees gradients n-s-1 updates late."""
     return lambda s, micro: max(0, micro // replicas[s] - ahead(replicas)[s])
 
 
-def synced(replicas):
+def vertical_sync(replicas):
     """Vertical sync: all stages use weights that have seen what those of the first one had when it came there."""
     return lambda s, micro: max(0, micro // replicas[0] - ahead(replicas)[0]) * replicas[0] // replicas[s]
 
 
-def double(num_micros):
+def double_buffer(num_micros):
     """2BW: the weights before the newest ones, on all stages."""
     return lambda s, micro: max(0, micro // num_micros - 1)

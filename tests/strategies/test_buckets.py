@@ -26,12 +26,12 @@ def test_a_size_writes_what_it_reads(text):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("bucket=-1", "bucket=-1 is no size; give whole numbers such as bucket=64MiB, 512KiB, 1000B or 0"),
-        ("first_bucket=1.5MiB", "first_bucket=1.5MiB is no size; give whole numbers such as first_bucket=64MiB"),
-        ("bucket=64MB", "bucket=64MB is no size"),
-        ("cycle=soon", "cycle=soon is no time; give milliseconds, such as cycle=5"),
-        ("cycle=-1", "cycle=-1.0 is no time; give milliseconds, such as cycle=5, or 0 for none"),
-        ("cycle=nan", "cycle=nan is no time"),
+        ("bucket=-1", "bucket=-1 is not a size; give whole numbers such as bucket=64MiB, 512KiB, 1000B or 0"),
+        ("first_bucket=1.5MiB", "first_bucket=1.5MiB is not a size; give whole numbers such as first_bucket=64MiB,"),
+        ("bucket=64MB", "bucket=64MB is not a size;"),
+        ("cycle=soon", "cycle=soon is not a time; give milliseconds, such as cycle=5"),
+        ("cycle=-1", "cycle=-1.0 is not a time; give milliseconds, such as cycle=5, or 0 for no"),
+        ("cycle=nan", "cycle=nan is not a time;"),
         ("tune=maybe", "there is no tune=maybe; give tune=on or tune=off"),
     ],
 )

@@ -79,19 +79,19 @@ def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("server(2, consistency=asp, staleness=1)", "asp has none: give consistency=ssp, staleness=1"),
-        ("ssp(2, staleness=-1)", "staleness=-1 of server is a number of pushes, from 0"),
-        ("server(2, compress=powersgd:2)", "compress=powersgd:2 of server is about what all workers sum together"),
-        ("server(2, compress=2bit)", "there is no code '2bit'; the codes are"),
+        ("server(2, consistency=asp, staleness=1)", "asp has no bound: give consistency=ssp, staleness=1,"),
+        ("ssp(2, staleness=-1)", "staleness=-1 of server is a bound for consistency=ssp, 0"),
+        ("server(2, compress=powersgd:2)", "compress=powersgd:2 of server works only in an all-reduce, but each worker pushes to the"),
+        ("server(2, compress=2bit)", "there is no codec '2bit'; the codecs are"),
         ("ssp(2, fetch_every=2)", "ssp has no option 'fetch_every=2'"),
         (
             "server(2, consistency=ssp, fetch_every=2)",
-            "fetch_every=2 of server is a number of steps, from 1, and 1 but",
+            "fetch_every=2 of server must be a number of steps, and 1",
         ),
-        ("asp(2, fetch_every=0)", "fetch_every=0 of server is a number of steps"),
-        ("asp(2, fetch_every=2) * data(2)", "has steps that are not all alike, and data(2) stands behind it"),
-        ("easgd(2, alpha=1, tau=1)", "alpha=1 of easgd draws a worker no way or past the center"),
-        ("easgd(2, servers=0, tau=1)", "easgd(2, servers=0, tau=1) never meets a center"),
+        ("asp(2, fetch_every=0)", "fetch_every=0 of server must be a number of steps,"),
+        ("asp(2, fetch_every=2) * data(2)", "last in a plan, but data(2) comes after it; write it"),
+        ("easgd(2, alpha=1, tau=1)", "alpha=1 of easgd is not between 0 and 1; give alpha=0.9 divided by the number"),
+        ("easgd(2, servers=0, tau=1)", "easgd(2, servers=0, tau=1) has no exchange with a center;"),
     ],
 )
 def test_what_a_server_cannot_mean_says_what_to_write(text, said):
@@ -103,17 +103,17 @@ def test_what_a_server_cannot_mean_says_what_to_write(text, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("zero(2) * easgd(2, alpha=0.5, tau=1)", "stands behind zero or a shared update"),
-        ("server(2) * easgd(2, alpha=0.5, tau=1)", "stands behind server, whose workers update nothing"),
-        ("tree(2) * easgd(2, alpha=0.5, tau=1)", "stands behind tree, of whose copies only the first updates"),
+        ("zero(2) * easgd(2, alpha=0.5, tau=1)", "after zero or update=sharded, whose ranks update"),
+        ("server(2) * easgd(2, alpha=0.5, tau=1)", "comes after server, whose workers do not"),
+        ("tree(2) * easgd(2, alpha=0.5, tau=1)", "after tree, where only the first replica updates;"),
         (
             "tensor(2) * easgd(2, alpha=0.5, tau=1)",
-            "stands behind tensor, whose slices need a center each; write data(...) instead",
+            "after tensor, each shard of which needs its own center; write data(...) instead",
         ),
-        ("easgd(2, alpha=0.5, tau=1) * tensor(2)", "stands behind an asynchronous server"),
-        ("easgd(2, alpha=0.5, tau=1) * data(2)", "stands after an asynchronous server"),
-        ("easgd(2, alpha=0.5, tau=1) * zero(2)", "stands in a plan whose weights live on servers"),
-        ("easgd(2, alpha=0.5, tau=1) * easgd(2, alpha=0.5, tau=1)", "stands behind server"),
+        ("easgd(2, alpha=0.5, tau=1) * tensor(2)", "after an asynchronous server:"),
+        ("easgd(2, alpha=0.5, tau=1) * data(2)", "after an asynchronous server,"),
+        ("easgd(2, alpha=0.5, tau=1) * zero(2)", "is in a plan whose weights live on servers;"),
+        ("easgd(2, alpha=0.5, tau=1) * easgd(2, alpha=0.5, tau=1)", "comes after server, whose workers do not update"),
     ],
 )
 def test_a_center_is_refused_where_it_cannot_stand(text, said):

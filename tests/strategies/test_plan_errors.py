@@ -23,43 +23,43 @@ def refusal(text, blocks=4, micros=1, model=None):
         ("server(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
         (
             "pipeline(2) * pipeline(2)",
-            "stages 2 times, and a plan has one pipeline; give it all stages, pipeline(4), or",
+            "has 2 pipelines, and a plan can have one; give it all stages, pipeline(4), or write",
         ),
-        ("asp(2) * data(2)", "data(2) stands after an asynchronous server, whose updates cannot be summed"),
+        ("asp(2) * data(2)", "data(2) comes after an asynchronous server, whose updates cannot be summed"),
         ("asp(2) * data(2)", "write data(2) before server(...)"),
-        ("zero(2) * zero(2)", "stands in a plan that is shared out already; write one zero(...) with all ranks"),
-        ("zero3(2) * zero1(2)", "stands in a plan that is shared out already"),
-        ("bsp(2) * zero(2)", "stands in a plan whose weights live on servers; write zero(...) or server(...)"),
-        ("asp(2) * zero(2)", "stands in a plan whose weights live on servers"),
-        ("zero(2) * server(2)", "stands behind zero, whose ranks hold shares that no single push could carry"),
+        ("zero(2) * zero(2)", "is in a plan that is sharded already; write one zero(...) with all ranks"),
+        ("zero3(2) * zero1(2)", "is in a plan that is sharded already"),
+        ("bsp(2) * zero(2)", "is in a plan whose weights live on servers; write zero(...) or server(...)"),
+        ("asp(2) * zero(2)", "is in a plan whose weights live on servers"),
+        ("zero(2) * server(2)", "comes after zero, but a push has the whole gradient of a unit and zero shards it"),
         ("zero3(2) * asp(2)", "write data(...) instead of zero(...)"),
-        ("bsp(2) * bsp(2)", "stands in a plan that has servers already; write one server(...)"),
-        ("asp(2) * bsp(2)", "stands in a plan that has servers already"),
-        ("tensor(2) * bsp(2)", "stands behind tensor, whose slices need a server each; write server(2, servers=1, con"),
+        ("bsp(2) * bsp(2)", "is in a plan that has servers already; write one server(...)"),
+        ("asp(2) * bsp(2)", "is in a plan that has servers already"),
+        ("tensor(2) * bsp(2)", "comes after tensor, each shard of which needs its own server; write server(2, servers=1, con"),
         ("tensor(2) * asp(2)", "write server(2, servers=1, consistency=bsp) * tensor(...)"),
-        ("tensor(2) * tensor(2)", "tensor(2) stands in a plan that is sliced already; write one tensor(...)"),
-        ("asp(2) * tensor(2)", "tensor(2) stands behind an asynchronous server"),
-        ("zero(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind zero or a shared update"),
-        ("data(2, update=sharded) * data(2, staleness=1)", "write data(...) in its place"),
-        ("server(2) * data(2, sync_every=8)", "stands behind server, whose workers update nothing"),
+        ("tensor(2) * tensor(2)", "tensor(2) is in a plan with tensor already; write one tensor(...)"),
+        ("asp(2) * tensor(2)", "tensor(2) comes after an asynchronous server"),
+        ("zero(2) * data(2, sync_every=8)", "data(2, sync_every=8) comes after zero or update=sharded"),
+        ("data(2, update=sharded) * data(2, staleness=1)", "write data(...) instead, so that each replica updates its own weights"),
+        ("server(2) * data(2, sync_every=8)", "comes after server, whose workers do not update"),
         ("server(2) * data(2, staleness=1)", "write data(2, staleness=1) without server"),
-        ("asp(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind server"),
+        ("asp(2) * data(2, sync_every=8)", "data(2, sync_every=8) comes after server"),
         (
             "server(2) * tree(2)",
-            "tree(2) stands behind server, which keeps the weights already; write data(...) in its",
+            "tree(2) comes after server, which keeps the weights already; write data(...) instead",
         ),
-        ("asp(2) * tree(2)", "tree(2) stands behind server, which keeps the weights already"),
-        ("zero(2) * tree(2)", "tree(2) stands where gradients have been shared out, but hands on whole ones"),
+        ("asp(2) * tree(2)", "tree(2) comes after server, which keeps the weights already"),
+        ("zero(2) * tree(2)", "tree(2) comes after a strategy that shards gradients, but sends whole ones"),
         (
             "tree(2) * zero(2)",
-            "stands behind tree, of whose copies only the first updates, so that there is nothing to",
+            "comes after tree, where only the first replica updates, so that there is nothing to shard",
         ),
         ("tree(2) * data(2, update=sharded)", "write zero(...) with all ranks, without tree(...)"),
-        ("tree(2) * server(2)", "stands behind tree, of whose copies only the first updates; write data(...) in its"),
-        ("tree(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind tree, of whose copies only the first"),
-        ("tree(2) * data(2, staleness=1)", "data(2, staleness=1) stands behind tree"),
+        ("tree(2) * server(2)", "comes after tree, where only the first replica updates; write data(...) instead"),
+        ("tree(2) * data(2, sync_every=8)", "data(2, sync_every=8) comes after tree, where only the first replica updates"),
+        ("tree(2) * data(2, staleness=1)", "data(2, staleness=1) comes after tree"),
         ("tree(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
-        ("data(2, compress=int8) * data(2, staleness=1)", "stands behind gradients that are summed in the code int8"),
+        ("data(2, compress=int8) * data(2, staleness=1)", "cannot combine data(2, staleness=1) with all-reduces compressed by int8"),
     ],
 )
 def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
@@ -78,7 +78,7 @@ def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
         (
             "pipeline(2, replicas=(2,1))",
             {"micros": 3},
-            "3 microbatches do not divide over the 2 replicas of a stage",
+            "3 microbatches are not divisible by the 2 replicas of a stage",
         ),
         ("pipeline(2, replicas=(2,1))", {"micros": 3}, "give a multiple of 2 microbatches"),
         (
@@ -87,12 +87,12 @@ def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
             "pipeline(2, schedule=interleaved, chunks_per_stage=3) has 6 chunks, 3 for each of 2 stages, but the model has only 4 "
             "blocks; every chunk needs one: give fewer stages or chunks",
         ),
-        ("tensor(3)", {}, "tensor(3) cannot slice hidden of block0: 256 does not divide by 3; give a number of ranks"),
-        ("tensor(2, dims=heads)", {}, "slices heads, but the model has the dims hidden; name its dims with dims=..."),
+        ("tensor(3)", {}, "tensor(3) cannot shard hidden of block0: 256 is not divisible by 3; give a number of ranks"),
+        ("tensor(2, dims=heads)", {}, "shards heads, but the model has the dims hidden; name its dims with dims=..."),
         (
             "tensor(2)",
             {"model": linear_chain(2, tied=True)},
-            "the model has no pair of linear layers that can be sliced",
+            "the model has no pair of linear layers that can be sharded",
         ),
     ],
 )
@@ -111,20 +111,20 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         ),
         (
             "pipeline(2, schedule=interleaved)",
-            "schedule=interleaved is not made for chunks_per_stage=1 chunks per stage; give chunks_per_stage=2 or more",
+            "schedule=interleaved does not support chunks_per_stage=1; give chunks_per_stage=2 or more",
         ),
         (
             "zero_bubble(2, chunks_per_stage=3)",
-            "schedule=zero_bubble is not made for chunks_per_stage=3 chunks per stage; give chunks_per_stage=1 or chunks_per_stage=2",
+            "schedule=zero_bubble does not support chunks_per_stage=3; give chunks_per_stage=1 or chunks_per_stage=2",
         ),
         (
             "pipeline(2, schedule=pipedream, chunks_per_stage=2)",
-            "schedule=pipedream is not made for chunks_per_stage=2 chunks per stage; give chunks_per_stage=1",
+            "schedule=pipedream does not support chunks_per_stage=2; give chunks_per_stage=1",
         ),
         (
             "gpipe(2, chunks_per_stage=2, replicas=(1,2))",
-            "replicas=(1, 2) of pipeline(2) cannot have chunks_per_stage=2 chunks each: the schedules for several chunks take all "
-            "stages to be alike; leave out one of the two, or write pipeline(2, chunks_per_stage=2) * data(...)",
+            "replicas=(1, 2) of pipeline(2) needs chunks_per_stage=1, not 2: schedules for several chunks have the same number "
+            "of ranks on all stages; drop one of the two, or write pipeline(2, chunks_per_stage=2) * data(...)",
         ),
         (
             "interleaved(2, balance=(1,2))",
@@ -135,45 +135,44 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
             "replicas=(1, 2, 3) of pipeline(2) must be 2 positive numbers, one per stage",
         ),
         ("pipeline(2, balance=(4,0))", "balance=(4, 0) of pipeline(2) must be 2 positive numbers, one per stage"),
-        ("server(2, consistency=eventual)", "server has the consistencies bsp, ssp and asp, not 'eventual'"),
+        ("server(2, consistency=eventual)", "server has no consistency=eventual; give bsp, ssp or asp"),
         (
             "server(2, consistency=ssp, fetch_every=2)",
-            "fetch_every=2 of server is a number of steps, from 1, and 1 but with consistency=asp: ssp lets workers go "
-            "on by the weights that it gives them",
+            "fetch_every=2 of server must be a number of steps, and 1 unless consistency=asp: workers of ssp need new "
+            "weights in every step",
         ),
         (
             "data(2, sync_every=0)",
-            "sync_every=0, sync_first=0 of data are no numbers of steps; give sync_every=1 or more, and sync_first=0 "
+            "sync_every=0, sync_first=0 of data are not numbers of steps; give sync_every=1 or more, and sync_first=0 "
             "or more",
         ),
-        ("data(2, staleness=2)", "data has no staleness=2; there are two gradients: give staleness=0 or 1"),
+        ("data(2, staleness=2)", "data has no staleness=2; give staleness=0 or staleness=1"),
         (
             "data(2, sync_first=9)",
-            "sync_first=9 says how many steps sum gradients before sync_every=... begins; give sync_every=8, for one, "
-            "as well",
+            "sync_first=9 is the number of steps before sync_every=... begins; also give sync_every=8, for example",
         ),
         (
             "data(2, sync_every=8, staleness=1)",
-            "data(2, sync_every=8, staleness=1) combines options of which each says what is done with a gradient; give "
-            "one of update=sharded, sync_every=... and staleness=1",
+            "data(2, sync_every=8, staleness=1) combines options that exclude each other; give one of "
+            "update=sharded, sync_every=... and staleness=1",
         ),
         *(
             (
-                f"data(2, {code}, {rhythm})",
-                f"data(2, {code}, {rhythm}) has the code {code.partition('=')[2]}, but a code is for gradients that "
-                "are summed in their own step, which neither sync_every nor staleness does; give one or the other",
+                f"data(2, {codec}, {delay})",
+                f"data(2, {codec}, {delay}) combines {codec.partition('=')[2]} with sync_every or staleness, but a codec is "
+                "for gradients that are all-reduced in their own step; give one of the two",
             )
-            for code in ("compress=int8", "reduce=adasum")
-            for rhythm in ("sync_every=8", "staleness=1")
+            for codec in ("compress=int8", "reduce=adasum")
+            for delay in ("sync_every=8", "staleness=1")
         ),
         (
             "data(2, sync_every=8) * data(2)",
-            "data(2, sync_every=8) has steps that are not all alike, and data(2) stands behind it; write it last, "
-            "outside of all that makes one replica",
+            "data(2, sync_every=8) has several kinds of steps and must come last in a plan, but data(2) comes "
+            "after it; write it last",
         ),
         ("tree(2, shape=oak)", "tree has no shape=oak; give shape=binomial, shape=star or shape=chain"),
         ("tree(2, send=never)", "tree has no send=never; give send=after_backward or send=during_backward"),
-        ("server(2, servers=0)", "server(2, servers=0) keeps its weights nowhere; give servers=1 or more"),
+        ("server(2, servers=0)", "server(2, servers=0) has no server; give servers=1 or more"),
     ],
 )
 def test_an_option_out_of_range_is_refused_before_anything_is_compiled(text, said):

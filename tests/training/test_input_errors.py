@@ -86,8 +86,8 @@ def refused(error, model, strategy="data(2)", **options):
         ({"strategy": "pipeline(8)"},
          "the pipeline has 8 stages, but the model has only 3 blocks; every stage needs one: give at most 3 stages"),
         ({"strategy": "data(2)", "num_microbatches": 5},
-         "a batch of 12 samples does not divide into the 10 microbatches of data(2) with num_microbatches=5; all "
-         "microbatches of a full batch have one size: give batch_size=10 or 20, or another number of microbatches"),
+         "a batch of 12 samples cannot be split into the 10 equal microbatches of data(2) with num_microbatches=5; "
+         "give batch_size=10 or 20, or another number of microbatches"),
         ({"optimizer": lambda params: optim.SGD(list(params)[2:], lr=0.1)},
          "the optimizer does not hold 0.weight, 0.bias; give it all trainable parameters, or freeze these with "
          "requires_grad_(False)"),

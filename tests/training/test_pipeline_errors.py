@@ -151,7 +151,7 @@ def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_numb
         else {"strategy": cp.Plan.parse("pipeline(2)", num_microbatches=5)}
     )
     with pytest.raises(
-        cp.PlanError, match=r"^a batch of 12 samples does not divide into the 5 microbatches of pipeline"
+        cp.PlanError, match=r"^a batch of 12 samples cannot be split into the 5 equal microbatches of pipeline"
     ):
         door_with(door, blocks(torch.tanh), **options)
 

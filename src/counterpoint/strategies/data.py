@@ -15,6 +15,7 @@ from counterpoint.program.rewrite import insert_before_commit, order_by_grad_com
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.delayed_allreduce import DelayedAllReduce
 from counterpoint.strategies.local_sgd import LocalSGD
+from counterpoint.strategies.renamed import renamed_hint
 from counterpoint.strategies.replica_groups import replica_group, updated_units
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
@@ -107,7 +108,8 @@ class Data:
 
     def __post_init__(self) -> None:
         if self.update not in {"replicated", "sharded"}:
-            raise PlanError(f"data has no update={self.update!r}; give update=replicated or update=sharded")
+            hint = renamed_hint(f"update={self.update}")
+            raise PlanError(f"data has no update={self.update}; give update=replicated or update=sharded{hint}")
         if self.reduce not in {"sum", "adasum"}:
             raise PlanError(f"data has no reduce={self.reduce!r}; give reduce=sum or reduce=adasum")
         self._check_codec()
@@ -146,9 +148,7 @@ class Data:
                 "sync_every=1 or more, and sync_first=0 or more"
             )
         if self.staleness not in {0, 1}:
-            raise PlanError(
-                f"data has no staleness={self.staleness}; it has two gradient buffers: give staleness=0 or 1"
-            )
+            raise PlanError(f"data has no staleness={self.staleness}; give staleness=0 or staleness=1")
         if self.sync_first and self.sync_every == 1:
             raise PlanError(
                 f"sync_first={self.sync_first} is the number of steps before sync_every=... begins; also give "

@@ -33,6 +33,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Instructions, Program, RankProgram
 from counterpoint.program.rewrite import forward_blocks, grad_completion_index, replicate, widen_commits
+from counterpoint.strategies.renamed import renamed_hint
 from counterpoint.strategies.replica_groups import receives_grad, updated_units
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
 
@@ -75,7 +76,8 @@ class TreeReduce:
         if self.shape not in get_args(TreeShape):
             raise PlanError(f"tree has no shape={self.shape}; give shape=binomial, shape=star or shape=chain")
         if self.send not in {"after_backward", "during_backward"}:
-            raise PlanError(f"tree has no send={self.send}; give send=after_backward or send=during_backward")
+            hint = renamed_hint(f"send={self.send}")
+            raise PlanError(f"tree has no send={self.send}; give send=after_backward or send=during_backward{hint}")
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""

@@ -112,11 +112,11 @@ def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
     [
         (
             "pipedream(2) * data(3)",
-            r"give the stages replicas instead, pipeline.2, schedule=pipedream, replicas=.3,3..",
+            r"the stages instead, pipeline\(2, schedule=pipedream, replicas=\(3,3\)\),",
         ),
         (
             "data(2) * pipedream(2)",
-            r"each for itself, and data.2. would .* schedule=pipedream, replicas=.2,2..",
+            r"update independently, but data.2. needs all of them to update together; .* schedule=pipedream, replicas=.2,2..",
         ),
         (
             "tensor(2) * pipedream(2, replicas=(2,1)) * data(2)",
@@ -124,21 +124,21 @@ def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
         ),
         (
             "pipedream(2) * zero(2)",
-            r"give the stages replicas instead, pipeline.2, schedule=pipedream, replicas=.2,2..",
+            r"the stages instead, pipeline\(2, schedule=pipedream, replicas=\(2,2\)\),",
         ),
         (
             "gpipe(2) * pipedream(2)",
-            "cuts a model into stages 2 times, and a plan has one pipeline; give it all stages",
+            r"schedule=pipedream\) has 2 pipelines, and a plan can have one; give it all stages,",
         ),
-        ("pipedream(2) * tensor(2)", r"stand inside of a stage; write tensor.2. \* pipeline.2, schedule=pipedream."),
+        ("pipedream(2) * tensor(2)", r"inside a stage; write tensor\(2\) \* pipeline\(2, schedule=pipedream\)"),
         ("pipedream(2) * tensor(2) * data(2)", r"tensor.2. \* pipeline.2, schedule=pipedream, replicas=.2,2.."),
         ("pipedream_2bw(4)", "updates once in 2 microbatches, but its first stage is 3 ahead.*num_microbatches=3 or"),
         (
             "pipeline(2, vertical_sync=on)",
-            "which schedule=one_f_one_b has none of; leave it out, or give schedule=pipedream",
+            "schedule=one_f_one_b has one policy for them; drop it, or give schedule=pipedream",
         ),
         ("pipedream(2, vertical_sync=yes)", "has no vertical_sync='yes'; give off or on"),
-        ("pipedream(2, replicas=(3,1))", "2 microbatches do not divide over the 3 replicas of a stage"),
+        ("pipedream(2, replicas=(3,1))", "2 microbatches are not divisible by the 3 replicas of a stage"),
     ],
 )
 def test_what_a_pipeline_without_a_flush_cannot_do_is_refused(text, said):
@@ -147,7 +147,7 @@ def test_what_a_pipeline_without_a_flush_cannot_do_is_refused(text, said):
 
 
 def test_weights_that_two_stages_share_are_refused():
-    with pytest.raises(PlanError, match=r"blocks 0 and 2 share weights, but under .* they stand in stages 0 and 1, wh"):
+    with pytest.raises(PlanError, match=r"blocks 0 and 2 share weights, but under .* they are in stages 0 and 1, wh"):
         compile_text("pipedream(2)", blocks=3, tied=True)
 
 

@@ -83,11 +83,11 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
         ("pipeline(3, split_points=block2+block1)", "'block1' runs before 'block2'; write split_points=block1+block2"),
         (
             "pipeline(2, split_points=block0)",
-            "the model begins with 'block0', so that a stage would have no work; leave out",
+            "the model begins with 'block0', so that a stage would have no work;",
         ),
         (
             "gpipe(2, split_points=block1:0+block2:1)",
-            "begins with 'block1', but the model begins with 'block0', which lies on no",
+            "begins with 'block1', but the model begins with 'block0', which has no",
         ),
         (
             "pipeline(3, split_points=block1)",
@@ -101,7 +101,7 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
             "interleaved(2, split_points=block1)",
             "names 1 module with which a chunk begins, but 4 chunks need 3, one for each",
         ),
-        ("pipeline(2, split_points=block1, balance=(1,3))", "both say where stages begin; leave out one of the two"),
+        ("pipeline(2, split_points=block1, balance=(1,3))", "both say where stages begin; drop one of the two"),
         ("pipeline(3, split_points=block1+block1)", "names 'block1' 2 times; a module begins one chunk"),
         (
             "pipeline(2, split_points=block1:0+block2:1)",
@@ -109,7 +109,7 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
         ),
         (
             "gpipe(2, split_points=block0:0+block1)",
-            "says which stage runs block0, but not which runs block1; tell the stage of",
+            "gives the stage of block0, but not of block1; give the stages of",
         ),
         (
             "gpipe(2, split_points=block0:0+block1:2)",
@@ -126,11 +126,11 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
         ("placement(2, modules=block0:1)", "put a module there, or give 1 stage and put the modules on stage 0"),
         (
             "gpipe(2, split_points=block0:0+block1:²)",
-            "has 'block1:²'; write the path of a module, or module:stage with the",
+            "has 'block1:²'; write the path of a module, or module:stage with its",
         ),
         (
             "gpipe(2, split_points=block0:first)",
-            "has 'block0:first'; write the path of a module, or module:stage with the stage",
+            "has 'block0:first'; write the path of a module, or module:stage with its stage",
         ),
     ],
 )
@@ -142,6 +142,6 @@ def test_a_stage_without_parameters_is_named_by_its_ends():
     assert "leaves no parameters between 'act' up to 'top'; every stage trains" in refusal(
         "pipeline(3, split_points=act+top)", model_with_a_bare_block()
     )
-    assert "'top' and 'top.0' begin at the same place, so that a stage would have no work" in refusal(
+    assert "'top' and 'top.0' begin with the same block, so that a stage would have no work;" in refusal(
         "pipeline(3, split_points=top+top.0)", model_with_a_bare_block()
     )

@@ -1,4 +1,4 @@
-"""Where the chunks of a pipeline begin, by the names of modules, and which stage is told to run them."""
+"""Split points of a pipeline given by the user: the modules with which chunks begin, optionally with their stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SplitPoint:
 
     Args:
         module: its path in the model.
-        stage: which stage runs the chunk; None for the next one.
+        stage: the stage of the chunk; None for the next one.
     """
 
     module: str
@@ -25,145 +25,151 @@ class SplitPoint:
 
 
 def parse_split_points(texts: Sequence[str], owner: str) -> tuple[SplitPoint, ...]:
-    """Return the marks that are written as ``blocks.2``, or as ``blocks.2:1`` where a stage is told.
+    """Parse split points such as ``blocks.2``, or ``blocks.2:1`` with an explicit stage.
 
     Args:
-        cuts: as they are written.
-        owner: whose they are, for errors.
+        texts: one for each split point.
+        owner: the strategy, for errors.
 
     Raises:
-        PlanError: a module is named twice, stages are told of some only, or one is no number.
+        PlanError: a module is named twice, only some have stages, or a stage is not a number.
 
     Example:
         >>> parse_split_points(("embed:0", "blocks:1"), "pipeline(2)")
         (SplitPoint(module='embed', stage=0), SplitPoint(module='blocks', stage=1))
     """
-    marks = []
-    for cut in texts:
-        module, colon, stage = cut.partition(":")
+    points = []
+    for text in texts:
+        module, colon, stage = text.partition(":")
         if not module or (colon and not stage.isdecimal()):
             raise PlanError(
-                f"split_points of {owner} has {cut!r}; write the path of a module, or module:stage with the stage that runs it"
+                f"split_points of {owner} has {text!r}; write the path of a module, or module:stage with its stage"
             )
-        marks.append(SplitPoint(module, int(stage) if colon else None))
-    modules = [mark.module for mark in marks]
+        points.append(SplitPoint(module, int(stage) if colon else None))
+    modules = [point.module for point in points]
     for module in modules:
         if modules.count(module) > 1:
             raise PlanError(
                 f"split_points of {owner} names {module!r} {modules.count(module)} times; a module begins one chunk"
             )
-    told = [mark for mark in marks if mark.stage is not None]
-    if told and len(told) < len(marks):
-        open_ones = ", ".join(mark.module for mark in marks if mark.stage is None)
+    explicit = [point for point in points if point.stage is not None]
+    if explicit and len(explicit) < len(points):
+        others = ", ".join(point.module for point in points if point.stage is None)
         raise PlanError(
-            f"split_points of {owner} says which stage runs {told[0].module}, but not which runs {open_ones}; tell the stage "
-            "of all modules, the first one of the model among them, or of none"
+            f"split_points of {owner} gives the stage of {explicit[0].module}, but not of {others}; give the stages of "
+            "all modules, including the first one of the model, or of none"
         )
-    return tuple(marks)
+    return tuple(points)
 
 
 def has_explicit_stages(points: Sequence[SplitPoint]) -> bool:
-    """Whether marks say which stage runs what."""
+    """Tell whether split points give their stages."""
     return bool(points) and points[0].stage is not None
 
 
 def check_split_points(points: Sequence[SplitPoint], owner: str, *, num_stages: int, num_chunks: int) -> None:
-    """Check that there is a mark for each chunk but the first, or stages that are all told of something.
+    """Check that there is a split point for each chunk but the first, or a module for every explicit stage.
 
     Raises:
-        PlanError: there are more or fewer, or a stage that is told of nothing, or there is no such stage.
+        PlanError: there are more or fewer, a stage has no module, or does not exist.
     """
     if not points:
         return
     if not has_explicit_stages(points):
         if len(points) != num_chunks - 1:
-            of = "stage" if num_chunks == num_stages else "chunk"
+            kind = "stage" if num_chunks == num_stages else "chunk"
             raise PlanError(
-                f"split_points of {owner} names {_pluralize(len(points), 'module')} with which a {of} begins, but {num_chunks} {of}s "
-                f"need {num_chunks - 1}, one for each but the first; give as many, or {len(points) + 1} {of}s"
+                f"split_points of {owner} names {_pluralize(len(points), 'module')} with which a {kind} begins, but "
+                f"{num_chunks} {kind}s need {num_chunks - 1}, one for each but the first; give as many, or "
+                f"{len(points) + 1} {kind}s"
             )
         return
-    stages = {mark.stage for mark in points}
-    for mark in points:
-        if mark.stage is not None and mark.stage >= num_stages:
+    for point in points:
+        if point.stage is not None and point.stage >= num_stages:
             raise PlanError(
-                f"split_points of {owner} has {mark.module} on stage {mark.stage}, but the stages are 0 to {num_stages - 1}; "
-                f"give one of these, or {mark.stage + 1} stages"
+                f"split_points of {owner} has {point.module} on stage {point.stage}, but the stages are 0 to "
+                f"{num_stages - 1}; give one of these, or {point.stage + 1} stages"
             )
-    idle = [stage for stage in range(num_stages) if stage not in stages]
+    used = {point.stage for point in points}
+    idle = [stage for stage in range(num_stages) if stage not in used]
     if idle:
-        last = len(stages) - 1
+        last = len(used) - 1
         fewer = f"give {_pluralize(last + 1, 'stage')}"
         if idle[0] <= last:
             fewer += f" and put the modules on {f'stages 0 to {last}' if last else 'stage 0'}"
         raise PlanError(
-            f"split_points of {owner} has no module on stage {idle[0]}; every stage needs work: put a module there, or {fewer}"
+            f"split_points of {owner} has no module on stage {idle[0]}; every stage needs work: put a module there, or "
+            f"{fewer}"
         )
 
 
 def merge_adjacent(points: Sequence[SplitPoint]) -> tuple[SplitPoint, ...]:
-    """Return the marks without those whose module lies on the stage of the one before it: they are one chunk."""
+    """Return the split points without those on the stage of the previous one: they are one chunk."""
     if not has_explicit_stages(points):
         return tuple(points)
-    return tuple(next(group) for _, group in groupby(points, key=lambda mark: mark.stage))
+    return tuple(next(group) for _, group in groupby(points, key=lambda point: point.stage))
 
 
 def count_blocks_per_chunk(points: Sequence[SplitPoint], model: ModelSpec, owner: str) -> tuple[int, ...]:
-    """Return how many blocks each chunk has.
+    """Return the number of blocks of each chunk.
 
     Raises:
-        PlanError: no block begins with a module, modules are out of order, or a chunk has no work or no parameters.
+        PlanError: no block begins with a module, modules are out of order, or a chunk has no blocks or parameters.
     """
-    places = {"": 0, **_module_starts(model)}
-    names = [*([] if has_explicit_stages(points) else [""]), *(mark.module for mark in points)]
-    heads = [places.get(names[0], 0), *(_find_start(name, places, owner) for name in names[1:])]
-    if heads[0]:
+    block_of = {"": 0, **_module_starts(model)}
+    names = [*([] if has_explicit_stages(points) else [""]), *(point.module for point in points)]
+    starts = [block_of.get(names[0], 0), *(_find_start(name, block_of, owner) for name in names[1:])]
+    if starts[0]:
+        first = _first_module(block_of)
         raise PlanError(
-            f"split_points of {owner} begins with {names[0]!r}, but the model begins with {_first_module(places)!r}, which lies on no "
-            f"stage then; tell its stage, too: split_points={_first_module(places)}:0+..."
+            f"split_points of {owner} begins with {names[0]!r}, but the model begins with {first!r}, which has no "
+            f"stage; give its stage, too: split_points={first}:0+..."
         )
-    _check_order(names, heads, owner)
-    stops = [*heads[1:], model.num_blocks]
-    for name, start, stop in zip(names, heads, stops, strict=True):
+    _check_order(names, starts, owner)
+    stops = [*starts[1:], model.num_blocks]
+    for name, start, stop in zip(names, starts, stops, strict=True):
         if not any(block.params for block in model.blocks[start:stop]):
-            until = f" up to {names[heads.index(stop)]!r}" if stop in heads else ""
+            until = f" up to {names[starts.index(stop)]!r}" if stop in starts else ""
             raise PlanError(
-                f"split_points of {owner} leaves no parameters between {name or _first_module(places)!r}{until}; every stage trains "
-                "some: leave out one of the two cuts, or begin with another module"
+                f"split_points of {owner} leaves no parameters between {name or _first_module(block_of)!r}{until}; "
+                "every stage trains some: drop one of the two split points, or begin with another module"
             )
-    return tuple(stop - start for start, stop in zip(heads, stops, strict=True))
+    return tuple(stop - start for start, stop in zip(starts, stops, strict=True))
 
 
 def _check_order(names: Sequence[str], starts: Sequence[int], owner: str) -> None:
-    for (before, start), (behind, stop) in pairwise(zip(names, starts, strict=True)):
-        if start == stop:
-            what = (
-                f"{before!r} and {behind!r} begin at the same place" if before else f"the model begins with {behind!r}"
+    for (name, start), (next_name, next_start) in pairwise(zip(names, starts, strict=True)):
+        if start == next_start:
+            fact = (
+                f"{name!r} and {next_name!r} begin with the same block"
+                if name
+                else f"the model begins with {next_name!r}"
             )
             raise PlanError(
-                f"split_points of {owner}: {what}, so that a stage would have no work; leave out {behind!r}, or name a module "
-                "further on"
+                f"split_points of {owner}: {fact}, so that a stage would have no work; drop {next_name!r}, or name a "
+                "later module"
             )
-        if start > stop:
-            right = "+".join(name for _, name in sorted(zip(starts, names, strict=True)) if name)
+        if start > next_start:
+            ordered = "+".join(name for _, name in sorted(zip(starts, names, strict=True)) if name)
             raise PlanError(
-                f"split_points of {owner} are out of order: {behind!r} runs before {before!r}; write split_points={right}"
+                f"split_points of {owner} are out of order: {next_name!r} runs before {name!r}; write "
+                f"split_points={ordered}"
             )
 
 
 def _module_starts(model: ModelSpec) -> Mapping[str, int]:
-    """Return at which block each module begins that a block begins with."""
-    places: dict[str, int] = {}
+    """Return for each module with which a block begins the index of that block."""
+    starts: dict[str, int] = {}
     for index, block in enumerate(model.blocks):
         for name in (*block.layers[0].modules_started, block.layers[0].name):
-            places.setdefault(name, index)
-    return places
+            starts.setdefault(name, index)
+    return starts
 
 
 def _find_start(name: str, starts: Mapping[str, int], owner: str) -> int:
     if name in starts:
         return starts[name]
-    near = difflib.get_close_matches(name, [place for place in starts if place], n=1)
+    near = difflib.get_close_matches(name, [module for module in starts if module], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     known = ", ".join(_outermost_modules(starts))
     raise PlanError(
@@ -173,15 +179,15 @@ def _find_start(name: str, starts: Mapping[str, int], owner: str) -> int:
 
 def _outermost_modules(starts: Mapping[str, int]) -> list[str]:
     """Return for each block the outermost module that it begins with."""
-    heads: dict[int, str] = {}
-    for name, at in starts.items():
+    outermost: dict[int, str] = {}
+    for name, index in starts.items():
         if name:
-            heads.setdefault(at, name)
-    return [heads[at] for at in sorted(heads)]
+            outermost.setdefault(index, name)
+    return [outermost[index] for index in sorted(outermost)]
 
 
 def _first_module(starts: Mapping[str, int]) -> str:
-    return next(name for name, at in starts.items() if name and not at)
+    return next(name for name, index in starts.items() if name and not index)
 
 
 def _pluralize(count: int, noun: str) -> str:

@@ -1,10 +1,13 @@
-"""When a stage takes what others send it: as late as it can, and no later than it must so that nobody waits for ever.
+"""The rank programs of a pipeline with a flush: actions of the schedule, messages between stages, update.
 
-A send may block until its receive is posted (law 2). A receive right before its use costs no waiting, but where two
-stages send to each other, as with several chunks, both may then block. Such a receive is posted earlier: where the
-stage stands when the value is sent, if all take equally long; so that it costs no time there either.
+A send may block until its receive is posted (rendezvous). A receive right before the action that needs it costs no
+waiting, but with several chunks per stage two stages send to each other, and both sends may then block. Such a receive
+is placed earlier: where its stage is at the time of the send, if all actions take the time in :data:`UNIT_COST`, so
+that it does not delay that stage. Consecutive messages are posted together::
 
-What each replica of each stage of a pipeline does, word by word.
+    deadlock                                        the receive of a1 is placed earlier
+    stage 0: F0 send(a0) F1 send(a1) recv(b0) ...   stage 0: F0 send(a0) F1 send(a1) recv(b0) ...
+    stage 1: recv(a0) F0 send(b0) B7 recv(a1) ...   stage 1: recv(a0) F0 send(b0) recv(a1) B7 ...
 """
 
 from __future__ import annotations
@@ -32,27 +35,28 @@ from counterpoint.program.program import Instructions, Program, RankProgram
 from counterpoint.program.rewrite import shift_ranks
 from counterpoint.strategies.pipeline.chunks import Chunks, StageEdges
 from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, PipelineSchedule, StageReplica
+from counterpoint.strategies.replica_groups import updated_units
 from counterpoint.strategies.strategy import RankCost, tp_allreduce_bytes
 
 Item: TypeAlias = PipelineAction | Send | Recv
-"""What a seat does: a turn, or a message; its peer is a seat, too."""
+"""An action or a message of a stage replica; the peer of a message is a slot."""
 
 Transfer: TypeAlias = tuple[TensorRef, int]
-"""What is sent or received, to or from which seat."""
+"""A tensor that is sent or received, and the peer's slot."""
 
 _P2PMessage: TypeAlias = tuple[TensorRef, int, int]
-"""What is sent, from which seat to which."""
+"""A tensor, the sender's slot and the receiver's slot."""
 
 UNIT_COST = {"F": 1, "B": 2, "Bi": 1, "Bw": 1}
-"""How long turns take on the clock by which receives are posted."""
+"""Duration of actions, in the unit by which receives are placed."""
 
 
 class P2PNeeds(NamedTuple):
-    """What a turn takes from other seats, and what it gives them.
+    """What an action receives from other slots, and what it sends to them.
 
     Args:
-        taken: for a seat and a turn what it needs first.
-        given: for a seat and a turn what it makes.
+        inputs: for a slot and an action the transfers that it needs first.
+        outputs: for a slot and an action the transfers that it makes possible.
     """
 
     inputs: Callable[[int, PipelineAction], Sequence[Transfer]]
@@ -60,152 +64,156 @@ class P2PNeeds(NamedTuple):
 
 
 def place_messages(actions: Sequence[Sequence[PipelineAction]], needs: P2PNeeds) -> list[list[Item]]:
-    """Return for every seat its turns with the messages between them.
+    """Return for every slot its actions with the messages between them.
 
-    A value is sent right behind the turn that makes it. Messages from one seat to another are received in the order in
-    which they are sent, and no deadlock comes of sends that block.
+    A tensor is sent right after the action that produces it. Messages from one slot to another are received in the
+    order in which they are sent, and blocking sends do not deadlock.
 
     Args:
-        turns: what each seat does, in order.
-        ends: what comes from where, and goes where.
+        actions: the actions of each slot, in order.
+        needs: the transfers before and after each action.
     """
-    rows = _place_receives_late(actions, needs)
-    board = _BlockingSendSim(rows)
+    items = _place_receives_late(actions, needs)
+    simulation = _BlockingSendSim(items)
     while True:
-        board.advance_all()
-        sender = board.first_blocked()
+        simulation.advance_all()
+        sender = simulation.first_blocked()
         if sender is None:
-            return rows
-        board.post_receive_earlier(sender)
+            return items
+        simulation.post_receive_earlier(sender)
 
 
 def _place_receives_late(actions: Sequence[Sequence[PipelineAction]], needs: P2PNeeds) -> list[list[Item]]:
-    """Put receives right before the turns that need them, with what the same sender has sent before."""
-    letters: defaultdict[tuple[int, int], list[TensorRef]] = defaultdict(list)
-    for seat, row in enumerate(actions):
-        for value, peer in (hop for turn in row for hop in needs.outputs(seat, turn)):
-            letters[seat, peer].append(value)
-    rows: list[list[Item]] = []
-    for seat, row in enumerate(actions):
-        waiting = {sender: list(reversed(found)) for (sender, to), found in letters.items() if to == seat}
+    """Place receives right before the actions that need them, after those of earlier messages of the same sender."""
+    sent: defaultdict[tuple[int, int], list[TensorRef]] = defaultdict(list)
+    for slot, slot_actions in enumerate(actions):
+        for tensor, peer in (transfer for action in slot_actions for transfer in needs.outputs(slot, action)):
+            sent[slot, peer].append(tensor)
+    items_of_slots: list[list[Item]] = []
+    for slot, slot_actions in enumerate(actions):
+        pending = {sender: list(reversed(tensors)) for (sender, to), tensors in sent.items() if to == slot}
         items: list[Item] = []
-        there: set[Transfer] = set()
-        for turn in row:
-            for needed in needs.inputs(seat, turn):
+        received: set[Transfer] = set()
+        for action in slot_actions:
+            for needed in needs.inputs(slot, action):
                 sender = needed[1]
-                while needed not in there:
-                    value = waiting[sender].pop()
-                    items.append(Recv(value, sender))
-                    there.add((value, sender))
-            items.append(turn)
-            items += (Send(*made) for made in needs.outputs(seat, turn))
-        rows.append(items)
-    return rows
+                while needed not in received:
+                    tensor = pending[sender].pop()
+                    items.append(Recv(tensor, sender))
+                    received.add((tensor, sender))
+            items.append(action)
+            items += (Send(*output) for output in needs.outputs(slot, action))
+        items_of_slots.append(items)
+    return items_of_slots
 
 
 class _BlockingSendSim:
-    """How far every seat has come when sends block, and when all would happen if they did not."""
+    """The progress of every slot with blocking sends, and the times of sends and actions without blocking.
 
-    def __init__(self, rows: list[list[Item]]) -> None:
-        self.rows = rows
-        self.cursor = [0] * len(rows)
+    Args:
+        items: actions and messages of each slot; receives are moved in place.
+    """
+
+    def __init__(self, items: list[list[Item]]) -> None:
+        self.items = items
+        self.cursor = [0] * len(items)
         self.posted: set[_P2PMessage] = set()
-        self.sent_at, self.starts = _compute_times(rows)
+        self.sent_at, self.starts = _compute_times(items)
 
     def advance_all(self) -> None:
-        """Move every seat as far as it can go."""
-        moved = True
-        while moved:
-            moved = False
-            for seat, row in enumerate(self.rows):
-                while self.cursor[seat] < len(row) and self.can_advance(seat, row[self.cursor[seat]]):
-                    self.cursor[seat] += 1
-                    moved = True
+        """Advance every slot until it blocks."""
+        advanced = True
+        while advanced:
+            advanced = False
+            for slot, items in enumerate(self.items):
+                while self.cursor[slot] < len(items) and self.can_advance(slot, items[self.cursor[slot]]):
+                    self.cursor[slot] += 1
+                    advanced = True
 
     def can_advance(self, slot: int, item: Item) -> bool:
-        """Tell whether a seat can do its next item; one that is sent is posted."""
+        """Tell whether a slot can execute its next item; a send that can is marked as posted."""
         match item:
-            case Send(value, peer):
-                at = self.cursor[peer]
-                if Recv(value, slot) not in self.rows[peer][at : self.end_of_messages(peer, at)]:
+            case Send(tensor, peer):
+                index = self.cursor[peer]
+                if Recv(tensor, slot) not in self.items[peer][index : self.end_of_messages(peer, index)]:
                     return False
-                self.posted.add((value, slot, peer))
+                self.posted.add((tensor, slot, peer))
                 return True
-            case Recv(value, peer):
-                return (value, peer, slot) in self.posted
+            case Recv(tensor, peer):
+                return (tensor, peer, slot) in self.posted
             case PipelineAction():
                 return True
 
-    def end_of_messages(self, slot: int, at: int) -> int:
-        """Return where the messages that stand side by side from an index on end."""
-        row = self.rows[slot]
-        while at < len(row) and not isinstance(row[at], PipelineAction):
-            at += 1
-        return at
+    def end_of_messages(self, slot: int, index: int) -> int:
+        """Return the end of the consecutive messages from an index on, which are posted together."""
+        items = self.items[slot]
+        while index < len(items) and not isinstance(items[index], PipelineAction):
+            index += 1
+        return index
 
     def first_blocked(self) -> int | None:
-        """Return the seat whose send blocks and would come first; None when all have come to their end."""
+        """Return the slot with the earliest send among those that block; None if all slots have finished."""
         blocked = []
-        for seat, row in enumerate(self.rows):
-            head = row[self.cursor[seat]] if self.cursor[seat] < len(row) else None
-            if isinstance(head, Send):
-                blocked.append((self.sent_at[head.tensor, seat, head.peer], seat))
+        for slot, items in enumerate(self.items):
+            item = items[self.cursor[slot]] if self.cursor[slot] < len(items) else None
+            if isinstance(item, Send):
+                blocked.append((self.sent_at[item.tensor, slot, item.peer], slot))
         return min(blocked)[1] if blocked else None
 
     def post_receive_earlier(self, sender: int) -> None:
-        """Move the receive of what a seat sends up to where its peer stands at that time."""
-        send = self.rows[sender][self.cursor[sender]]
-        assert isinstance(send, Send), "it blocks"
+        """Move the receive of the send that blocks a slot to where its peer is at that time."""
+        send = self.items[sender][self.cursor[sender]]
+        assert isinstance(send, Send), "only sends block"
         recv = Recv(send.tensor, sender)
-        row, starts = self.rows[send.peer], self.starts[send.peer]
-        at = self.end_of_messages(send.peer, self.cursor[send.peer])
-        while starts[row[at]] < self.sent_at[send.tensor, sender, send.peer]:
-            at = self.end_of_messages(send.peer, at + 1)
-        row.remove(recv)
-        row.insert(at, recv)
+        items, starts = self.items[send.peer], self.starts[send.peer]
+        index = self.end_of_messages(send.peer, self.cursor[send.peer])
+        while starts[items[index]] < self.sent_at[send.tensor, sender, send.peer]:
+            index = self.end_of_messages(send.peer, index + 1)
+        items.remove(recv)
+        items.insert(index, recv)
 
 
-def _compute_times(rows: Sequence[Sequence[Item]]) -> tuple[dict[_P2PMessage, int], list[dict[Item, int]]]:
-    """Return when every value is sent, and when every turn starts, if nothing but turns takes time."""
-    now, cursor = [0] * len(rows), [0] * len(rows)
+def _compute_times(items: Sequence[Sequence[Item]]) -> tuple[dict[_P2PMessage, int], list[dict[Item, int]]]:
+    """Return when tensors are sent and when actions start, if only actions take time and sends never block."""
+    now, cursor = [0] * len(items), [0] * len(items)
     sent_at: dict[_P2PMessage, int] = {}
-    starts: list[dict[Item, int]] = [{} for _ in rows]
-    moved = True
-    while moved:
-        moved = False
-        for seat, row in enumerate(rows):
-            while cursor[seat] < len(row):
-                match row[cursor[seat]]:
-                    case Recv(value, peer):
-                        if (value, peer, seat) not in sent_at:
+    starts: list[dict[Item, int]] = [{} for _ in items]
+    advanced = True
+    while advanced:
+        advanced = False
+        for slot, slot_items in enumerate(items):
+            while cursor[slot] < len(slot_items):
+                match slot_items[cursor[slot]]:
+                    case Recv(tensor, peer):
+                        if (tensor, peer, slot) not in sent_at:
                             break
-                        now[seat] = max(now[seat], sent_at[value, peer, seat])
-                    case Send(value, peer):
-                        sent_at[value, seat, peer] = now[seat]
-                    case PipelineAction() as turn:
-                        starts[seat][turn] = now[seat]
-                        now[seat] += UNIT_COST[turn.kind]
-                cursor[seat] += 1
-                moved = True
+                        now[slot] = max(now[slot], sent_at[tensor, peer, slot])
+                    case Send(tensor, peer):
+                        sent_at[tensor, slot, peer] = now[slot]
+                    case PipelineAction() as action:
+                        starts[slot][action] = now[slot]
+                        now[slot] += UNIT_COST[action.kind]
+                cursor[slot] += 1
+                advanced = True
     return sent_at, starts
 
 
 ComputeGroups: TypeAlias = Mapping[tuple[type[Instruction], int, int], Instructions]
-"""For each block's forward or backward on a microbatch: itself and the words that belong to it."""
+"""For the forward or backward of a block and a microbatch: itself and the collectives that follow it."""
 
 BACKWARD_PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
-"""The part of a backward that a turn is."""
+"""The part of a backward that an action computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageGrid:
-    """Who runs what: replica t of a stage has a *seat*, counted through all stages.
+    """All stage replicas of a pipeline. Each has a *slot*, its index over all replicas of all stages.
 
     Args:
-        chunks: which blocks lie where.
-        strands: what goes between them.
-        replicas: how many replicas each stage has.
-        order: in which sequence they take microbatches up.
+        chunks: the blocks of each stage.
+        edges: the edges between stages.
+        replicas: number of replicas of each stage.
+        schedule: the order in which a replica runs its microbatches.
     """
 
     chunks: Chunks
@@ -214,11 +222,11 @@ class StageGrid:
     schedule: PipelineSchedule
 
     def slot(self, stage: int, replica: int) -> int:
-        """Return the seat of a stage's replica."""
+        """Return the slot of a stage's replica."""
         return sum(self.replicas[:stage]) + replica
 
     def stage_and_replica(self, slot: int) -> tuple[int, int]:
-        """Return the stage and the replica of a seat."""
+        """Return the stage and the replica of a slot."""
         stage = 0
         while slot >= self.replicas[stage]:
             slot -= self.replicas[stage]
@@ -227,51 +235,51 @@ class StageGrid:
 
     @property
     def num_slots(self) -> int:
-        """How many there are."""
+        """Number of stage replicas."""
         return sum(self.replicas)
 
     def build_items(self, micros: Sequence[int]) -> list[list[Item]]:
-        """Return the turns and messages of every seat, for the microbatches that enter the pipeline."""
+        """Return the actions and messages of every slot, for the microbatches that enter the pipeline."""
         index_of = {micro: index for index, micro in enumerate(micros)}
-        turns = []
+        actions = []
         for stage, count in enumerate(self.replicas):
-            for twin in range(count):
-                place = StageReplica(stage, self.replicas, tuple(micros[twin::count]), self.chunks.count(stage))
-                turns.append(list(self.schedule.actions(place)))
+            for replica in range(count):
+                own = StageReplica(stage, self.replicas, tuple(micros[replica::count]), self.chunks.count(stage))
+                actions.append(list(self.schedule.actions(own)))
 
-        def hops(found: Sequence[tuple[TensorRef, int]], turn: PipelineAction) -> list[Transfer]:
-            at = index_of[turn.micro]
-            return [(value, self.slot(stage, at % self.replicas[stage])) for value, stage in found]
+        def to_slots(transfers: Sequence[tuple[TensorRef, int]], action: PipelineAction) -> list[Transfer]:
+            index = index_of[action.micro]
+            return [(tensor, self.slot(stage, index % self.replicas[stage])) for tensor, stage in transfers]
 
-        def taken(seat: int, turn: PipelineAction) -> list[Transfer]:
-            run = self.blocks_of(seat, turn)
-            if turn.kind == "F":
-                return hops(self.edges.recv_forward(run, turn.micro), turn)
-            return hops(self.edges.recv_backward(run, turn.micro), turn) if turn.kind != "Bw" else []
+        def inputs(slot: int, action: PipelineAction) -> list[Transfer]:
+            if action.kind == "Bw":
+                return []
+            find = self.edges.recv_forward if action.kind == "F" else self.edges.recv_backward
+            return to_slots(find(self.blocks_of(slot, action), action.micro), action)
 
-        def given(seat: int, turn: PipelineAction) -> list[Transfer]:
-            run = self.blocks_of(seat, turn)
-            if turn.kind == "F":
-                return hops(self.edges.send_forward(run, turn.micro), turn)
-            return hops(self.edges.send_backward(run, turn.micro), turn) if turn.kind != "Bw" else []
+        def outputs(slot: int, action: PipelineAction) -> list[Transfer]:
+            if action.kind == "Bw":
+                return []
+            find = self.edges.send_forward if action.kind == "F" else self.edges.send_backward
+            return to_slots(find(self.blocks_of(slot, action), action.micro), action)
 
-        return place_messages(turns, P2PNeeds(taken, given))
+        return place_messages(actions, P2PNeeds(inputs, outputs))
 
     def blocks_of(self, slot: int, action: PipelineAction) -> range:
-        """Return the blocks of a turn."""
+        """Return the blocks that an action computes."""
         stage, _ = self.stage_and_replica(slot)
         return self.chunks.block_ranges[self.chunks.global_index(stage, action.chunk)]
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """One seat's row, about to be written out for one inner rank.
+    """Builds the rank program of one stage replica for one inner rank.
 
     Args:
-        stages: who runs what.
-        seat: which replica of which stage.
+        grid: all stage replicas.
+        slot: the stage replica.
         inner: the inner rank.
-        num_inner: how many there are.
+        num_inner: number of inner ranks.
     """
 
     grid: StageGrid
@@ -279,85 +287,92 @@ class StageProgram:
     inner: int
     num_inner: int
 
-    def instructions(self, row: RankProgram, groups: ComputeGroups, items: Sequence[Item]) -> Iterator[Instruction]:
-        """Yield what this seat does instead of the inner rank's whole row, whose work is at hand."""
+    def instructions(self, body: Instructions, groups: ComputeGroups, items: Sequence[Item]) -> Iterator[Instruction]:
+        """Yield the instructions of this slot.
+
+        Args:
+            body: of the inner rank, which runs all blocks.
+            groups: the same by block and microbatch.
+            items: actions and messages of the slot.
+        """
         for item in items:
             match item:
                 case PipelineAction():
                     yield from self._action_instructions(item, groups)
-                case Send(value, seat):
-                    yield Send(value, self._rank_of(seat))
-                case Recv(value, seat):
-                    yield Recv(value, self._rank_of(seat))
-        yield from self._commit_and_update(row.body)
+                case Send(tensor, slot):
+                    yield Send(tensor, self._rank_of(slot))
+                case Recv(tensor, slot):
+                    yield Recv(tensor, self._rank_of(slot))
+        yield from self._commit_and_update(body)
 
     def _rank_of(self, slot: int) -> int:
-        """Return the rank at a seat for the same inner rank."""
+        """Return the rank of a slot for the same inner rank."""
         return slot * self.num_inner + self.inner
 
     def _action_instructions(self, action: PipelineAction, groups: ComputeGroups) -> Iterator[Instruction]:
-        run = self.grid.blocks_of(self.slot, action)
-        by = self.slot * self.num_inner
+        blocks = self.grid.blocks_of(self.slot, action)
+        shift = self.slot * self.num_inner
         if action.kind == "F":
-            for block in run:
-                yield from (shift_ranks(word, by) for word in groups[Forward, block, action.micro])
+            for block in blocks:
+                yield from (shift_ranks(one, shift) for one in groups[Forward, block, action.micro])
             return
         part = BACKWARD_PARTS[action.kind]
-        for block in reversed(run):
-            first, *behind = groups[Backward, block, action.micro]
-            assert isinstance(first, Backward), "it is kept as one"
-            yield replace(first, part=part) if part else first
-            yield from (shift_ranks(word, by) for word in behind if part != "weight")
+        for block in reversed(blocks):
+            backward, *collectives = groups[Backward, block, action.micro]
+            assert isinstance(backward, Backward), "the group of a backward begins with it"
+            yield replace(backward, part=part) if part else backward
+            yield from (shift_ranks(collective, shift) for collective in collectives if part != "weight")
 
     def _commit_and_update(self, body: Instructions) -> Iterator[Instruction]:
-        stages = self.grid
-        stage, _ = stages.stage_and_replica(self.slot)
-        blocks = set(stages.chunks.blocks_of(stage))
-        units = [word.unit for word in body if isinstance(word, Update) and set(word.unit) & blocks]
+        grid = self.grid
+        own_blocks = set(grid.chunks.blocks_of(grid.stage_and_replica(self.slot)[0]))
+        units = [unit for unit in updated_units(body) if set(unit) & own_blocks]
         for unit in sorted(units, reverse=True):
             holders = tuple(
-                self._rank_of(seat)
-                for seat in range(stages.num_slots)
-                if set(unit) & set(stages.chunks.blocks_of(stages.stage_and_replica(seat)[0]))
+                self._rank_of(slot)
+                for slot in range(grid.num_slots)
+                if set(unit) & set(grid.chunks.blocks_of(grid.stage_and_replica(slot)[0]))
             )
             if len(holders) > 1:
                 yield Collective("all_reduce", grad(unit), holders)
-        yield Commit(tuple(range(self.num_inner * stages.num_slots)))
+        yield Commit(tuple(range(self.num_inner * grid.num_slots)))
         yield from (Update(unit) for unit in units)
 
 
 def build_stage_programs(grid: StageGrid, program: Program, slots: Iterable[int]) -> dict[int, tuple[RankProgram, ...]]:
-    """Return the rows of some seats, each for all inner ranks; one whose row is empty has an empty one there."""
-    micros = sorted({word.micro for row in program.rank_programs for word in row.body if isinstance(word, Forward)})
+    """Return the rank programs of some slots, one for each inner rank; an empty one stays empty."""
+    micros = sorted(
+        {one.micro for rank_program in program.rank_programs for one in rank_program.body if isinstance(one, Forward)}
+    )
     items = grid.build_items(micros)
-    works = [group_by_compute(row.body) for row in program.rank_programs]
-    rows: dict[int, tuple[RankProgram, ...]] = {}
-    for seat in slots:
-        written = [StageProgram(grid, seat, rank, program.num_ranks) for rank in range(program.num_ranks)]
-        rows[seat] = tuple(
-            replace(row, body=tuple(one.instructions(row, work, items[seat]))) if row.body else row
-            for one, row, work in zip(written, program.rank_programs, works, strict=True)
+    groups_of_ranks = [group_by_compute(rank_program.body) for rank_program in program.rank_programs]
+    stage_programs: dict[int, tuple[RankProgram, ...]] = {}
+    for slot in slots:
+        builders = [StageProgram(grid, slot, rank, program.num_ranks) for rank in range(program.num_ranks)]
+        stage_programs[slot] = tuple(
+            replace(inner, body=tuple(builder.instructions(inner.body, groups, items[slot]))) if inner.body else inner
+            for builder, inner, groups in zip(builders, program.rank_programs, groups_of_ranks, strict=True)
         )
-    return rows
+    return stage_programs
 
 
 def group_by_compute(body: Instructions) -> ComputeGroups:
-    """Attach to each forward and backward the words that stand right behind it and belong to it."""
-    work: dict[tuple[type[Instruction], int, int], Instructions] = {}
+    """Group each forward and backward with the collectives right after it, which belong to it."""
+    groups: dict[tuple[type[Instruction], int, int], Instructions] = {}
     key = None
-    for word in body:
-        match word:
+    for instruction in body:
+        match instruction:
             case Forward(block, micro) | Backward(block, micro):
-                key = (type(word), block, micro)
-                work[key] = (word,)
+                key = (type(instruction), block, micro)
+                groups[key] = (instruction,)
             case Collective() if key is not None:
-                work[key] += (word,)
+                groups[key] += (instruction,)
             case _:
                 key = None
-    return work
+    return groups
 
 
 def stage_tp_bytes(rank: RankCost, blocks: Sequence[int], model: ModelSpec) -> Fraction:
-    """Return what of an inner rank's traffic, which is all about sliced blocks, belongs to a stage."""
-    whole = tp_allreduce_bytes(model, rank.blocks)
-    return rank.other_bytes * Fraction(tp_allreduce_bytes(model, blocks), whole) if whole else Fraction(0)
+    """Return the part of an inner rank's sent bytes, all of which are tensor-parallel all-reduces, of some blocks."""
+    total = tp_allreduce_bytes(model, rank.blocks)
+    return rank.other_bytes * Fraction(tp_allreduce_bytes(model, blocks), total) if total else Fraction(0)

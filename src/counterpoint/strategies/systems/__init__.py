@@ -1,1 +1,1 @@
-"""The systems that people know by name, each a function from its own options to the strategies it amounts to."""
+"""Known systems (DDP, Horovod, PipeDream, ...): each a function from its own options to equivalent strategies."""

@@ -1,4 +1,4 @@
-"""BigDL: an all-reduce made of Spark's shuffles, with the update between its two halves."""
+"""BigDL: reduce-scatter and all-gather as two Spark shuffles, with the update between them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from counterpoint.strategies.zero import Zero
 
 
 def bigdl(degree: int) -> tuple[Strategy, ...]:
-    """Return BigDL: each partition has a slice of the weights, adds up its gradients, updates it and hands it out.
+    """Return BigDL: each partition sums the gradients of its shard of the weights, updates it and broadcasts it.
 
-    On Spark itself it is :func:`counterpoint.spark.training.train`, which carries this program out in two jobs a step.
+    On Spark :func:`counterpoint.spark.training.train` runs this program, with two jobs per step.
 
     Args:
-        degree: ranks along the new axis, which are partitions on Spark.
+        degree: number of ranks along the new axis, which are partitions on Spark.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
         Bytes sent per rank and step: 2 (n-1)/n of the weights. Optimizer state per rank: 1/n.
@@ -27,7 +27,7 @@ def bigdl(degree: int) -> tuple[Strategy, ...]:
 
 
 UNSUPPORTED_IN_BIGDL = {
-    "compress": "there it cuts numbers off at 16 bits; on Spark give Options(code='bf16'), which rounds them",
-    "drop_percentage": "it is by the clock of Spark's tasks; give Options(drop=Drop(...)) there, and leave it out here",
-    "core_number": "threads of a rank share its weights, always; leave it out",
+    "compress": "it truncates to 16 bits; on Spark give Options(code='bf16'), which rounds them",
+    "drop_percentage": "it needs the times of Spark tasks; give Options(drop=Drop(...)) there, and drop it here",
+    "core_number": "threads of a rank share its weights, always; drop it",
 }

@@ -1,4 +1,4 @@
-"""The descendants of Caffe: trees of GPUs, and processors with many cores."""
+"""Distributed variants of Caffe."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from counterpoint.strategies.tree_reduce import TreeReduce
 
 
 def firecaffe(degree: int) -> tuple[Strategy, ...]:
-    """Return FireCaffe: gradients are added up along a tree in place of a parameter server.
+    """Return FireCaffe: gradients are reduced along a tree instead of at a parameter server.
 
     Args:
-        degree: ranks along the new axis.
+        degree: number of ranks along the new axis.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
-        Bytes sent per step: the first rank ceil(log2 n) times the weights, where a server sends them n times; each
-        other rank its gradients, and the weights to those below it. Optimizer state on the first rank alone.
+        Bytes sent per step: the first rank ceil(log2 n) times the weights, where a server would send them n times;
+        each other rank its gradients, and the weights to its children. Optimizer state only on the first rank.
 
     Source:
         Iandola et al., FireCaffe: near-linear acceleration of deep neural network training on compute clusters, CVPR
@@ -32,21 +32,21 @@ def firecaffe(degree: int) -> tuple[Strategy, ...]:
 
 
 def s_caffe(degree: int, *, per_host: int = 0) -> tuple[Strategy, ...]:
-    """Return S-Caffe: a chain inside each host and a tree between hosts, begun during the backward.
+    """Return S-Caffe: reduction along a chain within each host and a tree between hosts, during the backward.
 
-    Each gradient is sent as soon as it is complete, layer by layer, and handed on along the chain one backward later.
-    Weights come back in the same step; S-Caffe's next forward begins before all of them are there.
+    Each gradient is sent as soon as it is complete, layer by layer, and forwarded along the chain one backward later.
+    Weights are sent back in the same step; in S-Caffe the next forward begins before all of them have arrived.
 
     Args:
-        degree: ranks along the new axis.
-        per_host: ranks on each host; by default as they have been started, and all on one where none were.
+        degree: number of ranks along the new axis.
+        per_host: number of ranks of each host; by default as launched, else all on one host.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
         Bytes sent per step, k ranks on each of h hosts: the first rank of a host at most 1 + ceil(log2 h) times the
-        weights, every other rank at most twice. Optimizer state on the first rank alone.
+        weights, every other rank at most twice. Optimizer state only on the first rank.
 
     Source:
         Awan et al., S-Caffe: Co-designing MPI Runtimes and Caffe for Scalable Deep Learning on Modern GPU Clusters,
@@ -59,18 +59,18 @@ def s_caffe(degree: int, *, per_host: int = 0) -> tuple[Strategy, ...]:
 
 
 def intel_caffe(degree: int) -> tuple[Strategy, ...]:
-    """Return Intel-Caffe on several nodes: the gradient of each layer is summed as soon as it is there.
+    """Return multi-node Intel-Caffe: the gradient of each layer is all-reduced as soon as it is ready.
 
-    On each node Intel-Caffe has one thread on each core: ``counterpoint run --bind=core`` does that.
+    Intel-Caffe runs one thread on each core of a node: see ``counterpoint run --bind=core``.
 
     Args:
-        degree: ranks along the new axis.
+        degree: number of ranks along the new axis.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
-        Bytes sent per rank and step: 2 (n-1)/n of the gradients, one sum for each parameter.
+        Bytes sent per rank and step: 2 (n-1)/n of the gradients, one all-reduce for each parameter.
 
     Source:
         Intel Distribution of Caffe, its multinode solver.
@@ -79,17 +79,17 @@ def intel_caffe(degree: int) -> tuple[Strategy, ...]:
 
 
 def numa_caffe(degree: int) -> tuple[Strategy, ...]:
-    """Return NUMA-Caffe: one replica for each NUMA node, with its threads and its memory near.
+    """Return NUMA-Caffe: one replica for each NUMA node, with its threads and its memory on that node.
 
     The binding is the launcher's: ``counterpoint run -n 2 --bind=numa`` on a host of two nodes. Replicas on one host
-    have one copy of the weights by default, which then lies on one of the nodes; pass ``share_params_on_host=False`` to Trainer for
-    a copy on each.
+    share one copy of the weights by default, which is then on one of the nodes; pass ``share_params_on_host=False`` to
+    Trainer for a copy on each.
 
     Args:
-        degree: ranks along the new axis, as many as NUMA nodes.
+        degree: number of ranks along the new axis: one for each NUMA node.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
         Bytes sent per rank and step: 2 (n-1)/n of the gradients.
@@ -101,24 +101,24 @@ def numa_caffe(degree: int) -> tuple[Strategy, ...]:
 
 
 def mpi_caffe(degree: int, *, comm_group: int = 0, split_points: tuple[str, ...] = ()) -> tuple[Strategy, ...]:
-    """Return MPI-Caffe: model parallel groups, each of which holds a run of layers and shares them among its ranks.
+    """Return MPI-Caffe: groups of ranks, each of which runs consecutive layers and shards them among its ranks.
 
-    There, a layer runs on the ranks of its ``comm_group``; ``MPIBroadcast`` gives all of them its input, and sums their
-    gradients, ``MPIGather`` puts together what they have made. Here the layers of a group that can be sliced are, and
-    all others run on each of its ranks: ``tensor(k) * pipeline(n/k, schedule=gpipe)``.
+    In MPI-Caffe a layer runs on the ranks of its ``comm_group``; ``MPIBroadcast`` sends its input to all of them and
+    sums their gradients, ``MPIGather`` concatenates their outputs. Here the layers that can be sharded are, and all
+    others run on each rank of the group: ``tensor(k) * pipeline(n/k, schedule=gpipe)``.
 
     Args:
-        degree: all ranks.
-        comm_group: ranks of a group; all of them by default, 1 for layers on ranks of their own.
-        split_points: the modules with which the second group begins, and so on; by default the slowest is as fast as can be.
+        degree: total number of ranks.
+        comm_group: number of ranks of a group; all by default.
+        split_points: the modules with which all groups but the first begin; by default balanced.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
-        Bytes sent per rank and step, k ranks in each group: 2 (k-1)/k of the outputs and inputs of sliced layers, and
-        what goes from group to group. Idle time, for g groups and m microbatches: (g-1)/(m+g-1) of the step; MPI-Caffe
-        itself has one microbatch. Memory: the layers of its group, 1/k of those that are sliced.
+        Bytes sent per rank and step, k ranks in each group: 2 (k-1)/k of the outputs and inputs of sharded layers, and
+        the activations between groups. Bubble, for g groups and m microbatches: (g-1)/(m+g-1) of the step; MPI-Caffe
+        itself has one microbatch. Memory: the layers of its group, 1/k of those that are sharded.
 
     Source:
         Lee et al., Why M Heads are Better than One: Training a Diverse Ensemble of Deep Networks, 2015; the README of
@@ -127,11 +127,12 @@ def mpi_caffe(degree: int, *, comm_group: int = 0, split_points: tuple[str, ...]
     inside = comm_group or degree
     if inside > degree or degree % inside:
         raise PlanError(
-            f"mpi_caffe({degree}, comm_group={comm_group}) cannot have as many ranks in each group; give a comm_group "
+            f"mpi_caffe({degree}, comm_group={comm_group}) cannot have the same number of ranks in each group; give a "
+            "comm_group "
             f"that divides {degree}"
         )
     if split_points and inside == degree:
         raise PlanError(
-            f"split_points={'+'.join(split_points)} of mpi_caffe({degree}) is for several groups; give a comm_group, too"
+            f"split_points={'+'.join(split_points)} of mpi_caffe({degree}) needs several groups; also give a comm_group"
         )
     return drop_trivial(Tensor(inside), Pipeline(degree // inside, "gpipe", split_points=split_points))

@@ -1,4 +1,4 @@
-"""ChainerMN: one optimizer, and communicators that know how ranks are spread over hosts."""
+"""ChainerMN: its multi-node optimizer with each of its communicators."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def chainermn(
 ) -> tuple[Strategy, ...]:
     """Return ChainerMN's create_multi_node_optimizer with one of its communicators.
 
-    ``naive`` sums each parameter's gradient alone; ``flat``, ``non_cuda_aware``, ``single_node`` and ``pure_nccl``
-    sum all at once. ``hierarchical`` adds up inside each host on its first rank, then over those, which update and
-    hand out the weights: ``tree(k, shape=star) * data(h)``. ``two_dimensional`` shares out the sum inside each host,
-    sums the shares over hosts, and joins what they have become: ``data(k, update=sharded) * data(h)``. In both, what
-    comes back inside a host is weights, not gradients: as many bytes, and fewer updates.
+    ``naive`` all-reduces each gradient separately; ``flat``, ``non_cuda_aware``, ``single_node`` and ``pure_nccl``
+    all gradients at once. ``hierarchical`` reduces within each host to its first rank, all-reduces over those, and
+    sends the updated weights back: ``tree(k, shape=star) * data(h)``. ``two_dimensional`` reduce-scatters within each
+    host, all-reduces the shards over hosts, and gathers the updated weights: ``data(k, update=sharded) * data(h)``.
+    Both send weights instead of gradients within a host, with as many bytes and fewer updates.
 
     Args:
-        degree: ranks along the new axis.
+        degree: number of ranks along the new axis.
         communicator: ``pure_nccl`` (or ``pure``), ``naive``, ``flat``, ``hierarchical``, ``two_dimensional``,
             ``single_node`` or ``non_cuda_aware``.
-        double_buffering: ``on`` applies gradients one step late, and sums them meanwhile; with pure_nccl only.
-        allreduce_grad_dtype: ``float32`` or ``float16``, in which gradients travel; with pure_nccl only.
-        per_host: ranks on each host; by default as they have been started, and all on one where none were.
+        double_buffering: ``on`` applies gradients one step late; only with pure_nccl.
+        allreduce_grad_dtype: ``float32`` or ``float16``, the dtype of the all-reduce; only with pure_nccl.
+        per_host: number of ranks of each host; by default as launched, else all on one host.
 
     Promise:
-        The same numbers as on one rank, to rounding; with double_buffering or float16 what data promises with
-        staleness=1 or compress=fp16.
+        The same results as single-process training, up to rounding; with double_buffering or float16 as
+        data with staleness=1 or compress=fp16.
 
     Cost:
         Bytes sent per rank and step, of P: 2 (n-1)/n P. With k ranks on each of h hosts: hierarchical P, and from the
@@ -58,7 +58,7 @@ def chainermn(
     if not is_pure and (double_buffering or allreduce_grad_dtype != "float32"):
         raise PlanError(
             f"communicator={communicator} of chainermn has neither double_buffering nor allreduce_grad_dtype; give "
-            "communicator=pure_nccl, or leave these out"
+            "communicator=pure_nccl, or drop these"
         )
     inside, hosts = split_by_host("chainermn", degree, per_host)
     if communicator == "hierarchical":
@@ -67,7 +67,8 @@ def chainermn(
         return drop_trivial(Data(inside, update="sharded"), Data(hosts, buckets=SINGLE_BUCKET))
     if communicator == "single_node" and hosts > 1:
         raise PlanError(
-            f"communicator=single_node of chainermn is for ranks of one host, but these {degree} are on {hosts}; give "
+            f"communicator=single_node of chainermn needs all ranks on one host, but these {degree} are on {hosts}; "
+            "give "
             "communicator=hierarchical or two_dimensional"
         )
     if double_buffering:
@@ -81,7 +82,7 @@ def _codec(dtype: str) -> str:
 
 
 UNSUPPORTED_IN_CHAINERMN = {
-    "mpi_comm": "the launcher tells each process its rank, and a part of them is an axis of the plan; leave it out",
-    "batched_copy": "gradients lie in buffers that are summed without a copy, always; leave it out",
-    "zero_fill": "it is said of the training, not of the plan; pass unused_parameters='zero' to Trainer",
+    "mpi_comm": "the launcher assigns ranks, and a subset of them is an axis of the plan; drop it",
+    "batched_copy": "gradients are always views of the flat buffers that are all-reduced; drop it",
+    "zero_fill": "it is an option of the training run; pass unused_parameters='zero' to Trainer",
 }

@@ -13,22 +13,22 @@ EVERY_STEP = MicrobatchCount(1)
 def downpour(
     degree: int, *, servers: int = 1, n_push: MicrobatchCount = EVERY_STEP, n_fetch: int = 0
 ) -> tuple[Strategy, ...]:
-    """Return Downpour SGD: workers push gradients to servers that update at once, and fetch weights now and then.
+    """Return Downpour SGD: workers push gradients to servers, which update immediately, and fetch weights periodically.
 
-    A minibatch of a worker is a microbatch here, and a step has n_push of them: their gradient is pushed as one.
-    Weights stay as they were fetched until they are fetched again; the paper's pseudo-code moves them by the worker's
-    own gradients meanwhile, and its experiments have n_push = n_fetch = 1. The optimizer on the servers is the
-    trainer's, and the paper's is Adagrad: pass ``optimizer=torch.optim.Adagrad``; another one is warned about.
+    A minibatch of a worker is a microbatch here, and a step has n_push of them, with one push. Fetched weights do not
+    change until the next fetch; the paper's pseudo-code also applies the worker's own gradients to them, and its
+    experiments have n_push = n_fetch = 1. The optimizer on the servers is the trainer's, and the paper's is Adagrad:
+    pass ``optimizer=torch.optim.Adagrad``; there is a warning for another one.
 
     Args:
         degree: number of workers along the new axis.
-        servers: ranks that keep weights.
-        n_push: minibatches whose gradient is pushed as one: the microbatches of the plan.
-        n_fetch: minibatches after which weights are fetched, a multiple of n_push; n_push by default.
+        servers: number of ranks that keep weights.
+        n_push: number of minibatches per push: the microbatches of the plan.
+        n_fetch: number of minibatches between fetches, a multiple of n_push; n_push by default.
 
     Promise:
-        What asp promises. What is pushed is the gradient of the mean over the n_push minibatches, where the paper adds
-        them up: multiply the learning rate by n_push for the same. With Adagrad there is no difference.
+        As asp. The gradient of the mean over the n_push minibatches is pushed, where the paper pushes the sum: multiply
+        the learning rate by n_push for the same. With Adagrad there is no difference.
 
     Cost:
         Bytes sent per n_push minibatches: each worker its gradients once; each server its weights once per worker and
@@ -40,33 +40,33 @@ def downpour(
     fetch = n_fetch or n_push
     if fetch < 1 or fetch % n_push:
         raise PlanError(
-            f"n_push={n_push}, n_fetch={n_fetch} of downpour: a worker fetches where it pushes, so that each gradient "
-            f"is taken at one version of the weights; give n_fetch={n_push} or a multiple of it"
+            f"n_push={n_push}, n_fetch={n_fetch} of downpour: a worker fetches when it pushes, so that each gradient "
+            "is "
+            f"computed with one version of the weights; give n_fetch={n_push} or a multiple of it"
         )
     return (Server(degree, servers, "asp", fetch_every=fetch // n_push),)
 
 
 UNSUPPORTED_IN_DOWNPOUR = {
-    "n_replicas": "the number of workers stands first; write downpour(4)",
+    "n_replicas": "the number of workers is the first argument; write downpour(4)",
     "learning_rate": "it is the optimizer's; pass optimizer=functools.partial(torch.optim.Adagrad, lr=...) to Trainer",
 }
 
 
 def project_adam(degree: int, *, servers: int = 1) -> tuple[Strategy, ...]:
-    """Return Project Adam's asynchronous updates: no worker waits for another, and no lock is taken for the weights.
+    """Return Project Adam's asynchronous updates: workers do not wait for each other, and weights have no locks.
 
-    There, threads of one machine change weights in shared memory without locks, and machines push to servers. Here both
-    are one: every worker is a rank with weights of its own, and the one copy that all change is the servers'. So an
-    update is never torn: a server applies one push of a unit after the other, and a worker reads a unit between two of
-    them, but two units as they were at different moments. Nothing waits for a lock there, nor here; here the order of
-    updates is known as well, and plays back.
+    In Project Adam threads of one machine update weights in shared memory without locks, and machines push to servers.
+    Here every worker is a rank with its own weights, and the shared copy is on the servers. A server applies the pushes
+    of a unit one after the other, and a worker reads a unit between two of them, so that no update is torn; two units
+    may be read at different versions. The order of updates is recorded and can be replayed.
 
     Args:
         degree: number of workers along the new axis.
-        servers: ranks that keep weights.
+        servers: number of ranks that keep weights.
 
     Promise:
-        What asp promises, and no more: no bound on staleness, no version that all units have in common.
+        As asp: no bound on staleness, and no version across all units.
 
     Cost:
         Bytes sent per step: each worker its gradients once; each server its weights once per worker. Project Adam sends
@@ -81,6 +81,6 @@ def project_adam(degree: int, *, servers: int = 1) -> tuple[Strategy, ...]:
 
 
 UNSUPPORTED_IN_PROJECT_ADAM = {
-    "threads": "every worker is a rank; write project_adam(4), and counterpoint run --bind=core for one on each core",
-    "stragglers": "every sample counts in every epoch, and the end of one waits for all workers; leave it out",
+    "threads": "every worker is a rank; write project_adam(4), and counterpoint run --bind=core for one per core",
+    "stragglers": "every sample is used in every epoch, whose end waits for all workers; drop it",
 }

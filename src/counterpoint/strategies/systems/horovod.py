@@ -1,4 +1,4 @@
-"""Horovod: sums of fused gradients. Its scripts run unchanged on ``counterpoint.compat.horovod``."""
+"""Horovod: all-reduces of fused gradients. Horovod scripts run unchanged on ``counterpoint.compat.horovod``."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ def horovod(
     compression: Literal["none", "fp16"] = "none",
     per_host: int = 0,
 ) -> tuple[Strategy, ...]:
-    """Return Horovod: replicas whose gradients are put together as they come, and summed during the backward.
+    """Return Horovod: replicas whose gradients are fused as they become ready, and all-reduced during the backward.
 
-    ``hierarchical_allreduce`` shares out the sum inside each host, sums the shares over hosts and joins what they have
-    become: ``data(k, update=sharded) * data(h)``. With ``op=adasum`` it averages inside, as Horovod does, and combines
-    over hosts. A process set is an axis of the plan: in ``pipeline(2) * horovod(2)`` each stage has one of its own.
+    ``hierarchical_allreduce`` reduce-scatters within each host, all-reduces the shards over hosts and gathers the
+    updated weights: ``data(k, update=sharded) * data(h)``. With ``op=adasum`` it averages within hosts, as Horovod
+    does, and combines over hosts. A process set is an axis of the plan: in ``pipeline(2) * horovod(2)`` each stage has
+    one of its own.
 
     Args:
-        degree: ranks along the new axis.
-        fusion_threshold: how much is summed at once, such as ``64MiB``; 0 sums each parameter's gradient alone.
-        cycle_time: milliseconds; gradients that come later than the first of their bucket by more wait for the next.
-        autotune: ``on`` tries other thresholds while training, and keeps the fastest.
-        hierarchical_allreduce: ``on`` for sums inside hosts and between them.
+        degree: number of ranks along the new axis.
+        fusion_threshold: bucket size, such as ``64MiB``; 0 gives each parameter its own bucket.
+        cycle_time: milliseconds; a later gradient than that after the first of a bucket starts a new bucket.
+        autotune: ``on`` tries other thresholds during training, and keeps the fastest.
+        hierarchical_allreduce: ``on`` reduces within hosts and between them.
         op: ``average``, or ``adasum``.
         compression: ``none`` or ``fp16``.
-        per_host: ranks on each host; by default as they have been started, and all on one where none were.
+        per_host: number of ranks of each host; by default as launched, else all on one host.
 
     Promise:
-        The same numbers as on one rank, to rounding: the mean is over samples, where Horovod's is over ranks. With fp16
-        and adasum what data promises with compress=fp16 and reduce=adasum; Horovod's fp16 drops what it has not sent,
-        and its adasum is of updates, not of gradients, and for powers of two only.
+        The same results as single-process training, up to rounding: the mean is over samples, where Horovod's is over
+        ranks. With fp16 and adasum as data with compress=fp16 and reduce=adasum; Horovod's fp16 has no error feedback,
+        and its adasum combines updates instead of gradients, for powers of two only.
 
     Cost:
         Bytes sent per rank and step, of P: 2 (n-1)/n P; half of it with fp16; n-1 times P with adasum. Hierarchical,
@@ -57,7 +58,7 @@ def horovod(
     if op == "sum":
         raise PlanError(
             "op=sum of horovod: the gradient is always that of the mean loss over the samples of all ranks; write "
-            f"op=average, and multiply the learning rate by {degree} where a sum is meant"
+            f"op=average, and multiply the learning rate by {degree} for a sum"
         )
     inside, hosts = split_by_host("horovod", degree, per_host)
     code = compression if compression != "none" else ""
@@ -72,16 +73,16 @@ def horovod(
 
 
 UNSUPPORTED_IN_HOROVOD = {
-    "backward_passes_per_step": "gradients are summed once per step, after all its microbatches; pass "
+    "backward_passes_per_step": "gradients are all-reduced once per step, after the last microbatch; pass "
     "num_microbatches=... to Trainer",
-    "gradient_predivide_factor": "losses are divided by the samples of the whole batch before anything is added up, so "
-    "that no sum is larger than the gradient; leave it out",
-    "process_set": "a process set is an axis of the plan; write pipeline(2) * horovod(2), for one",
-    "sparse_as_dense": "it is said of the layer; build the embedding with sparse=False",
-    "groups": "gradients are put together by bytes; give fusion_threshold=64MiB, for one",
-    "num_groups": "gradients are put together by bytes; give fusion_threshold=64MiB, for one",
-    "cache_capacity": "who sums what is agreed on once, when the plan is compiled; leave it out",
-    "hierarchical_allgather": "it has nothing to say, since only gradients are summed; leave it out",
-    "torus_allreduce": "write hierarchical_allreduce=on, which sends the same from each rank",
-    "named_parameters": "names are the model's own; leave it out",
+    "gradient_predivide_factor": "losses are divided by the samples of the global batch before they are summed: "
+    "no sum overflows; drop it",
+    "process_set": "a process set is an axis of the plan; write pipeline(2) * horovod(2), for example",
+    "sparse_as_dense": "it is an option of the layer; build the embedding with sparse=False",
+    "groups": "buckets are formed by size; give fusion_threshold=64MiB, for example",
+    "num_groups": "buckets are formed by size; give fusion_threshold=64MiB, for example",
+    "cache_capacity": "the collectives are fixed when the plan is compiled; drop it",
+    "hierarchical_allgather": "only gradients are communicated, with all-reduces; drop it",
+    "torus_allreduce": "write hierarchical_allreduce=on, with the same bytes per rank",
+    "named_parameters": "the model's own names are used; drop it",
 }

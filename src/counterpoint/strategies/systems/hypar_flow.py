@@ -1,4 +1,4 @@
-"""HyPar-Flow: one word and two numbers for any model."""
+"""HyPar-Flow: model, data or hybrid parallelism by a name and two numbers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def hypar_flow(
     num_replicas: int = 0,
     balance: tuple[int, ...] = (),
 ) -> tuple[Strategy, ...]:
-    """Return HyPar-Flow: a model in partitions that are replicated, each summing its gradients with its own replicas.
+    """Return HyPar-Flow: a pipeline of partitions, each replicated with its own all-reduce.
 
     Args:
-        degree: all ranks: partitions times replicas.
-        strategy: ``model`` for partitions alone, ``data`` for replicas alone, ``hybrid`` for both.
-        num_partitions: stages of the model; by default what the ranks and the replicas leave.
-        num_replicas: replicas of each partition; by default what the ranks and the partitions leave.
-        balance: blocks per partition (layers per partition there); by default the slowest is as fast as can be.
+        degree: total number of ranks: partitions times replicas.
+        strategy: ``model`` for partitions, ``data`` for replicas, ``hybrid`` for both.
+        num_partitions: number of pipeline stages; by default the ranks divided by the replicas.
+        num_replicas: number of replicas of each partition; by default the ranks divided by the partitions.
+        balance: number of blocks of each partition (in HyPar-Flow layers); by default balanced.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
         Bytes sent per rank and step, with r replicas: 2 (r-1)/r of the gradients of its partition, and the activations
-        that leave it and the gradients that leave it backwards. Idle time, for n partitions and m microbatches:
+        and activation gradients that leave it. Bubble, for n partitions and m microbatches:
         (n-1)/(m+n-1) of the step.
 
     Source:
@@ -44,22 +44,24 @@ def hypar_flow(
     require_choice("hypar_flow", "strategy", strategy, ("model", "data", "hybrid"))
     partitions, replicas = _split(degree, strategy, num_partitions, num_replicas)
     if balance and partitions == 1:
-        raise PlanError(f"balance={balance} of hypar_flow({degree}) is for partitions, and there is one; leave it out")
+        raise PlanError(
+            f"balance={balance} of hypar_flow({degree}) needs several partitions, and there is one; drop it"
+        )
     return drop_trivial(Pipeline(partitions, "gpipe", balance=balance), Data(replicas))
 
 
 def _split(degree: int, strategy: str, partitions: int, replicas: int) -> tuple[int, int]:
-    """Return how many partitions and how many replicas there are.
+    """Return the number of partitions and the number of replicas.
 
     Raises:
-        PlanError: one is negative, they do not multiply to the ranks, or the strategy has only one of the two.
+        PlanError: one is negative, they do not multiply to the ranks, or the strategy allows only one of the two.
     """
     for name, count in (("num_partitions", partitions), ("num_replicas", replicas)):
         if count < 0:
             raise PlanError(f"{name}={count} of hypar_flow({degree}) is a number of ranks; give 1 or more, or none")
     if strategy == "hybrid" and not (partitions or replicas):
         raise PlanError(
-            f"hypar_flow({degree}, strategy=hybrid) does not say how many of its ranks are partitions; give "
+            f"hypar_flow({degree}, strategy=hybrid) needs a number of partitions or replicas; give "
             "num_partitions= or num_replicas="
         )
     partitions = partitions or (1 if strategy == "data" else degree // max(1, replicas))
@@ -71,10 +73,12 @@ def _split(degree: int, strategy: str, partitions: int, replicas: int) -> tuple[
         )
     if (strategy == "model" and replicas > 1) or (strategy == "data" and partitions > 1):
         raise PlanError(
-            f"strategy={strategy} of hypar_flow({degree}) has partitions or replicas, not {partitions} of the one and "
-            f"{replicas} of the other; give strategy=hybrid"
+            f"strategy={strategy} of hypar_flow({degree}) has partitions or replicas, not {partitions} partitions of "
+            f"{replicas} replicas; give strategy=hybrid"
         )
     return partitions, replicas
 
 
-UNSUPPORTED_IN_HYPAR_FLOW = {"num_micro_batches": "it is said of the run; pass num_microbatches to Trainer"}
+UNSUPPORTED_IN_HYPAR_FLOW = {
+    "num_micro_batches": "it is an option of the training run; pass num_microbatches to Trainer"
+}

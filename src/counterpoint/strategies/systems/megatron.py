@@ -1,4 +1,4 @@
-"""Megatron-LM's interleaved schedule, and the zero-bubble schedules that were made for it."""
+"""Megatron-LM's interleaved schedule, and the zero-bubble schedules that are implemented in it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def megatron_interleaved(
     split_points: tuple[str, ...] = (),
     recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
-    """Return Megatron-LM's virtual pipeline: 1F1B in which every stage runs several chunks of the model in turn.
+    """Return Megatron-LM's virtual pipeline: interleaved 1F1B with several chunks of the model on every stage.
 
     Args:
-        degree: number of stages, pipeline-model-parallel-size there.
-        chunks_per_stage: chunks per stage, virtual pipeline stages there.
-        balance: blocks per chunk; by default the slowest chunk is made as fast as can be.
-        split_points: in place of a balance the modules with which chunks begin.
-        recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
+        degree: number of stages, Megatron-LM's pipeline-model-parallel-size.
+        chunks_per_stage: number of chunks of each stage, Megatron-LM's virtual pipeline stages.
+        balance: blocks per chunk; by default the slowest chunk is nearly as fast as possible.
+        split_points: instead of a balance the modules with which chunks begin.
+        recompute: which microbatches are recomputed: ``never``, ``except_last`` or ``always``.
 
     Promise:
-        The same numbers as on one rank, to rounding. Megatron-LM wants microbatches that divide by the stages; here any
-        number will do.
+        The same results as single-process training, up to rounding. Megatron-LM requires a number of microbatches that
+        is divisible by the number of stages; here any number works.
 
     Cost:
-        Bytes sent per rank and step: the activations that leave its chunks and the gradients that leave them backwards,
-        v times those of 1F1B. Idle time, for n stages, m microbatches and v chunks: (n-1)/(v m+n-1). Memory:
+        Bytes sent per rank and step: the activations and activation gradients that leave its chunks,
+        v times those of 1F1B. Bubble, for n stages, m microbatches and v chunks: (n-1)/(v m+n-1). Memory:
         activations of up to n (1 + (n-1)/(n v)) microbatches.
 
     Source:
@@ -50,15 +50,15 @@ def megatron_interleaved(
 
 
 _SIZES = {
-    "tensor_model_parallel_size": "slices are a strategy of their own; write tensor(2) * megatron_interleaved(4)",
-    "data_parallel_size": "replicas are a strategy of their own; write megatron_interleaved(4) * data(2)",
+    "tensor_model_parallel_size": "it is a strategy of its own; write tensor(2) * megatron_interleaved(4)",
+    "data_parallel_size": "it is a strategy of its own; write megatron_interleaved(4) * data(2)",
 }
 UNSUPPORTED_IN_MEGATRON_INTERLEAVED = {
     **_SIZES,
-    "num_layers_per_virtual_pipeline_stage": "say how many chunks a stage has: all layers, over those of a chunk, over "
-    "the stages; write chunks_per_stage=",
+    "num_layers_per_virtual_pipeline_stage": "give the number of chunks of a stage: layers, divided by the layers "
+    "of a chunk and by the stages; write chunks_per_stage=",
     "num_virtual_stages_per_pipeline_rank": "write chunks_per_stage=",
-    "microbatch_group_size_per_vp_stage": "a group has as many microbatches as stages, or nearly; leave it out",
+    "microbatch_group_size_per_vp_stage": "a group has about as many microbatches as stages; drop it",
 }
 
 
@@ -71,23 +71,23 @@ def zero_bubble(
     split_points: tuple[str, ...] = (),
     recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
-    """Return Zero Bubble: what a gradient of weights takes waits until a stage would be idle; ZB-H1, or ZB-V for two.
+    """Return Zero Bubble: weight gradients are delayed until a stage would be idle; ZB-H1, or ZB-V with two chunks.
 
     Args:
         degree: number of stages.
-        chunks_per_stage: 1 for ZB-H1, 2 for ZB-V, whose second chunks go from the last stage back to the first.
-        replicas: ranks per stage, among which microbatches go round; with chunks_per_stage=1.
-        balance: blocks per chunk; by default the slowest chunk is made as fast as can be.
-        split_points: in place of a balance the modules with which chunks begin.
-        recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
+        chunks_per_stage: 1 for ZB-H1; 2 for ZB-V, whose second chunks are assigned from the last stage to the first.
+        replicas: number of ranks of each stage, which take microbatches in turn; only with ZB-H1.
+        balance: blocks per chunk; by default the slowest chunk is nearly as fast as possible.
+        split_points: instead of a balance the modules with which chunks begin.
+        recompute: which microbatches are recomputed: ``never``, ``except_last`` or ``always``.
 
     Promise:
-        The same numbers as on one rank, to rounding. Updates are not made before it is known whether the step counts.
+        The same results as single-process training, up to rounding. Updates wait for the commit of the step.
 
     Cost:
-        Bytes sent per rank and step: the activations that leave its chunks and the gradients that leave them backwards.
-        Idle time, for n stages and m microbatches, if a forward and both parts of a backward take equally long:
-        (n-1)/(3 m+n-1) of the step, with chunks_per_stage=2 (n-1)/(6 m+n-1). Memory: activations of n microbatches on every
+        Bytes sent per rank and step: the activations and activation gradients that leave its chunks.
+        Bubble, for n stages and m microbatches, if a forward and both parts of a backward take equally long:
+        (n-1)/(3 m+n-1) of the step, with two chunks (n-1)/(6 m+n-1). Memory: activations of n microbatches on every
         stage.
 
     Source:
@@ -102,8 +102,7 @@ def zero_bubble(
 
 UNSUPPORTED_IN_ZERO_BUBBLE = {
     **{key: why.replace("megatron_interleaved", "zero_bubble") for key, why in _SIZES.items()},
-    "zero_bubble_v_schedule": "it is the order for two chunks; write chunks_per_stage=2",
-    "enable_optimizer_post_validation": "an update is made when the step is known to count; leave it out",
-    "zero_bubble_max_pending_backward": "as many weight parts wait as keep memory that of 1F1B's first stage; leave it "
-    "out",
+    "zero_bubble_v_schedule": "it is the schedule for two chunks; write chunks_per_stage=2",
+    "enable_optimizer_post_validation": "updates wait for the commit of the step; drop it",
+    "zero_bubble_max_pending_backward": "the peak memory of every stage is that of 1F1B's first; leave it out",
 }

@@ -1,4 +1,4 @@
-"""MXNet's key-value store in all its types, and MXNet-MPI, whose workers are groups."""
+"""MXNet's KVStore in all its types, and MXNet-MPI, whose workers are groups of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KVSTORE_TYPES: dict[str, KVStoreMode] = {
     "dist_async_device": "async",
     "dist_device_async": "async",
 }
-"""Where each documented type adds up; MXNet itself looks for ``dist``, ``device`` and ``_async`` in any name."""
+"""Where each documented type sums gradients; MXNet itself looks for ``dist``, ``device`` and ``_async`` in any name."""
 
 _OTHER_SYSTEMS = {"horovod": "horovod(...)", "byteps": "data(...)", "p3": "data(..., bucket=...)"}
 
@@ -40,7 +40,7 @@ _OTHER_SYSTEMS = {"horovod": "horovod(...)", "byteps": "data(...)", "p3": "data(
 def kvstore(
     degree: int,
     *,
-    type: str = "local",  # noqa: A002 - MXNet's word
+    type: str = "local",  # noqa: A002 - MXNet's name
     update_on_kvstore: bool = True,
     gradient_compression: str = "",
     servers: int = 0,
@@ -48,13 +48,13 @@ def kvstore(
 ) -> tuple[Strategy, ...]:
     """Return MXNet's KVStore: gradients are pushed by key, and weights pulled.
 
-    * ``local``, ``local_update_cpu``, ``local_allreduce_cpu``: one rank has the weights and updates, which is
+    * ``local``, ``local_update_cpu``, ``local_allreduce_cpu``: one rank keeps the weights and updates, which is
       ``tree(n, shape=star)``.
     * ``device``, ``local_allreduce_device``, ``nccl``: each key is updated on one of the ranks, which is
       ``data(n, update=sharded)``.
     * ``dist``, ``dist_sync``, ``dist_device``, ``dist_sync_device``, ``dist_device_sync``: servers wait for all
       workers, which is ``server(n, consistency=bsp)``.
-    * ``dist_async``, ``dist_async_device``, ``dist_device_async``: servers apply each push when it comes, which is
+    * ``dist_async``, ``dist_async_device``, ``dist_device_async``: servers apply each push when it arrives, which is
       ``server(n, consistency=asp)``.
 
     With ``update_on_kvstore=off`` the store only adds up and every rank updates, ``data(n)`` with each key by itself;
@@ -62,17 +62,17 @@ def kvstore(
     ``data(k) * server(n/k)``, for types with ``device`` in their name and for others alike.
 
     Args:
-        degree: ranks that compute, on all workers.
+        degree: number of ranks that compute, over all workers.
         type: one of those above.
         update_on_kvstore: ``off`` for updates on every rank.
-        gradient_compression: ``2bit`` or ``2bit:0.5`` with the threshold, of what goes to servers, or from device to
-            device; what is not sent is kept and added to the next gradient.
-        servers: for ``dist`` types, how many; 1 by default.
-        devices: for ``dist`` types, ranks of each worker.
+        gradient_compression: ``2bit`` or ``2bit:0.5`` with the threshold, of gradients sent to
+            servers or between devices, with error feedback.
+        servers: for ``dist`` types, their number; 1 by default.
+        devices: for ``dist`` types, number of ranks of each worker.
 
     Promise:
-        The same numbers as on one rank, to rounding; dist_async what asp promises, and with gradient_compression what
-        server or data promise with ``compress``.
+        The same results as single-process training, up to rounding; dist_async as asp,
+        and with gradient_compression as server or data with ``compress``.
 
     Cost:
         Bytes sent per step, of P: local the first rank n-1 times P, each other rank P; device, nccl and
@@ -101,7 +101,7 @@ def kvstore(
 def _check_single_worker(degree: int, kind: str, servers: int, devices: int) -> None:
     if servers or devices != 1:
         raise PlanError(
-            f"kvstore({degree}, type={kind}) is one worker without servers; leave out servers= and devices=, or give "
+            f"kvstore({degree}, type={kind}) is one worker without servers; drop servers= and devices=, or give "
             "type=dist_sync"
         )
 
@@ -109,30 +109,31 @@ def _check_single_worker(degree: int, kind: str, servers: int, devices: int) -> 
 def _check_even_workers(degree: int, devices: int) -> None:
     if devices < 1 or degree % devices:
         raise PlanError(
-            f"kvstore({degree}, devices={devices}) cannot have as many ranks in each worker; give devices= that "
+            f"kvstore({degree}, devices={devices}) cannot have the same number of ranks in each worker; give devices= "
+            "that "
             f"divides {degree}"
         )
 
 
 def _check_sum_only(kind: str, servers: int) -> None:
-    """What is not updated on servers is added up by the ranks themselves."""
+    """Check that there are no servers: without updates on servers the ranks all-reduce gradients themselves."""
     if KVSTORE_TYPES[kind] == "async":
         raise PlanError(
-            f"kvstore(type={kind}, update_on_kvstore=off) has no optimizer on the server, which is to apply each "
-            "push when it comes; leave out update_on_kvstore=off, or give type=dist_sync"
+            f"kvstore(type={kind}, update_on_kvstore=off) has no optimizer on the server, which applies each "
+            "push when it arrives; drop update_on_kvstore=off, or give type=dist_sync"
         )
     if servers:
         raise PlanError(
-            f"servers={servers} of kvstore with update_on_kvstore=off would only add up, which ranks do among "
-            "themselves; leave it out"
+            f"servers={servers} of kvstore with update_on_kvstore=off would only sum gradients, which the ranks do "
+            "themselves; drop it"
         )
 
 
 def _single_host_strategy(degree: int, kind: str, code: str, *, updates: bool) -> Strategy:
     if code and (KVSTORE_TYPES[kind] == "host" or kind == "nccl"):
         raise PlanError(
-            f"gradient_compression of kvstore is for type=device and the dist types, as in MXNet; {kind} has none: "
-            "leave it out, or give type=device"
+            f"gradient_compression of kvstore needs type=device or a dist type, as in MXNet; {kind} has none: "
+            "drop it, or give type=device"
         )
     if code or not updates:
         return Data(degree, compress=code, buckets=PER_PARAMETER)
@@ -141,7 +142,7 @@ def _single_host_strategy(degree: int, kind: str, code: str, *, updates: bool) -
 
 def _unknown_type_message(kind: str) -> str:
     if kind in _OTHER_SYSTEMS:
-        return f"type={kind} of kvstore is another system here; write {_OTHER_SYSTEMS[kind]}"
+        return f"type={kind} of kvstore is a system of its own here; write {_OTHER_SYSTEMS[kind]}"
     return f"kvstore has no type={kind}; give one of {', '.join(KVSTORE_TYPES)}"
 
 
@@ -151,17 +152,17 @@ def _codec(compression: str) -> str:
         return ""
     if name != "2bit":
         raise PlanError(
-            f"gradient_compression={compression} of kvstore is none that MXNet documents; give 2bit:0.5 with the "
-            "threshold, or take server(..., compress=sign) for one bit"
+            f"gradient_compression={compression} of kvstore is not documented by MXNet; give 2bit:0.5 with the "
+            "threshold, or write server(..., compress=sign) for one bit"
         )
     return f"twobit:{threshold}" if colon else "twobit:0.5"
 
 
 UNSUPPORTED_IN_KVSTORE = {
-    "optimizer": "it is the trainer's, and made where the weights are; pass optimizer=... to Trainer",
-    "bigarray_bound": "a unit lies on one server as a whole; leave it out, and give more servers= for more layers",
-    "priority": "gradients are sent as soon as they are there, the last layer's first; leave it out",
-    "row_sparse": "gradients of tables with sparse=True travel as the rows that were touched; leave it out",
+    "optimizer": "the trainer's optimizer runs where the weights are; pass optimizer=... to Trainer",
+    "bigarray_bound": "a unit is kept by one server as a whole; drop it, and give more servers= for more layers",
+    "priority": "gradients are sent as soon as they are complete, the last layer's first; drop it",
+    "row_sparse": "of embeddings with sparse=True only the used rows are sent; drop it",
 }
 
 
@@ -175,27 +176,27 @@ def mxnet_mpi(
     tau: int = 1,
     per_host: int = 0,
 ) -> tuple[Strategy, ...]:
-    """Return MXNet-MPI: ranks of a group add up among themselves, and each group is one worker of parameter servers.
+    """Return MXNet-MPI: ranks of a group all-reduce gradients, and each group is one worker of parameter servers.
 
     ``data(k) * server(g)`` with g groups of k ranks. The first rank of a group talks to the servers and hands on
     weights to the others. The gradient of a group is that of the mean loss over its samples, whatever its size.
 
     Args:
-        degree: ranks that compute.
-        groups: how many groups there are; by default one for each host.
-        servers: ranks that keep weights; 0 with one group and mode=sgd, which is a sum and nothing else.
-        mode: ``sgd`` waits for all groups, ``asgd`` applies each group's gradient when it comes, ``esgd`` lets groups
-            update apart and draws them and the servers' weights together every tau steps.
-        alpha: with esgd, how far they are drawn; 0.9 divided by the number of groups by default.
-        tau: with esgd, after so many steps.
-        per_host: ranks on each host; by default as they have been started, and all on one where none were.
+        degree: number of ranks that compute.
+        groups: number of groups; by default one for each host.
+        servers: number of ranks that keep weights; 0 with one group and mode=sgd, which is an all-reduce.
+        mode: ``sgd`` waits for all groups; ``asgd`` applies each group's gradient when it arrives; with ``esgd`` groups
+            update independently and exchange weights with the servers every tau steps.
+        alpha: with esgd, the moving rate; by default 0.9 divided by the number of groups.
+        tau: with esgd, number of steps between two exchanges.
+        per_host: number of ranks of each host; by default as launched, else all on one host.
 
     Promise:
-        sgd: the same numbers as on one rank, to rounding. asgd what asp promises, of g workers. esgd what elastic does.
+        sgd: the same results as single-process training, up to rounding. asgd as asp with g workers. esgd as easgd.
 
     Cost:
         Bytes sent per step, of P: 2 (k-1)/k P on every rank; from the first rank of a group P to the servers and (k-1)
-        P to the others; from the servers g P. With esgd what is said of servers only in every tau-th step.
+        P to the others; from the servers g P. With esgd to and from servers only in every tau-th step.
 
     Source:
         Mamidala et al., MXNET-MPI: Embedding MPI Parallelism in Parameter Server Task Model, 2018.
@@ -204,17 +205,18 @@ def mxnet_mpi(
     count = groups or split_by_host("mxnet_mpi", degree, per_host)[1]
     if count < 1 or degree % count:
         raise PlanError(
-            f"mxnet_mpi({degree}, groups={count}) cannot have as many ranks in each group; give groups= that divides "
+            f"mxnet_mpi({degree}, groups={count}) cannot have the same number of ranks in each group; give groups= "
+            "that divides "
             f"{degree}"
         )
     if mode != "esgd" and (alpha or tau != 1):
-        raise PlanError(f"alpha and tau of mxnet_mpi are for mode=esgd; leave them out of mode={mode}")
+        raise PlanError(f"alpha and tau of mxnet_mpi need mode=esgd; drop them from mode={mode}")
     inside = Data(degree // count)
     if not servers:
         if count > 1 or mode != "sgd":
             raise PlanError(
-                f"mxnet_mpi({degree}, groups={count}, servers=0, mode={mode}) keeps its weights nowhere; give "
-                "servers=1, or groups=1 and mode=sgd, which is a sum over all ranks"
+                f"mxnet_mpi({degree}, groups={count}, servers=0, mode={mode}) has no server for its weights; give "
+                "servers=1, or groups=1 and mode=sgd, which is an all-reduce over all ranks"
             )
         return (inside,)
     if mode == "esgd":
@@ -225,6 +227,6 @@ def mxnet_mpi(
 
 
 UNSUPPORTED_IN_MXNET_MPI = {
-    "kvstore": "the mode says it; write mode=sgd, mode=asgd or mode=esgd",
-    "num_workers": "ranks stand first and groups= is the number of workers; write mxnet_mpi(8, groups=2)",
+    "kvstore": "it is the mode; write mode=sgd, mode=asgd or mode=esgd",
+    "num_workers": "ranks come first and groups= is the number of workers; write mxnet_mpi(8, groups=2)",
 }

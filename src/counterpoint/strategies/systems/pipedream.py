@@ -1,4 +1,4 @@
-"""PipeDream and what came of it: pipelines that never flush, and the one that does."""
+"""PipeDream and its variants: asynchronous pipelines, and the one with a flush."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from counterpoint.strategies.recomputation import RecomputeMode
 from counterpoint.strategies.strategy import Strategy
 
 _UNSUPPORTED_IN_ALL = {
-    "stage_to_num_ranks": "it is one number per stage, in order; write replicas=(3,1) for 0:3,1:1",
+    "stage_to_num_ranks": "give one number per stage, in order; write replicas=(3,1) for 0:3,1:1",
     "module_to_stage_map": "name the modules with which stages begin; write split_points=blocks.2+head, or balance=",
-    "no_input_pipelining": "only the stages that need inputs or labels load them; leave it out",
+    "no_input_pipelining": "only the stages that need inputs or labels load them; drop it",
 }
 
 
@@ -24,24 +24,25 @@ def pipedream(
     recompute: RecomputeMode = "never",
     vertical_sync: Literal["off", "on"] = "off",
 ) -> tuple[Strategy, ...]:
-    """Return PipeDream: one forward, one backward without a flush, on weights of the version each forward has met.
+    """Return PipeDream: 1F1B without a flush, with weight stashing.
 
     Args:
         degree: number of stages.
-        replicas: ranks per stage, among which minibatches go round (1F1B-RR).
-        balance: blocks per stage; by default the slowest stage is made as fast as can be.
-        split_points: in place of a balance the modules with which stages begin.
-        recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
-        vertical_sync: ``on`` has all stages use weights of one moment, chosen at the first one.
+        replicas: number of ranks of each stage, which take minibatches in turn (1F1B-RR).
+        balance: blocks per stage; by default the slowest stage is nearly as fast as possible.
+        split_points: instead of a balance the modules with which stages begin.
+        recompute: which microbatches are recomputed: ``never``, ``except_last`` or ``always``.
+        vertical_sync: with ``on`` all stages use weights of one moment, chosen at the first one.
 
     Promise:
-        Not solo's numbers. With n stages, none with replicas, stage s of 0 to n-1 computes each gradient on weights of
-        n-1-s updates ago, with vertical_sync of n-1 updates ago, and applies it to the newest ones.
+        Not the results of single-process training. With n stages, none with replicas, stage s of 0 to n-1 computes each
+        gradient on weights of n-1-s updates ago, with vertical_sync of n-1 updates ago, and applies it to the newest
+        ones.
 
     Cost:
-        Bytes sent per rank and minibatch: the activations that leave its stage and the gradients that leave it
-        backwards; with r replicas 2 (r-1)/r of its gradient bytes. Idle time between flushes: none. Memory: w + 1
-        versions of its weights and activations of as many minibatches, for a stage whose warm-up is w.
+        Bytes sent per rank and minibatch: the activations and activation gradients that leave its stage; with r
+        replicas 2 (r-1)/r of its gradient bytes. Bubble between flushes: none. Memory: w + 1 versions of its weights
+        and activations of as many minibatches, for a stage whose warm-up is w.
 
     Source:
         Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019, section 3; Harlap et
@@ -62,7 +63,7 @@ def pipedream(
 
 UNSUPPORTED_IN_PIPEDREAM = {
     **_UNSUPPORTED_IN_ALL,
-    "macrobatch": "two versions, updated once per batch, are a system of their own; write pipedream_2bw",
+    "macrobatch": "two versions, updated once per batch, are another system; write pipedream_2bw",
 }
 
 
@@ -74,21 +75,22 @@ def pipedream_2bw(
     split_points: tuple[str, ...] = (),
     recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
-    """Return PipeDream-2BW: no flush, two versions of the weights, one update of all stages per batch.
+    """Return PipeDream-2BW: no flush, two versions of the weights, one update per batch.
 
     Args:
         degree: number of stages.
-        replicas: ranks per stage, among which microbatches go round.
-        balance: blocks per stage; by default the slowest stage is made as fast as can be.
-        split_points: in place of a balance the modules with which stages begin.
-        recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
+        replicas: number of ranks of each stage, which take microbatches in turn.
+        balance: blocks per stage; by default the slowest stage is nearly as fast as possible.
+        split_points: instead of a balance the modules with which stages begin.
+        recompute: which microbatches are recomputed: ``never``, ``except_last`` or ``always``.
 
     Promise:
-        Not solo's numbers, but the same delay everywhere: W(t+1) = W(t) - lr * gradient at W(t-1).
+        Not the results of single-process training, but the same delay everywhere: W(t+1) = W(t) - lr * gradient at
+        W(t-1).
 
     Cost:
-        Bytes sent per rank and batch: the activations that leave its stage and the gradients that leave it backwards,
-        for each microbatch; with r replicas 2 (r-1)/r of its gradient bytes. Idle time between flushes: none. Memory: 2
+        Bytes sent per rank and batch: the activations and activation gradients that leave its stage,
+        for each microbatch; with r replicas 2 (r-1)/r of its gradient bytes. Bubble between flushes: none. Memory: 2
         versions of its weights, activations of w + 1 microbatches for a stage whose warm-up is w.
 
     Source:
@@ -99,7 +101,7 @@ def pipedream_2bw(
 
 UNSUPPORTED_IN_PIPEDREAM_2BW = {
     **_UNSUPPORTED_IN_ALL,
-    "pipeline_no_flushes": "it never flushes while batches come; write pipedream_flush for one that does",
+    "pipeline_no_flushes": "it never flushes between batches; write pipedream_flush for one that does",
 }
 
 
@@ -111,21 +113,21 @@ def pipedream_flush(
     split_points: tuple[str, ...] = (),
     recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
-    """Return PipeDream-Flush: one forward, one backward, and a flush after every batch; 1F1B to everybody since.
+    """Return PipeDream-Flush: 1F1B with a flush after every batch.
 
     Args:
         degree: number of stages.
-        replicas: ranks per stage, among which microbatches go round.
-        balance: blocks per stage; by default the slowest stage is made as fast as can be.
-        split_points: in place of a balance the modules with which stages begin.
-        recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
+        replicas: number of ranks of each stage, which take microbatches in turn.
+        balance: blocks per stage; by default the slowest stage is nearly as fast as possible.
+        split_points: instead of a balance the modules with which stages begin.
+        recompute: which microbatches are recomputed: ``never``, ``except_last`` or ``always``.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
-        Bytes sent per rank and step: the activations that leave its stage and the gradients that leave it backwards,
-        for each microbatch; with r replicas 2 (r-1)/r of its gradient bytes. Idle time, for n stages and m
+        Bytes sent per rank and step: the activations and activation gradients that leave its stage,
+        for each microbatch; with r replicas 2 (r-1)/r of its gradient bytes. Bubble, for n stages and m
         microbatches: (n-1)/(m+n-1) of the step. Memory: activations of at most n - stage microbatches.
 
     Source:

@@ -1,4 +1,4 @@
-"""PyTorch's own two ways of data parallelism."""
+"""PyTorch's DistributedDataParallel and DataParallel."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def ddp(
     comm_hook: CommHook = "none",
     matrix_approximation_rank: int = 1,
 ) -> tuple[Strategy, ...]:
-    """Return PyTorch's DistributedDataParallel: replicas that sum buckets of gradients during the backward.
+    """Return PyTorch's DistributedDataParallel: replicas that all-reduce buckets of gradients during the backward.
 
     Args:
-        degree: ranks along the new axis.
-        bucket_cap_mb: how many MiB of gradients are summed at once; the first bucket has 1 MiB as long as this is 25.
+        degree: number of ranks along the new axis.
+        bucket_cap_mb: bucket size in MiB; with the default of 25 the first bucket has 1 MiB.
         comm_hook: ``none``, ``fp16_compress``, ``bf16_compress`` or ``powerSGD``.
         matrix_approximation_rank: the rank of powerSGD's factors.
 
     Promise:
-        The same numbers as on one rank, to rounding: the gradient is that of the mean over the samples of all ranks,
-        where DDP takes the mean over ranks. With a comm_hook what its code promises (see data); unlike DDP's, fp16
-        and bf16 keep what they have not sent, and powerSGD begins in the first step.
+        The same results as single-process training, up to rounding: the gradient is that of the mean over the samples
+        of all ranks, where DDP takes the mean over ranks. With a comm_hook as data with that codec; unlike in DDP, fp16
+        and bf16 have error feedback, and powerSGD begins in the first step.
 
     Cost:
-        Bytes sent per rank and step: 2 (n-1)/n of the gradients, or of what the hook makes of them.
+        Bytes sent per rank and step: 2 (n-1)/n of the gradients, or of the compressed gradients.
 
     Source:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
@@ -45,8 +45,8 @@ def ddp(
     hook: str = comm_hook
     if hook == "post_localSGD":
         raise PlanError(
-            f"ddp has no comm_hook=post_localSGD: its steps are not all alike; write data({degree}, sync_every=4, "
-            "sync_first=100) for a mean of weights after every 4th step from step 100 on"
+            f"ddp has no comm_hook=post_localSGD: it has several kinds of steps; write data({degree}, sync_every=4, "
+            "sync_first=100) to average weights after every 4th step from step 100 on"
         )
     require_choice("ddp", "comm_hook", comm_hook, get_args(CommHook))
     if matrix_approximation_rank != 1 and comm_hook != "powerSGD":
@@ -58,36 +58,36 @@ def ddp(
 
 
 UNSUPPORTED_IN_DDP = {
-    "gradient_as_bucket_view": "gradients lie in buffers that are summed without a copy, always; leave it out",
-    "static_graph": "the order in which gradients come is observed and agreed on, and may change; leave it out",
-    "find_unused_parameters": "parameters without a gradient are found by name in every step; leave it out, and pass "
+    "gradient_as_bucket_view": "gradients are always views of the flat buffers that are all-reduced; drop it",
+    "static_graph": "the order in which gradients become ready is observed, and may change; drop it",
+    "find_unused_parameters": "parameters without a gradient are found by name in every step; drop it, and pass "
     "unused_parameters='zero' to Trainer where some are meant to have none",
-    "broadcast_buffers": "running statistics are those of the batch of all ranks, the same on each; leave it out",
-    "forward_sync_buffers": "running statistics are those of the batch of all ranks, the same on each; leave it out",
-    "init_sync": "all ranks begin with the weights of rank 0, always; leave it out",
-    "process_group": "a group of ranks is an axis of the plan; write pipeline(2) * ddp(2), for one",
-    "device_mesh": "a mesh is a plan; write pipeline(2) * ddp(2), for one",
-    "device_ids": "a rank computes where its launcher has put it; leave it out",
-    "output_device": "a rank computes where its launcher has put it; leave it out",
-    "start_powerSGD_iter": "powerSGD begins in the first step; leave it out",
+    "broadcast_buffers": "running statistics are those of the global batch on every rank; drop it",
+    "forward_sync_buffers": "running statistics are those of the global batch on every rank; drop it",
+    "init_sync": "all ranks always begin with the weights of rank 0; drop it",
+    "process_group": "a group of ranks is an axis of the plan; write pipeline(2) * ddp(2), for example",
+    "device_mesh": "a mesh is a plan; write pipeline(2) * ddp(2), for example",
+    "device_ids": "the launcher chooses the device of a rank; drop it",
+    "output_device": "the launcher chooses the device of a rank; drop it",
+    "start_powerSGD_iter": "powerSGD begins in the first step; drop it",
 }
 
 
 def data_parallel(degree: int) -> tuple[Strategy, ...]:
-    """Return PyTorch's DataParallel: one owner of the weights, which computes with copies of them beside it.
+    """Return PyTorch's DataParallel: one rank keeps the weights and sends them to the others in every step.
 
-    The owner is rank 0: it gets all gradients, updates, and sends out the weights for the next step. Ranks are
-    processes, so that no interpreter lock stands between them. It is ``tree(n, shape=star)``.
+    Rank 0 receives all gradients, updates, and sends the weights for the next step. Ranks are processes, which do not
+    share an interpreter lock. It is ``tree(n, shape=star)``.
 
     Args:
-        degree: ranks along the new axis, the owner among them.
+        degree: number of ranks along the new axis, including rank 0.
 
     Promise:
-        The same numbers as on one rank, to rounding.
+        The same results as single-process training, up to rounding.
 
     Cost:
-        Bytes sent per step: the owner the weights n-1 times, each other rank its gradients. Optimizer state on the
-        owner alone. ddp sends less from its busiest rank, and does so during the backward.
+        Bytes sent per step: rank 0 the weights n-1 times, each other rank its gradients. Optimizer state only on rank
+        0. ddp sends less from its busiest rank, and overlaps it with the backward.
 
     Source:
         torch.nn.DataParallel.
@@ -96,7 +96,7 @@ def data_parallel(degree: int) -> tuple[Strategy, ...]:
 
 
 UNSUPPORTED_IN_DATA_PARALLEL = {
-    "device_ids": "ranks are given by their number; write data_parallel(4)",
-    "output_device": "the owner is rank 0; leave it out",
-    "dim": "a batch is cut along its first dim, always; leave it out",
+    "device_ids": "ranks are given as a number; write data_parallel(4)",
+    "output_device": "the output is on rank 0; drop it",
+    "dim": "a batch is always split along its first dim; drop it",
 }

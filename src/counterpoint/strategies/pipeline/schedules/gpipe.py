@@ -1,4 +1,11 @@
-"""Fill and drain: all forwards, then all backwards."""
+"""Fill and drain: all forwards, then all backwards.
+
+Three stages, four microbatches; a backward takes as long as two forwards::
+
+    stage 0  F0 F1 F2 F3 .  .  .  .  .  .  B3 -  B2 -  B1 -  B0 -
+    stage 1  .  F0 F1 F2 F3 .  .  .  B3 -  B2 -  B1 -  B0 -  .  .
+    stage 2  .  .  F0 F1 F2 F3 B3 -  B2 -  B1 -  B0 -  .  .  .  .
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ def gpipe(replica: StageReplica) -> Iterator[PipelineAction]:
     """Run all microbatches forward, then all backward, the last one first.
 
     All m microbatches of a replica are in flight at once; the bubble is ``(n-1)/(m+n-1)`` for n stages. With v chunks
-    per stage all microbatches go through one chunk before the next: ``v m`` in flight, and, for ``m >= n``, a bubble of
+    per stage all microbatches pass one chunk before the next: ``v m`` are in flight, and the bubble, for ``m >= n``, is
     ``(n-1)/(v m+n-1)``.
 
     Source:

@@ -1,4 +1,12 @@
-"""Streams: 1F1B without a flush, on weights of several versions."""
+"""PipeDream and PipeDream-2BW: 1F1B without a flush, on several versions of the weights.
+
+Three stages under PipeDream, one microbatch per batch; U is the update of a stage, and ``-k`` marks a backward that
+uses the weights of k updates ago, as its forward did::
+
+    stage 0  F0 F1 F2 B0 U0 F3 B1-1 U1 F4 B2-2 U2 F5 B3-2 U3
+    stage 1     F0 F1 B0 U0 F2 B1-1 U1 F3 B2-1 U2 F4 B3-1 U3
+    stage 2        F0 B0 U0 F1 B1   U1 F2 B2   U2 F3 B3   U3
+"""
 
 from __future__ import annotations
 
@@ -9,28 +17,28 @@ from typing import Literal, TypeAlias
 
 from counterpoint.strategies.pipeline.schedules.schedule import warmup
 
-WeightPolicy: TypeAlias = Literal["stashed", "synced", "double"]
-"""Which weights a microbatch meets.
+WeightPolicy: TypeAlias = Literal["stashing", "vertical_sync", "double_buffer"]
+"""Which version of the weights a microbatch uses.
 
-===========  ==========================================================================================
-``stashed``  the newest of each stage when its forward comes there
-``synced``   those that have seen the same microbatches on all stages: what the first stage had seen
-``double``   those before the newest, on all stages
-===========  ==========================================================================================
+=================  ================================================================================================
+``stashing``       the newest of each stage when its forward arrives there
+``vertical_sync``  the version that has seen the same microbatches on all stages: those the first stage had seen
+``double_buffer``  the version before the newest, on all stages
+=================  ================================================================================================
 """
 
-ASYNC_SCHEDULES: Mapping[str, WeightPolicy] = {"pipedream": "stashed", "pipedream_2bw": "double"}
-"""The orders without a flush by name; the first one takes turns to ``synced`` by vertical sync."""
+ASYNC_SCHEDULES: Mapping[str, WeightPolicy] = {"pipedream": "stashing", "pipedream_2bw": "double_buffer"}
+"""The schedules without a flush; vertical sync turns the first one's policy into ``vertical_sync``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncAction:
-    """What a replica of a stage does next: a forward, a backward, or its updates.
+    """One action of a stage replica: a forward, a backward, or its updates.
 
     Args:
         kind: ``F``, ``B`` or ``U``.
-        micro: the microbatch; the last one that went backward for updates.
-        version: which weights it reads, counted in updates of this stage before its newest ones.
+        micro: the microbatch; for updates the last one that was run backward.
+        version: version of the weights that it reads, in updates of this stage relative to the newest (0 or negative).
     """
 
     kind: Literal["F", "B", "U"]
@@ -40,16 +48,16 @@ class AsyncAction:
 
 @dataclass(frozen=True, slots=True)
 class StageTimeline:
-    """How one stage goes through a stream.
+    """The sequence of microbatches and updates of one stage in an asynchronous pipeline.
 
-    All microbatches of the stream are counted from 0; those before are none, and nothing is done for them. A replica
-    counts its own ones as steps: microbatch ``step * replicas + twin``.
+    Microbatches are counted from 0 over the whole run; negative ones do not exist and are skipped. A replica counts its
+    own microbatches as steps: microbatch ``step * replicas + replica``.
 
     Args:
         stage: index of the stage.
-        replicas: how many replicas each stage has.
-        num_micros: microbatches of one repetition of the body: of one global batch.
-        rule: which weights a microbatch meets.
+        replicas: number of replicas of each stage.
+        num_micros: number of microbatches of one global batch, which is one repetition of the body.
+        weight_policy: which version of the weights a microbatch uses.
     """
 
     stage: int
@@ -59,27 +67,27 @@ class StageTimeline:
 
     @property
     def count(self) -> int:
-        """How many replicas the stage has."""
+        """Number of replicas of the stage."""
         return self.replicas[self.stage]
 
     @property
     def warmup(self) -> int:
-        """How many forwards a replica is ahead of its backwards."""
+        """Number of forwards by which a replica is ahead of its backwards."""
         return warmup(self.stage, self.replicas)
 
     @property
     def steps(self) -> int:
-        """How many microbatches of one body are a replica's own."""
+        """Number of a replica's own microbatches in one body."""
         return self.num_micros // self.count
 
     @property
     def interval(self) -> int:
-        """After how many backwards of a replica its stage updates (one for each replica, or a whole body)."""
-        return self.steps if self.weight_policy == "double" else 1
+        """Number of backwards of a replica between two updates of its stage: a whole body with double buffering."""
+        return self.steps if self.weight_policy == "double_buffer" else 1
 
     @property
     def lookahead_batches(self) -> int:
-        """How many bodies the first forwards of a microbatch come before its backwards."""
+        """Number of bodies by which the first forward of a microbatch precedes its backwards."""
         return ceil(warmup(0, self.replicas) * self.replicas[0] / self.num_micros)
 
     def updates_before(self, step: int) -> int:
@@ -87,51 +95,51 @@ class StageTimeline:
         return step // self.interval
 
     def updates_in_weights(self, micro: int) -> int:
-        """Return how many updates of this stage are in the weights that a microbatch meets."""
-        if self.weight_policy == "double":
+        """Return how many updates of this stage are in the weights that a microbatch uses."""
+        if self.weight_policy == "double_buffer":
             return micro // self.num_micros - 1
-        if self.weight_policy == "stashed":
+        if self.weight_policy == "stashing":
             return self.updates_before(micro // self.count - self.warmup)
         first = self.replicas[0]
         return (micro // first - warmup(0, self.replicas)) * first // self.count
 
     @property
     def staleness(self) -> int:
-        """How many updates old weights are at most when the gradient that was computed with them is applied."""
+        """Maximum number of updates between reading weights and applying the gradient computed with them."""
         return max(map(self.age, range(self.num_micros)))
 
     def age(self, micro: int) -> int:
-        """Return how many updates old the weights that a microbatch meets are when it goes backward."""
+        """Return how many updates old the weights of a microbatch are at its backward."""
         return self.updates_before(micro // self.count) - self.updates_in_weights(micro)
 
     def weight_versions(self, replica: int) -> int:
-        """Return how many versions of its weights a replica holds; those of one stage may differ by vertical sync."""
+        """Return how many versions of its weights a replica holds; with vertical sync this may differ by replica."""
         return 1 + max(map(self.age, range(replica, self.num_micros, self.count)))
 
 
 def one_f_one_b_without_flush(
     timeline: StageTimeline, replica: int, body: int, stop: float = inf
 ) -> Iterator[AsyncAction]:
-    """Yield what a replica does in one body: for each microbatch one forward ahead, one backward, and its update.
+    """Yield the actions of a replica in one body: for each microbatch one forward ahead, one backward, its update.
 
-    The backwards of body k are those of its own microbatches on all stages, the forwards are ahead of them by the
-    warm-up. Microbatches below 0, and forwards from ``stop`` on, are left out.
+    The backwards of body k are those of its own microbatches on all stages; the forwards are ahead of them by the
+    warm-up. Microbatches below 0, and forwards from ``stop`` on, are skipped.
 
     Args:
-        course: of the stage.
-        twin: which replica of it.
-        body: which body; from ``-bodies_ahead`` on there is something to do.
-        stop: the first microbatch that does not enter any more.
+        timeline: of the stage.
+        replica: index of the replica of the stage.
+        body: index of the body; the first one with an action is ``-lookahead_batches``.
+        stop: the first microbatch that is not started any more.
 
     Source:
         Narayanan et al., PipeDream, SOSP 2019, sections 3.2 and 3.3; Narayanan et al., ICML 2021, section 3 (2BW).
     """
     for step in range(body * timeline.steps, (body + 1) * timeline.steps):
-        made = max(0, timeline.updates_before(step))
-        ahead, own = ((at * timeline.count + replica) for at in (step + timeline.warmup, step))
-        if 0 <= ahead < stop:
-            yield AsyncAction("F", ahead, max(0, timeline.updates_in_weights(ahead)) - made)
-        if own >= 0:
-            yield AsyncAction("B", own, max(0, timeline.updates_in_weights(own)) - made)
+        updates = max(0, timeline.updates_before(step))
+        forward, backward = ((index * timeline.count + replica) for index in (step + timeline.warmup, step))
+        if 0 <= forward < stop:
+            yield AsyncAction("F", forward, max(0, timeline.updates_in_weights(forward)) - updates)
+        if backward >= 0:
+            yield AsyncAction("B", backward, max(0, timeline.updates_in_weights(backward)) - updates)
             if (step + 1) % timeline.interval == 0:
-                yield AsyncAction("U", own)
+                yield AsyncAction("U", backward)

@@ -1,4 +1,4 @@
-"""The orders by name."""
+"""The registry of pipeline schedules by name and number of chunks per stage."""
 
 from __future__ import annotations
 
@@ -25,36 +25,33 @@ SCHEDULES: dict[str, tuple[PipelineSchedule, ...]] = {
         PipelineSchedule(zero_bubble_v.zb_v, zero_bubble_v.in_flight, range(2, 3), is_v_shaped=True),
     ),
 }
-"""Under each name the orders for different numbers of chunks."""
+"""Schedules with a flush; under each name one for each range of numbers of chunks."""
 
 SCHEDULE_NAMES = tuple(sorted((*SCHEDULES, *ASYNC_SCHEDULES)))
-"""All that a pipeline may be told as its order, streams among them."""
+"""All values of a pipeline's ``schedule``."""
 
 
 def require_schedule(name: str, chunks: int) -> None:
-    """Check that there is an order of that name for so many chunks per stage; a stage of a stream runs one.
+    """Check that a schedule supports a number of chunks per stage; asynchronous ones support one chunk.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no such schedule, or it does not.
     """
     if name not in SCHEDULE_NAMES:
         raise PlanError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(SCHEDULE_NAMES)}")
-    if not any(chunks in order.chunk_counts for order in SCHEDULES.get(name, ())) and (
-        name in SCHEDULES or chunks != 1
-    ):
-        wanted = _format_chunk_counts(SCHEDULES[name]) if name in SCHEDULES else "chunks_per_stage=1"
-        raise PlanError(f"schedule={name} is not made for chunks_per_stage={chunks} chunks per stage; give {wanted}")
+    variants = SCHEDULES.get(name, (PipelineSchedule(one_f_one_b.one_f_one_b, one_f_one_b.in_flight),))
+    if not any(chunks in variant.chunk_counts for variant in variants):
+        counts = _format_chunk_counts(variants)
+        raise PlanError(f"schedule={name} does not support chunks_per_stage={chunks}; give {counts}")
 
 
 def find_schedule(name: str, chunks: int) -> PipelineSchedule:
-    """Return the order of that name for so many chunks per stage; there must be one, and it must flush."""
-    return next(order for order in SCHEDULES[name] if chunks in order.chunk_counts)
+    """Return the schedule with a flush of that name for a number of chunks per stage, which must exist."""
+    return next(variant for variant in SCHEDULES[name] if chunks in variant.chunk_counts)
 
 
-def _format_chunk_counts(schedules: tuple[PipelineSchedule, ...]) -> str:
-    """Write which numbers of chunks there are orders for."""
-    parts = [
-        f"chunks_per_stage={order.chunk_counts.start}" + (" or more" if order.chunk_counts.stop == _MAX_CHUNKS else "")
-        for order in schedules
-    ]
-    return " or ".join(parts)
+def _format_chunk_counts(variants: tuple[PipelineSchedule, ...]) -> str:
+    counts = [variant.chunk_counts for variant in variants]
+    return " or ".join(
+        f"chunks_per_stage={count.start}" + (" or more" if count.stop == _MAX_CHUNKS else "") for count in counts
+    )

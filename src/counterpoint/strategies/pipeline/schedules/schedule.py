@@ -1,4 +1,4 @@
-"""What an order of a pipeline is given, and what it yields."""
+"""The interface of a pipeline schedule: from one stage replica to the sequence of its actions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class PipelineAction(NamedTuple):
-    """One thing that a stage does with one microbatch on one of its chunks.
+    """The computation of one microbatch on one chunk of a stage.
 
     Args:
-        kind: ``F`` forward, ``B`` backward, ``Bi`` and ``Bw`` its input and its weight part.
+        kind: ``F`` forward, ``B`` backward, ``Bi`` and ``Bw`` its input-gradient and its weight-gradient part.
         micro: the microbatch.
-        chunk: which of the stage's chunks, counted from the one that comes first in the model.
+        chunk: which of the stage's chunks, counted in the order of the model.
     """
 
     kind: Literal["F", "B", "Bi", "Bw"]
@@ -23,13 +23,13 @@ class PipelineAction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageReplica:
-    """One replica of one stage.
+    """One replica of one pipeline stage.
 
     Args:
         stage: index of the stage.
-        replicas: how many replicas each stage has.
-        micros: the microbatches this replica runs, in order.
-        chunks: how many chunks each stage runs.
+        replicas: number of replicas of each stage.
+        micros: the microbatches of this replica, in order.
+        chunks: number of chunks of each stage.
     """
 
     stage: int
@@ -39,23 +39,23 @@ class StageReplica:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages of the pipeline."""
         return len(self.replicas)
 
     @property
     def warmup(self) -> int:
-        """Forwards that a replica runs before its first backward so that later stages have work."""
+        """Number of forwards before the first backward, so that later stages have work."""
         return self.warmup_of(self.stage)
 
     def warmup_of(self, stage: int) -> int:
-        """Return the warmup of a stage that runs as many microbatches as this one."""
+        """Return the warm-up of a stage with as many microbatches as this replica."""
         return min(warmup(stage, self.replicas), len(self.micros))
 
 
 def warmup(stage: int, replicas: Sequence[int]) -> int:
-    """Return how many forwards a replica of a stage is ahead of its backwards, however many microbatches there are.
+    """Return by how many forwards a replica of a stage is ahead of its backwards, without a limit of microbatches.
 
-    ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in all.
+    ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in total.
 
     Example:
         >>> [warmup(stage, (3, 2, 1)) for stage in range(3)]
@@ -69,13 +69,13 @@ ActionGenerator: TypeAlias = Callable[[StageReplica], Iterator[PipelineAction]]
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """One order of a pipeline.
+    """A pipeline schedule.
 
     Args:
-        turns: the generator that says what a stage does when.
-        in_flight: how many microbatches are between forward and the end of their backward at most, summed over chunks.
-        chunks: for how many chunks per stage it is made.
-        is_folded: whether every other pass through the stages goes backwards, so that chunks lie in a V.
+        actions: generator of the actions of a stage replica.
+        in_flight: peak number of microbatches between forward and the end of their backward, summed over chunks.
+        chunk_counts: supported numbers of chunks per stage.
+        is_v_shaped: whether every other round of chunks is assigned from the last stage to the first.
     """
 
     actions: ActionGenerator
