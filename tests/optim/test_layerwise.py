@@ -146,9 +146,14 @@ def test_a_sparse_gradient_is_refused_because_norms_are_of_whole_parameters():
         (lambda params: LARS([{"params": params, "exclude": "vector"}], lr=0.1), r"^exclude='vector' is not one of ve"),
         (partial(LAMB, lr=float("inf")), r"^lr=inf is out of range"),
         (partial(LAMB, lr=0.1, betas=(0.9, 1.0)), r"^beta2=1.0 is not a decay factor"),
-        (partial(LAMB, lr=0.1, clamp=(2.0, 1.0)), r"^clamp=\(2.0, 1.0\) leaves no norm; give the least and"),
+        (partial(LAMB, lr=0.1, clamp=(2.0, 1.0)), r"^clamp=\(2\.0, 1\.0\) is not a range; give the minimum and"),
     ],
 )  # fmt: skip
 def test_an_option_that_makes_no_sense_is_refused(make, text):
     with pytest.raises(PlanError, match=text):
         make([nn.Parameter(torch.ones(2))])
+
+
+def test_an_earlier_parameter_is_refused_with_its_present_name():
+    with pytest.raises(PlanError, match=r"^LARS has no parameter trust; it is now called trust_coefficient$"):
+        LARS([torch.zeros(1)], lr=0.1, trust=0.1)

@@ -104,21 +104,21 @@ def test_a_batch_below_the_reference_is_scaled_down_at_once():
         ({"epochs": 0}, "^epochs=0 is not a count; give a whole number, 1 or more$"),
         ({"steps_per_epoch": 2.5}, "^steps_per_epoch=2.5 is not a count"),
         ({"batch_size": 0}, "^batch_size=0 is not a count"),
-        ({"warmup_epochs": 10}, "^a warm-up of 10 epochs leaves none of the run's 10 for the full .* a shorter warmup"),
+        ({"warmup_epochs": 10}, "^a warm-up of 10 epochs is not shorter than the run's 10; give a shorter warmup"),
         ({"warmup_epochs": -1}, "^warmup_epochs=-1 is out of range; give a finite number, 0 or more$"),
-        ({"warmup_from": 0.0}, "^warmup_from=0.0 is no share of the learning rate; give more than 0, 1 at most, or No"),
+        ({"warmup_from": 0.0}, "^warmup_from=0\.0 is not a fraction of the learning rate; give more than 0 and at most 1, or None"),
         ({"rule": "linaer"}, "^rule='linaer' is not one of linear, sqrt, none; did you mean 'linear'\\?$"),
         ({"decay": "cosin"}, "^decay='cosin' is not one of constant, .*, one-cycle; did you mean 'cosine'\\?$"),
         ({"decay": "step", "gama": 0.1}, "^the decay 'step' has no option 'gama'; its options are step_size, gamma$"),
         ({"decay": "constant", "gamma": 0.1}, "^the decay 'constant' has no option 'gamma'; it has none$"),
         (
             {"decay": "multi-step", "milestones": (2, 5)},
-            "^the learning rate is to fall at epoch 2, but it is full only",
+            "^the learning rate decays at epoch 2, but the warm-up",
         ),
         ({"decay": "step", "step_size": 0}, "^step_size=0 is out of range"),
         (
             {"decay": "one-cycle", "rule": "none"},
-            "^one-cycle rises for 12 steps, from 1 of the full .* warmup_from bel",
+            "^one-cycle needs a warm-up, but has 12 steps from 1 of the full .* warmup_from bel",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_rate_is_not_scaled_twice():
     made = optimizer()
     large_batch_schedule(made, **RECIPE)
     with pytest.raises(
-        PlanError, match=r"^the optimizer has a schedule already, from a learning rate of 0.8; a second"
+        PlanError, match=r"^the optimizer has a schedule already, from a learning rate of 0\.8, and a second"
     ):
         large_batch_schedule(made, **RECIPE)
     assert made.param_groups[0]["lr"] == LR

@@ -1,1 +1,1 @@
-"""Optimizers and learning rate schedules for large batches: plain torch, of use without the rest of this package."""
+"""Optimizers and learning-rate schedules for large batches; plain torch, independent of the rest of the package."""

@@ -1,4 +1,4 @@
-"""Layer-wise adaptive moments: Adam whose steps are as long as a layer's weights."""
+"""LAMB: Adam with layer-wise trust ratios."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from counterpoint.optim.validation import require_at_least, require_decay
 
 
 class LAMB(LayerwiseOptimizer):
-    """Adam in which the update of each parameter has the norm of the parameter, times the learning rate.
+    """Adam whose update of each parameter has the norm of the parameter, times the learning rate.
 
-    With Adam's means ``m`` and ``v``, corrected for their start, and ``phi`` the norm within the clamp::
+    With Adam's bias-corrected moments ``m`` and ``v``, and ``phi`` the clamped norm::
 
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * phi(|w|) / |r| * r
 
-    Where ``|w|`` or ``|r|`` is 0, the ratio is 1. What is excluded has the ratio 1 and no weight decay.
+    If ``|w|`` or ``|r|`` is 0, the ratio is 1. Excluded parameters have the ratio 1 and no weight decay.
 
     Args:
         params: parameters, or groups of them.
         lr: the learning rate.
-        betas: factors of the running means of gradients and of their squares.
+        betas: decay factors of the running means of gradients and of their squares.
         eps: added to the root of the mean of squares.
-        weight_decay: decoupled from the means, within the norm.
-        bias_correction: whether the means are corrected for their start at 0.
-        clamp: the least and the largest norm of weights that counts; None for as it is.
-        exclude: ``vectors``, all parameters of at most one dim, as biases and the gains of norms are; ``nothing``; or
-            ``everything``, for a group with other parameters to leave out.
+        weight_decay: decoupled from the moments, included in the norm of the update.
+        bias_correction: whether the moments are corrected for their initialization with 0.
+        clamp: minimum and maximum of the weight norm; None for no limits.
+        exclude: ``vectors`` for all parameters of at most one dim, such as biases and norm weights; ``nothing``; or
+            ``everything`` for a whole group.
 
     Raises:
-        PlanError: an option makes no sense.
+        PlanError: an option is out of range.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
         >>> optimizer = LAMB([weight], lr=0.1, weight_decay=0.0)
         >>> weight.grad = torch.tensor([[0.0, 100.0]])
         >>> optimizer.step()
-        >>> [round(value, 6) for value in weight[0].tolist()]  # moved by a tenth of its norm, whatever the gradient's
+        >>> [round(value, 6) for value in weight[0].tolist()]  # moved by a tenth of its norm, whatever the gradient
         [3.0, 3.5]
 
     Cost:
-        Two numbers of state per parameter, as Adam, and two temporary ones; two norms more per step.
+        Two state values per parameter, as Adam, and two temporary ones; two more norms per step.
 
     Source:
         You et al., Large batch optimization for deep learning: training BERT in 76 minutes, ICLR 2020, algorithm 2.
     """
 
-    def __init__(  # noqa: PLR0913 - the paper's options, by keyword
+    def __init__(  # noqa: PLR0913 - the paper's options
         self,
         params: ParamsT,
         lr: float,
@@ -75,7 +75,7 @@ class LAMB(LayerwiseOptimizer):
         require_decay(beta1=betas[0], beta2=betas[1])
         if clamp is not None and not 0 <= clamp[0] <= clamp[1]:
             raise PlanError(
-                f"clamp={clamp} leaves no norm; give the least and the largest, such as (0.0, 10.0), or None"
+                f"clamp={clamp} is not a range; give the minimum and the maximum, such as (0.0, 10.0), or None"
             )
         defaults = {
             "lr": lr,
@@ -89,7 +89,7 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(params, defaults)
 
     def update_batch(self, batch: ParamBatch, group: dict[str, Any]) -> None:
-        """Take one step on parameters that are updated alike."""
+        """Take one step on a batch of parameters."""
         updates = self._adam_update(batch, group)
         if batch.is_excluded:
             torch._foreach_add_(batch.weights, updates, alpha=-group["lr"])
@@ -102,7 +102,7 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_addcmul_(batch.weights, updates, list(rates.unbind()), value=-1)
 
     def _adam_update(self, batch: ParamBatch, group: dict[str, Any]) -> list[Tensor]:
-        """Bring the means up to date; return Adam's update without a learning rate, as new tensors."""
+        """Update the moments; return Adam's update without the learning rate, as new tensors."""
         beta1, beta2 = group["betas"]
         means = batch.state_tensors("exp_avg", self.state)
         squares = batch.state_tensors("exp_avg_sq", self.state)
@@ -113,7 +113,7 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_addcmul_(squares, batch.gradients, batch.gradients, value=1 - beta2)
         steps = [self.state[weight]["step"] for weight in batch.weights] if group["bias_correction"] else []
         roots = torch._foreach_sqrt(squares)
-        if steps:  # m / c1 / (sqrt(v / c2) + eps) in one pass less
+        if steps:  # m / c1 / (sqrt(v / c2) + eps) with one pass fewer
             torch._foreach_mul_(roots, [(1 - beta1**step) / math.sqrt(1 - beta2**step) for step in steps])
             torch._foreach_add_(roots, [(1 - beta1**step) * group["eps"] for step in steps])
         else:

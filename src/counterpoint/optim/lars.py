@@ -1,4 +1,4 @@
-"""Layer-wise adaptive rate scaling: SGD with momentum whose steps are as long as a layer's weights allow."""
+"""LARS: SGD with momentum and layer-wise learning rates."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from counterpoint.optim.layerwise import (
     norm_dtype,
     safe_ratio,
 )
-from counterpoint.optim.validation import require_at_least, require_decay
+from counterpoint.optim.validation import renamed_parameters, require_at_least, require_decay
 
 
+@renamed_parameters({"trust": "trust_coefficient"})
 class LARS(LayerwiseOptimizer):
-    """SGD with momentum in which each parameter has a rate of its own, in proportion to its norm.
+    """SGD with momentum in which the learning rate of each parameter is proportional to its norm.
 
-    For weights ``w``, gradient ``g``, momentum ``m`` and weight decay ``b`` of one parameter, norms over all of it::
+    For weights ``w``, gradient ``g``, momentum ``m`` and weight decay ``b`` of one parameter, with norms of the whole
+    parameter::
 
         rate = lr * trust_coefficient * |w| / (|g| + b * |w| + eps)
         v    = m * v + rate * (g + b * w)
         w    = w - v
 
-    Where ``|w|`` or ``|g|`` is 0, the rate is ``lr``. What is excluded has the rate ``lr`` and no weight decay. The
-    learning rate is inside ``v``, as in the paper: what was learned at an earlier rate keeps its length.
+    If ``|w|`` or ``|g|`` is 0, the rate is ``lr``. Excluded parameters have the rate ``lr`` and no weight decay. As in
+    the paper the learning rate is part of ``v``, so that a change of the rate does not rescale earlier updates.
 
     Args:
         params: parameters, or groups of them.
         lr: the global learning rate.
-        momentum: share of the last update that goes on.
+        momentum: fraction of the last update that is kept.
         weight_decay: L2 penalty, part of the gradient and of its norm.
-        trust_coefficient: how long an update may be in relation to the weights.
-        eps: keeps the rate finite.
-        nesterov: whether to step from where the momentum leads.
-        exclude: ``vectors``, all parameters of at most one dim, as biases and the gains of norms are; ``nothing``; or
-            ``everything``, for a group with other parameters to leave out.
+        trust_coefficient: norm of an update relative to that of the weights.
+        eps: added to the denominator of the rate.
+        nesterov: whether to use Nesterov momentum.
+        exclude: ``vectors`` for all parameters of at most one dim, such as biases and norm weights; ``nothing``; or
+            ``everything`` for a whole group.
 
     Raises:
-        PlanError: an option makes no sense.
+        PlanError: an option is out of range.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
@@ -54,13 +56,13 @@ class LARS(LayerwiseOptimizer):
         [[3.0, 3.5]]
 
     Cost:
-        One number of state per parameter, as SGD with momentum; two norms more per step.
+        One state value per parameter, as SGD with momentum; two more norms per step.
 
     Source:
         You, Gitman and Ginsburg, Large batch training of convolutional networks, arXiv:1708.03888, 2017, algorithm 1.
     """
 
-    def __init__(  # noqa: PLR0913 - the paper's options, by keyword
+    def __init__(  # noqa: PLR0913 - the paper's options
         self,
         params: ParamsT,
         lr: float,
@@ -86,7 +88,7 @@ class LARS(LayerwiseOptimizer):
         super().__init__(params, defaults)
 
     def update_batch(self, batch: ParamBatch, group: dict[str, Any]) -> None:
-        """Take one step on parameters that are updated alike."""
+        """Take one step on a batch of parameters."""
         weights, gradients = batch.weights, batch.gradients
         momentum = batch.state_tensors("momentum_buffer", self.state)
         decay = 0.0 if batch.is_excluded else group["weight_decay"]

@@ -1,4 +1,4 @@
-"""What optimizers with a rate for each layer share: who takes part, and the ratio of two norms."""
+"""Base of the optimizers with a learning rate per layer: parameter groups, norms and trust ratios."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ExcludeRule: TypeAlias = Literal["vectors", "nothing", "everything"]
 
 @dataclass(frozen=True, slots=True)
 class ParamBatch:
-    """Parameters of one group that are updated alike: of one device and dtype, all excluded or none.
+    """Parameters of one group with the same device, dtype and exclusion, updated by one foreach call.
 
     Args:
-        is_excluded: whether they go without trust ratio and weight decay.
+        is_excluded: whether they have neither trust ratio nor weight decay.
         weights: the parameters.
-        gradients: theirs.
+        gradients: their gradients.
     """
 
     is_excluded: bool
@@ -32,7 +32,7 @@ class ParamBatch:
     gradients: list[Tensor]
 
     def state_tensors(self, key: str, state: dict[Tensor, Any]) -> list[Tensor]:
-        """Return a tensor of the optimizer's state for every parameter; zeros at first."""
+        """Return a state tensor of every parameter, initially zero."""
         for weight in self.weights:
             if key not in state[weight]:
                 state[weight][key] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -40,17 +40,17 @@ class ParamBatch:
 
 
 def require_exclude(groups: Iterable[dict[str, Any]]) -> None:
-    """Check which parameters groups exclude.
+    """Check the exclusion rule of each group.
 
     Raises:
-        PlanError: one says something else than ``vectors``, ``nothing`` or ``everything``.
+        PlanError: one is not ``vectors``, ``nothing`` or ``everything``.
     """
     for group in groups:
         require_one_of("exclude", group["exclude"], get_args(ExcludeRule))
 
 
 def group_params(group: dict[str, Any], optimizer: str) -> list[ParamBatch]:
-    """Return the parameters of a group that have a gradient, in as few parts as can be.
+    """Return the parameters of a group that have a gradient, in as few batches as possible.
 
     Raises:
         DataError: a gradient is sparse.
@@ -63,7 +63,7 @@ def group_params(group: dict[str, Any], optimizer: str) -> list[ParamBatch]:
         if gradient.is_sparse:
             raise DataError(
                 f"the gradient of a parameter {tuple(weight.shape)} is sparse, but {optimizer} needs the norm of the "
-                "whole parameter in every step; build the embedding with sparse=False, or take SGD or Adagrad"
+                "whole parameter in every step; build the embedding with sparse=False, or use SGD or Adagrad"
             )
         excluded = group["exclude"] == "everything" or (group["exclude"] == "vectors" and weight.dim() <= 1)
         part = parts.setdefault((weight.device, weight.dtype, excluded), ParamBatch(excluded, [], []))
@@ -73,7 +73,7 @@ def group_params(group: dict[str, Any], optimizer: str) -> list[ParamBatch]:
 
 
 def norm_dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype of norms and rates of tensors: float32 or wider."""
+    """Return the dtype of norms and rates: float32 or wider."""
     return torch.promote_types(tensors[0].dtype, torch.float32)
 
 
@@ -83,12 +83,12 @@ def compute_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def safe_ratio(first: Tensor, second: Tensor, ratio: Tensor) -> Tensor:
-    """Return the ratio of norms where neither is 0, and 1 elsewhere: what has no size cannot say how far to go."""
+    """Return the ratio where both norms are nonzero, and 1 elsewhere."""
     return torch.where((first > 0) & (second > 0), ratio, torch.ones_like(ratio))
 
 
 class LayerwiseOptimizer(Optimizer, ABC):
-    """An optimizer whose groups say which parameters are excluded, and which updates those alike at once."""
+    """An optimizer with a learning rate per parameter, except for those that its groups exclude."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -96,11 +96,11 @@ class LayerwiseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update_batch(self, batch: ParamBatch, group: dict[str, Any]) -> None:
-        """Take one step on parameters that are updated alike."""
+        """Take one step on a batch of parameters."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - whatever the closure gives
-        """Update every parameter that has a gradient; return what the closure gives, if there is one."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the closure's result
+        """Update every parameter that has a gradient; return the closure's result."""
         value = None
         if closure is not None:
             with torch.enable_grad():
