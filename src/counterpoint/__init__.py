@@ -1,6 +1,6 @@
 """Every way to train a PyTorch model in parallel, as one composable plan.
 
-Names are imported when they are first used, so that ``import counterpoint`` costs nothing.
+Names are imported on first use, so that ``import counterpoint`` is cheap.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _MODULES = {
     "LAMB": "optim.lamb",
     "LARS": "optim.lars",
     "LaunchError": "errors",
+    "MeanMetric": "training.metrics",
     "ModelSpec": "model.spec",
     "PeerError": "errors",
     "Pipeline": "strategies.pipeline.pipeline",
@@ -64,21 +65,20 @@ _MODULES = {
     "Program": "program.program",
     "ProgramError": "errors",
     "Server": "strategies.parameter_server",
-    "MeanMetric": "training.metrics",
     "Tensor": "strategies.tensor",
     "Trace": "program.trace",
     "Trainer": "training.trainer",
     "Zero": "strategies.zero",
-    "linear_chain": "model.spec",
-    "verify": "program.verify.verifier",
     "compile": "compiler.compile",
     "format_program": "program.text",
     "large_batch_schedule": "optim.lr_schedules",
     "launch": "training.launch",
+    "linear_chain": "model.spec",
     "parallelize": "training.parallelize",
     "parse_program": "program.text",
     "profile": "training.profiling",
     "simulate": "simulator.simulate",
+    "verify": "program.verify.verifier",
 }
 
 __all__ = [
@@ -93,6 +93,7 @@ __all__ = [
     "ElasticTrainer",
     "History",
     "LaunchError",
+    "MeanMetric",
     "ModelSpec",
     "PeerError",
     "Pipeline",
@@ -101,31 +102,30 @@ __all__ = [
     "Program",
     "ProgramError",
     "Server",
-    "MeanMetric",
     "Tensor",
     "Trace",
     "Trainer",
     "Zero",
-    "linear_chain",
-    "verify",
     "compile",
     "format_program",
     "large_batch_schedule",
     "launch",
+    "linear_chain",
     "parallelize",
     "parse_program",
     "profile",
     "simulate",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used."""
+    """Import a public name on first use."""
     if name in _MODULES:
         return getattr(import_module(f"counterpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
+    """Return the public names."""
     return sorted([*__all__, "__version__"])

@@ -1,22 +1,22 @@
-"""Every error Counterpoint raises on purpose; the type says whose fault it is.
+"""All errors that Counterpoint raises on purpose; the type says who is at fault.
 
 * CounterpointError
-  + PlanError        you asked for something that cannot be done; change the plan
-  + ProgramError     a strategy or pass wrote a wrong program; report it to its author
-  + PeerError        another rank failed or fell silent; this rank is innocent
+  + PlanError        the request is impossible; change the plan
+  + ProgramError     a strategy or pass generated a wrong program; report it to its author
+  + PeerError        another rank failed or stopped responding; this rank is not at fault
 
-    - ProtocolError  bytes or a request came that nobody may send; they changed nothing
+    - ProtocolError  invalid bytes or an invalid request arrived; state is unchanged
 
-  + CheckpointError  a checkpoint is damaged, or belongs to another model
+  + CheckpointError  a checkpoint is damaged, or of another model
   + DataError        a batch, a loss or a gradient cannot be used
-  + LaunchError      ranks could not be started, or one of them ended
+  + LaunchError      ranks could not be started, or one of them exited early
 """
 
 from __future__ import annotations
 
 
 class CounterpointError(Exception):
-    """Root of every error raised on purpose by this package."""
+    """Base class of all errors raised on purpose by this package."""
 
 
 class PlanError(CounterpointError, ValueError):
@@ -24,11 +24,11 @@ class PlanError(CounterpointError, ValueError):
 
 
 class ProgramError(CounterpointError):
-    """The program breaks a rule that every program must keep.
+    """The program violates a rule that every program must obey.
 
     Args:
-        message: what is wrong, with the rows and the place marked.
-        law: the number of the broken law of :mod:`counterpoint.program.verify.verifier`; 0 when it is not about a law.
+        message: what is wrong, with the instructions around the place.
+        rule: number of the violated rule of :mod:`counterpoint.program.verify.verifier`; 0 if it is not about a rule.
     """
 
     def __init__(self, message: str, rule: int = 0) -> None:
@@ -37,11 +37,11 @@ class ProgramError(CounterpointError):
 
 
 class PeerError(CounterpointError):
-    """Another rank failed or fell silent; the message names it."""
+    """Another rank failed or stopped responding; the message names it."""
 
 
 class ProtocolError(PeerError):
-    """Bytes or a request came that nobody may send; they changed nothing here."""
+    """Invalid bytes or an invalid request arrived; the state here is unchanged."""
 
 
 class CheckpointError(CounterpointError):
@@ -53,4 +53,4 @@ class DataError(CounterpointError, ValueError):
 
 
 class LaunchError(CounterpointError):
-    """Ranks could not be started, or one of them ended before the others."""
+    """Ranks could not be started, or one of them exited before the others."""

@@ -4,13 +4,13 @@ from fractions import Fraction
 
 import pytest
 
-from counterpoint.program.comm_volume import row_traffic, sent_bytes
+from counterpoint.program.comm_volume import bytes_by_instruction, sent_bytes
 from counterpoint.program.text import parse_program
 
 
 def traffic(text, rank=0):
     return [
-        bytes_ for _, bytes_ in row_traffic(rank, parse_program(text).rank_programs[0].body, lambda value, code="": 120)
+        bytes_ for _, bytes_ in bytes_by_instruction(rank, parse_program(text).rank_programs[0].body, lambda value, code="": 120)
     ]
 
 

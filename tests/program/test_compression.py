@@ -7,7 +7,7 @@ import pytest
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.plan.plan import Plan
-from counterpoint.program.comm_volume import row_traffic
+from counterpoint.program.comm_volume import bytes_by_instruction
 from counterpoint.program.compression import CODECS, find_codec, ring_volume_factor
 from counterpoint.program.text import parse_instruction, parse_program
 from counterpoint.program.verify.verifier import Bounds, verify
@@ -54,7 +54,7 @@ def test_words_send_encoded_bytes():
         .body
     )
     sizes = {"": 100, "topk": 8, "fp16": 50}
-    assert [sent for _, sent in row_traffic(0, words, lambda value, code="": sizes[code])] == [0, 0, 16, 0, 50]
+    assert [sent for _, sent in bytes_by_instruction(0, words, lambda value, code="": sizes[code])] == [0, 0, 16, 0, 50]
 
 
 @pytest.mark.parametrize(

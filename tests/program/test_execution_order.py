@@ -3,8 +3,7 @@
 import pytest
 
 from counterpoint.errors import ProgramError
-from counterpoint.program.execution_order import check_rendezvous_sends, execution_order, format_locations, matching
-from counterpoint.program.instruction import Send
+from counterpoint.program.execution_order import check_rendezvous_sends, execution_order, format_locations
 from counterpoint.program.text import format_instruction, parse_program
 
 
@@ -96,9 +95,3 @@ def test_no_more_places_are_shown_than_fit_a_message():
         "  rank 7: [F0.0] <- here",
         "  and 3 more ranks",
     ]
-
-
-def test_matching_finds_words_with_their_places():
-    rows = parse_program("F0.0 x1.0>1\nx1.0<0").unroll(1)
-    found = list(matching(rows, lambda word: isinstance(word, Send)))
-    assert [(rank, index) for rank, index, _ in found] == [(0, 1)]

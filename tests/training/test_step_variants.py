@@ -11,7 +11,7 @@ import counterpoint as cp
 from counterpoint.checkpoint import Checkpoint
 from counterpoint.compiler.compile import value_bytes
 from counterpoint.errors import DataError
-from counterpoint.program.comm_volume import row_traffic
+from counterpoint.program.comm_volume import bytes_by_instruction
 from counterpoint.program.text import parse_instruction
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.local_ranks import trace_step
@@ -129,7 +129,7 @@ def test_sixteen_steps_send_the_bytes_of_their_formulas(strategy, sums):
             for event in trace.events:
                 words = tuple(map(parse_instruction, event.text.split()))
                 size_of = partial(value_bytes, model=one.compiled.model, samples_per_micro=2)
-                sent[event.rank] += sum(sent for _, sent in row_traffic(event.rank, words, size_of))
+                sent[event.rank] += sum(sent for _, sent in bytes_by_instruction(event.rank, words, size_of))
         weights = sum(param.num_bytes for param in one.compiled.model.params)
     assert sent == [sums * 2 * Fraction(3, 4) * weights] * 4
 

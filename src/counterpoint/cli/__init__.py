@@ -1,1 +1,1 @@
-"""The ``counterpoint`` command: one file per command, each imported only when it is asked for."""
+"""The command line: ``counterpoint COMMAND``."""

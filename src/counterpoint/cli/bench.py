@@ -1,4 +1,4 @@
-"""``counterpoint bench``: what we claim of ourselves, measured here and now."""
+"""``counterpoint bench``: measure the claims that the documentation makes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from counterpoint.testing.claims import (
 
 
 def bench(
-    claim: Annotated[str | None, typer.Argument(help="A folder of benchmarks/; all are listed when left out.")] = None,
+    claim: Annotated[str | None, typer.Argument(help="A folder of benchmarks/; if left out, list all.")] = None,
     *,
-    processes: Annotated[bool, typer.Option("--processes", help="Also on real processes, where it has that.")] = False,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions; the claim's own number when left out.")
-    ] = None,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Also measure on real processes, if the benchmark can.")
+    ] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Repetitions; the claim's own number if left out.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
-    """Measure a claim side by side with its peers; ends with 1 where the stated bar is missed."""
+    """Measure a claim side by side with its peers; exit with 1 if it misses the stated bar."""
     folder = find_benchmarks()
     if claim is None:
         print_claims(read_claims(folder))
@@ -54,7 +54,7 @@ def bench(
 
 
 def print_claims(claims: dict[str, Claim]) -> None:
-    """Show every claim with its bar."""
+    """Print every claim with its bar."""
     print_table(
         [TableColumn("claim"), TableColumn("what it says", wraps=True), TableColumn("bar", wraps=True)],
         [(name, claim.claim, claim.bar) for name, claim in claims.items()],

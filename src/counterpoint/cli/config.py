@@ -1,8 +1,8 @@
-"""What a run of ``counterpoint train`` can be told: the same values as Python, as YAML and as flags.
+"""Configuration of ``counterpoint train``: the values, and the sources that they are merged from.
 
-Unknown keys are refused; a key that was silently ignored would train something else than its author believes.
-
-Where every value of a run comes from: default < job < file < --set < flags, later ones winning, none hidden.
+The same values can be given in Python, in YAML and as flags. Later sources win: default < job < file < --set < flags;
+the origin of every value is kept for errors and ``--show-config``. Unknown keys are rejected, because a key that is
+silently ignored would train something else than its author believes.
 """
 
 from __future__ import annotations
@@ -25,85 +25,85 @@ JobName: TypeAlias = Literal["text", "digits", "lines"]
 
 
 class Section(BaseModel):
-    """Values that belong together; frozen, and nothing else is let in."""
+    """A group of values; frozen, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class PlanSection(Section):
-    """Who does what."""
+    """How training is distributed."""
 
     strategy: str = "data"
-    """Strategies joined by `*`; a bare name takes the ranks that there are."""
+    """Strategies joined by `*`; the degree of a bare name is the number of ranks."""
     num_microbatches: int | None = Field(default=None, ge=1)
-    """Microbatches of the innermost program; 1, or what a pipeline can use, when left out."""
+    """Microbatches per replica; if left out, 1, or what a pipeline can use."""
     passes: tuple[str, ...] | None = Field(default=None, strict=False)
-    """What is done to the program afterwards: `overlap` when left out, `[]` for nothing."""
+    """Passes run on the program; `overlap` if left out, `[]` for none."""
     num_measured_plans: int | None = Field(default=None, ge=1)
-    """Under the strategy `auto`: how many of the best plans are measured for some steps before the first one."""
+    """With the strategy `auto`: how many of the best plans are measured for some steps before training."""
 
 
 class TrainingSection(Section):
-    """How the model is trained; what is left out is the job's own."""
+    """How the model is trained; the job has defaults for what is left out."""
 
     batch_size: int | None = Field(default=None, ge=1)
     """Samples of one global batch, over all ranks."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the training data."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Steps at most."""
+    """Maximum number of steps."""
     optimizer: Literal["lars", "lamb"] | None = None
-    """In place of the job's own, with a schedule for a batch larger than the job's own."""
+    """Replaces the job's optimizer, with a learning rate schedule for batches larger than the job's."""
     lr: float | None = Field(default=None, gt=0)
-    """Learning rate; with an optimizer for large batches that of the job's own batch, from which it is scaled."""
+    """Learning rate; with `optimizer`, that of the job's batch size, from which it is scaled."""
     seed: int = Field(default=0, ge=0)
-    """Of the first weights, the order of samples and whatever is drawn."""
+    """Seed of the initial weights, the order of samples and all other random numbers."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Global norm to which gradients are scaled down."""
+    """Maximum gradient norm; larger gradients are scaled down."""
     clip_by: Literal["model", "stage"] = "model"
-    """Whose norm that is: the whole model's, or each stage's own, for pipelines without a flush."""
+    """Which norm is clipped: the whole model's, or each stage's own, for asynchronous pipelines."""
     nonfinite: Literal["error", "skip"] = "error"
-    """Whether a loss or gradient that is not finite ends the run or leaves the step out."""
+    """Whether a loss or gradient that is not finite raises an error or skips the step."""
 
 
 class LaunchSection(Section):
-    """Where the ranks are."""
+    """Where the ranks run."""
 
     ranks: int | None = Field(default=None, ge=1)
-    """How many; as many as the plan needs when left out."""
+    """Number of ranks; as many as the plan needs if left out."""
     local: bool = False
-    """Keep all ranks in this process instead of one process for each."""
+    """Run all ranks in this process instead of one process per rank."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads per rank; cores / ranks when left out."""
+    """Threads per rank; cores / ranks if left out."""
     bind: Binding = DEFAULT_BINDING
-    """On which cores each rank may compute."""
+    """To which cores each rank is bound."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """The longest that any rank waits for another."""
+    """Maximum time that any rank waits for another."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
-    """What joins ranks in processes of their own: memory within a host and sockets between hosts, or one of them."""
+    """Transport between processes: shared memory within a host and gloo between hosts (`auto`), or one of them."""
 
 
 class OutputSection(Section):
-    """What a run leaves behind and shows."""
+    """What a run writes and shows."""
 
     folder: str | None = None
-    """The run's folder; runs/NAME-DATE-TIME when left out."""
+    """The run's folder; runs/NAME-DATE-TIME if left out."""
     save_every: int | None = Field(default=None, ge=1)
-    """Steps from one checkpoint to the next; only the last one when left out."""
+    """Steps between checkpoints; if left out, only one at the end."""
     checkpoint_mode: Literal["synchronous", "per_stage"] = "synchronous"
     """Who saves: all ranks together, or each stage of a pipeline without a flush when it comes there."""
     keep_last: int | None = Field(default=3, ge=1)
-    """How many checkpoints stay; null for all."""
+    """Number of checkpoints to keep; null for all."""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """Steps from one measurement of held-out data to the next, beside those after each epoch."""
+    """Steps between evaluations on held-out data, in addition to those after each epoch."""
     progress: Literal["auto", "rich", "plain", "json", "off"] = "auto"
     """What is shown: a bar, lines, JSON lines or nothing; `auto` is a bar on a terminal and lines elsewhere."""
     interval_s: float = Field(default=5.0, ge=0)
-    """Seconds from one line of progress to the next."""
+    """Seconds between lines of progress."""
 
 
 class RunConfig(Section):
-    """A whole run.
+    """The configuration of a run.
 
     Example:
         >>> config = RunConfig(job="digits", plan=PlanSection(strategy="zero3"))
@@ -112,14 +112,14 @@ class RunConfig(Section):
     """
 
     job: JobName = "text"
-    """What is trained."""
+    """The job to train."""
     plan: PlanSection = PlanSection()
     training: TrainingSection = TrainingSection()
     launch: LaunchSection = LaunchSection()
     output: OutputSection = OutputSection()
 
     def to_yaml(self) -> str:
-        """Write all values as the file that gives them back."""
+        """Format all values as a YAML file that restores them."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
@@ -133,7 +133,7 @@ LENGTH_KEYS = frozenset({"training.epochs", "training.max_steps"})
 
 
 class ConfigYamlLoader(yaml.SafeLoader):
-    """Reads 1e-3 as the number that it is since YAML 1.2; PyYAML wants 1.0e-3."""
+    """YAML loader that reads 1e-3 as a number, as YAML 1.2 does; PyYAML requires 1.0e-3."""
 
 
 ConfigYamlLoader.add_implicit_resolver(
@@ -145,10 +145,10 @@ ConfigYamlLoader.add_implicit_resolver(
 
 @dataclass(frozen=True, slots=True)
 class SourcedValue:
-    """A value and who gave it.
+    """A value and its origin.
 
     Args:
-        value: as it was given.
+        value: the value as given.
         origin: ``run.yaml:3``, ``--set``, ``--epochs``, ``job digits`` or ``default``.
     """
 
@@ -157,19 +157,19 @@ class SourcedValue:
 
 
 ConfigLayer: TypeAlias = Mapping[str, SourcedValue]
-"""Values by path, ``training.epochs`` for instance."""
+"""Values by path, for example ``training.epochs``."""
 
 
 def default_layer() -> dict[str, SourcedValue]:
-    """Return every key there is, with its default."""
+    """Return the default of every key."""
     return {path: SourcedValue(value, "default") for path, value in flatten(RunConfig().model_dump())}
 
 
 def file_layer(path: Path) -> dict[str, SourcedValue]:
-    """Return what a file gives, with the line of each value.
+    """Return the values of a file, each with its line.
 
     Raises:
-        PlanError: it cannot be read, is not YAML, or has a key that is unknown or stands there twice.
+        PlanError: the file cannot be read, is not YAML, or has a key that is unknown or given twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -185,16 +185,18 @@ def file_layer(path: Path) -> dict[str, SourcedValue]:
 
 def read_node(node: yaml.Node, file: Path, prefix: str) -> Iterator[tuple[str, SourcedValue]]:
     """Yield the values below a node of a YAML file."""
-    if node.tag == "tag:yaml.org,2002:null":  # a section of which every key is commented out
+    if node.tag == "tag:yaml.org,2002:null":  # a section whose keys are all commented out
         return
     if not isinstance(node, yaml.MappingNode):
-        raise PlanError(f"{file}:{node.start_mark.line + 1}: {prefix or 'the file'} must be keys with values below it")
+        raise PlanError(
+            f"{file}:{node.start_mark.line + 1}: {prefix or 'the file'} must be a mapping of keys to values"
+        )
     seen: set[str] = set()
     for key_node, value_node in node.value:
         origin = f"{file}:{key_node.start_mark.line + 1}"
         path = f"{prefix}.{key_node.value}".lstrip(".")
         if path in seen:
-            raise PlanError(f"{origin}: {path} stands there twice; give it once")
+            raise PlanError(f"{origin}: {path} is given twice; give it once")
         seen.add(path)
         if is_section(path):
             yield from read_node(value_node, file, path)
@@ -204,20 +206,20 @@ def read_node(node: yaml.Node, file: Path, prefix: str) -> Iterator[tuple[str, S
 
 
 def set_layer(assignments: Sequence[str]) -> dict[str, SourcedValue]:
-    """Return what ``--set a.b=c`` gives; a value is read as YAML reads it.
+    """Return the values of ``--set a.b=c``, parsed as YAML.
 
     Raises:
-        PlanError: one is no assignment, or its key is unknown.
+        PlanError: one is not an assignment, or its key is unknown.
 
     Example:
         >>> set_layer(["training.epochs=3"])["training.epochs"]
-        Given(value=3, origin='--set')
+        SourcedValue(value=3, origin='--set')
     """
     layer: dict[str, SourcedValue] = {}
     for assignment in assignments:
         path, equals, text = (piece.strip() for piece in assignment.partition("="))
         if not equals:
-            raise PlanError(f"--set {assignment} is no assignment; write --set KEY=VALUE, as in training.epochs=3")
+            raise PlanError(f"--set {assignment} is not an assignment; write --set KEY=VALUE, as in training.epochs=3")
         check_key(path, "--set")
         try:
             layer[path] = SourcedValue(yaml.load(text, Loader=ConfigYamlLoader), "--set")
@@ -227,21 +229,21 @@ def set_layer(assignments: Sequence[str]) -> dict[str, SourcedValue]:
 
 
 def merge_layers(layers: Iterable[ConfigLayer]) -> dict[str, SourcedValue]:
-    """Return all layers as one; where two give a key, the later one wins.
+    """Merge layers; if two give a key, the later one wins.
 
-    Steps and epochs are two ways to say how long: who gives one of them lifts what an earlier layer said by the other.
+    Steps and epochs are alternatives: a layer that gives one of them resets what an earlier layer gave for the other.
     """
-    found: dict[str, SourcedValue] = {}
+    values: dict[str, SourcedValue] = {}
     for layer in layers:
-        given = LENGTH_KEYS & layer.keys()
-        for path in (LENGTH_KEYS - given) if given else ():
-            found[path] = SourcedValue(None, next(layer[name].origin for name in given))
-        found.update(layer)
-    return found
+        sourced = LENGTH_KEYS & layer.keys()
+        for path in (LENGTH_KEYS - sourced) if sourced else ():
+            values[path] = SourcedValue(None, next(layer[name].origin for name in sourced))
+        values.update(layer)
+    return values
 
 
 def apply_job_defaults(layer: ConfigLayer, job_values: Mapping[str, Any], origin: str) -> dict[str, SourcedValue]:
-    """Return the values with a job's own where nobody gave one; its length only if no other was given."""
+    """Return the values with the job's defaults for those that are None; its length only if no other was given."""
     has_length = any(layer[path].value is not None for path in LENGTH_KEYS)
     missing = [path for path in job_values if layer[path].value is None and not (has_length and path in LENGTH_KEYS)]
     return {**layer, **{path: SourcedValue(job_values[path], origin) for path in missing}}
@@ -251,48 +253,48 @@ def build_config(layer: ConfigLayer) -> RunConfig:
     """Return the values as a configuration.
 
     Raises:
-        PlanError: a value is of the wrong kind or out of its range; the message says who gave it.
+        PlanError: a value has the wrong type or is out of range; the message has its origin.
     """
     tree: dict[str, Any] = {}
-    for path, given in layer.items():
+    for path, sourced in layer.items():
         section, _, key = path.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[key] = given.value
+        (tree.setdefault(section, {}) if section else tree)[key] = sourced.value
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise PlanError("\n".join(explain_error(found, layer) for found in error.errors())) from None
+        raise PlanError("\n".join(explain_error(values, layer) for values in error.errors())) from None
 
 
-def explain_error(found: Mapping[str, Any], layer: ConfigLayer) -> str:
-    """Return what is wrong with a value, and who gave it."""
-    parts = [str(part) for part in found["loc"]]
+def explain_error(values: Mapping[str, Any], layer: ConfigLayer) -> str:
+    """Return what is wrong with a value, and its origin."""
+    parts = [str(part) for part in values["loc"]]
     path = next(name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in layer)
-    rule = str(found["msg"]).replace("Input should be", "it must be", 1)
-    near = get_close_matches(str(found["input"]), str(found.get("ctx", {}).get("expected", "")).split("'"), n=1)
-    remedy = f"; did you mean {near[0]}?" if near else ""
-    return f"{layer[path].origin}: {path} is {found['input']!r}; {rule}{remedy}"
+    rule = str(values["msg"]).replace("Input should be", "it must be", 1)
+    suggestion = get_close_matches(str(values["input"]), str(values.get("ctx", {}).get("expected", "")).split("'"), n=1)
+    remedy = f"; did you mean {suggestion[0]}?" if suggestion else ""
+    return f"{layer[path].origin}: {path} is {values['input']!r}; {rule}{remedy}"
 
 
 def check_key(path: str, origin: str) -> None:
-    """Check that there is such a key.
+    """Check that a key exists.
 
     Raises:
-        PlanError: there is none; the message has the nearest one.
+        PlanError: it does not; the message suggests the closest one.
     """
     known = list(default_layer())
     if path in known:
         return
-    near = find_closest_key(path, known)
-    remedy = f"did you mean {near}?" if near else f"the keys are {', '.join(known)}"
-    raise PlanError(f"{origin}: {path} is no key of a run; {remedy}")
+    suggestion = find_closest_key(path, known)
+    remedy = f"did you mean {suggestion}?" if suggestion else f"the keys are {', '.join(known)}"
+    raise PlanError(f"{origin}: {path} is not a key of a run; {remedy}")
 
 
 def find_closest_key(path: str, known: Sequence[str]) -> str | None:
-    """Return the known path that this one was probably meant to be: by its whole, else by its last part alone."""
-    whole = get_close_matches(path, known, n=1, cutoff=0.75)
+    """Return the known path that was probably meant: the closest one, or else one with a close last part."""
+    by_path = get_close_matches(path, known, n=1, cutoff=0.75)
     last = {name.rpartition(".")[2]: name for name in known}
-    tail = get_close_matches(path.rpartition(".")[2], last, n=1)
-    return whole[0] if whole else last[tail[0]] if tail else None
+    by_last_part = get_close_matches(path.rpartition(".")[2], last, n=1)
+    return by_path[0] if by_path else last[by_last_part[0]] if by_last_part else None
 
 
 def is_section(path: str) -> bool:
@@ -301,7 +303,7 @@ def is_section(path: str) -> bool:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a nest of mappings with its path."""
+    """Yield every value of nested mappings with its path."""
     for key, value in tree.items():
         path = f"{prefix}.{key}".lstrip(".")
         if isinstance(value, Mapping):
@@ -311,14 +313,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def format_sources(layer: ConfigLayer, config: BaseModel) -> str:
-    """Return every value with its origin, one per line."""
+    """Format every value with its origin, one per line."""
     values = dict(flatten(config.model_dump(mode="json")))
-    rows = [(path, format_yaml_value(values[path]), given.origin) for path, given in layer.items()]
+    rows = [(path, format_yaml_value(values[path]), sourced.origin) for path, sourced in layer.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{path:{widths[0]}}  {value:{widths[1]}}  {origin}" for path, value, origin in rows]
     return "\n".join([f"# {PRECEDENCE}", *lines])
 
 
 def format_yaml_value(value: object) -> str:
-    """Return a value as it could stand in the file."""
+    """Format a value as it could be written in the file."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""``counterpoint doctor``: what on this machine will hurt, and the fix."""
+"""``counterpoint doctor``: find problems of this machine for training, and their fixes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ RANKS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Args:
-        subject: what was looked at.
+        subject: what was checked.
         grade: how bad it is.
-        fact: what is so, with the values.
-        fix: what to do; empty where nothing has to be done.
+        fact: what was found, with values.
+        fix: what to do; empty if nothing.
     """
 
     subject: str
@@ -50,28 +50,28 @@ class Finding:
 
 def doctor(
     *,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks you mean to run here.")] = 2,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks to run here.")] = 2,
 ) -> None:
-    """Check what training needs on this machine; ends with 1 if something is broken."""
+    """Check what training needs on this machine; exit with 1 if something is broken."""
     findings = [finding for check in CHECKS for finding in check(ranks)]
     for finding in findings:
         fix = f"; {finding.fix}" if finding.fix else ""
         typer.echo(f"{finding.grade:<7} {finding.subject:<12} {finding.fact}{fix}")
     broken = [finding.subject for finding in findings if finding.grade == "broken"]
     if broken:
-        typer.echo(f"\nbroken: {', '.join(broken)}; training will not work before that is mended")
+        typer.echo(f"\nbroken: {', '.join(broken)}; training will not work until that is fixed")
         raise typer.Exit(FAILED)
     hurting = sum(finding.grade == "hurts" for finding in findings)
     typer.echo(f"\nnothing is broken, {hurting} of {len(findings)} checks hurt")
 
 
 def check_python(_ranks: int) -> Iterator[Finding]:
-    """Look at the interpreter."""
+    """Check the interpreter."""
     yield Finding("python", "good", f"Python {platform.python_version()}")
 
 
 def check_torch(_ranks: int) -> Iterator[Finding]:
-    """Look at torch and at its transport between processes."""
+    """Check torch and its communication between processes."""
     if importlib.util.find_spec("torch") is None:
         yield Finding("torch", "broken", "torch is not installed", f"pip install torch=={TRIED_TORCH}")
         return
@@ -92,38 +92,46 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
         tried = "" if version.split("+")[0] == TRIED_TORCH else f" (tested with {TRIED_TORCH})"
         yield Finding("torch", "good", f"torch {version}{tried}")
     if not is_available():
-        yield Finding("gloo", "broken", "this torch has no gloo", "install a build with it: ranks cannot talk without")
-    else:
-        yield Finding("gloo", "good", "gloo is there, for ranks of several hosts")
-    found = native()
-    if found.library is None:
         yield Finding(
-            "shared memory", "hurts", f"no native part: {found.reason}; ranks of one host talk through gloo's sockets, "
-            "many times slower", "install a C++17 compiler (apt install g++) and this package again",
-        )  # fmt: skip
+            "gloo", "broken", "this torch has no gloo", "install a build with it: ranks of several hosts need it"
+        )
     else:
-        yield Finding("shared memory", "good", f"the native part is there and computes with {found.instruction_set}")
+        yield Finding("gloo", "good", "gloo is available, for ranks of several hosts")
+    library = native()
+    if library.library is None:
+        yield Finding(
+            "shared memory",
+            "hurts",
+            f"the native extension is missing: {library.reason}; ranks of one host communicate through gloo's "
+            "sockets, many "
+            "times slower",
+            "install a C++17 compiler (apt install g++) and this package again",
+        )
+    else:
+        yield Finding("shared memory", "good", f"the native extension is available and uses {library.instruction_set}")
 
 
 def check_cores(ranks: int) -> Iterator[Finding]:
-    """Look at cores against ranks and threads."""
-    cores, placed = this_host().num_usable, place_on_this_host(ranks).ranks[0].threads
-    threads = requested_threads() or placed
+    """Check the number of cores against ranks and threads."""
+    cores, default_threads = this_host().num_usable, place_on_this_host(ranks).ranks[0].threads
+    threads = requested_threads() or default_threads
     fact = f"{ranks} ranks x {threads} threads on {cores} cores"
     if ranks * threads > cores:
         fix = "use fewer ranks" if ranks > cores else f"set {THREADS_VARIABLE}={cores // ranks}, or unset it"
-        yield Finding("cores", "hurts", f"{fact}: they take turns", fix)
+        yield Finding("cores", "hurts", f"{fact}: they share cores", fix)
     else:
         yield Finding("cores", "good", fact)
 
 
 def check_topology(ranks: int) -> Iterator[Finding]:
-    """Look at what the cores share, and at the cores that ranks would be bound to."""
+    """Show what the cores share, and to which cores ranks would be bound."""
     yield Finding("topology", "good", str(this_host()))
     bindings: tuple[Binding, ...] = ("core", "numa")
     for bind in bindings:
-        places = place_on_this_host(ranks, bind=bind).ranks[:RANKS_SHOWN]
-        cpus = [f"rank {rank} on {','.join(map(str, found.cpus)) or 'any'}" for rank, found in enumerate(places)]
+        placements = place_on_this_host(ranks, bind=bind).ranks[:RANKS_SHOWN]
+        cpus = [
+            f"rank {rank} on {','.join(map(str, placement.cpus)) or 'any'}" for rank, placement in enumerate(placements)
+        ]
         rest = [f"{ranks - RANKS_SHOWN} more"] if ranks > RANKS_SHOWN else []
         yield Finding(
             "binding", "good", f"{DEFAULT_BINDING} by default; with --bind {bind}: {'; '.join([*cpus, *rest])}"
@@ -131,7 +139,7 @@ def check_topology(ranks: int) -> Iterator[Finding]:
 
 
 def check_memory(ranks: int) -> Iterator[Finding]:
-    """Look at free memory and at the shared-memory file system."""
+    """Check free memory and the shared-memory file system."""
     available = _meminfo().get("MemAvailable")
     if available is not None:
         gib = available / 2**30
@@ -148,24 +156,24 @@ def check_memory(ranks: int) -> Iterator[Finding]:
 
 
 def check_allocator(_ranks: int) -> Iterator[Finding]:
-    """Look at what training changes in this machine's allocator."""
+    """Show what training changes in this machine's memory allocator."""
     from counterpoint.runtime.malloc import RETAIN_FREED, process_heap
 
-    found = allocator_variables()
+    variables = allocator_variables()
     if process_heap() is None:
-        yield Finding("allocator", "good", "the C library is not glibc: training leaves its allocator as it is")
-    elif found:
-        yield Finding("allocator", "good", f"set up by {', '.join(found)}: training leaves it as it is")
+        yield Finding("allocator", "good", "the C library is not glibc: training leaves its allocator unchanged")
+    elif variables:
+        yield Finding("allocator", "good", f"set up by {', '.join(variables)}: training leaves it unchanged")
     else:
         values = ", ".join(f"{name}={value}" for name, value in RETAIN_FREED.items())
         yield Finding(
-            "allocator", "note", f"training has glibc keep the memory that steps free ({values}) until it ends",
-            f"to leave it as it is, pass retain_freed_memory=False or set {ALLOCATOR_VARIABLES[0]}",
+            "allocator", "note", f"training makes glibc retain the memory that steps free ({values}) until it ends",
+            f"to leave it unchanged, pass retain_freed_memory=False or set {ALLOCATOR_VARIABLES[0]}",
         )  # fmt: skip
 
 
 def check_network(_ranks: int) -> Iterator[Finding]:
-    """Look at the loopback interface and at this machine's name."""
+    """Check the loopback interface and this machine's name."""
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -187,7 +195,7 @@ def check_network(_ranks: int) -> Iterator[Finding]:
 
 
 def check_folder(_ranks: int) -> Iterator[Finding]:
-    """Look at the folder that runs are written to."""
+    """Check the folder that runs are written to."""
     here = Path.cwd()
     try:
         with tempfile.TemporaryFile(dir=here):
@@ -199,13 +207,13 @@ def check_folder(_ranks: int) -> Iterator[Finding]:
 
 
 def check_data(_ranks: int) -> Iterator[Finding]:
-    """Look at what the built-in jobs need."""
+    """Check what the built-in jobs need."""
     if importlib.util.find_spec("sklearn") is None:
         yield Finding(
             "digits", "note", "scikit-learn is not installed", "pip install 'counterpoint[data]' for that job"
         )
     else:
-        yield Finding("digits", "good", "scikit-learn is there")
+        yield Finding("digits", "good", "scikit-learn is installed")
 
 
 CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
@@ -222,7 +230,7 @@ CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
 
 
 def _meminfo() -> dict[str, int]:
-    """Return the kernel's memory figures in bytes; empty where there are none."""
+    """Return the kernel's memory statistics in bytes; empty if there are none."""
     path = Path("/proc/meminfo")
     if not path.exists():
         return {}

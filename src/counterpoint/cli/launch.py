@@ -1,4 +1,4 @@
-"""``counterpoint launch``: a script on the system that a user already runs, or what would start it there."""
+"""``counterpoint launch``: start a script with a launcher such as Slurm, or show the files that would start it."""
 
 from __future__ import annotations
 
@@ -17,47 +17,54 @@ LAUNCH, NEEDS = LaunchSpec(""), ResourceRequest()
 
 
 def launch(
-    script: Annotated[Path, typer.Argument(help="A Python file; what stands behind it is passed to it unchanged.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own.")] = None,
+    script: Annotated[Path, typer.Argument(help="A Python file; all arguments after it are passed to it.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Arguments of the script.")
+    ] = None,
     *,
-    on: Annotated[str, typer.Option("--on", help=f"Where: {', '.join(TARGETS)}.")],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many on each host.")] = LAUNCH.ranks_per_host,
-    hosts: Annotated[int | None, typer.Option(help="How many; as many as are named when left out, else 1.")] = None,
-    host_names: Annotated[str, typer.Option(help="For mpi, torchrun and slurm: a,b; rank 0 is on the first.")] = "",
-    name: Annotated[str, typer.Option(help="Of the job.")] = LAUNCH.name,
-    port: Annotated[int, typer.Option(help="Where ranks meet, if the system does not say.")] = LAUNCH.port,
-    cpus: Annotated[int, typer.Option(help="Cores of each rank.")] = NEEDS.cpus_per_rank,
-    gpus: Annotated[int, typer.Option(help="GPUs of each rank.")] = NEEDS.gpus_per_rank,
-    memory: Annotated[int, typer.Option(help="GiB of each host; the system's own choice when left out.")] = 0,
-    minutes: Annotated[int, typer.Option(help="The longest that the job runs; without a limit when left out.")] = 0,
-    grace: Annotated[int, typer.Option(help="Seconds that ranks get to end when they are asked to.")] = NEEDS.grace_s,
-    restarts: Annotated[int, typer.Option(help="How often all ranks start again when one has failed.")] = 0,
-    image: Annotated[str, typer.Option(help="Of containers: this package and the script are in it.")] = "",
-    python: Annotated[str, typer.Option(help="The hosts' interpreter; this one, or python in containers.")] = "",
-    transport: Annotated[str | None, typer.Option(help="What joins the ranks: auto, shm, gloo, mpi.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
-    key_file: Annotated[Path | None, typer.Option(help="The job's key: a file that every host has.")] = None,
+    on: Annotated[str, typer.Option("--on", help=f"The launcher: {', '.join(TARGETS)}.")],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks per host.")] = LAUNCH.ranks_per_host,
+    hosts: Annotated[
+        int | None, typer.Option(help="Number of hosts; as many as are named if left out, else 1.")
+    ] = None,
+    host_names: Annotated[str, typer.Option(help="For mpi, torchrun and slurm: a,b; rank 0 runs on the first.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the job.")] = LAUNCH.name,
+    port: Annotated[int, typer.Option(help="Port of the rendezvous, if the launcher does not set it.")] = LAUNCH.port,
+    cpus: Annotated[int, typer.Option(help="Cores per rank.")] = NEEDS.cpus_per_rank,
+    gpus: Annotated[int, typer.Option(help="GPUs per rank.")] = NEEDS.gpus_per_rank,
+    memory: Annotated[int, typer.Option(help="GiB per host; the launcher's default if left out.")] = 0,
+    minutes: Annotated[int, typer.Option(help="Time limit of the job; none if left out.")] = 0,
+    grace: Annotated[int, typer.Option(help="Seconds between SIGTERM and SIGKILL.")] = NEEDS.grace_s,
+    restarts: Annotated[int, typer.Option(help="How often all ranks are restarted after one has failed.")] = 0,
+    image: Annotated[str, typer.Option(help="Container image with this package and the script.")] = "",
+    python: Annotated[
+        str, typer.Option(help="Interpreter on the hosts; this one if left out, or python in containers.")
+    ] = "",
+    transport: Annotated[str | None, typer.Option(help="Transport between ranks: auto, shm, gloo, mpi.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with the job's key, on every host.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be started.")] = False,
 ) -> None:
-    """Start a script on Slurm, Ray, Kubernetes, by mpirun, or by torchrun.
+    """Start a script on Slurm, Ray or Kubernetes, with mpirun, or with torchrun.
 
     The script is the same under all of them, and under python. --dry-run shows the batch script, the manifests or the
-    command, as a file that can be handed over by hand. The job's key is in none of them.
+    command, which can be submitted by hand. They never contain the job's key.
     """
     target = find_target(on)
-    if (inside := detect()) is not None and not dry_run:
+    if (environment := detect()) is not None and not dry_run:
         raise LaunchError(
-            f"this is already rank {inside.rank} of {inside.world_size}; ranks do not start ranks: start the script "
+            f"this is already rank {environment.rank} of {environment.world_size}; ranks do not start ranks: start "
+            "the script "
             f"itself, {script}, with the launcher that started this rank"
         )
-    names = tuple(name.strip() for name in host_names.split(",") if name.strip())
-    asked = LaunchSpec(
+    host_list = tuple(name.strip() for name in host_names.split(",") if name.strip())
+    request = LaunchSpec(
         script=str(script),
         arguments=tuple(arguments or ()),
         name=name,
-        num_hosts=max(1, len(names)) if hosts is None else hosts,
+        num_hosts=max(1, len(host_list)) if hosts is None else hosts,
         ranks_per_host=ranks,
-        host_names=names,
+        host_names=host_list,
         port=port,
         key_file=key_file,
         transport=transport,
@@ -67,12 +74,12 @@ def launch(
         python=python or ("python" if target.is_remote else sys.executable),
         resources=ResourceRequest(cpus, gpus, memory, minutes, grace),
     )
-    written = render_launch(on, asked)
+    artifacts = render_launch(on, request)
     if dry_run:
-        typer.echo(format_artifacts(written), nl=False)
+        typer.echo(format_artifacts(artifacts), nl=False)
         return
     if not target.is_remote and not script.exists():
         raise LaunchError(f"there is no script {script} in {Path.cwd()}; give the path of a Python file")
-    code = target.run(asked, written)
+    code = target.run(request, artifacts)
     if code != 0:
         raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""The command's front door: it knows what each command is for, and loads only the one that is asked for."""
+"""The ``counterpoint`` command: its list of subcommands, each loaded only when it is run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from counterpoint.cli.error_handling import with_error_handling
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command before it is loaded.
+    """A command that is not loaded yet.
 
     Args:
         summary: one line for the list of commands.
-        settings: of its parser.
+        settings: settings of its parser.
     """
 
     summary: str
@@ -28,33 +28,33 @@ class CommandEntry:
 
 COMMANDS = {
     "train": CommandEntry("Train a built-in job on real data and write a report."),
-    "run": CommandEntry("Start a script on several ranks, as torchrun would.", {"allow_interspersed_args": False}),
+    "run": CommandEntry("Start a script on several ranks, as torchrun does.", {"allow_interspersed_args": False}),
     "launch": CommandEntry(
-        "Start a script on Slurm, Ray, Kubernetes, by mpirun or torchrun, or show what would.",
+        "Start a script on Slurm, Ray, Kubernetes, with mpirun or torchrun.",
         {"allow_interspersed_args": False},
     ),
-    "serve": CommandEntry("Run the coordinator of a job with parameter servers, or one of these."),
-    "plan": CommandEntry("List the plans that fit so many ranks, with predicted figures."),
-    "profile": CommandEntry("Time a job's model piece by piece, or count what it would take."),
-    "probe": CommandEntry("Measure what ranks compute and what messages take, as a cluster file."),
-    "show": CommandEntry("Show the program of a plan: its text, its drawing, its cost."),
-    "strategies": CommandEntry("List the strategies: what each does, what it costs, where it was published."),
+    "serve": CommandEntry("Run the coordinator of a parameter-server job, or one of its servers."),
+    "plan": CommandEntry("List the plans for a number of ranks, with predicted times."),
+    "profile": CommandEntry("Profile a job's model layer by layer, or estimate it by counting operations."),
+    "probe": CommandEntry("Measure compute speed and links of ranks, and write a cluster file."),
+    "show": CommandEntry("Show the program of a plan: text, timeline and cost."),
+    "strategies": CommandEntry("List the strategies: what each does, its cost, its source."),
     "bench": CommandEntry("Run a benchmark side by side with the peers that are installed."),
-    "doctor": CommandEntry("Say what on this machine will hurt, and the fix."),
+    "doctor": CommandEntry("Find problems of this machine for training, and their fixes."),
 }
-"""The command NAME is the function NAME of ``counterpoint.cli.JOB_NAME``."""
+"""The command NAME is the function NAME of ``counterpoint.cli.NAME``."""
 
 
 def app(argv: Sequence[str] | None = None) -> None:
-    """The command has run; this only returns by ending the process, with 0, 1, 2 (wrong usage) or 130 (Ctrl-C)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    build_app(words)(args=words, prog_name="counterpoint")
+    """Run the command and exit the process: with 0, 1, 2 (wrong usage) or 130 (Ctrl-C)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    build_app(argv)(args=argv, prog_name="counterpoint")
 
 
 def build_app(argv: Sequence[str]) -> typer.Typer:
-    """Return the command line with the one command loaded that the words ask for."""
-    wanted = next((word for word in argv if not word.startswith("-")), None)
-    typed = typer.Typer(
+    """Return the command line with the one command loaded that the arguments name."""
+    requested = next((argument for argument in argv if not argument.startswith("-")), None)
+    typer_app = typer.Typer(
         help="Train any PyTorch model under every parallelization strategy.",
         no_args_is_help=True,
         add_completion=False,
@@ -63,9 +63,9 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, entry in COMMANDS.items():
-        run = with_error_handling(load_command(name)) if name == wanted else unloaded_command
-        typed.command(name, short_help=entry.summary, context_settings=dict(entry.settings))(run)
-    return typed
+        command = with_error_handling(load_command(name)) if name == requested else unloaded_command
+        typer_app.command(name, short_help=entry.summary, context_settings=dict(entry.settings))(command)
+    return typer_app
 
 
 def load_command(name: str) -> Callable[..., object]:
@@ -75,5 +75,5 @@ def load_command(name: str) -> Callable[..., object]:
 
 
 def unloaded_command() -> None:
-    """Stand in the list of commands for one that was not asked for."""
+    """Stand for a command that is not run in the list of commands."""
     raise LookupError("only the command that was asked for is ever called")

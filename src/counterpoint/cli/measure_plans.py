@@ -1,4 +1,4 @@
-"""``counterpoint plan --measure``: the best plans, tried on ranks of this host with a job's own model and data."""
+"""``counterpoint plan --measure``: measure the best plans on ranks of this host, with a job's own model and data."""
 
 from __future__ import annotations
 
@@ -22,44 +22,51 @@ from counterpoint.training.validation import wrap_optimizer
 
 
 def measure_on_this_host(job: str, choice: PlanChoice, count: int) -> PlanChoice:
-    """Return the choice by what so many of the best plans and plain data parallelism take on this host.
+    """Return the choice after measuring so many of the best plans and plain data parallelism on this host.
 
     Raises:
         LaunchError: a rank failed; the first line names it.
     """
     plans = candidates_to_measure(choice, count)
     texts = [plan.to_yaml() for plan in plans]
-    timing = choice.problem.profile
-    took = "" if timing is None else format_profile(timing)
-    first, *_ = launch(measure_job, ranks=plans[0].num_ranks, args=[job, choice.problem.batch_size, texts, took])
+    profile = choice.problem.profile
+    profile_text = "" if profile is None else format_profile(profile)
+    result, *_ = launch(
+        measure_job, ranks=plans[0].num_ranks, args=[job, choice.problem.batch_size, texts, profile_text]
+    )
     trials = [
         PlanTrial(plans[at], step_s, Trace.from_json(trace), tuple(turns))
-        for at, step_s, trace, turns in first["trials"]
+        for at, step_s, trace, turns in result["trials"]
     ]
-    return decide_by_trials(choice, trials, [RejectedPlan(plans[at], reason) for at, reason in first["untried"]])
+    return decide_by_trials(choice, trials, [RejectedPlan(plans[at], reason) for at, reason in result["untried"]])
 
 
 def measure_job(job: str, batch_size: int, texts: Sequence[str], profile_text: str = "") -> dict[str, Any]:
-    """Try plans on this rank, with the others, and return what they took; every rank returns the same.
+    """Measure plans on this rank, together with the others; every rank returns the same times.
 
     Args:
-        job: whose model and data.
+        job: the job whose model and data are used.
         batch_size: samples of one global batch.
-        texts: of the plans.
-        took: the text of a timing by whose seconds pipelines are cut; empty for none.
+        texts: the plans, as YAML.
+        profile_text: the profile by which pipelines are partitioned, as JSON; empty for none.
     """
     plans = [Plan.from_yaml(text) for text in texts]
-    found = find_job(job)
-    model, (data, _) = found.build_model(0), found.build_data()
+    training_job = find_job(job)
+    model, (data, _) = training_job.build_model(0), training_job.build_data()
     options = TrainingOptions(batch_norm="deferred", profile=parse_profile(profile_text) if profile_text else None)
     ranks = partial(open_world, detect(), plans[0].num_ranks, options.timeout_s)
     batch = partial(take_first_samples, data, min(batch_size, len(data)))
-    subject = TrialTarget(model, found.loss, wrap_optimizer(found.optimizer, model), options, ranks, batch)
-    trials, untried = run_trials(plans, subject, with_traces=True)
+    target = TrialTarget(model, training_job.loss, wrap_optimizer(training_job.optimizer, model), options, ranks, batch)
+    trials, untried = run_trials(plans, target, with_traces=True)
     return {
         "trials": [
-            (plans.index(one.plan), one.step_s, one.trace.to_json() if one.trace is not None else "", one.round_times_s)
-            for one in trials
+            (
+                plans.index(trial.plan),
+                trial.step_s,
+                trial.trace.to_json() if trial.trace is not None else "",
+                trial.round_times_s,
+            )
+            for trial in trials
         ],
-        "untried": [(plans.index(one.plan), one.reason) for one in untried],
+        "untried": [(plans.index(trial.plan), trial.reason) for trial in untried],
     }

@@ -1,7 +1,4 @@
-"""``counterpoint plan --graph``: the plans for layers that PipeDream's profiler has timed.
-
-``counterpoint plan``: the plans that fit so many ranks, what is predicted and measured of them, which to take.
-"""
+"""``counterpoint plan``: rank the plans for a number of ranks by predicted or measured time, and choose one."""
 
 from __future__ import annotations
 
@@ -41,75 +38,77 @@ from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import load_cluster
 
 MINIBATCHES_PER_RANK = 4
-"""Of a profile, in a step for which nobody says how many."""
+"""Minibatches of a PipeDream profile per rank in a step, if no batch size is given."""
 
 
 def print_profile_plans(
     path: Path, cluster: Cluster, ranks: int, batch_size: int | None, shown: tuple[int | None, bool]
 ) -> None:
-    """The plans for a profile are on standard output, and the layers of each stage of the best pipeline.
+    """Print the plans for a PipeDream profile, and the layers of each stage of the best pipeline.
 
     Args:
-        path: of the profile.
-        place: where it would run.
-        ranks: how many there are.
+        path: the profile.
+        cluster: where it would run.
+        ranks: number of ranks.
         batch_size: minibatches in a step.
-        shown: how many plans, and whether as JSON.
+        shown: how many plans to print, and whether as JSON.
 
     Raises:
-        PlanError: there is no such file, or it is no profile.
+        PlanError: the file cannot be read, or is not a profile.
     """
     try:
         profile = parse_graph(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}; give a graph.txt") from None
     (top, as_json), size = shown, batch_size or MINIBATCHES_PER_RANK * ranks
-    found = rank_graph(profile, cluster, ranks, size)
+    graph_ranking = rank_graph(profile, cluster, ranks, size)
     if as_json:
-        typer.echo(json.dumps(ranking_to_dict(found.ranking, top), indent=2))
+        typer.echo(json.dumps(ranking_to_dict(graph_ranking.ranking, top), indent=2))
         return
-    plans = format_plan_count(len(found.ranking.predictions))
+    plans = format_plan_count(len(graph_ranking.ranking.predictions))
     typer.echo(f"{plans} for -n {ranks}, {size} minibatches of {path} in a step\n")
-    print_plans(found.ranking, top)
-    typer.echo("\n".join(["", *format_remarks(found.ranking, top), *found.describe()]))
+    print_plans(graph_ranking.ranking, top)
+    typer.echo("\n".join(["", *format_remarks(graph_ranking.ranking, top), *graph_ranking.describe()]))
 
 
 DEFAULT_PROPOSALS = 2000
-"""A search without a budget of time makes so many, and finds the same wherever it is made."""
+"""Proposals of a search without a time budget, so that it finds the same everywhere."""
 
 
 JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="A built-in job: text, digits, lines.")]
-Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks there are.")]
+Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")]
 Blocks = Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if left out.")]
 Width = Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")]
-ClusterFile = Annotated[
-    Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
-]
-MemoryGib = Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")]
+ClusterFile = Annotated[Path | None, typer.Option(help="Cluster file, as `counterpoint probe` writes it.")]
+MemoryGib = Annotated[float | None, typer.Option(min=0, help="Memory of a rank in GiB.")]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="Seconds of the JOB's pieces, as `counterpoint profile --out` writes them.")
+    Path | None, typer.Option(help="Profile of the JOB's layers, as `counterpoint profile --out` writes it.")
 ]
 GraphFile = Annotated[
     Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
 ]
 PlanFile = Annotated[
-    Path | None, typer.Option(metavar="FILE.yaml", help="Rank this plan, too, by the timing it came with.")
+    Path | None, typer.Option(metavar="FILE.yaml", help="Also rank this plan, by the profile it came with.")
 ]
 Passes = Annotated[
-    list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
+    list[str] | None,
+    typer.Option("--pass", help="Pass to run on every program; overlap if left out, none for no pass."),
 ]
-Top = Annotated[int | None, typer.Option(min=1, help="Show only the first so many.")]
+Top = Annotated[int | None, typer.Option(min=1, help="Number of plans to show.")]
 NumTrials = Annotated[
-    int | None, typer.Option(min=1, metavar="K", help="Try the best K and data parallelism on this host's ranks.")
+    int | None, typer.Option(min=1, metavar="K", help="Measure the best K plans and data parallelism on this host.")
 ]
-Search = Annotated[bool, typer.Option("--search", help="Look for plans that are on no list, by random walks.")]
+Search = Annotated[bool, typer.Option("--search", help="Also search for plans by random walks.")]
 TimeBudget = Annotated[
     str | None,
-    typer.Option(metavar="SECONDS", help="How long to rank and search, as 10s; all, and 2000 proposals, if left out."),
+    typer.Option(
+        metavar="SECONDS",
+        help="Time limit for ranking and searching, as 10s; if left out, all plans and 2000 proposals.",
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the search.")]
-Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan that is taken.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the search.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the chosen plan.")]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with timelines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")]
 
@@ -136,9 +135,9 @@ def plan(
     report: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the plans that fit so many ranks, the fastest first, for a JOB's model or one of equal blocks.
+    """List the plans for a number of ranks, the fastest first, for a JOB's model or one of equal blocks.
 
-    A step is computing, communication that nothing hides, idle time (a pipeline's bubble) and updates.
+    The time of a step is computing, communication that is not overlapped, idle time (pipeline bubbles) and updates.
     """
     require_one_model(job, blocks, graph, measure)
     if graph is not None:
@@ -150,93 +149,98 @@ def plan(
         if job is not None
         else (build_equal_blocks(blocks or 8, width), batch_size or 64)
     )
-    limit = None if budget_s is None else Deadline.after(budget_s)
-    read = None if plan is None else load_plan(plan, ranks, size)
-    question = PlanningProblem(model, cluster_for(cluster, ranks, memory), size, resolve_profile(model, profile, read))
-    asked = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
-    plans = list_candidates(ranks, question, asked, read, fraction_of_deadline(limit, 4))
-    ranking = rank_for_problem(plans, question, fraction_of_deadline(limit, 2))
-    if limit is not None:
-        starts = [found.plan for found in ranking.eligible[:MAX_STARTS]]
-        budget = SearchBudget(time_s=limit.remaining_s, seed=seed)
-        ranking = merge_rankings(ranking, run_search(ranks, question, asked, budget, starts))
+    deadline = None if budget_s is None else Deadline.after(budget_s)
+    loaded_plan = None if plan is None else load_plan(plan, ranks, size)
+    problem = PlanningProblem(
+        model, cluster_for(cluster, ranks, memory), size, resolve_profile(model, profile, loaded_plan)
+    )
+    pass_names = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
+    plans = list_candidates(ranks, problem, pass_names, loaded_plan, fraction_of_deadline(deadline, 4))
+    ranking = rank_for_problem(plans, problem, fraction_of_deadline(deadline, 2))
+    if deadline is not None:
+        starts = [prediction.plan for prediction in ranking.eligible[:MAX_STARTS]]
+        budget = SearchBudget(time_s=deadline.remaining_s, seed=seed)
+        ranking = merge_rankings(ranking, run_search(ranks, problem, pass_names, budget, starts))
     elif search:
         ranking = merge_rankings(
-            ranking, run_search(ranks, question, asked, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
+            ranking, run_search(ranks, problem, pass_names, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
         )
-    verdict = choose_plan(ranking, plans, question)
-    if isinstance(verdict, PlanError) and (out is not None or report is not None or measure is not None):
-        raise verdict
-    if measure is not None and job is not None and isinstance(verdict, PlanChoice):
+    result = choose_plan(ranking, plans, problem)
+    if isinstance(result, PlanError) and (out is not None or report is not None or measure is not None):
+        raise result
+    if measure is not None and job is not None and isinstance(result, PlanChoice):
         from counterpoint.cli.measure_plans import measure_on_this_host
 
-        verdict = measure_on_this_host(job, verdict, measure)
-    subject = PlanRequest(job or f"{model.num_blocks} blocks", ranks, size, len(plans))
+        result = measure_on_this_host(job, result, measure)
+    request = PlanRequest(job or f"{model.num_blocks} blocks", ranks, size, len(plans))
     if as_json:
-        typer.echo(json.dumps(result_to_dict(ranking, verdict, top), indent=2))
+        typer.echo(json.dumps(result_to_dict(ranking, result, top), indent=2))
     else:
-        print_result(subject, ranking, verdict, top)
-    if isinstance(verdict, PlanChoice):
-        write_outputs(verdict, subject, out, report)
+        print_result(request, ranking, result, top)
+    if isinstance(result, PlanChoice):
+        write_outputs(result, request, out, report)
 
 
 def require_one_model(job: str | None, blocks: int | None, graph: Path | None, measure: int | None) -> None:
-    """Check that it is said of one model that it is to be planned for, and that this one can be tried if it shall be.
+    """Check that exactly one model is given, and that it can be measured if that is requested.
 
     Raises:
-        PlanError: of several, or there is nothing to try.
+        PlanError: several are given, or there is nothing to measure.
     """
     if graph is not None and (job is not None or blocks is not None):
         raise PlanError(f"{graph} has layers of its own; leave out {job or '--blocks'}")
     if job is not None and blocks is not None:
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
     if measure is not None and job is None:
-        raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
+        raise PlanError(f"--measure {measure} trains for some steps and needs a model and data; give a job too")
 
 
-def choose_plan(ranking: PlanRanking, plans: Sequence[Plan], question: PlanningProblem) -> PlanChoice | PlanError:
-    """Return the plan to take, or why none can be carried out."""
+def choose_plan(ranking: PlanRanking, plans: Sequence[Plan], problem: PlanningProblem) -> PlanChoice | PlanError:
+    """Return the chosen plan, or why none can be run."""
     try:
-        return select_plan(ranking, plans, question)
-    except PlanError as obstacle:
-        return obstacle
+        return select_plan(ranking, plans, problem)
+    except PlanError as error:
+        return error
 
 
 def run_search(
     num_ranks: int,
-    question: PlanningProblem,
+    problem: PlanningProblem,
     passes: tuple[str, ...],
     budget: SearchBudget,
     starts: Sequence[Plan] | None = None,
 ) -> PlanRanking:
-    """Return what random walks have found, from the best of the list or from some plans on."""
-    space = SearchSpace.for_model(question.model, num_ranks, question.batch_size, passes)
-    return search_plans(space, question.cluster, budget=budget, starts=starts, profile=question.profile)
+    """Return the plans found by random walks from the best plans of the list, or from ``starts``."""
+    space = SearchSpace.for_model(problem.model, num_ranks, problem.batch_size, passes)
+    return search_plans(space, problem.cluster, budget=budget, starts=starts, profile=problem.profile)
 
 
-def fraction_of_deadline(limit: Deadline | None, times: int) -> Deadline:
-    """Return when so many times less than what is left will be over."""
-    return NO_DEADLINE if limit is None else Deadline.after(limit.remaining_s / times)
+def fraction_of_deadline(deadline: Deadline | None, times: int) -> Deadline:
+    """Return a deadline after 1 / ``times`` of the remaining time."""
+    return NO_DEADLINE if deadline is None else Deadline.after(deadline.remaining_s / times)
 
 
 def list_candidates(
-    num_ranks: int, question: PlanningProblem, passes: tuple[str, ...], read: Plan | None, limit: Deadline
+    num_ranks: int, problem: PlanningProblem, passes: tuple[str, ...], loaded_plan: Plan | None, deadline: Deadline
 ) -> tuple[Plan, ...]:
-    """Return the plans that are ranked, the simplest first; one that was read from a file stands behind them."""
-    model, size, timing = question.model, question.batch_size, question.profile
-    found = (
+    """Return the plans to rank, the simplest first, then the one that was read from a file."""
+    model, size, loaded_profile = problem.model, problem.batch_size, problem.profile
+    plans_found = (
         *enumerate_plans(num_ranks, model, batch_size=size),
-        *find_pipeline_plans(num_ranks, model.without_tp, question.cluster, size, profile=timing, deadline=limit),
+        *find_pipeline_plans(
+            num_ranks, model.without_tp, problem.cluster, size, profile=loaded_profile, deadline=deadline
+        ),
     )
-    if limit.is_past:
-        typer.echo("the time was over before all stages with replicas of their own were looked for", err=True)
+    if deadline.is_past:
+        typer.echo("the time budget ended before all pipelines with replicated stages were enumerated", err=True)
     return resolve_partitions(
-        (*(replace(one, passes=passes) for one in found), *([read] if read is not None else [])), question
+        (*(replace(plan, passes=passes) for plan in plans_found), *([loaded_plan] if loaded_plan is not None else [])),
+        problem,
     )
 
 
 def load_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
-    """Return the plan of a file, which is for so many ranks and samples.
+    """Load a plan file and check that it is for so many ranks and samples.
 
     Raises:
         PlanError: it cannot be read, or is for others.
@@ -247,44 +251,44 @@ def load_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
     return plan
 
 
-def resolve_profile(model: ModelSpec, path: Path | None, read: Plan | None = None) -> ModelProfile | None:
-    """Return the timing that a file holds, or else the one that a plan came with, if there is one; it is of this model.
+def resolve_profile(model: ModelSpec, path: Path | None, loaded_plan: Plan | None = None) -> ModelProfile | None:
+    """Return the profile from a file, or else the one that the plan came with, if any; checked to be of this model.
 
     Raises:
-        PlanError: it cannot be read, is no timing, or is of another model.
+        PlanError: it cannot be read, is not a profile, or is of another model.
     """
-    if path is None and read is not None:
-        fit_profile(read, model, None)
-        return read.profile
-    timing = None if path is None else load_profile(path)
-    if timing is not None:
-        timing.match_to(model.without_tp)
-    return timing
+    if path is None and loaded_plan is not None:
+        fit_profile(loaded_plan, model, None)
+        return loaded_plan.profile
+    loaded_profile = None if path is None else load_profile(path)
+    if loaded_profile is not None:
+        loaded_profile.match_to(model.without_tp)
+    return loaded_profile
 
 
 def parse_time_budget(time_budget: str) -> float:
-    """Return the seconds of a budget of time.
+    """Return the seconds of a time budget.
 
     Raises:
-        PlanError: it is no number of seconds, or a negative one.
+        PlanError: it is not a number of seconds, or negative.
 
     Example:
-        >>> seconds_of("1.5s")
+        >>> parse_time_budget("1.5s")
         1.5
     """
     try:
         return SearchBudget(time_s=float(time_budget.strip().removesuffix("s"))).time_s or 0.0
     except ValueError:
-        raise PlanError(f"--time-budget {time_budget} is no time; give seconds, as 10s") from None
+        raise PlanError(f"--time-budget {time_budget} is not a time; give seconds, as 10s") from None
 
 
 def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, report: Path | None) -> None:
-    """The plan that is taken, with its timing, and the page about it are in their files, where these were asked for."""
-    timing = choice.problem.profile
-    beside = None if out is None or timing is None else profile_path_for(out)
+    """Write the chosen plan with its profile, and the page about it, to the files that were requested."""
+    loaded_profile = choice.problem.profile
+    beside = None if out is None or loaded_profile is None else profile_path_for(out)
     texts: list[tuple[Path | None, Callable[[], str]]] = [
         (out, lambda: choice.plan.to_yaml("" if beside is None else beside.name)),
-        (beside, lambda: "" if timing is None else format_profile(timing)),
+        (beside, lambda: "" if loaded_profile is None else format_profile(loaded_profile)),
         (report, lambda: write_report(request, choice)),
     ]
     for path, text in texts:
@@ -297,10 +301,10 @@ def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, re
 
 
 def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> Cluster:
-    """Return the cluster of a file, or a core of a laptop for each rank, with devices of so much memory.
+    """Return the cluster of a file, or one laptop core per rank, with ``memory_gib`` per device if given.
 
     Raises:
-        PlanError: the file is wrong, or the cluster has other ranks.
+        PlanError: the file has mistakes, or the cluster has too few ranks.
     """
     cluster = Cluster() if path is None else load_cluster(path)
     cluster.require_ranks(num_ranks)
@@ -310,7 +314,7 @@ def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> 
 
 
 def build_equal_blocks(num_blocks: int, width: int) -> ModelSpec:
-    """Return equal linear layers, each with the floating point operations that it takes."""
+    """Return equal linear layers whose cost is their number of floating point operations."""
     model = linear_chain(num_blocks, width=width)
     work = 2.0 * width * width
     return replace(
@@ -323,15 +327,15 @@ def build_equal_blocks(num_blocks: int, width: int) -> ModelSpec:
 
 
 def trace_job_model(job: str, batch_size: int | None) -> tuple[ModelSpec, int]:
-    """Return a job's model, traced on a few of its own samples, and the global batch."""
+    """Return a job's model, traced on a few of its samples, and the global batch size."""
     from counterpoint.jobs.registry import find_job
     from counterpoint.runtime.optimizer_spec import OptimizerSpec
     from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, trace_model_spec
     from counterpoint.training.trainer import take_first_samples
 
-    found = find_job(job)
-    model = found.build_model(0)
-    dataset, _ = found.build_data()
-    face = OptimizerSpec(found.optimizer, dict(model.named_parameters()))
+    training_job = find_job(job)
+    model = training_job.build_model(0)
+    dataset, _ = training_job.build_data()
+    optimizer = OptimizerSpec(training_job.optimizer, dict(model.named_parameters()))
     inputs = take_first_samples(dataset, MAX_TRACE_SAMPLES).inputs(0)
-    return trace_model_spec(model, face, inputs, None), batch_size or found.batch_size
+    return trace_model_spec(model, optimizer, inputs, None), batch_size or training_job.batch_size

@@ -1,4 +1,4 @@
-"""What ``counterpoint plan`` says: tables for a person, figures for a program, a page for a browser."""
+"""Output of ``counterpoint plan``: tables, JSON, and a page with timelines."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ TRIAL_TABLE = (
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is wanted for, in words and numbers.
+    """What plans were ranked for.
 
     Args:
         model: what is trained.
-        num_ranks: ranks there are.
+        num_ranks: number of ranks.
         batch_size: samples of one global batch.
-        num_plans: how many were ranked.
+        num_plans: number of ranked plans.
     """
 
     model: str
@@ -52,10 +52,11 @@ class PlanRequest:
 
 
 def print_result(request: PlanRequest, ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None) -> None:
-    """The plans are on standard output, then what was tried, what is taken, and what cannot be carried out."""
+    """Print the ranked plans, the measurements, the choice, and the plans that cannot be run."""
     plans = format_plan_count(request.num_plans)
     typer.echo(
-        f"{plans} for -n {request.num_ranks} that can take {request.batch_size} samples in a step; {describe_source(result)}\n"
+        f"{plans} for -n {request.num_ranks} that can take {request.batch_size} samples in a step; "
+        f"{describe_source(result)}\n"
     )
     print_plans(ranking, top)
     notes = format_remarks(ranking, top)
@@ -67,67 +68,69 @@ def print_result(request: PlanRequest, ranking: PlanRanking, result: PlanChoice 
 
 
 def print_plans(ranking: PlanRanking, top: int | None) -> None:
-    """The table of the plans is on standard output, if there are any."""
-    found, shown = ranking.predictions, ranking.predictions[:top]
-    if shown:
-        print_table(PLAN_TABLE, [table_row(one, found[0]) for one in shown])
+    """Print the table of plans, if there are any."""
+    predictions, shown_predictions = ranking.predictions, ranking.predictions[:top]
+    if shown_predictions:
+        print_table(PLAN_TABLE, [table_row(plan, predictions[0]) for plan in shown_predictions])
 
 
 def describe_source(result: PlanChoice | PlanError) -> str:
-    """Return how the figures have come about."""
+    """Return whether the times are predicted or measured."""
     if isinstance(result, PlanChoice) and result.trials:
         return f"predicted, and {format_plan_count(len(result.trials))} measured"
     return "predicted, not measured"
 
 
 def format_remarks(ranking: PlanRanking, top: int | None) -> list[str]:
-    """Return what is to be said below the table."""
-    found, shown = ranking.predictions, ranking.predictions[:top]
+    """Return the remarks below the table."""
+    predictions, shown_predictions = ranking.predictions, ranking.predictions[:top]
     notes = []
-    if not all(one.is_synchronous for one in shown):
+    if not all(plan.is_synchronous for plan in shown_predictions):
         notes.append(
-            "* asynchronous: changes the numbers; `counterpoint strategies NAME` says how, for asp or pipedream"
+            "* asynchronous: changes the results; `counterpoint strategies NAME` explains how, for asp or pipedream"
         )
-    if len(shown) < len(found):
-        notes.append(f"{format_plan_count(len(found) - len(shown))} more after these")
-    if len(found) > 1:
-        notes.append(explain_runner_up(found))
+    if len(shown_predictions) < len(predictions):
+        notes.append(f"{format_plan_count(len(predictions) - len(shown_predictions))} more after these")
+    if len(predictions) > 1:
+        notes.append(explain_runner_up(predictions))
     if ranking.rejected:
-        notes.append(f"{format_plan_count(len(ranking.rejected))} cannot be carried out:")
-        notes += [f"  {format_plan(one.plan)}: {one.reason}" for one in ranking.rejected[:top]]
+        notes.append(f"{format_plan_count(len(ranking.rejected))} cannot be run:")
+        notes += [f"  {format_plan(plan.plan)}: {plan.reason}" for plan in ranking.rejected[:top]]
     return notes
 
 
 def format_plan_count(count: int) -> str:
-    """Return how many plans there are, in words."""
+    """Return a number of plans as text."""
     return "1 plan" if count == 1 else f"{count} plans"
 
 
-def explain_runner_up(found: Sequence[Prediction]) -> str:
-    """Return the sentence about the second best."""
-    first, second = found[:2]
-    return f"{format_plan(second.plan)} comes second to {format_plan(first.plan)}: {second.why_not(first)}"
+def explain_runner_up(predictions: Sequence[Prediction]) -> str:
+    """Return a sentence about the second best plan."""
+    first, second = predictions[:2]
+    return f"{format_plan(second.plan)} is second to {format_plan(first.plan)}: {second.why_not(first)}"
 
 
 def ranking_to_dict(ranking: PlanRanking, top: int | None) -> dict[str, Any]:
-    """Return the figures of all plans as JSON values."""
+    """Return the predictions of all plans as JSON values."""
     plans = []
-    for found in ranking.predictions[:top]:
-        own = {key: value for key, value in asdict(found).items() if key not in {"plan", "free_s"}}
-        own |= {"communication_s": found.communication_s, "idle_s": found.idle_s}
-        why_not = found.why_not(ranking.predictions[0])
-        plans.append({**plan_to_dict(found.plan), **own, "fits": found.fits, "why_not": why_not})
-    refused = [{**plan_to_dict(one.plan), "reason": one.reason} for one in ranking.rejected]
-    return {"plans": plans, "refused": refused, "unseen": [plan_to_dict(one) for one in ranking.not_evaluated]}
+    for predictions in ranking.predictions[:top]:
+        prediction_fields = {key: value for key, value in asdict(predictions).items() if key not in {"plan", "free_s"}}
+        prediction_fields |= {"communication_s": predictions.communication_s, "idle_s": predictions.idle_s}
+        why_not = predictions.why_not(ranking.predictions[0])
+        plans.append(
+            {**plan_to_dict(predictions.plan), **prediction_fields, "fits": predictions.fits, "why_not": why_not}
+        )
+    refused = [{**plan_to_dict(plan.plan), "reason": plan.reason} for plan in ranking.rejected]
+    return {"plans": plans, "refused": refused, "unseen": [plan_to_dict(plan) for plan in ranking.not_evaluated]}
 
 
 def result_to_dict(ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None) -> dict[str, Any]:
-    """Return all figures and the verdict as JSON values."""
-    told = ranking_to_dict(ranking, top)
+    """Return all predictions and the choice as JSON values."""
+    report = ranking_to_dict(ranking, top)
     if isinstance(result, PlanError):
-        return {**told, "taken": None, "obstacle": str(result)}
+        return {**report, "taken": None, "obstacle": str(result)}
     trials = [{**plan_to_dict(trial.plan), "step_s": trial.step_s} for trial in result.trials]
-    return {**told, "taken": plan_to_dict(result.plan), "measured": trials}
+    return {**report, "taken": plan_to_dict(result.plan), "measured": trials}
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -136,6 +139,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def write_report(request: PlanRequest, choice: PlanChoice) -> str:
-    """Return the page about a choice."""
-    subject = f"{request.model} on {request.num_ranks} ranks, {request.batch_size} samples in a step; {describe_source(choice)}"
+    """Return the HTML page about a choice."""
+    workload = f"{request.model} on {request.num_ranks} ranks, {request.batch_size} samples in a step"
+    subject = f"{workload}; {describe_source(choice)}"
     return write_comparison_page("counterpoint plan", subject, stat_cards(choice), build_comparison(choice))

@@ -1,4 +1,4 @@
-"""What the command asks its ranks to do, as a value that travels to their processes."""
+"""The work that the command gives to its ranks, as a value that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from counterpoint.training.callbacks.progress import ProgressMode
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What the command asks its ranks to do.
+    """What the command gives to its ranks.
 
     Args:
-        config: all values, the job's own filled in.
-        strategy: the plan with its ranks written out.
-        folder: of the run.
-        resume: a checkpoint, or a folder of them, to go on from.
-        progress: how the first rank shows it.
-        written: the file that the plan was read from, if it was; with its own microbatches and passes.
-        timing: that the plan came with, if it did.
+        config: all values, with the job's defaults.
+        strategy: the plan with its number of ranks.
+        folder: folder of the run.
+        resume: a checkpoint, or a folder of checkpoints, to continue from.
+        progress: how the first rank shows progress.
+        plan_source: the file that the plan was read from, if any, with its own microbatches and passes.
+        profile: the profile that the plan came with, if any.
     """
 
     config: RunConfig
@@ -36,7 +36,7 @@ class RankJob:
     profile: ModelProfile | None = None
 
     def to_json(self) -> str:
-        """Write the order for another process."""
+        """Format the job for another process."""
         resume = None if self.resume is None else str(self.resume)
         return json.dumps(
             {
@@ -45,25 +45,25 @@ class RankJob:
                 "folder": str(self.folder),
                 "resume": resume,
                 "progress": self.progress,
-                "written": None if self.plan_source is None else [self.plan_source.file, self.plan_source.lines],
-                "timing": None if self.profile is None else format_profile(self.profile),
+                "plan_source": None if self.plan_source is None else [self.plan_source.file, self.plan_source.lines],
+                "profile": None if self.profile is None else format_profile(self.profile),
             }
         )
 
     @staticmethod
     def from_json(text: str) -> RankJob:
-        """Read what :meth:`result_to_dict` wrote."""
-        found = json.loads(text)
-        resume = None if found["resume"] is None else Path(found["resume"])
-        config = RunConfig.model_validate(found["config"])
-        file, lines = found["written"] or ("", ())
-        written = PlanSource(file, tuple((field, line) for field, line in lines)) if file else None
-        timing = None if found["timing"] is None else parse_profile(found["timing"])
-        return RankJob(config, found["strategy"], Path(found["folder"]), resume, found["progress"], written, timing)
+        """Parse what :meth:`to_json` wrote."""
+        fields = json.loads(text)
+        resume = None if fields["resume"] is None else Path(fields["resume"])
+        config = RunConfig.model_validate(fields["config"])
+        file, lines = fields["plan_source"] or ("", ())
+        source = PlanSource(file, tuple((field, line) for field, line in lines)) if file else None
+        profile = None if fields["profile"] is None else parse_profile(fields["profile"])
+        return RankJob(config, fields["strategy"], Path(fields["folder"]), resume, fields["progress"], source, profile)
 
     @property
     def plan(self) -> str | Plan:
-        """What the trainer is given: a plan that was read from a file as a value, any other as its text."""
+        """The plan for the trainer: a value if it was read from a file, else its text."""
         if self.plan_source is None:
             return self.strategy
         plan = Plan.parse(self.strategy)

@@ -1,4 +1,4 @@
-"""What one rank of ``counterpoint train`` does; with ``python -m`` it is the process that the command starts."""
+"""One rank of ``counterpoint train``; with ``python -m``, the process that the command starts for it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from counterpoint.training.trainer import Trainer
 
 
 def run_job(rank_job: RankJob) -> None:
-    """The job is trained and measured, and its folder is complete; the first rank has said so."""
+    """Train and evaluate the job; the first rank prints the result."""
     config = fill_from_job(rank_job.config)
     training, output = config.training, config.output
     job = find_job(config.job)
-    assert training.batch_size is not None, "the job has one"
+    assert training.batch_size is not None, "the job has a default"
     data, held_out = job.build_data()
     folder = RunFolder(rank_job.folder, title=f"counterpoint train {config.job}", config=config.to_yaml())
     trainer = Trainer(
@@ -72,16 +72,16 @@ def run_job(rank_job: RankJob) -> None:
 
 
 def choose_optimizer(job: TrainingJob, name: str | None) -> BuildOptimizer:
-    """Return the job's own optimizer, or the one of that name."""
+    """Return the job's own optimizer, or the one with that name."""
     return job.optimizer if name is None else job.for_large_batches(name).optimizer
 
 
 def choose_schedule(job: TrainingJob, config: RunConfig, num_samples: int) -> BuildSchedule | None:
-    """Return the schedule that comes with an optimizer for large batches; the job's own has none."""
+    """Return the learning rate schedule of an optimizer for large batches; None with the job's own optimizer."""
     training = config.training
     if training.optimizer is None:
         return None
-    assert training.batch_size is not None, "the job has one"
+    assert training.batch_size is not None, "the job has a default"
     return job.for_large_batches(training.optimizer).schedule(
         batch_size=training.batch_size,
         own_batch_size=job.batch_size,
@@ -91,7 +91,7 @@ def choose_schedule(job: TrainingJob, config: RunConfig, num_samples: int) -> Bu
 
 
 def job_defaults(job: TrainingJob, optimizer: str | None = None) -> dict[str, Any]:
-    """Return how a job is trained unless somebody says otherwise, with its own optimizer or the one of that name."""
+    """Return the defaults of a job, with its own optimizer or the one with that name."""
     build = choose_optimizer(job, optimizer)
     lr = build.keywords["lr"] if isinstance(build, partial) else None
     values = {"batch_size": job.batch_size, "epochs": job.epochs, "max_steps": job.max_steps, "lr": lr}
@@ -99,28 +99,28 @@ def job_defaults(job: TrainingJob, optimizer: str | None = None) -> dict[str, An
 
 
 def with_lr(build: BuildOptimizer, lr: float | None) -> BuildOptimizer:
-    """Return the optimizer with another learning rate; its own where it is not one that takes a rate."""
+    """Return the optimizer with another learning rate, if it takes one."""
     return partial(build.func, *build.args, **{**build.keywords, "lr": lr}) if isinstance(build, partial) else build
 
 
 def fill_from_job(config: RunConfig) -> RunConfig:
-    """Return the values with the job's own where none was given."""
+    """Return the configuration with the job's defaults for values that are None."""
     layer = {path: SourcedValue(value, "") for path, value in flatten(config.model_dump())}
     return build_config(apply_job_defaults(layer, job_defaults(find_job(config.job), config.training.optimizer), ""))
 
 
 def num_epochs(config: RunConfig, num_samples: int) -> int:
-    """Return the epochs that were asked for, or those that the steps need."""
+    """Return the configured epochs, or those that the steps need."""
     training = config.training
     if training.epochs is not None:
         return training.epochs
-    assert training.max_steps is not None, "one of both was given"
-    assert training.batch_size is not None, "the job has one"
+    assert training.max_steps is not None, "one of the two is given"
+    assert training.batch_size is not None, "the job has a default"
     return math.ceil(training.max_steps / math.ceil(num_samples / training.batch_size))
 
 
 def format_final_metric(job: TrainingJob, history: History) -> str:
-    """Return the figure by which the job is judged, beside its bar."""
+    """Return the final metric of the job next to its target."""
     target = job.target
     value = history.evaluations[-1].metrics[target.metric]
     side = "at least" if target.better == "higher" else "at most"
@@ -129,12 +129,12 @@ def format_final_metric(job: TrainingJob, history: History) -> str:
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """End this rank as an error would, so that its folder is closed and says why."""
+    """Exit this rank as after an error, so that its folder is completed with the reason."""
     raise SystemExit(f"stopped by {signal.Signals(number).name}")
 
 
 def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
-    """The order at the path is carried out; return the exit code. What went wrong is left to who started this rank."""
+    """Run the job at the path; return the exit code. The process that started this rank reports errors."""
     signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         run_job(RankJob.from_json(Path(path).read_text(encoding="utf-8")))

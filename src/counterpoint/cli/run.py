@@ -1,4 +1,4 @@
-"""``counterpoint run``: a user's script on several ranks of this machine, as torchrun would start it."""
+"""``counterpoint run``: start a script on several ranks of this machine, as torchrun does."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python file; what stands behind it is passed to it unchanged.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own.")] = None,
-    *,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes.")] = 1,
-    port: Annotated[int | None, typer.Option(help="Where the ranks meet; a free port when left out.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks when left out.")] = None,
-    bind: Annotated[Binding, typer.Option(help="On which cores each rank may compute.")] = DEFAULT_BINDING,
-    transport: Annotated[
-        str | None, typer.Option(help="What joins the ranks: auto, shm (memory), gloo (sockets).")
+    script: Annotated[Path, typer.Argument(help="A Python file; all arguments after it are passed to it.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Arguments of the script.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
+    *,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Number of processes.")] = 1,
+    port: Annotated[int | None, typer.Option(help="Port of the rendezvous; a free port if left out.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks if left out.")] = None,
+    bind: Annotated[Binding, typer.Option(help="To which cores each rank is bound.")] = DEFAULT_BINDING,
+    transport: Annotated[
+        str | None, typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets).")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
 ) -> None:
-    """Start a script on several ranks, as torchrun would.
+    """Start a script on several ranks, as torchrun does.
 
-    Every line that a rank writes stands behind [rank N]. When one rank fails, the others are stopped, the first line
-    of the report names the rank and what happened to it, and the exit code is that rank's own.
+    Every line that a rank prints is prefixed with [rank N]. When one rank fails, the others are stopped, the first line
+    of the report names the rank and its failure, and the exit code is that of the rank.
     """
     inside = detect()
     if inside is not None:

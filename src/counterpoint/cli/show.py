@@ -1,4 +1,4 @@
-"""``counterpoint show``: the program of a plan, its drawing on a clock of equal ticks, and what it costs."""
+"""``counterpoint show``: the program of a plan, its timeline with equal ticks, and its cost."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from counterpoint.program.rank_classes import find_rank_classes
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.program.text import format_group, format_rank_program
 from counterpoint.program.trace import Trace
+from counterpoint.program.units import Unit
 from counterpoint.simulator.cost_model import CostModel, unit_costs
 from counterpoint.simulator.memory import peak_memory_bytes
 from counterpoint.simulator.simulate import simulate
@@ -34,28 +35,30 @@ from counterpoint.viz.ascii_timeline import abbreviate_program, draw_ascii_timel
 from counterpoint.viz.svg_timeline import draw_timeline
 
 MAX_RANKS = 2048
-"""For more, proving and drawing would take minutes, and show nothing that fewer ranks do not."""
+"""With more ranks, verifying and drawing would take minutes, and show nothing new."""
 
 MAX_RANKS_IN_FULL = 8
 MAX_CLASSES = 16
-VERIFIED_RULES = """laws 1 to 8 hold: messages pair up, nothing waits for ever, collectives in one order, all work done once,
-                  versions and staleness, every gradient counted once, all released, bytes as promised"""
+VERIFIED_RULES = """rules 1 to 8 hold: messages match, no deadlock, collectives in order, all work done once,
+                   weight versions and staleness, every gradient applied once, all freed, bytes as predicted"""
 
 
 def show(
     plan: Annotated[str, typer.Argument(help='Strategies joined by *, for instance "pipeline(4) * data(2)".')],
     *,
-    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks there are.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Of the innermost program.")] = None,
-    blocks: Annotated[int | None, typer.Option(min=1, help="Equal blocks of the model.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches per replica.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help="Number of equal blocks of the model.")] = None,
     width: Annotated[int, typer.Option(min=1, help="A block is one linear layer, width x width.")] = 256,
-    passes: Annotated[list[str] | None, typer.Option("--pass", help="Run on the program, overlap for one.")] = None,
-    yaml: Annotated[bool, typer.Option("--yaml", help="Only print the plan as a run's plan.yaml has it.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this file.")] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", help="Pass to run on the program, for example overlap.")
+    ] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Only print the plan as a plan.yaml.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Also write the timeline to this file, as SVG.")] = None,
 ) -> None:
-    """Show the program of a plan: its rows, a drawing in which every forward and backward takes one tick, its cost.
+    """Show the program of a plan: its instructions, a timeline and its cost.
 
-    Where backwards have two parts, each part takes one.
+    In the timeline each forward and each backward takes one tick; if backwards are split, each half does.
     """
     parsed = read_plan(plan, ranks, microbatches, tuple(passes or ()))
     if yaml:
@@ -68,46 +71,49 @@ def show(
         compiled = compile(parsed, model)
         program = compiled.step_variants[-1].full_program
         trace = simulate(program, tick_costs(program))
-        shown = [
+        cells = [
             format_heading(compiled),
             format_rows(compiled, columns),
             draw(trace, columns),
             format_costs(compiled, trace),
         ]
-    typer.echo("\n\n".join(shown))
+    typer.echo("\n\n".join(cells))
     if svg is not None:
         svg.write_text(draw_timeline(trace), encoding="utf-8")
         typer.echo(f"drawing  {svg}")
 
 
 def check_module_names(plan: Plan, model: ModelSpec) -> None:
-    """Check that a plan's cuts name modules of the model that is shown, which is not the user's.
+    """Check that the split points of a plan name modules of the model that is shown, which is not the user's.
 
     Raises:
         PlanError: one does not.
     """
     names = [piece.name for piece in model.layers]
     cuts = dict.fromkeys(
-        mark.module for one in plan.strategies if isinstance(one, Pipeline) for mark in one.parsed_split_points
+        mark.module
+        for strategy in plan.strategies
+        if isinstance(strategy, Pipeline)
+        for mark in strategy.parsed_split_points
     )
     foreign = [cut for cut in cuts if cut not in names]
     if foreign:
         own = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         raise PlanError(
-            f"{plan} names {', '.join(foreign)}, but show draws a model of its own, whose modules are {own}; to see "
-            "the plan write these, and say how many there are with --blocks"
+            f"{plan} names {', '.join(foreign)}, but show uses a model of its own, whose modules are {own}; "
+            "use these names, and set the number of blocks with --blocks"
         )
 
 
 def tick_costs(program: Program) -> CostModel:
-    """Return costs of one tick for everything that computes but updates."""
-    has_parts = any(isinstance(word, Backward) and word.part for _, word in program.instructions())
+    """Return the costs of one tick for all computations except updates."""
+    has_parts = any(isinstance(instruction, Backward) and instruction.part for _, instruction in program.instructions())
     return unit_costs(backward_ticks=2 if has_parts else 1)
 
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Look for no cycles meanwhile: in hundreds of thousands of instructions there are none, and it takes a quarter."""
+    """Disable garbage collection: it would scan hundreds of thousands of instructions, which have no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -118,18 +124,18 @@ def gc_disabled() -> Iterator[None]:
 
 
 def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tuple[str, ...]) -> Plan:
-    """Return the plan for the ranks there are; by default a pipeline gets two microbatches per stage.
+    """Return the plan for the given ranks; by default a pipeline gets two microbatches per stage.
 
     Raises:
-        PlanError: the text is no plan, or needs another number of ranks, or too many.
+        PlanError: the text is not a plan, or needs another number of ranks, or too many.
     """
     plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches)
     if ranks is not None:
         plan.require_ranks(ranks)
     if plan.num_ranks > MAX_RANKS:
         raise PlanError(
-            f"{plan} has {plan.num_ranks} ranks, and show draws up to {MAX_RANKS}: it proves a row for each; "
-            "show the plan with fewer ranks, the rows are alike"
+            f"{plan} has {plan.num_ranks} ranks, and show draws up to {MAX_RANKS}: it verifies each of them; "
+            "show the plan with fewer ranks"
         )
     stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
     if stages and microbatches is None and explicit_microbatches(text) is None:
@@ -138,7 +144,7 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
 
 
 def default_blocks(plan: Plan) -> int:
-    """Return one block per chunk of a stage, or as a balance or a placement has; two without a pipeline."""
+    """Return one block per chunk of a stage, or as a balance or a placement needs; two without a pipeline."""
     for strategy in plan.strategies:
         if isinstance(strategy, Pipeline):
             return sum(strategy.balance) or max(len(strategy.split_points), strategy.degree * strategy.num_stage_chunks)
@@ -154,7 +160,7 @@ def format_heading(compiled: CompiledPlan) -> str:
         f"ranks         {plan.num_ranks} ({plan.mesh.describe()})",
         f"microbatches  {plan.num_microbatches}, {plan.global_num_microbatches} in the global batch",
         f"model         {compiled.model.num_blocks} blocks with {size} of parameters",
-        *(f"code          {line}" for line in describe_codecs(compiled)),
+        *(f"codec         {line}" for line in describe_codecs(compiled)),
     ]
     if len(compiled.step_variants) > 1:
         lines.append(
@@ -164,52 +170,57 @@ def format_heading(compiled: CompiledPlan) -> str:
 
 
 def describe_codecs(compiled: CompiledPlan) -> list[str]:
-    """Return what every code of the plan's sums does, and how small it makes gradients."""
-    sums = [word for _, word in compiled.program.instructions() if isinstance(word, Collective) and word.codec]
-    units = {word.codec: {one.tensor.blocks for one in sums if one.codec == word.codec} for word in sums}
+    """Return what every codec of the plan does, and how much it compresses gradients."""
+    units_of: dict[str, set[Unit]] = {}
+    for _, instruction in compiled.program.instructions():
+        if isinstance(instruction, Collective) and instruction.codec:
+            units_of.setdefault(instruction.codec, set()).add(instruction.tensor.blocks)
     lines = []
-    for text, summed in units.items():
-        code = find_codec(text)
-        plain, written = (sum(compiled.model.unit_bytes(unit, how) for unit in summed) for how in ("", text))
-        sent = "gathered by all" if code.spec.reduction == "gather" else "added up on the way"
-        kept = "; what is not sent is kept for the next step" if code.spec.has_error_feedback else ""
-        lines.append(f"{text}: {code.summary}; {plain / written:.3g} times smaller, {sent}{kept}")
+    for text, units in units_of.items():
+        codec = find_codec(text)
+        full_bytes = sum(compiled.model.unit_bytes(unit) for unit in units)
+        encoded_bytes = sum(compiled.model.unit_bytes(unit, text) for unit in units)
+        sent = "all-gathered" if codec.spec.reduction == "gather" else "all-reduced"
+        feedback = ", with error feedback" if codec.spec.has_error_feedback else ""
+        lines.append(f"{text}: {codec.summary}; {full_bytes / encoded_bytes:.3g} times smaller, {sent}{feedback}")
     return lines
 
 
 def format_frequency(variant: StepVariant) -> str:
-    """Return which part of all steps are of a kind; a kind that ends is only named."""
+    """Return which fraction of all steps are of a kind; only the name of kinds that end."""
     if not variant.frequency:
         return f"{variant.name} at the beginning"
     return variant.name if variant.frequency == 1 else f"{variant.frequency} {variant.name}"
 
 
 def format_rows(compiled: CompiledPlan, columns: int) -> str:
-    """Return the rows of every kind of step; a stream has them all in its three parts."""
+    """Return the instructions of every kind of step; an asynchronous pipeline has them all in its three parts."""
     if compiled.plan.sync_schedule.sync_every == 1:
         return format_program_rows(compiled.program, columns)
-    return "\n".join(f"{turn.name}\n{format_program_rows(turn.program, columns)}" for turn in compiled.step_variants)
+    return "\n".join(
+        f"{variant.name}\n{format_program_rows(variant.program, columns)}" for variant in compiled.step_variants
+    )
 
 
 def format_program_rows(program: Program, columns: int) -> str:
-    """Return the rows, or where there are many ranks one row for all that do the same."""
+    """Return the instructions of each rank, or with many ranks those of one rank per class."""
     if program.num_ranks <= MAX_RANKS_IN_FULL:
         return abbreviate_program(program, width=10_000, max_ranks=MAX_RANKS_IN_FULL)
     groups = find_rank_classes(program)
     lines = []
     for ranks in groups[:MAX_CLASSES]:
         text = format_rank_program(program.rank_programs[ranks[0]], all_parts=program.is_async_pipeline)
-        lines += [f"ranks {format_ranks(ranks)} ({len(ranks)} alike)", f"  {abbreviate(text, 3 * columns)}"]
+        lines += [f"ranks {format_ranks(ranks)} ({len(ranks)} equal)", f"  {abbreviate(text, 3 * columns)}"]
     if len(groups) > MAX_CLASSES:
-        lines.append(f"and {len(groups) - MAX_CLASSES} more kinds of rows")
+        lines.append(f"and {len(groups) - MAX_CLASSES} more classes of ranks")
     return "\n".join(lines)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as in a group, or the first few and the last one.
+    """Format ranks as a group, or the first few and the last one.
 
     Example:
-        >>> named((0, 4, 8)), named((0, 1, 4, 5, 8, 9))
+        >>> format_ranks((0, 4, 8)), format_ranks((0, 1, 4, 5, 8, 9))
         ('0-8/4', '0,1,4,..,9')
     """
     text = format_group(tuple(ranks))
@@ -219,7 +230,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def abbreviate(text: str, max_length: int) -> str:
-    """Return a row of at most about so many characters, the words in its middle counted instead."""
+    """Return about so many characters of a rank program, with the number of instructions left out in its middle."""
     words = text.split()
     kept = max_length * len(words) // len(text) // 2
     if len(words) <= 2 * kept + 1:
@@ -228,31 +239,31 @@ def abbreviate(text: str, max_length: int) -> str:
 
 
 def draw(trace: Trace, columns: int) -> str:
-    """Return the drawing, one column per tick."""
+    """Return the timeline, one column per tick."""
     return draw_ascii_timeline(trace, tick_s=1.0, width=columns, max_ranks=MAX_CLASSES)
 
 
 def format_costs(compiled: CompiledPlan, trace: Trace) -> str:
-    """Return bubble, bytes and microbatches in flight, for each kind of rank."""
+    """Return bubble, bytes and microbatches in flight for each kind of rank."""
     sent = compiled.sent_bytes()
     memory = peak_memory_bytes(compiled.step_variants[-1].full_program, storage_size_fn(compiled.model, 1))
-    busy: Counter[int] = Counter()
+    busy_ticks: Counter[int] = Counter()
     for event in trace.events:
         if event.lane == "compute":
-            busy[event.rank] += round(event.seconds)
-    kinds: dict[tuple[str, ...], list[int]] = {}
+            busy_ticks[event.rank] += round(event.seconds)
+    ranks_by_row: dict[tuple[str, ...], list[int]] = {}
     for rank in range(compiled.program.num_ranks):
-        shown = (
-            f"{busy[rank]} of {trace.step_s:g}",
+        cells = (
+            f"{busy_ticks[rank]} of {trace.step_s:g}",
             format_bytes(sent[rank]),
             format_bytes(memory[rank]),
             str(compiled.symbolic.peak_in_flight[rank]),
         )
-        kinds.setdefault(shown, []).append(rank)
+        ranks_by_row.setdefault(cells, []).append(rank)
     sent_title = "sent per step" if len(compiled.step_variants) == 1 else "sent, mean step"
     titles = ("ranks", "busy ticks", sent_title, "memory", "peak in flight")
     table = format_table(
         [TableColumn(titles[0]), *(TableColumn(title, "right") for title in titles[1:])],
-        [(format_ranks(ranks), *shown) for shown, ranks in kinds.items()],
+        [(format_ranks(ranks), *cells) for cells, ranks in ranks_by_row.items()],
     )
     return f"{table}\n\nbubble {trace.bubble:.4f}\n{VERIFIED_RULES}"

@@ -1,4 +1,4 @@
-"""From settled values to ranks that run: where they are, what they are told, and how their end is told."""
+"""Start a run: decide where its ranks run, start them, and show their progress."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ from counterpoint.training.reporting.progress_renderers import (
 
 
 def start(config: RunConfig, resume: Path | None, loaded_plan: Plan | None = None) -> None:
-    """The run has ended: in this process, or in one process for each rank.
+    """Run the job in this process, or in one process per rank.
 
     Args:
         config: all values.
-        resume: the run or checkpoint to go on from.
-        read: the plan as it was read from a file, if it was.
+        resume: the run or checkpoint to continue.
+        loaded_plan: the plan as read from a file, if any.
 
     Raises:
         PlanError: the plan does not fit the ranks, or the folder holds another run.
-        typer.Exit: a rank failed, and that was told.
+        typer.Exit: a rank failed, which was reported.
     """
     environment = detect()
     ranks = environment.world_size if environment is not None else config.launch.ranks
     if environment is not None and (config.launch.local or config.launch.ranks not in {None, ranks}):
         raise LaunchError(
             f"a launcher has started {ranks} ranks, and this one is asked for {config.launch.ranks or 'all of them'} "
-            "itself; leave --ranks and --local away, or start the command without a launcher"
+            "itself; leave out --ranks and --local, or start the command without a launcher"
         )
-    text = config.plan.strategy.strip()
-    is_open = text.startswith("auto")
-    plan = Plan.parse(text.replace("auto", "data", 1) if is_open else text, num_ranks=ranks or 1)
-    written, timing = (None, None) if loaded_plan is None else (loaded_plan.source, loaded_plan.profile)
-    plan = replace(plan, source=written)
+    strategy_text = config.plan.strategy.strip()
+    is_auto = strategy_text.startswith("auto")
+    plan = Plan.parse(strategy_text.replace("auto", "data", 1) if is_auto else strategy_text, num_ranks=ranks or 1)
+    source, profile = (None, None) if loaded_plan is None else (loaded_plan.source, loaded_plan.profile)
+    plan = replace(plan, source=source)
     if ranks is not None:
         plan.require_ranks(ranks)
     run_folder = Path(config.output.folder) if config.output.folder is not None else find_run_folder(resume)
     if run_folder is None or run_folder != find_run_folder(resume):
         run_folder = run_folder or new_folder(config.job)
         require_unused_folder(run_folder)
-    strategy = f"auto({plan.num_ranks})" if is_open else str(plan)
-    order = RankJob(config, strategy, run_folder, find_checkpoints(resume), config.output.progress, written, timing)
+    strategy = f"auto({plan.num_ranks})" if is_auto else str(plan)
+    job = RankJob(config, strategy, run_folder, find_checkpoints(resume), config.output.progress, source, profile)
     if environment is None and plan.num_ranks > 1 and not config.launch.local:
-        start_ranks(order, plan.num_ranks)
+        start_ranks(job, plan.num_ranks)
     else:
-        start_here(order)
+        start_here(job)
 
 
 def start_here(job: RankJob) -> None:
-    """The run has ended in this process; an error that ended it knows where the report is."""
+    """Run the job in this process; add the path of the report to errors."""
     from counterpoint.cli.rank_main import run_job
 
     try:
@@ -85,22 +85,22 @@ def report_lines(job: RankJob) -> list[str]:
 
 
 def start_ranks(job: RankJob, num_ranks: int) -> None:
-    """Every rank has run in a process of its own, and the first one was shown as if it were this process."""
+    """Run every rank in a process of its own, and show the first one's progress as if it were this process."""
     launch, output = job.config.launch, job.config.output
-    draws = output.progress == "rich" or (output.progress == "auto" and can_redraw(sys.stdout))
-    view: ProgressRenderer = (
-        BarRenderer(sys.stdout, time.monotonic) if draws else make_renderer("plain", sys.stdout, time.monotonic)
+    redraws = output.progress == "rich" or (output.progress == "auto" and can_redraw(sys.stdout))
+    renderer: ProgressRenderer = (
+        BarRenderer(sys.stdout, time.monotonic) if redraws else make_renderer("plain", sys.stdout, time.monotonic)
     )
-    if draws:
+    if redraws:
         job = replace(job, progress="relay")
 
     def show(line: OutputLine) -> None:
         if line.rank != 0 or line.stream == "err":
             write_prefixed(line)
         elif (record := parse_relayed(line.text)) is not None:
-            view.show(record)
+            renderer.show(record)
         else:
-            view.write_line(line.text)
+            renderer.write_line(line.text)
 
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
         path = Path(name) / "order.json"
@@ -118,19 +118,19 @@ def start_ranks(job: RankJob, num_ranks: int) -> None:
                 on_line=show,
             )
         finally:
-            view.close()
+            renderer.close()
     if result.exit_code != 0:
         typer.echo("\n".join([result.report, *report_lines(job)]), err=True)
         raise typer.Exit(result.exit_code)
 
 
 def new_folder(name: str) -> Path:
-    """Return the folder of a run that starts now."""
+    """Return the folder of a new run."""
     return Path("runs") / f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
 def find_run_folder(resume: Path | None) -> Path | None:
-    """Return the folder of the run that goes on; None for a single checkpoint, from which another run starts."""
+    """Return the folder of the run that is continued; None for a single checkpoint, from which a new run starts."""
     if resume is None:
         return None
     if resume.name == "checkpoints":
@@ -139,10 +139,10 @@ def find_run_folder(resume: Path | None) -> Path | None:
 
 
 def find_checkpoints(resume: Path | None) -> Path | None:
-    """Return where the state to go on from is.
+    """Return the checkpoints to continue from.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: there are none.
     """
     if resume is not None and not resume.exists():
         raise CheckpointError(f"there is nothing at {resume} to resume from; give a run's folder or a checkpoint")
@@ -150,7 +150,7 @@ def find_checkpoints(resume: Path | None) -> Path | None:
 
 
 def find_config(resume: Path | None) -> Path | None:
-    """Return the values of the run that goes on or was saved, if they were kept."""
+    """Return the configuration file of the run that is continued or was saved, if there is one."""
     for folder in () if resume is None else (resume, resume.parent, resume.parent.parent):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"

@@ -1,4 +1,4 @@
-"""``counterpoint strategies``: the catalogue, read off the table of names and the docstrings behind it."""
+"""``counterpoint strategies``: the catalogue of strategies, from their registry and docstrings."""
 
 from __future__ import annotations
 
@@ -26,72 +26,70 @@ _SECTION = re.compile(r"^(\w+):$")
 
 
 def strategies(
-    name: Annotated[
-        str | None, typer.Argument(help="A strategy to tell all about; all are listed when left out.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A strategy to describe; if left out, list all.")] = None,
 ) -> None:
-    """List the strategies; with a NAME: what it promises, what it costs, where it was published, and an example."""
+    """List the strategies; with a NAME: its promise, its cost, its source, and an example."""
     if name is None:
         columns = [TableColumn("name"), TableColumn("what it does", wraps=True), TableColumn("options")]
-        print_table(columns, [(key, named.summary, ", ".join(named.options)) for key, named in STRATEGIES.items()])
-        typer.echo("\norders of a pipeline: " + ", ".join(SCHEDULE_NAMES))
+        print_table(columns, [(key, entry.summary, ", ".join(entry.options)) for key, entry in STRATEGIES.items()])
+        typer.echo("\nschedules of a pipeline: " + ", ".join(SCHEDULE_NAMES))
         typer.echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
         return
     typer.echo(describe(name, find_strategy(name)))
 
 
-def describe(name: str, named: StrategyEntry) -> str:
-    """Return all there is to know of a strategy."""
-    text = parse_sections(named.doc_source)
-    parts = [f"{name}: {named.summary}", text[""]]
+def describe(name: str, entry: StrategyEntry) -> str:
+    """Return the description of a strategy."""
+    text = parse_sections(entry.doc_source)
+    parts = [f"{name}: {entry.summary}", text[""]]
     options = {
-        key: line for key, line in parse_arguments(text.get("Args", "")).items() if key in {"degree", *named.options}
+        key: line for key, line in parse_arguments(text.get("Args", "")).items() if key in {"degree", *entry.options}
     }
     if options:
         parts.append("\n".join(["options", *(f"  {key}: {line}" for key, line in options.items())]))
-    if named.unsupported:
-        parts.append("\n".join(["not taken", *(f"  {key}: {why}" for key, why in named.unsupported.items())]))
-    promise = text.get("Promise", "the same numbers as on one rank, to rounding")
+    if entry.unsupported:
+        parts.append("\n".join(["not supported", *(f"  {key}: {why}" for key, why in entry.unsupported.items())]))
+    promise = text.get("Promise", "the same results as on a single device, up to rounding")
     parts += [f"{title.lower()}\n{indent(text.get(title, promise))}" for title in SECTIONS]
-    example = named.example or f"{name}(2)"
+    example = entry.example or f"{name}(2)"
     plan = Plan.parse(example)
-    stages = [one for one in plan.strategies if isinstance(one, Pipeline)]
+    stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
     plan = replace(plan, num_microbatches=stages[0].usable_microbatches(4) if stages else 1)
     compiled = compile(plan, linear_chain(default_blocks(plan)))
     program = compiled.program
-    same = f", which is {plan}" if str(plan) != example else ""
-    parts.append(f"example: {example}{same}, a model of {compiled.model.num_blocks} blocks")
+    canonical = f", which is {plan}" if str(plan) != example else ""
+    parts.append(f"example: {example}{canonical}, a model of {compiled.model.num_blocks} blocks")
     parts[-1] += f"\n{indent(abbreviate_program(program, width=100))}"
     parts.append(indent(draw_ascii_timeline(simulate(program, tick_costs(program)), tick_s=1.0, width=98)))
     return "\n\n".join(parts)
 
 
 def parse_sections(documented: Callable[..., Any]) -> dict[str, str]:
-    """Return the parts of a docstring by their title; what stands before the first one under no title."""
-    found: dict[str, list[str]] = {"": []}
+    """Return the sections of a docstring by their title; the text before the first one has no title."""
+    sections: dict[str, list[str]] = {"": []}
     title = ""
     for line in (inspect.getdoc(documented) or "").splitlines():
         head = _SECTION.match(line)
         if head is None:
-            found[title].append(line)
+            sections[title].append(line)
         else:
             title = head[1]
-            found[title] = []
-    return {key: inspect.cleandoc("\n".join(["", *lines])).replace("``", "") for key, lines in found.items()}
+            sections[title] = []
+    return {key: inspect.cleandoc("\n".join(["", *lines])).replace("``", "") for key, lines in sections.items()}
 
 
 def parse_arguments(text: str) -> dict[str, str]:
-    """Return what a docstring says of each argument."""
-    found: dict[str, str] = {}
+    """Return the description of each argument in a docstring."""
+    descriptions: dict[str, str] = {}
     for line in text.splitlines():
         name, colon, rest = line.partition(": ")
         if colon and name.isidentifier():
-            found[name] = rest
-        elif found:
-            found[list(found)[-1]] += f" {line.strip()}"
-    return found
+            descriptions[name] = rest
+        elif descriptions:
+            descriptions[list(descriptions)[-1]] += f" {line.strip()}"
+    return descriptions
 
 
 def indent(text: str) -> str:
-    """Return a text two columns to the right."""
+    """Return a text indented by two columns."""
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())

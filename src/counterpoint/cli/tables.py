@@ -1,4 +1,4 @@
-"""Tables of the command: columns that fit a terminal, plain lines for a pipe or a file."""
+"""Tables: columns that fit a terminal, or plain lines for a pipe or a file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TableColumn:
     """One column.
 
     Args:
-        title: its head.
-        side: where its cells stand.
-        wraps: whether a long cell may go on in the next line, on a terminal.
+        title: its title.
+        side: alignment of its cells.
+        wraps: whether a long cell may be wrapped, on a terminal.
     """
 
     title: str
@@ -28,7 +28,7 @@ class TableColumn:
 
 
 def print_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -> None:
-    """The table is on standard output: with rules and wrapped cells on a terminal, else one plain line per row."""
+    """Print a table: with rules and wrapped cells on a terminal, else one plain line per row."""
     if sys.stdout.isatty():
         _print_rich(columns, rows)
     else:
@@ -36,10 +36,10 @@ def print_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -
 
 
 def format_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -> str:
-    """Return the table as lines with two spaces between columns.
+    """Format the table as lines with two spaces between columns.
 
     Example:
-        >>> print(plain_table([Column("name"), Column("s", "right")], [("a", "1.5"), ("bcdef", "10.0")]))
+        >>> print(format_table([TableColumn("name"), TableColumn("s", "right")], [("a", "1.5"), ("bcdef", "10.0")]))
         name      s
         a       1.5
         bcdef  10.0

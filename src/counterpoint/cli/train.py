@@ -1,4 +1,4 @@
-"""``counterpoint train``: settle all values, start the ranks, show how they do, and say where the report is."""
+"""``counterpoint train``: train a built-in job, and print where its report is."""
 
 from __future__ import annotations
 
@@ -48,30 +48,34 @@ def train(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A built-in job: text, digits, lines.")] = None,
     *,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="How many; what the plan needs if left out.")
+        int | None, typer.Option("--ranks", "-n", help="Number of ranks; what the plan needs if left out.")
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="The plan, as 'zero3' or 'pipeline(2) * data(2)'.")] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="The plan, as `counterpoint plan --out` writes it.")
     ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches of the innermost program.")] = None,
-    measure: Annotated[int | None, typer.Option(help="Under auto: measure so many of the best plans first.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per replica.")] = None,
+    measure: Annotated[int | None, typer.Option(help="With auto: number of plans to measure first.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of one global batch, over all ranks.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="lars or lamb, scheduled for a large batch.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="lars or lamb, with a schedule for large batches.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order of samples and dropout.")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Global norm to which gradients are scaled down.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, sample order and dropout.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Maximum gradient norm.")] = None,
     folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME-DATE-TIME if left out.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on from a run's folder, or from a checkpoint.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps from one checkpoint to the next.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run, or a checkpoint, to continue from.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     progress: Annotated[str | None, typer.Option(help="auto, rich, plain, json or off.")] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Values for all of this, and more.")] = None,
-    assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One value.")] = None,
-    bind: Annotated[str | None, typer.Option(help="Cores of each rank: none, core, numa, compact, spread.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Keep all ranks in this process.")] = False,
-    show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and who gave it.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Configuration file with these values and more.")
+    ] = None,
+    assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value.")] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="Binding of ranks to cores: none, core, numa, compact, spread.")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and its origin.")] = False,
     config_schema: Annotated[bool, typer.Option("--config-schema", help="Print the file's JSON schema.")] = False,
 ) -> None:
     """Train a built-in job on real data and write a report.
@@ -81,27 +85,27 @@ def train(
     if config_schema:
         typer.echo(json_schema())
         return
-    given = (
+    flag_values = (
         *(name, ranks, strategy, microbatches, measure, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
         *(None if folder is None else str(folder), save_every, progress, local or None, bind),
     )
     if plan is not None and strategy is not None:
         raise PlanError(f"--plan {plan} has a strategy, and --strategy is {strategy}; give one of the two")
-    read = Plan.from_file(plan) if plan is not None else None
-    flags = {path: SourcedValue(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
+    loaded_plan = Plan.from_file(plan) if plan is not None else None
+    flags = {path: SourcedValue(value, flag) for (path, flag), value in zip(FLAGS.items(), flag_values, strict=True)}
     layer = merge_layers(
         [
             default_layer(),
             file_layer(config) if config is not None else saved_layer(resume),
             set_layer(assignments or []),
-            plan_layer(read) if read is not None else {},
+            plan_layer(loaded_plan) if loaded_plan is not None else {},
             {path: value for path, value in flags.items() if value.value is not None},
         ]
     )
     if show_config:
         typer.echo(format_config(layer))
     else:
-        start(build_config(layer), resume, read)
+        start(build_config(layer), resume, loaded_plan)
 
 
 def plan_layer(plan: Plan) -> ConfigLayer:
@@ -112,14 +116,14 @@ def plan_layer(plan: Plan) -> ConfigLayer:
 
 
 def saved_layer(resume: Path | None) -> ConfigLayer:
-    """Return the values of the run that goes on, all but its folder: it may have been moved since."""
+    """Return the values of the run that is continued, except its folder, which may have been moved."""
     file = find_config(resume)
     layer = file_layer(file) if file is not None else {}
-    return {path: given for path, given in layer.items() if path != "output.folder"}
+    return {path: flag_values for path, flag_values in layer.items() if path != "output.folder"}
 
 
 def format_config(layer: ConfigLayer) -> str:
-    """Return every value and who gave it, the job's own among them."""
+    """Return every value and its origin, with the job's defaults."""
     from counterpoint.cli.rank_main import job_defaults
     from counterpoint.jobs.registry import find_job
 

@@ -1,1 +1,1 @@
-"""From a plan to a program: the solo step, the strategies folded over it, the passes, the proof."""
+"""Compile a plan to a program: the single-device step, the strategies applied to it, the passes, the verification."""

@@ -1,4 +1,4 @@
-"""From a plan to a program."""
+"""Compile a plan for a model to a verified program."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from counterpoint.strategies.strategy import CostEstimate
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A program, proved if it may run, with the model it is for and what its strategies forecast.
+    """A program with the model that it is for and the cost that its strategies predict.
 
     Args:
-        plan: what was asked for.
-        model: the model with the blocks that the plan needed.
-        program: one row per rank.
-        forecast: what the closed formulas say.
-        ledger: which gradients entered which update; empty where nothing was proved.
-        turns: the kinds of steps, one for a synchronous plan. ``program`` is then the last one's, or the stream whose
-            prologue and body are kinds of steps.
+        plan: the plan.
+        model: the model, with the blocks that the plan needs.
+        program: the instructions of every rank.
+        cost: the closed formulas of the strategies.
+        symbolic: result of the symbolic execution; empty if the program was not verified.
+        step_variants: the kinds of steps, one for a synchronous plan. ``program`` is that of the last one, or the
+            asynchronous pipeline whose prologue and body are kinds of steps.
     """
 
     plan: Plan
@@ -44,72 +44,79 @@ class CompiledPlan:
     step_variants: tuple[StepVariant, ...]
 
     def variant_at(self, step: int, *, has_delayed_grads: bool = True) -> StepVariant:
-        """Return the kind of a step; see :meth:`counterpoint.strategies.sync_schedule.SyncSchedule.kind_at`."""
+        """Return the kind of a step; see :meth:`counterpoint.strategies.sync_schedule.SyncSchedule.variant_at`."""
         name = self.plan.sync_schedule.kind_at(step, has_delayed_grad=has_delayed_grads)
-        return next(turn for turn in self.step_variants if turn.name == name)
+        return next(variant for variant in self.step_variants if variant.name == name)
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether it keeps solo's numbers."""
+        """Whether it gives the same results as training on a single device."""
         return self.cost.staleness == 0 and len(self.step_variants) == 1
 
     def sent_bytes(self) -> tuple[Fraction, ...]:
-        """Return the bytes that each rank sends in a step, on average over all steps in the long run."""
-        parts = ([turn.frequency * bytes_ for bytes_ in turn.sent_bytes] for turn in self.step_variants)
-        return tuple(sum(own, Fraction(0)) for own in zip(*parts, strict=True))
+        """Return the bytes that each rank sends per step, averaged over all steps in the long run."""
+        parts = ([variant.frequency * bytes_ for bytes_ in variant.sent_bytes] for variant in self.step_variants)
+        return tuple(sum(rank_bytes, Fraction(0)) for rank_bytes in zip(*parts, strict=True))
 
 
 def compile(  # noqa: A001 - read as cp.compile
     plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1, verified: bool = True
 ) -> CompiledPlan:
-    """Fold the plan's strategies over the solo program, run the passes, and prove the laws.
+    """Apply the plan's strategies to the single-device program, run the passes, and verify the result.
 
     Args:
-        plan: who does what.
-        model: the blocks as they came from the model.
-        samples_per_micro: samples in one microbatch, for the bytes of activations.
-        proves: whether the laws are proved, without which a program can be looked at and simulated, but not run.
+        plan: the plan.
+        model: the model with its finest blocks.
+        samples_per_micro: samples in one microbatch, for the size of activations.
+        verified: whether to verify the program; otherwise it can be printed and simulated, but not run.
 
     Raises:
         PlanError: the strategies cannot be combined like this, or not on this model.
-        ProgramError: the result breaks a law.
+        ProgramError: the result violates a rule.
     """
-    shares, asked = plan.sync_schedule.step_fractions, _CompileRequest(model, samples_per_micro, verified)
+    frequencies, request = plan.sync_schedule.step_fractions, _CompileRequest(model, samples_per_micro, verified)
     if plan.sync_schedule.staleness:
-        made = _compile_one(plan, asked)
-        sent = made.cost.sent_bytes()
-        begun = prologue_as_step(made.program)
-        begun_bytes = count_bytes(begun, made.model, samples_per_micro)
-        first = StepVariant("fill", begun, made.symbolic, begun_bytes, shares["fill"])
+        compiled = _compile_one(plan, request)
+        sent = compiled.cost.sent_bytes()
+        prologue = prologue_as_step(compiled.program)
+        prologue_bytes = count_bytes(prologue, compiled.model, samples_per_micro)
+        first = StepVariant("fill", prologue, compiled.symbolic, prologue_bytes, frequencies["fill"])
         return replace(
-            made,
-            step_variants=(first, StepVariant("steady", body_as_step(made.program), made.symbolic, sent, shares["steady"])),
+            compiled,
+            step_variants=(
+                first,
+                StepVariant("steady", body_as_step(compiled.program), compiled.symbolic, sent, frequencies["steady"]),
+            ),
         )
-    every = [(name, _compile_one(plan.variant(name), asked)) for name in shares]
+    variants = [(name, _compile_one(plan.variant(name), request)) for name in frequencies]
     return replace(
-        every[-1][1], plan=plan, step_variants=tuple(_build_step_variant(name, made, shares[name]) for name, made in every)
+        variants[-1][1],
+        plan=plan,
+        step_variants=tuple(_build_step_variant(name, compiled, frequencies[name]) for name, compiled in variants),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _CompileRequest:
-    """What is the same for all kinds of steps; see :func:`compile`."""
+    """The arguments of :func:`compile` that are the same for all kinds of steps."""
 
     model: ModelSpec
     samples_per_micro: int
     verified: bool
 
 
-def _build_step_variant(name: str, made: CompiledPlan, frequency: Fraction) -> StepVariant:
-    """Return a kind of step: the program itself, or the body of a stream."""
-    sent = made.cost.sent_bytes()
-    if not made.program.is_async_pipeline:
-        return StepVariant(name, made.program, made.symbolic, sent, frequency)
-    return StepVariant(name, body_as_step(made.program), made.symbolic, sent, frequency, async_pipeline=made.program)
+def _build_step_variant(name: str, compiled: CompiledPlan, frequency: Fraction) -> StepVariant:
+    """Return a kind of step: the program itself, or the body of an asynchronous pipeline."""
+    sent = compiled.cost.sent_bytes()
+    if not compiled.program.is_async_pipeline:
+        return StepVariant(name, compiled.program, compiled.symbolic, sent, frequency)
+    return StepVariant(
+        name, body_as_step(compiled.program), compiled.symbolic, sent, frequency, async_pipeline=compiled.program
+    )
 
 
 def _compile_one(plan: Plan, request: _CompileRequest) -> CompiledPlan:
-    """Return the program of one kind of step, or a stream, proved if that is asked for."""
+    """Return the program of one kind of step, or an asynchronous pipeline."""
     with plan_error_at(plan.source, "strategy"):
         return _apply_strategies(plan, request)
 
@@ -124,11 +131,11 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         forecast = strategy.estimate_cost(forecast, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
-    again = plan.recomputation
-    if again is not None:
+    recomputation = plan.recomputation
+    if recomputation is not None:
         with plan_error_at(plan.source, "passes"):
-            blocks = again.select_blocks(refined)
-        program, forecast = recompute(program, again, blocks), again.estimate_cost(forecast, blocks)
+            blocks = recomputation.select_blocks(refined)
+        program, forecast = recompute(program, recomputation, blocks), recomputation.estimate_cost(forecast, blocks)
     ledger = SymbolicResult()
     if request.verified:
         ledger = verify(program, bounds_from(forecast), refined.units, count_bytes(program, refined, samples))
@@ -136,7 +143,7 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
 
 
 def bounds_from(cost: CostEstimate) -> Bounds:
-    """Return what a program must keep to be as forecast."""
+    """Return the bounds that the program must stay within so that the predicted cost is right."""
     ranks = cost.ranks
     return Bounds(
         staleness=cost.staleness,
@@ -157,46 +164,48 @@ def bounds_from(cost: CostEstimate) -> Bounds:
     )
 
 
-def value_bytes(value: TensorRef, model: ModelSpec, samples_per_micro: int, codec: str = "") -> int:
-    """Return the bytes of a whole value on one rank, as it is or written in a code."""
-    if value.name in UNIT_TENSORS:
-        return model.unit_bytes(value.blocks, codec)
-    block = value.blocks[0]
+def value_bytes(tensor: TensorRef, model: ModelSpec, samples_per_micro: int, codec: str = "") -> int:
+    """Return the bytes of a whole tensor on one rank, encoded by a codec if one is given."""
+    if tensor.name in UNIT_TENSORS:
+        return model.unit_bytes(tensor.blocks, codec)
+    block = tensor.blocks[0]
     split = model.blocks[block].tp
-    if value.name == "y":
+    if tensor.name == "y":
         return split.output_bytes * samples_per_micro if split is not None else 0
-    if value.name == "dx":
+    if tensor.name == "dx":
         return split.input_bytes * samples_per_micro if split is not None else 0
-    strand = model.find_edge(edge_endpoints(value))
+    strand = model.find_edge(edge_endpoints(tensor))
     if strand is None:  # of what only the model's output holds
-        return model.outgoing_bytes(block) * samples_per_micro if value.name == "g" else 0
-    size = strand.num_bytes if value.name in ACTIVATIONS else strand.grad_bytes
+        return model.outgoing_bytes(block) * samples_per_micro if tensor.name == "g" else 0
+    size = strand.num_bytes if tensor.name in ACTIVATIONS else strand.grad_bytes
     return (size or 0) * samples_per_micro
 
 
 def storage_size_fn(model: ModelSpec, samples_per_micro: int) -> SizeFn:
-    """Return how large values are where they are kept: of what leaves a block, all that it makes for others."""
+    """Return the function for the sizes of tensors in memory: for ``g``, the size of all outputs of the block."""
     size_of = message_size_fn(model, samples_per_micro)
 
-    def held(value: TensorRef, code: str = "") -> int:
-        return model.outgoing_bytes(value.blocks[0]) * samples_per_micro if value.name == "g" else size_of(value, code)
+    def held(tensor: TensorRef, codec: str = "") -> int:
+        return (
+            model.outgoing_bytes(tensor.blocks[0]) * samples_per_micro if tensor.name == "g" else size_of(tensor, codec)
+        )
 
     return held
 
 
 def count_bytes(program: Program, model: ModelSpec, samples_per_micro: int) -> tuple[Fraction, ...]:
-    """Return the bytes that each rank's words send in one step."""
+    """Return the bytes that each rank's instructions send in one step."""
     return sent_bytes(program, message_size_fn(model, samples_per_micro))
 
 
 def message_size_fn(model: ModelSpec, samples_per_micro: int) -> SizeFn:
-    """Return how large values are, each worked out once: the microbatch changes no size."""
+    """Return the function for the sizes of tensors in messages, which caches them without their microbatch."""
     sizes: dict[tuple[str, tuple[int, ...], str], int] = {}
 
-    def size_of(value: TensorRef, code: str = "") -> int:
-        key = (value.name, value.blocks, code)
+    def size_of(tensor: TensorRef, codec: str = "") -> int:
+        key = (tensor.name, tensor.blocks, codec)
         if key not in sizes:
-            sizes[key] = value_bytes(value, model, samples_per_micro, code)
+            sizes[key] = value_bytes(tensor, model, samples_per_micro, codec)
         return sizes[key]
 
     return size_of

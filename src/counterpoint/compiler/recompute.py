@@ -1,4 +1,4 @@
-"""The recomputation pass: forwards keep only what they read, and are computed again right before their backward."""
+"""The recomputation pass: forwards save only their inputs, and are recomputed right before their backward."""
 
 from __future__ import annotations
 
@@ -23,90 +23,100 @@ from counterpoint.program.rewrite import map_row
 from counterpoint.strategies.recomputation import Recomputation
 
 _BackwardChain = list[int]
-"""The places of backwards of one microbatch, each of the block below the one before."""
+"""Indices of the backwards of one microbatch, each of the block below the previous one."""
 
 
 def recompute(program: Program, policy: Recomputation, blocks: Collection[int]) -> Program:
-    """Put the recomputation of each block before its backward.
+    """Insert the recomputation of each block before its backward.
 
-    What is recomputed first stands before the receive of the gradient, so that it begins before the gradient arrives.
-    Where weights are gathered for a backward, its block is recomputed with these, right before it. A recomputation
-    reads what the forward has read, in the same version, and nothing is sent for it.
+    The first recomputation of a chain is placed before the receive of the gradient, so that it overlaps with the
+    communication. If weights are gathered for a backward, the recomputation of its block comes after the gathering. A
+    recomputation reads what the forward read, in the same weight version, and needs no communication.
 
     Args:
-        program: whose forwards keep all that their backwards need.
-        asked: how much at once, and what is left out.
-        blocks: which blocks.
+        program: a program whose forwards save all activations.
+        policy: how much is recomputed at once, and what is exempt.
+        blocks: the blocks to recompute.
     """
-    again = partial(_insert_recomputation, policy=policy, blocks=blocks)
-    return replace(program, rank_programs=tuple(map_row(row, again) for row in program.rank_programs))
+    rewrite = partial(_insert_recomputation, policy=policy, blocks=blocks)
+    return replace(
+        program, rank_programs=tuple(map_row(rank_program, rewrite) for rank_program in program.rank_programs)
+    )
 
 
-def _insert_recomputation(words: Instructions, policy: Recomputation, blocks: Collection[int]) -> list[Instruction]:
-    extra: defaultdict[int, list[Recompute]] = defaultdict(list)
-    for turn in _backward_chains(words):
-        chosen = [at for at in turn if _backward(words, at).block in blocks]
-        if policy.exempts_next_backward and _follows_its_forward(words, turn[0]):
-            chosen = [] if policy.whole_stage else [at for at in chosen if at != turn[0]]
-        begin = _grad_receive_index(words, turn[0])
-        for at in reversed(chosen):
-            word = _backward(words, at)
-            early = (policy.whole_stage or at == turn[0]) and not _is_gathered_for(words, at)
-            extra[begin if early else at].append(Recompute(word.block, word.micro, word.version))
-    return [new for at, word in enumerate(words) for new in (*extra[at], word)]
+def _insert_recomputation(
+    instructions: Instructions, policy: Recomputation, blocks: Collection[int]
+) -> list[Instruction]:
+    inserted: defaultdict[int, list[Recompute]] = defaultdict(list)
+    for chain in _backward_chains(instructions):
+        recomputed = [index for index in chain if _backward(instructions, index).block in blocks]
+        if policy.exempts_next_backward and _follows_its_forward(instructions, chain[0]):
+            recomputed = [] if policy.whole_stage else [index for index in recomputed if index != chain[0]]
+        first_index = _grad_receive_index(instructions, chain[0])
+        for index in reversed(recomputed):
+            instruction = _backward(instructions, index)
+            starts_early = (policy.whole_stage or index == chain[0]) and not _is_gathered_for(instructions, index)
+            inserted[first_index if starts_early else index].append(
+                Recompute(instruction.block, instruction.micro, instruction.version)
+            )
+    return [result for index, instruction in enumerate(instructions) for result in (*inserted[index], instruction)]
 
 
-def _backward_chains(words: Instructions) -> Iterator[_BackwardChain]:
-    """Yield the runs of backwards that make gradients of inputs: down a chunk's blocks, on one microbatch."""
-    turn: _BackwardChain = []
-    for at, word in enumerate(words):
-        if not isinstance(word, Forward | Backward):
+def _backward_chains(instructions: Instructions) -> Iterator[_BackwardChain]:
+    """Yield the chains of backwards that compute input gradients: down the blocks of a chunk, on one microbatch."""
+    chain: _BackwardChain = []
+    for index, instruction in enumerate(instructions):
+        if not isinstance(instruction, Forward | Backward):
             continue
-        goes_on = bool(turn) and replace(_backward(words, turn[-1]), block=_backward(words, turn[-1]).block - 1) == word
-        if turn and not goes_on:
-            yield turn
-            turn = []
-        if isinstance(word, Backward) and word.computes_input_grad:
-            turn.append(at)
-    if turn:
-        yield turn
+        continues = (
+            bool(chain)
+            and replace(_backward(instructions, chain[-1]), block=_backward(instructions, chain[-1]).block - 1)
+            == instruction
+        )
+        if chain and not continues:
+            yield chain
+            chain = []
+        if isinstance(instruction, Backward) and instruction.computes_input_grad:
+            chain.append(index)
+    if chain:
+        yield chain
 
 
-def _backward(words: Instructions, at: int) -> Backward:
-    word = words[at]
-    assert isinstance(word, Backward), "a place of a backward"
-    return word
+def _backward(instructions: Instructions, index: int) -> Backward:
+    instruction = instructions[index]
+    assert isinstance(instruction, Backward), "the index of a backward"
+    return instruction
 
 
-def _follows_its_forward(words: Instructions, at: int) -> bool:
-    """Tell whether the last thing computed before a backward is its forward."""
-    word = _backward(words, at)
-    earlier = (words[place] for place in range(at - 1, -1, -1))
-    before = next((one for one in earlier if isinstance(one, Forward | Backward)), None)
-    return isinstance(before, Forward) and (before.block, before.micro) == (word.block, word.micro)
+def _follows_its_forward(instructions: Instructions, index: int) -> bool:
+    """Return whether the last computation before a backward is its forward."""
+    instruction = _backward(instructions, index)
+    preceding = (instructions[earlier_index] for earlier_index in range(index - 1, -1, -1))
+    previous = next((computed for computed in preceding if isinstance(computed, Forward | Backward)), None)
+    return isinstance(previous, Forward) and (previous.block, previous.micro) == (instruction.block, instruction.micro)
 
 
-def _grad_receive_index(words: Instructions, at: int) -> int:
-    """Return the place of the first receive of a backward's gradients if only messages stand between, or of itself."""
-    word, begin = _backward(words, at), at
-    for place in range(at - 1, -1, -1):
-        match words[place]:
-            case Recv(value) if value.name in ACTIVATION_GRADS and (value.blocks[0], value.micro) == (
-                word.block,
-                word.micro,
+def _grad_receive_index(instructions: Instructions, index: int) -> int:
+    """Return the index of the first receive of a backward's gradients if only messages follow it, else its own."""
+    instruction, first_index = _backward(instructions, index), index
+    for earlier_index in range(index - 1, -1, -1):
+        match instructions[earlier_index]:
+            case Recv(tensor) if tensor.name in ACTIVATION_GRADS and (tensor.blocks[0], tensor.micro) == (
+                instruction.block,
+                instruction.micro,
             ):
-                begin = place
+                first_index = earlier_index
             case Send() | Recv():
                 continue
             case _:
                 break
-    return begin
+    return first_index
 
 
-def _is_gathered_for(words: Sequence[Instruction], at: int) -> bool:
-    """Tell whether weights are gathered between a backward and what is computed before it."""
-    for place in range(at - 1, -1, -1):
-        match words[place]:
+def _is_gathered_for(instructions: Sequence[Instruction], index: int) -> bool:
+    """Return whether weights are gathered between a backward and the previous computation."""
+    for earlier_index in range(index - 1, -1, -1):
+        match instructions[earlier_index]:
             case Forward() | Backward():
                 return False
             case Collective("all_gather", TensorRef("weight")):

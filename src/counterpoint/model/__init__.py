@@ -1,1 +1,1 @@
-"""What is trained, without tensors: blocks, the parameters they use, and where they may be cut."""
+"""Models without tensors: layers, blocks, parameters, the edges between blocks, and profiles of their run time."""

@@ -1,4 +1,4 @@
-"""What the pieces of a model make for each other, and as which strands it travels between blocks."""
+"""Values that the layers of a model pass to each other, and the edges that carry them between blocks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from counterpoint.errors import PlanError
 from counterpoint.program.edges import Edge
 
 INPUT = -1
-"""The maker of the model's own inputs."""
+"""Producer of the model's own inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """A value that a piece makes and later ones read.
+    """A value that one layer produces and later layers consume.
 
     Args:
-        maker: the piece; ``INPUT`` for an input of the model, which nobody sends.
-        readers: the pieces that read it, in order; the last piece also reads what it only gives out.
+        producer: index of the layer; ``INPUT`` for an input of the model, which is never sent.
+        consumers: indices of the layers that consume it, in order; outputs of the model count as consumed by the last
+            layer.
         num_bytes: bytes per sample.
-        is_learned: whether a gradient may come back for it.
+        needs_grad: whether a gradient may come back for it.
     """
 
     producer: int
@@ -30,12 +31,15 @@ class ValueSpec:
 
 
 def blocks_of_layers(counts: Sequence[int]) -> list[int]:
-    """Return for each piece its block, given how many pieces each block has."""
+    """Return the block of each layer, given the number of layers of each block."""
     return [block for block, count in enumerate(counts) for _ in range(count)]
 
 
 def block_endpoints(value: ValueSpec, block_of: Sequence[int]) -> tuple[int, ...]:
-    """Return the blocks that make and read a value; one alone where no other reads it, none for inputs."""
+    """Return the producing and the consuming blocks of a value.
+
+    Only the producer is returned if no other block consumes the value, and nothing for inputs.
+    """
     if value.producer == INPUT:
         return ()
     maker = block_of[value.producer]
@@ -43,49 +47,52 @@ def block_endpoints(value: ValueSpec, block_of: Sequence[int]) -> tuple[int, ...
 
 
 def build_edges(values: Sequence[ValueSpec], block_of: Sequence[int]) -> tuple[Edge, ...]:
-    """Return the strands between blocks."""
-    found: dict[tuple[int, ...], list[ValueSpec]] = {}
+    """Return the edges between blocks."""
+    indices_of: dict[tuple[int, ...], list[ValueSpec]] = {}
     for value in values:
         blocks = block_endpoints(value, block_of)
         if len(blocks) > 1:
-            found.setdefault(blocks, []).append(value)
-    return tuple(_build_edge(blocks, found[blocks]) for blocks in sorted(found))
+            indices_of.setdefault(blocks, []).append(value)
+    return tuple(_build_edge(blocks, indices_of[blocks]) for blocks in sorted(indices_of))
 
 
 def _build_edge(blocks: tuple[int, ...], values: Sequence[ValueSpec]) -> Edge:
-    learned = [value.num_bytes for value in values if value.needs_grad]
+    with_grad = [value.num_bytes for value in values if value.needs_grad]
     total = sum(value.num_bytes for value in values)
-    return Edge(blocks[0], blocks[1:], total, sum(learned) if learned else None)
+    return Edge(blocks[0], blocks[1:], total, sum(with_grad) if with_grad else None)
 
 
 def assign_values_to_edges(
     values: Sequence[ValueSpec], edges: Sequence[Edge], block_of: Sequence[int], mode: str
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Return for each strand the values that travel with it, by their index.
+    """Return for each edge the indices of the values that it carries.
 
-    A value that has fewer readers in one mode than in training travels with a strand that comes to all of them.
+    A value that has fewer consumers in one mode than in training is carried by an edge that reaches all of them.
 
     Args:
-        values: of one mode.
-        strands: those of the program.
-        block_of: for each piece its block.
-        mode: what errors call it.
+        values: the values of one mode.
+        edges: the edges of the program.
+        block_of: the block of each layer.
+        mode: the name of the mode in errors.
 
     Raises:
-        PlanError: a value has readers that no strand of its maker comes to.
+        PlanError: no edge of its producer reaches all consumers of a value.
     """
-    found: dict[tuple[int, ...], list[int]] = {strand.endpoints: [] for strand in edges}
+    indices_of: dict[tuple[int, ...], list[int]] = {strand.endpoints: [] for strand in edges}
     for index, value in enumerate(values):
         blocks = block_endpoints(value, block_of)
         if len(blocks) < 2:
             continue
-        fitting = [other for other in found if other[0] == blocks[0] and set(blocks) <= set(other)]
-        if not fitting:
-            readers = ", ".join(map(str, blocks[1:]))
+        candidates = [
+            endpoints for endpoints in indices_of if endpoints[0] == blocks[0] and set(blocks) <= set(endpoints)
+        ]
+        if not candidates:
+            consumers = ", ".join(map(str, blocks[1:]))
             raise PlanError(
-                f"in {mode} block {blocks[0]} makes a value for block {readers}, to which it gives none in training; "
-                "between its modes a model may hand on less, but not more; have forward do the same in both, or use a "
-                "strategy that needs no cut (data, zero, server)"
+                f"in {mode} block {blocks[0]} produces a value for block {consumers}, but not in training; a model may "
+                "pass fewer values between blocks in another mode, but not more; make forward do the same in both "
+                "modes, "
+                "or use a strategy that does not split the model (data, zero, server)"
             )
-        found[min(fitting, key=len)].append(index)
-    return {blocks: tuple(indices) for blocks, indices in found.items()}
+        indices_of[min(candidates, key=len)].append(index)
+    return {blocks: tuple(indices) for blocks, indices in indices_of.items()}

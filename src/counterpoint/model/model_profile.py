@@ -1,9 +1,7 @@
-"""How long each piece of a model takes on one device: figures that were measured or counted, apart from who did so.
+"""Profiles: run times of a model's layers on one device, and their JSON file.
 
-A fixed cost is told apart from the work: a stage runs its blocks in one call, so that it has the cost of a call once
-and the seconds of its pieces each.
-
-Timings as text, which other processes and later days can read.
+Times that grow with the work are kept per layer, fixed overheads separately: a stage runs its blocks in one call, so
+that it pays the overhead of a call once and the time of each layer.
 """
 
 from __future__ import annotations
@@ -24,17 +22,18 @@ from counterpoint.model.spec import Block, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """What a run of a model takes for one microbatch, without the fixed cost of a call.
+    """Time and memory of one layer (or a run of layers) for one microbatch, without the fixed overhead of a call.
 
     Args:
-        forward_s: seconds forward.
-        backward_s: seconds backward, all of it in one go.
-        input_s: seconds of the part of a backward that makes gradients of inputs, where it is done in two parts.
-        weight_s: seconds of the other part.
-        output_bytes: what it hands on.
-        kept_bytes: what stays from its forward to its backward; what it was handed belongs to the one who made it.
-        added_s: seconds that a backward takes more where its gradient is added to that of an earlier microbatch; less
-            than nothing where that is faster than to write it anew.
+        forward_s: seconds of the forward.
+        backward_s: seconds of the whole backward.
+        backward_input_s: seconds of the half of a split backward that computes input gradients.
+        backward_weight_s: seconds of the other half.
+        output_bytes: size of its outputs.
+        saved_bytes: size of the activations saved from forward to backward, without its inputs, which count for their
+            producer.
+        accumulate_s: additional seconds of a backward that accumulates into the gradient of an earlier microbatch;
+            negative if that is faster than writing a new gradient.
     """
 
     forward_s: float
@@ -47,41 +46,41 @@ class LayerProfile:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     def scale(self, factor: float) -> LayerProfile:
-        """Return all figures times a factor."""
+        """Return all values times a factor."""
         return LayerProfile(*(factor * figure for figure in astuple(self)))
 
     def scale_seconds(self, factor: float) -> LayerProfile:
-        """Return the piece with all its seconds times a factor."""
+        """Return the profile with all times multiplied by a factor."""
         return replace(self.scale(factor), output_bytes=self.output_bytes, saved_bytes=self.saved_bytes)
 
     def add(self, other: LayerProfile) -> LayerProfile:
-        """Return the figures of one after the other."""
+        """Return the sums of all values."""
         return LayerProfile(*map(add, astuple(self), astuple(other)))
 
     def elementwise_max(self, other: LayerProfile) -> LayerProfile:
-        """Return the larger one of each two figures."""
+        """Return the larger one of each two values."""
         return LayerProfile(*map(max, astuple(self), astuple(other)))
 
 
 ROUNDING = 1e-9
-"""Parts of a model's work that differ by less are the same place in it."""
+"""Positions in a model's work, as fractions, that differ by less are equal."""
 
 NO_TIME = LayerProfile(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeProfile:
-    """What a model takes for microbatches of one size.
+    """The profile of a model for microbatches of one size.
 
     Args:
-        samples: in a microbatch.
-        pieces: of each; the last one has the loss and its backward, too.
-        whole: of the model that is not cut, which is called as it is, with the loss.
-        alone: of the same where the microbatch is all that a step has, so that batch norm has nothing to put together.
+        samples: samples per microbatch.
+        layers: one profile per layer; the last one includes the loss and its backward.
+        unpartitioned: the profile of the whole model, called without splitting it, with the loss.
+        single_microbatch: the same if the step has one microbatch only, so that batch norm has nothing to combine.
     """
 
     samples: int
@@ -90,69 +89,78 @@ class BatchSizeProfile:
     single_microbatch: LayerProfile | None = None
 
     def for_single_microbatch(self) -> BatchSizeProfile:
-        """Return what microbatches take that are all that a step has."""
+        """Return the profile for steps with one microbatch."""
         if self.single_microbatch is None:
             return self
         factor = self.single_microbatch.seconds / self.unpartitioned.seconds if self.unpartitioned.seconds else 1.0
         return replace(
-            self, layers=tuple(one.scale_seconds(factor) for one in self.layers), unpartitioned=self.single_microbatch
+            self,
+            layers=tuple(layer.scale_seconds(factor) for layer in self.layers),
+            unpartitioned=self.single_microbatch,
         )
 
     def block_time(self, block: Block) -> LayerProfile:
-        """Return what a block takes on one rank; a block of all pieces is the model as it is."""
+        """Return the profile of a block on one rank; a block of all layers is the unpartitioned model."""
         if len(block.layers) == len(self.layers):
             return self.unpartitioned
         total = NO_TIME
-        for piece in self.layers[block.first_layer : block.first_layer + len(block.layers)]:
-            total = total.add(piece)
+        for layer in self.layers[block.first_layer : block.first_layer + len(block.layers)]:
+            total = total.add(layer)
         return total.scale(1 / block.tp_degree)
 
     def redistribute(self, costs: Sequence[float], other_costs: Sequence[float]) -> BatchSizeProfile:
-        """Return the point for the pieces of another cut, given the counted work of both; see :func:`shared_out`."""
-        columns = zip(*(astuple(piece) for piece in self.layers), strict=True)
+        """Return the profile for another split of the model, given the cost of both.
+
+        See :func:`redistribute_by_cost`.
+        """
+        columns = zip(*(astuple(layer) for layer in self.layers), strict=True)
         rows = zip(*(redistribute_by_cost(column, costs, other_costs) for column in columns), strict=True)
         return replace(self, layers=tuple(LayerProfile(*row) for row in rows))
 
     def scale(self, factor: float) -> BatchSizeProfile:
-        """Return all figures times a factor."""
-        return self._combine(lambda one, _: one.scale(factor), self)
+        """Return all values times a factor."""
+        return self._combine(lambda layer, _: layer.scale(factor), self)
 
     def scale_seconds(self, factor: float) -> BatchSizeProfile:
-        """Return the point with all its seconds times a factor."""
-        return self._combine(lambda one, _: one.scale_seconds(factor), self)
+        """Return the profile with all times multiplied by a factor."""
+        return self._combine(lambda layer, _: layer.scale_seconds(factor), self)
 
     def add(self, other: BatchSizeProfile) -> BatchSizeProfile:
-        """Return the sums of all figures."""
+        """Return the sums of all values."""
         return self._combine(LayerProfile.add, other)
 
     def elementwise_max(self, other: BatchSizeProfile) -> BatchSizeProfile:
-        """Return the larger one of each two figures."""
+        """Return the larger one of each two values."""
         return self._combine(LayerProfile.elementwise_max, other)
 
     def _combine(
-        self, of: Callable[[LayerProfile, LayerProfile], LayerProfile], other: BatchSizeProfile
+        self, combine: Callable[[LayerProfile, LayerProfile], LayerProfile], other: BatchSizeProfile
     ) -> BatchSizeProfile:
-        alone = (
+        single_microbatch = (
             None
             if self.single_microbatch is None or other.single_microbatch is None
-            else of(self.single_microbatch, other.single_microbatch)
+            else combine(self.single_microbatch, other.single_microbatch)
         )
-        pieces = tuple(map(of, self.layers, other.layers))
+        layers = tuple(map(combine, self.layers, other.layers))
         return replace(
-            self, layers=pieces, unpartitioned=of(self.unpartitioned, other.unpartitioned), single_microbatch=alone
+            self,
+            layers=layers,
+            unpartitioned=combine(self.unpartitioned, other.unpartitioned),
+            single_microbatch=single_microbatch,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What does not grow with the work.
+    """Times that do not grow with the work.
 
     Args:
-        forward_s: seconds of a call of some blocks forward, beside theirs.
-        backward_s: of one backward.
-        update_s: of an optimizer step, beside the bytes that it goes over.
-        step_s: of a step, for all that is in it beside calls and the update.
-        alone_s: of the same where a step has one microbatch, so that nobody puts together what batch norm has seen.
+        forward_s: seconds of a forward call of some blocks, in addition to the blocks.
+        backward_s: likewise of a backward call.
+        update_s: seconds of an optimizer step, in addition to the time per byte.
+        step_s: seconds of a step, in addition to calls and the update.
+        single_microbatch_step_s: likewise if the step has one microbatch, so that batch norm statistics are not
+            combined.
     """
 
     forward_s: float = 0.0
@@ -164,13 +172,13 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class LayerKey:
-    """What a piece is known by.
+    """What identifies a layer.
 
     Args:
-        name: of the piece.
-        weight_bytes: of the parameters it reads.
+        name: its name.
+        weight_bytes: size of the parameters that it reads.
         cost: its counted work.
-        output_bytes: bytes per sample of what it makes.
+        output_bytes: bytes per sample of what it produces.
     """
 
     name: str
@@ -181,13 +189,13 @@ class LayerKey:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledOn:
-    """On what a model was timed.
+    """Where a model was profiled.
 
     Args:
-        device: its name.
-        threads: with how many a rank computed.
-        optimizer: the name of the optimizer.
-        is_measured: whether it ran; else its operations were counted.
+        device: name of the device.
+        threads: threads per rank.
+        optimizer: name of the optimizer.
+        is_measured: whether the model was run; otherwise its operations were counted.
     """
 
     device: str
@@ -198,17 +206,17 @@ class ProfiledOn:
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """How long the pieces of one model take on one machine, for one or more sizes of microbatches.
+    """The profile of one model on one machine, for one or more sizes of microbatches.
 
     Args:
-        model: its name.
-        pieces: what they are known by.
-        weights: names and bytes of all parameters.
-        machine: on what.
-        points: by size, the smallest first; at least one.
+        model: name of the model.
+        layers: what identifies its layers.
+        params: names and sizes of all parameters.
+        profiled_on: the machine.
+        batch_sizes: one profile per size of microbatches, the smallest first; at least one.
         update_s_per_byte: seconds of an update per byte of parameters.
-        add_s_per_byte: seconds in which one vector is added to another, per byte of parameters.
-        fixed: what does not grow with the work.
+        add_s_per_byte: seconds to add one vector to another, per byte of parameters.
+        overheads: times that do not grow with the work.
     """
 
     model: str
@@ -222,109 +230,113 @@ class ModelProfile:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Size of all parameters."""
         return sum(size for _, size in self.params)
 
     def scale(self, factor: float) -> ModelProfile:
-        """Return what all of it takes on a machine on which everything takes so many times as long."""
+        """Return the profile of a machine on which everything takes ``factor`` times as long."""
         return replace(
             self,
-            batch_sizes=tuple(point.scale_seconds(factor) for point in self.batch_sizes),
+            batch_sizes=tuple(profile.scale_seconds(factor) for profile in self.batch_sizes),
             update_s_per_byte=factor * self.update_s_per_byte,
             add_s_per_byte=factor * self.add_s_per_byte,
             overheads=Overheads(*(factor * seconds for seconds in astuple(self.overheads))),
         )
 
     def at_microbatch_size(self, samples: int) -> BatchSizeProfile:
-        """Return what microbatches of this size take: as measured, on the line between two sizes, else in proportion.
+        """Return the profile for microbatches of one size, interpolated linearly between measured sizes, else scaled.
 
-        Below the smallest size it is on the line through the two smallest, if that is more: weights are read however
-        few samples there are.
+        Below the smallest size it is extrapolated from the two smallest if that is more than proportional scaling
+        gives: weights are read however few samples there are.
 
         Args:
-            samples: in a microbatch, at least 1.
+            samples: samples per microbatch, at least 1.
         """
-        below = [point for point in self.batch_sizes if point.samples <= samples]
-        above = [point for point in self.batch_sizes if point.samples >= samples]
+        below = [profile for profile in self.batch_sizes if profile.samples <= samples]
+        above = [profile for profile in self.batch_sizes if profile.samples >= samples]
         if not above or (not below and len(above) == 1):
             nearest = (below or above)[-1]
             return replace(nearest.scale(samples / nearest.samples), samples=samples)
         low, high = (below[-1], above[0]) if below else (above[0], above[1])
         if low.samples == samples:
             return low
-        share = (samples - low.samples) / (high.samples - low.samples)
-        line = low.scale(1 - share).add(high.scale(share))
+        weight = (samples - low.samples) / (high.samples - low.samples)
+        interpolated = low.scale(1 - weight).add(high.scale(weight))
         if not below:
-            line = line.elementwise_max(low.scale(samples / low.samples))
-        return replace(line, samples=samples)
+            interpolated = interpolated.elementwise_max(low.scale(samples / low.samples))
+        return replace(interpolated, samples=samples)
 
     def match_to(self, model: ModelSpec) -> ModelProfile:
-        """Return the times of a model's own pieces.
+        """Return the profile for the layers of a model.
 
-        It may be cut into other pieces than those that were timed, as a chain of modules is for slices: each gets what
-        is due to its part of the counted work.
+        The model may be split into other layers than the profiled ones, as a chain of modules is for tensor
+        parallelism; each layer then gets the times that belong to its share of the counted work.
 
         Raises:
-            PlanError: it is another model; the message names what tells the two apart.
+            PlanError: it is another model; the message names the difference.
         """
         difference = _describe_difference(self, model)
         if difference:
             raise PlanError(
-                f"the timing is of {self.model}, and this is another model, or the same on inputs of another shape: "
-                f"{difference}; times are of the model they were measured on: profile this one, with `counterpoint "
+                f"the profile is of {self.model}, but this is another model, or the same with inputs of another shape: "
+                f"{difference}; a profile is valid for the profiled model only: profile this one with `counterpoint "
                 "profile JOB` or counterpoint.profile(model, inputs)"
             )
-        pieces = layer_keys(model)
-        if [one.name for one in pieces] == [one.name for one in self.layers]:
+        layers = layer_keys(model)
+        if [layer.name for layer in layers] == [layer.name for layer in self.layers]:
             return self
-        costs = [one.cost for one in self.layers], [one.cost for one in pieces]
-        return replace(self, layers=pieces, batch_sizes=tuple(point.redistribute(*costs) for point in self.batch_sizes))
+        costs = [layer.cost for layer in self.layers], [layer.cost for layer in layers]
+        return replace(
+            self, layers=layers, batch_sizes=tuple(profile.redistribute(*costs) for profile in self.batch_sizes)
+        )
 
     def with_measured_costs(self, model: ModelSpec, samples: int) -> ModelSpec:
-        """Return a model whose pieces cost what they take in seconds per sample, forward and backward, and the loss.
+        """Return a model whose layers cost the seconds per sample that forward, backward and loss take.
 
-        Cuts are then balanced by seconds.
+        Partitions of it are then balanced by time.
 
         Args:
-            model: the one that was timed.
-            samples: in a microbatch.
+            model: the profiled model.
+            samples: samples per microbatch.
 
         Raises:
             PlanError: it is another model.
         """
         times = self.match_to(model).at_microbatch_size(samples).layers
-        weighed = [replace(piece, cost=time.seconds / samples) for piece, time in zip(model.layers, times, strict=True)]
+        weighted = [
+            replace(layer, cost=time.seconds / samples) for layer, time in zip(model.layers, times, strict=True)
+        ]
         blocks = (
-            replace(one, layers=tuple(weighed[one.first_layer : one.first_layer + len(one.layers)]))
-            for one in model.blocks
+            replace(block, layers=tuple(weighted[block.first_layer : block.first_layer + len(block.layers)]))
+            for block in model.blocks
         )
         return replace(model, blocks=tuple(blocks))
 
 
 def layer_keys(model: ModelSpec) -> tuple[LayerKey, ...]:
-    """Return what the pieces of a model are known by; frozen parameters are nobody's."""
+    """Return what identifies the layers of a model; frozen parameters count for no layer."""
     sizes = {param.name: param.num_bytes for param in model.params}
     return tuple(
-        LayerKey(piece.name, sum(sizes.get(name, 0) for name in piece.params), piece.cost, piece.output_bytes)
-        for piece in model.layers
+        LayerKey(layer.name, sum(sizes.get(name, 0) for name in layer.params), layer.cost, layer.output_bytes)
+        for layer in model.layers
     )
 
 
 def param_sizes(model: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """Return the names of all parameters of a model, and their bytes."""
+    """Return the names and sizes of all parameters of a model."""
     return tuple((param.name, param.num_bytes) for param in model.params)
 
 
 def redistribute_by_cost(values: Sequence[float], costs: Sequence[float], other_costs: Sequence[float]) -> list[float]:
-    """Return the figures of the pieces of another cut of a model: each has those of the work that it covers.
+    """Distribute the values of a model's layers over the layers of another split, in proportion to the work they cover.
 
     Args:
-        figures: of each piece, in order.
-        costs: its counted work.
-        others: the counted work of the pieces of the other cut, in order.
+        values: one per layer, in order.
+        costs: the work of each layer.
+        other_costs: the work of each layer of the other split, in order.
 
     Example:
-        >>> shared_out([1.0, 3.0], [10.0, 10.0], [5.0, 15.0])
+        >>> redistribute_by_cost([1.0, 3.0], [10.0, 10.0], [5.0, 15.0])
         [0.5, 3.5]
     """
     total, other_total = sum(costs), sum(other_costs)
@@ -334,11 +346,11 @@ def redistribute_by_cost(values: Sequence[float], costs: Sequence[float], other_
     sums = [0.0, *accumulate(values)]
 
     def until(part: float) -> float:
-        """Return what belongs to the first part of the work."""
+        """Return the cumulative value of the first fraction of the work."""
         at = max(1, min(bisect_left(ends, part - ROUNDING), len(ends) - 1))
         width = ends[at] - ends[at - 1]
-        share = min((part - ends[at - 1]) / width, 1.0) if width else 1.0
-        return sums[at - 1] + share * (sums[at] - sums[at - 1])
+        weight = min((part - ends[at - 1]) / width, 1.0) if width else 1.0
+        return sums[at - 1] + weight * (sums[at] - sums[at - 1])
 
     stops = [until(end / other_total) for end in accumulate(other_costs)]
     stops[-1] = sums[-1]
@@ -346,16 +358,18 @@ def redistribute_by_cost(values: Sequence[float], costs: Sequence[float], other_
 
 
 def _describe_difference(profile: ModelProfile, model: ModelSpec) -> str:
-    """Return in words what tells the timed model from another one; nothing where they are the same."""
-    mine, theirs = profile.params, param_sizes(model)
-    for one, other in zip(mine, theirs, strict=False):
-        if one != other:
-            return f"it has {one[0]} with {one[1]} bytes, where this model has {other[0]} with {other[1]}"
-    if len(mine) != len(theirs):
-        return f"it has {len(mine)} parameters, but this model has {len(theirs)}"
-    made = profile.layers[-1].output_bytes, model.layers[-1].output_bytes
+    """Return what distinguishes the profiled model from another one; "" if they are the same."""
+    own_params, model_params = profile.params, param_sizes(model)
+    for own, other in zip(own_params, model_params, strict=False):
+        if own != other:
+            return f"it has {own[0]} with {own[1]} bytes, where this model has {other[0]} with {other[1]}"
+    if len(own_params) != len(model_params):
+        return f"it has {len(own_params)} parameters, but this model has {len(model_params)}"
+    output_bytes = profile.layers[-1].output_bytes, model.layers[-1].output_bytes
     return (
-        f"its output has {made[0]} bytes per sample, but that of this model has {made[1]}" if len(set(made)) > 1 else ""
+        f"its output has {output_bytes[0]} bytes per sample, but that of this model has {output_bytes[1]}"
+        if len(set(output_bytes)) > 1
+        else ""
     )
 
 
@@ -363,64 +377,64 @@ FORMAT_VERSION = 3
 FORMAT_NAME = "counterpoint profile"
 T = TypeVar("T")
 SIGNED_FIELDS = {"accumulate_s"}
-"""Figures that are differences."""
+"""Fields that may be negative."""
 
 
 def format_profile(profile: ModelProfile) -> str:
-    """Return a timing as JSON, which :func:`parse_profile` reads as an equal one.
+    """Format a profile as JSON, which :func:`parse_profile` parses.
 
     Example:
-        >>> from counterpoint.model.model_profile import PieceTime
-        >>> took = PieceTime(1e-3, 2e-3, 1e-3, 1e-3)
-        >>> timing = Timing(
-        ...     "Linear", (Known("0", 16, 8.0, 4),), (("0.weight", 16),), Machine("a core"), (Point(1, (took,), took),)
-        ... )
-        >>> read_timing(write_timing(timing)) == timing
+        >>> from counterpoint.model.model_profile import LayerProfile
+        >>> layer = LayerProfile(1e-3, 2e-3, 1e-3, 1e-3)
+        >>> keys, params = (LayerKey("0", 16, 8.0, 4),), (("0.weight", 16),)
+        >>> profile = ModelProfile("Linear", keys, params, ProfiledOn("cpu"), (BatchSizeProfile(1, (layer,), layer),))
+        >>> parse_profile(format_profile(profile)) == profile
         True
     """
     return json.dumps({FORMAT_NAME: FORMAT_VERSION, **asdict(profile)}, indent=1) + "\n"
 
 
 def profile_path_for(plan: Path) -> Path:
-    """Return where the timing stands by which a plan in a file was ranked and cut.
+    """Return the path of the profile that belongs to a plan file.
 
     Example:
-        >>> file_beside(Path("plan.yaml")).name
+        >>> profile_path_for(Path("plan.yaml")).name
         'plan.profile.json'
     """
     return plan.with_suffix(".profile.json")
 
 
 def parse_profile(text: str) -> ModelProfile:
-    """Return the timing that a text holds.
+    """Parse a profile.
 
     Raises:
-        PlanError: it is none, or of another version, or a figure in it cannot be.
+        PlanError: the text is not a profile, or of another version, or a value is out of range.
     """
     try:
         loaded: Any = json.loads(text)
-    except ValueError as wrong:
-        raise PlanError(f"this is no timing: {wrong}; `counterpoint profile JOB --out FILE` writes one") from None
+    except ValueError as error:
+        raise PlanError(f"this is not a profile: {error}; `counterpoint profile JOB --out FILE` writes one") from None
     if not isinstance(loaded, dict) or FORMAT_NAME not in loaded:
         raise PlanError(
-            f"this is no timing: it has no {FORMAT_NAME!r}; `counterpoint profile JOB --out FILE` writes one"
+            f"this is not a profile: it has no {FORMAT_NAME!r}; `counterpoint profile JOB --out FILE` writes one"
         )
     if loaded[FORMAT_NAME] != FORMAT_VERSION:
         raise PlanError(
-            f"the timing is of version {loaded[FORMAT_NAME]!r}, but only version {FORMAT_VERSION} can be read; profile the model anew"
+            f"the profile has version {loaded[FORMAT_NAME]!r}, but only version {FORMAT_VERSION} can be read; "
+            "profile the model again"
         )
     try:
         return _build_profile(loaded)
-    except (KeyError, TypeError, ValueError) as wrong:
-        found = f"no {wrong}" if isinstance(wrong, KeyError) else wrong
-        raise PlanError(f"this is no whole timing: {found}; profile the model again") from None
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else error
+        raise PlanError(f"this is not a complete profile: {problem}; profile the model again") from None
 
 
 def load_profile(path: Path) -> ModelProfile:
-    """Return the timing that a file holds.
+    """Load a profile from a file.
 
     Raises:
-        PlanError: it cannot be read, or :func:`parse_profile` refuses it.
+        PlanError: the file cannot be read, or :func:`parse_profile` rejects it.
     """
     try:
         return parse_profile(path.read_text(encoding="utf-8"))
@@ -433,21 +447,23 @@ def load_profile(path: Path) -> ModelProfile:
 def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
     machine = loaded["profiled_on"]
     points = tuple(_build_batch_size(entry) for entry in loaded["batch_sizes"])
-    pieces = tuple(
+    layers = tuple(
         LayerKey(
             str(entry["name"]), int(entry["weight_bytes"]), _parse_number(entry["cost"]), int(entry["output_bytes"])
         )
         for entry in loaded["layers"]
     )
-    sizes = [point.samples for point in points]
+    sizes = [profile.samples for profile in points]
     if not points or sizes != sorted(set(sizes)) or sizes[0] < 1:
-        raise ValueError(f"its sizes of microbatches are {sizes}, which do not grow from 1 or more")
-    for point in points:
-        if len(point.layers) != len(pieces):
-            raise ValueError(f"it has {len(pieces)} pieces, but for {point.samples} samples {len(point.layers)} times")
+        raise ValueError(f"its microbatch sizes are {sizes}, but must be increasing and at least 1")
+    for profile in points:
+        if len(profile.layers) != len(layers):
+            raise ValueError(
+                f"it has {len(layers)} layers, but for {profile.samples} samples {len(profile.layers)} times"
+            )
     return ModelProfile(
         model=str(loaded["model"]),
-        layers=pieces,
+        layers=layers,
         params=tuple((str(name), int(size)) for name, size in loaded["params"]),
         profiled_on=ProfiledOn(
             str(machine["device"]), int(machine["threads"]), str(machine["optimizer"]), bool(machine["is_measured"])
@@ -460,18 +476,17 @@ def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
 
 
 def _build_batch_size(entry: dict[str, Any]) -> BatchSizeProfile:
-    pieces = tuple(_parse_fields(LayerProfile, one) for one in entry["layers"])
-    alone = entry["single_microbatch"]
+    layers = tuple(_parse_fields(LayerProfile, layer) for layer in entry["layers"])
+    single_microbatch = entry["single_microbatch"]
     return BatchSizeProfile(
         int(entry["samples"]),
-        pieces,
+        layers,
         _parse_fields(LayerProfile, entry["unpartitioned"]),
-        None if alone is None else _parse_fields(LayerProfile, alone),
+        None if single_microbatch is None else _parse_fields(LayerProfile, single_microbatch),
     )
 
 
 def _parse_fields(kind: type[T], entry: dict[str, Any]) -> T:
-    """Return a value all of whose fields are figures."""
     return kind(
         **{
             field.name: _parse_number(entry[field.name], is_signed=field.name in SIGNED_FIELDS)
@@ -482,7 +497,7 @@ def _parse_fields(kind: type[T], entry: dict[str, Any]) -> T:
 
 def _parse_number(value: object, *, is_signed: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise ValueError(f"{value!r} is no time and no size; both are finite")
+        raise ValueError(f"{value!r} is not a time or a size; both are finite")
     if value < 0 and not is_signed:
-        raise ValueError(f"{value!r} is no time and no size; both are finite and at least 0")
+        raise ValueError(f"{value!r} is not a time or a size; both are finite and at least 0")
     return float(value)

@@ -1,7 +1,8 @@
-"""A model as strategies see it: blocks in order, each with parameters and cost, and what they make for each other.
+"""Models as strategies see them: blocks in order, each with parameters and cost, and the values between them.
 
-A *piece* is the finest part a model can be cut into; a *block* is a run of pieces that a program names with
-one number; a *unit* is the parameters used by exactly the same set of blocks, which move together.
+A *layer* is the finest part that a model can be split into; a *block* is a run of layers that a program addresses with
+one index; a *unit* (as in FSDP) is the set of parameters used by exactly the same blocks, which are communicated
+together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from counterpoint.program.units import Unit as Unit
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the whole model, before any slicing."""
+    """One parameter of the whole model, before sharding."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,23 +27,23 @@ class Param:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers the parameter holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the parameter holds."""
+        """Size in bytes."""
         return self.num_elements * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelSpec:
-    """A piece that may run as slices of one named dim, its partial outputs added up afterwards.
+    """How a layer can be sharded along one named dim, its partial outputs summed afterwards.
 
     Args:
-        dim: the name of the dim that is sliced, ``hidden`` or ``heads`` for instance.
-        slices: for each sliced parameter, its name and the index of its sliced dim.
-        size: how long the dim is in its own grain (heads, not features); slices must divide it.
+        dim: name of the sharded dim, for example ``hidden`` or ``heads``.
+        sharded_dims: for each sharded parameter, its name and the index of the sharded dim.
+        dim_size: size of the dim in its own granularity (heads instead of features); shards must divide it.
         output_bytes: bytes per sample of the partial output ``y``.
         input_bytes: bytes per sample of the partial input gradient ``dx``.
     """
@@ -59,13 +60,14 @@ class LayerSpec:
     """The finest part of a model.
 
     Args:
-        name: a module path, or what stands between two modules.
+        name: a module path, or what is between two modules.
         params: names of the parameters it reads.
-        cost: forward work of one sample, in any unit that is the same for all pieces.
-        output_bytes: bytes per sample of everything it makes for those behind it, or of its part of the output.
-        split: how it may be sliced, if it may.
-        starts: the modules that begin with it, the outer ones first.
-        may_begin: whether a stage may begin with it inside a block, because no more is sent there than between blocks.
+        cost: forward work for one sample, in a unit that is the same for all layers.
+        output_bytes: bytes per sample of all values it produces for later layers, or of its part of the output.
+        tp: how it can be sharded, if it can.
+        modules_started: the modules that begin with it, the outermost first.
+        can_start_stage: whether a pipeline stage may begin with it inside a block, because no more is sent there than
+            between blocks.
     """
 
     name: str
@@ -79,12 +81,13 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of pieces that programs name with one number.
+    """A run of layers that programs address with one index.
 
     Args:
-        pieces: what it runs, in order.
-        first_piece: index of its first piece in the model.
-        num_slices: how many ranks share it; more than 1 only for a single piece with a split.
+        layers: its layers, in order.
+        first_layer: index of its first layer in the model.
+        tp_degree: number of ranks that share it; more than 1 only for a single layer with a tensor-parallel
+            specification.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -93,45 +96,45 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The names of the first and the last piece."""
+        """The names of its first and last layer."""
         first, last = self.layers[0].name, self.layers[-1].name
         return first if first == last else f"{first}..{last}"
 
     @property
     def params(self) -> tuple[str, ...]:
         """Names of all parameters it reads, each once."""
-        return tuple(dict.fromkeys(name for piece in self.layers for name in piece.params))
+        return tuple(dict.fromkeys(name for layer in self.layers for name in layer.params))
 
     @property
     def cost(self) -> float:
-        """Forward work of one sample on one rank."""
-        return sum(piece.cost for piece in self.layers) / self.tp_degree
+        """Forward work for one sample on one rank."""
+        return sum(layer.cost for layer in self.layers) / self.tp_degree
 
     @property
     def output_bytes(self) -> int:
-        """Bytes per sample of what its last piece makes, which in a chain is all that leaves it."""
+        """Bytes per sample that its last layer produces; in a chain, all that leaves the block."""
         return self.layers[-1].output_bytes
 
     @property
     def tp(self) -> TensorParallelSpec | None:
-        """How the block is sliced; None when every rank runs all of it."""
+        """How the block is sharded; None if every rank runs all of it."""
         return self.layers[0].tp if self.tp_degree > 1 else None
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The blocks that a plan is compiled for, in the order in which they run.
+    """The blocks that a plan is compiled for, in execution order.
 
     Args:
         blocks: the blocks.
         params: all parameters.
-        values: what pieces make for later ones; empty for a chain, where each makes one value for the next.
-        heads: the pieces with which the chunks of a pipeline begin, where it has chosen them.
-        chained: the same model as plans get it that slice no layer, where it is cut otherwise for them.
+        values: what layers produce for later ones; empty for a chain, in which each produces one value for the next.
+        chunk_starts: the layers with which the chunks of a pipeline begin, if it has chosen them.
+        variant_without_tp: the same model for plans without tensor parallelism, if it is split differently for them.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> chain(3).units[(2,)]
+        >>> from counterpoint.model.spec import linear_chain
+        >>> linear_chain(3).units[(2,)]
         ('block2.weight',)
     """
 
@@ -143,51 +146,51 @@ class ModelSpec:
 
     @property
     def without_tp(self) -> ModelSpec:
-        """The model as plans get it that slice no layer."""
+        """The model for plans without tensor parallelism."""
         return self if self.variant_without_tp is None else self.variant_without_tp
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the model has."""
+        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """All pieces of all blocks, in order."""
-        return tuple(piece for block in self.blocks for piece in block.layers)
+        """All layers of all blocks, in order."""
+        return tuple(layer for block in self.blocks for layer in block.layers)
 
     @cached_property
     def units(self) -> dict[Unit, tuple[str, ...]]:
-        """The parameters of each unit, in the model's order; parameters no block uses are left out."""
-        users: dict[str, list[int]] = {}
+        """The parameters of each unit, in the model's order, without parameters that no block uses."""
+        blocks_using: dict[str, list[int]] = {}
         for index, block in enumerate(self.blocks):
             for name in block.params:
-                users.setdefault(name, []).append(index)
+                blocks_using.setdefault(name, []).append(index)
         units: dict[Unit, list[str]] = {}
         for param in self.params:
-            if param.name in users:
-                units.setdefault(tuple(users[param.name]), []).append(param.name)
+            if param.name in blocks_using:
+                units.setdefault(tuple(blocks_using[param.name]), []).append(param.name)
         return {unit: tuple(units[unit]) for unit in sorted(units, key=lambda unit: (len(unit) > 1, unit))}
 
     @property
     def block_of_layer(self) -> list[int]:
-        """For each piece its block."""
+        """The block of each layer."""
         return blocks_of_layers([len(block.layers) for block in self.blocks])
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """What blocks make for others, by maker and readers."""
+        """The edges between blocks, sorted by producer and consumers."""
         if self.values:
             return build_edges(self.values, self.block_of_layer)
         sizes = [block.output_bytes for block in self.blocks[:-1]]
         return tuple(Edge(block, (block + 1,), size, size) for block, size in enumerate(sizes))
 
     def find_edge(self, endpoints: tuple[int, ...]) -> Edge | None:
-        """Return the strand with this maker and these readers, if there is one."""
+        """Return the edge with these endpoints, if there is one."""
         return next((strand for strand in self.edges if strand.endpoints == endpoints), None)
 
     def outgoing_bytes(self, block: int) -> int:
-        """Return how many bytes per sample a block makes for others; of the last one, the output's."""
+        """Return the bytes per sample that a block produces for others; for the last block, those of the output."""
         if block == self.num_blocks - 1 or not self.values:
             return self.blocks[block].output_bytes
         return sum(strand.num_bytes for strand in self.edges if strand.producer == block)
@@ -196,53 +199,53 @@ class ModelSpec:
     def input_blocks(self) -> frozenset[int]:
         """The blocks that read the model's inputs."""
         block_of = self.block_of_layer
-        pieces = {piece for value in self.values if value.producer == INPUT for piece in value.consumers}
-        return frozenset(block_of[piece] for piece in pieces) if self.values else frozenset({0})
+        layers = {layer for value in self.values if value.producer == INPUT for layer in value.consumers}
+        return frozenset(block_of[layer] for layer in layers) if self.values else frozenset({0})
 
     def shard_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter on one rank, after slicing."""
+        """Return the shape of a parameter on one rank, after tensor-parallel sharding."""
         shape = list(next(param.shape for param in self.params if param.name == name))
         for block in self.blocks:
             if block.tp is not None:
-                for sliced, dim in block.tp.sharded_dims:
-                    if sliced == name:
+                for name_of_shard, dim in block.tp.sharded_dims:
+                    if name_of_shard == name:
                         shape[dim] //= block.tp_degree
         return tuple(shape)
 
     def unit_bytes(self, unit: Unit, codec: str = "") -> int:
-        """Return how many parameter bytes one rank holds for a unit, after slicing; or its gradient's in a code."""
+        """Return the bytes of a unit's parameters on one rank, or of its gradient if a codec is given."""
         size = {param.name: param.item_bytes for param in self.params}
         if codec:
-            found = find_codec(codec)
-            return sum(found.encoded_bytes(self.shard_shape(name), size[name]) for name in self.units[unit])
+            codec_spec = find_codec(codec)
+            return sum(codec_spec.encoded_bytes(self.shard_shape(name), size[name]) for name in self.units[unit])
         return sum(math.prod(self.shard_shape(name)) * size[name] for name in self.units[unit])
 
     def split_out_tp_blocks(self, dims: tuple[str, ...], tp_degree: int) -> ModelSpec:
-        """Return the model with every piece that splits along one of ``dims`` as a block of its own."""
+        """Return the model with every layer that can be sharded along one of ``dims`` as a block of its own."""
         blocks: list[Block] = []
         for block in self.blocks:
-            run: list[LayerSpec] = []
-            start = block.first_layer
-            for index, piece in enumerate(block.layers, block.first_layer):
-                if block.tp_degree == 1 and piece.tp is not None and piece.tp.dim in dims:
-                    if run:
-                        blocks.append(Block(tuple(run), start))
-                    blocks.append(Block((piece,), index, tp_degree))
-                    run, start = [], index + 1
+            layer_run: list[LayerSpec] = []
+            run_start = block.first_layer
+            for index, layer in enumerate(block.layers, block.first_layer):
+                if block.tp_degree == 1 and layer.tp is not None and layer.tp.dim in dims:
+                    if layer_run:
+                        blocks.append(Block(tuple(layer_run), run_start))
+                    blocks.append(Block((layer,), index, tp_degree))
+                    layer_run, run_start = [], index + 1
                 else:
-                    run.append(piece)
-            if run:
-                blocks.append(Block(tuple(run), start, block.tp_degree))
+                    layer_run.append(layer)
+            if layer_run:
+                blocks.append(Block(tuple(layer_run), run_start, block.tp_degree))
         return replace(self, blocks=tuple(blocks))
 
 
 def linear_chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> ModelSpec:
-    """Return a model of equal blocks, each one linear layer with a dim ``hidden`` that may be sliced.
+    """Return a chain of equal blocks, each one linear layer with a dim ``hidden`` that can be sharded.
 
     Args:
-        num_blocks: how many blocks.
+        num_blocks: number of blocks.
         width: the layer is ``width x width``; one sample is ``width`` float32 numbers.
-        tied: whether the first and the last block use the same weight.
+        tied: whether the first and the last block share one weight.
     """
     names = [f"block{index}.weight" for index in range(num_blocks)]
     if tied and num_blocks > 1:
@@ -252,6 +255,6 @@ def linear_chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> Mo
     for index, name in enumerate(names):
         may_split = not (tied and index in {0, num_blocks - 1})
         split = TensorParallelSpec("hidden", ((name, 0),), width, 4 * width, 4 * width) if may_split else None
-        piece = LayerSpec(f"block{index}", (name,), cost=1.0, output_bytes=4 * width, tp=split)
-        blocks.append(Block((piece,), index))
+        layer = LayerSpec(f"block{index}", (name,), cost=1.0, output_bytes=4 * width, tp=split)
+        blocks.append(Block((layer,), index))
     return ModelSpec(tuple(blocks), params)

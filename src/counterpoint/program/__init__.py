@@ -1,1 +1,1 @@
-"""The one intermediate form: instructions, rows, text, the walk, the laws, the rewrites, the trace."""
+"""Programs: the intermediate representation between plans and execution, its text form, rewrites and verification."""

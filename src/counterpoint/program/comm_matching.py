@@ -1,7 +1,7 @@
-"""Which words of other ranks a word waits for: the same whatever the clock says.
+"""Match each send, push and collective call with its counterparts on other ranks, independently of timing.
 
-Messages of one value between two ranks arrive in the order in which they were sent, and the members of a group
-call its collectives in one order, so that who meets whom can be read off the rows without running them.
+Messages with one tensor between two ranks arrive in the order in which they were sent, and the members of a group call
+its collectives in the same order, so that the counterparts can be read off the program without running it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Instructions
 
 Location: TypeAlias = tuple[int, int]
-"""A rank, and the index of a word in its row."""
+"""A rank, and the index of an instruction of that rank."""
 TypeIndices: TypeAlias = defaultdict[type[Instruction], list[int]]
-"""The indices of the words of each kind in one row."""
+"""The indices of the instructions of each type of one rank."""
 
 
 @dataclass(slots=True)
 class CommMatches:
-    """Who meets whom.
+    """Which instructions communicate with each other.
 
     Args:
-        source: for each receive the send that it takes; for each push the serve that answers it, for each pull the
-            serve that it waits for; for each wait its own start.
-        seat: for each push and pull its place in the serve's order of workers and units.
-        call: for each collective, start and commit the number of the call; its members share it.
-        members: the places of each call.
+        producer: for each receive, the matching send; for each push and pull, the :class:`ApplyPushes` that answers it;
+            for each wait of a collective, its own start.
+        slot: for each push and pull, its position in the server's sequence of workers and units.
+        collective_id: for each collective, start and commit, the number of the call, which its members share.
+        participants: the locations of each call.
     """
 
     producer: dict[Location, Location] = field(default_factory=dict)
@@ -49,82 +49,98 @@ class CommMatches:
     participants: list[list[Location]] = field(default_factory=list)
 
 
-def match_communication(rows: Sequence[Instructions], type_indices: Sequence[TypeIndices] | None = None) -> CommMatches:
-    """Return who meets whom in rows that keep the laws 1 to 3; ``kinds`` are those of the rows, if they are at hand."""
-    found = CommMatches()
-    type_indices = type_indices or [index_by_type(row) for row in rows]
-    _match_messages(rows, type_indices, found)
-    _match_collectives(rows, type_indices, found)
-    _match_servers(rows, type_indices, found)
-    return found
+def match_communication(
+    rank_instructions: Sequence[Instructions], type_indices: Sequence[TypeIndices] | None = None
+) -> CommMatches:
+    """Match the communication of a program that obeys rules 1 to 3.
+
+    Args:
+        rank_instructions: unrolled instructions, per rank.
+        type_indices: the result of :func:`index_by_type` for each rank, if it is known already.
+    """
+    matches = CommMatches()
+    type_indices = type_indices or [index_by_type(instructions) for instructions in rank_instructions]
+    _match_messages(rank_instructions, type_indices, matches)
+    _match_collectives(rank_instructions, type_indices, matches)
+    _match_servers(rank_instructions, type_indices, matches)
+    return matches
 
 
-def index_by_type(row: Instructions) -> TypeIndices:
-    """Return at which indices a row has words of each kind: most words meet nobody, and are looked at only once."""
-    places: TypeIndices = defaultdict(list)
-    for index, word in enumerate(row):
-        places[type(word)].append(index)
-    return places
+def index_by_type(instructions: Instructions) -> TypeIndices:
+    """Return the indices of the instructions of each type, so that many local instructions are visited only once."""
+    indices_by_type: TypeIndices = defaultdict(list)
+    for index, instruction in enumerate(instructions):
+        indices_by_type[type(instruction)].append(index)
+    return indices_by_type
 
 
-def _match_messages(rows: Sequence[Instructions], type_indices: Sequence[TypeIndices], found: CommMatches) -> None:
+def _match_messages(
+    rank_instructions: Sequence[Instructions], type_indices: Sequence[TypeIndices], matches: CommMatches
+) -> None:
     sent: defaultdict[tuple[TensorRef, int, int], deque[int]] = defaultdict(deque)
-    for rank, row in enumerate(rows):
+    for rank, instructions in enumerate(rank_instructions):
         for index in type_indices[rank][Send]:
-            word = row[index]
-            assert isinstance(word, Send), "found by its kind"
-            sent[word.tensor, rank, word.peer].append(index)
-    for rank, row in enumerate(rows):
+            instruction = instructions[index]
+            assert isinstance(instruction, Send), "indexed by type"
+            sent[instruction.tensor, rank, instruction.peer].append(index)
+    for rank, instructions in enumerate(rank_instructions):
         for index in type_indices[rank][Recv]:
-            word = row[index]
-            assert isinstance(word, Recv), "found by its kind"
-            found.producer[rank, index] = (word.peer, sent[word.tensor, word.peer, rank].popleft())
+            instruction = instructions[index]
+            assert isinstance(instruction, Recv), "indexed by type"
+            matches.producer[rank, index] = (
+                instruction.peer,
+                sent[instruction.tensor, instruction.peer, rank].popleft(),
+            )
 
 
-def _match_collectives(rows: Sequence[Instructions], type_indices: Sequence[TypeIndices], found: CommMatches) -> None:
+def _match_collectives(
+    rank_instructions: Sequence[Instructions], type_indices: Sequence[TypeIndices], matches: CommMatches
+) -> None:
     groups = GroupInterner()
     calls: defaultdict[int, list[int]] = defaultdict(list)  # of each group
-    members, call = found.participants, found.collective_id
-    for rank, row in enumerate(rows):
-        made: defaultdict[int, int] = defaultdict(int)
+    participants = matches.participants
+    for rank, instructions in enumerate(rank_instructions):
+        num_calls: defaultdict[int, int] = defaultdict(int)
         started: dict[tuple[int, str, TensorRef], int] = {}
         for index in sorted(type_indices[rank][Collective] + type_indices[rank][Commit]):
-            word = row[index]
-            assert isinstance(word, Collective | Commit), "found by its kind"
-            group = groups.intern(word.group)
-            if isinstance(word, Collective) and word.phase:
-                if word.phase == "wait":
-                    found.producer[rank, index] = (rank, started[group, word.op, word.tensor])
+            instruction = instructions[index]
+            assert isinstance(instruction, Collective | Commit), "indexed by type"
+            group = groups.intern(instruction.group)
+            if isinstance(instruction, Collective) and instruction.phase:
+                if instruction.phase == "wait":
+                    matches.producer[rank, index] = (rank, started[group, instruction.op, instruction.tensor])
                     continue
-                started[group, word.op, word.tensor] = index
-            numbers, nth = calls[group], made[group]
-            if nth == len(numbers):
-                numbers.append(len(members))
-                members.append([])
-            made[group] = nth + 1
-            number, place = numbers[nth], (rank, index)
-            members[number].append(place)
-            call[place] = number
+                started[group, instruction.op, instruction.tensor] = index
+            collective_ids, call_index = calls[group], num_calls[group]
+            if call_index == len(collective_ids):
+                collective_ids.append(len(participants))
+                participants.append([])
+            num_calls[group] = call_index + 1
+            collective_id, location = collective_ids[call_index], (rank, index)
+            participants[collective_id].append(location)
+            matches.collective_id[location] = collective_id
 
 
-def _match_servers(rows: Sequence[Instructions], type_indices: Sequence[TypeIndices], found: CommMatches) -> None:
-    seats: defaultdict[tuple[int, int, tuple[int, ...]], deque[tuple[int, int]]] = defaultdict(deque)
-    for rank, row in enumerate(rows):
+def _match_servers(
+    rank_instructions: Sequence[Instructions], type_indices: Sequence[TypeIndices], matches: CommMatches
+) -> None:
+    slots: defaultdict[tuple[int, int, tuple[int, ...]], deque[tuple[int, int]]] = defaultdict(deque)
+    for rank, instructions in enumerate(rank_instructions):
         for index in type_indices[rank][ApplyPushes]:
-            word = row[index]
-            assert isinstance(word, ApplyPushes), "found by its kind"
-            pairs = [(worker, unit) for worker in word.workers for unit in word.units]
-            for seat, (worker, unit) in enumerate(pairs):
-                seats[rank, worker, unit].append((index, seat))
-    if not seats:
+            instruction = instructions[index]
+            assert isinstance(instruction, ApplyPushes), "indexed by type"
+            pairs = [(worker, unit) for worker in instruction.workers for unit in instruction.units]
+            for slot, (worker, unit) in enumerate(pairs):
+                slots[rank, worker, unit].append((index, slot))
+    if not slots:
         return
-    taken: defaultdict[tuple[int, int, tuple[int, ...], type[Instruction]], int] = defaultdict(int)
-    for rank, row in enumerate(rows):
+    num_taken: defaultdict[tuple[int, int, tuple[int, ...], type[Instruction]], int] = defaultdict(int)
+    for rank, instructions in enumerate(rank_instructions):
         for index in sorted(type_indices[rank][Push] + type_indices[rank][Pull]):
-            word = row[index]
-            assert isinstance(word, Push | Pull), "found by its kind"
-            key = (word.peer, rank, word.tensor.blocks)
-            serve, seat = seats[key][taken[*key, type(word)]]
-            taken[*key, type(word)] += 1
-            found.producer[rank, index] = (word.peer, serve)
-            found.slot[rank, index] = seat
+            instruction = instructions[index]
+            assert isinstance(instruction, Push | Pull), "indexed by type"
+            key = (instruction.peer, rank, instruction.tensor.blocks)
+            server_index, slot = slots[key][num_taken[*key, type(instruction)]]
+            num_taken[*key, type(instruction)] += 1
+            matches.producer[rank, index] = (instruction.peer, server_index)
+            matches.slot[rank, index] = slot

@@ -1,4 +1,4 @@
-"""Count the bytes that a program's words move."""
+"""Count the bytes that the instructions of a program send."""
 
 from __future__ import annotations
 
@@ -14,70 +14,74 @@ from counterpoint.program.program import Instructions, Program
 
 
 class SizeFn(Protocol):
-    """How large values are."""
+    """Function that returns the size of tensors."""
 
-    def __call__(self, value: TensorRef, code: str = "") -> int:
-        """Return the bytes of a whole value on one rank, as it is or written in a code."""
+    def __call__(self, tensor: TensorRef, codec: str = "", /) -> int:
+        """Return the bytes of a whole tensor on one rank, encoded by a compression codec if one is given."""
         ...
 
 
 def sent_bytes(program: Program, size_of: SizeFn) -> tuple[Fraction, ...]:
     """Return the bytes that each rank sends in one repetition of the body.
 
-    Collectives count what a ring sends: ``2 (n-1)/n`` of the value for a sum or a mean, ``(n-1)/n`` for a share or a
-    join; a copy counts ``n-1`` values at its root. A sum with a code counts encoded values, ``n-1`` of them where they
-    are gathered. Commits carry a few dozen bytes and count nothing.
+    Collectives count what a ring algorithm sends: ``2 (n-1)/n`` of the tensor for an all-reduce, ``(n-1)/n`` for a
+    reduce-scatter or an all-gather; a broadcast counts ``n-1`` tensors at its root. A compressed all-reduce counts
+    encoded bytes, ``n-1`` times if the codec gathers them. Commits send a few dozen bytes, which are not counted.
 
     Args:
-        program: what is counted.
-        size_of: bytes of a whole value on one rank.
+        program: the program.
+        size_of: bytes of a whole tensor on one rank.
     """
-    return tuple(_rank_bytes(rank, row.body, size_of) for rank, row in enumerate(program.rank_programs))
+    return tuple(
+        _rank_bytes(rank, rank_program.body, size_of) for rank, rank_program in enumerate(program.rank_programs)
+    )
 
 
-def _rank_bytes(rank: int, words: Instructions, size_of: SizeFn) -> Fraction:
-    sums: defaultdict[int, int] = defaultdict(int)  # by denominator: adding fractions one by one is slow
-    for _, part, size in _sends(rank, words, size_of):
-        sums[part.denominator] += part.numerator * size
-    return sum((Fraction(total, denominator) for denominator, total in sums.items()), Fraction(0))
+def _rank_bytes(rank: int, instructions: Instructions, size_of: SizeFn) -> Fraction:
+    totals: defaultdict[int, int] = defaultdict(int)  # by denominator, because adding fractions one by one is slow
+    for _, factor, size in _sends(rank, instructions, size_of):
+        totals[factor.denominator] += factor.numerator * size
+    return sum((Fraction(total, denominator) for denominator, total in totals.items()), Fraction(0))
 
 
-def row_traffic(rank: int, words: Instructions, size_of: SizeFn) -> Iterator[tuple[Instruction, Fraction | int]]:
-    """Yield every word with the bytes that the rank sends because of it."""
-    for word, part, size in _sends(rank, words, size_of):
-        yield word, part * size
-
-
-def _sends(rank: int, words: Instructions, size_of: SizeFn) -> Iterator[tuple[Instruction, Fraction | int, int]]:
-    """Yield every word with what it sends: a part or a multiple, of how many bytes."""
-    parts: dict[tuple[int, ...], Fraction] = {}
-    for word in words:
-        match word:
+def _sends(rank: int, instructions: Instructions, size_of: SizeFn) -> Iterator[tuple[Instruction, Fraction | int, int]]:
+    """Yield every instruction with the factor and the number of bytes whose product it sends."""
+    shard_fractions: dict[tuple[int, ...], Fraction] = {}
+    for instruction in instructions:
+        match instruction:
             case Collective(phase="wait"):
-                yield word, 0, 0
-            case Collective(_, value, group, codec=code) if code:
-                yield word, ring_volume_factor(code, len(group)), size_of(value, code)
-            case Collective(verb, value, group):
-                sent = _collective_volume(verb, len(group), is_root=rank == group[0])
-                if value.name == "grad":
-                    sent *= parts.get(value.blocks, 1) if verb == "all_reduce" else 1
-                    if verb == "reduce_scatter":
-                        parts[value.blocks] = Fraction(1, len(group))
-                yield word, sent, size_of(value)
-            case Send(value, codec=code) | Push(value, codec=code):
-                yield word, 1, size_of(value, code)
-            case ApplyPushes(units, workers) if word.replies:
-                yield word, len(workers), sum(size_of(weight(unit)) for unit in units)
+                yield instruction, 0, 0
+            case Collective(_, tensor, group, codec=codec) if codec:
+                yield instruction, ring_volume_factor(codec, len(group)), size_of(tensor, codec)
+            case Collective(op, tensor, group):
+                factor = _collective_volume(op, len(group), is_root=rank == group[0])
+                if tensor.name == "grad":
+                    factor *= shard_fractions.get(tensor.blocks, 1) if op == "all_reduce" else 1
+                    if op == "reduce_scatter":
+                        shard_fractions[tensor.blocks] = Fraction(1, len(group))
+                yield instruction, factor, size_of(tensor)
+            case Send(tensor, codec=codec) | Push(tensor, codec=codec):
+                yield instruction, 1, size_of(tensor, codec)
+            case ApplyPushes(units, workers) if instruction.replies:
+                yield instruction, len(workers), sum(size_of(weight(unit)) for unit in units)
             case _:
-                yield word, 0, 0
+                yield instruction, 0, 0
 
 
 @cache
-def _collective_volume(verb: str, num_members: int, *, is_root: bool) -> Fraction:
-    if verb == "broadcast":
+def _collective_volume(op: str, num_members: int, *, is_root: bool) -> Fraction:
+    if op == "broadcast":
         return Fraction(num_members - 1 if is_root else 0)
     return (
         ring_volume_factor("", num_members)
-        if verb in {"all_reduce", "all_reduce_mean"}
+        if op in {"all_reduce", "all_reduce_mean"}
         else Fraction(num_members - 1, num_members)
     )
+
+
+def bytes_by_instruction(
+    rank: int, instructions: Instructions, size_of: SizeFn
+) -> Iterator[tuple[Instruction, Fraction | int]]:
+    """Yield every instruction with the bytes that the rank sends because of it."""
+    for instruction, factor, size in _sends(rank, instructions, size_of):
+        yield instruction, factor * size

@@ -1,7 +1,7 @@
-"""Codes: how a sum of gradients may be written on the wire, and how many bytes that takes.
+"""Compression codecs for gradients: their names, parameters and encoded sizes.
 
-A code is pure data: a name, perhaps a number, and the formula of its bytes. What it does with tensors is written in
-``fabric/compression.py``. Every parameter of a unit is written apart, so that the bytes follow from its shape.
+A codec is described by pure data here; :mod:`counterpoint.fabric.compression` applies it to tensors. Every parameter of
+a unit is encoded separately, so that the encoded size follows from its shape.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from typing import Literal, TypeAlias
 from counterpoint.errors import ProgramError
 
 CHUNK_ELEMENTS = 1024
-"""So many numbers of a parameter share a scale; the last chunk of a parameter may be shorter."""
+"""Number of consecutive elements of a parameter that share one scale; the last chunk of a parameter may be shorter."""
 
 INDEX_BYTES = 4
 CODEC_PATTERN = r"[a-z][a-z0-9]*(?::\d+(?:\.\d+)?)?"
-"""The text of a code, as a regular expression."""
+"""Regular expression for the text of a codec, such as ``int8`` or ``topk:0.01``."""
 
 ReductionMethod: TypeAlias = Literal["reduce", "reduce twice", "gather"]
 EncodedSize: TypeAlias = Callable[[tuple[int, ...], int, Fraction], int]
-"""From a parameter's shape, the bytes of one of its numbers, and the code's number to the bytes on the wire."""
+"""Function of a parameter's shape, its bytes per element and the codec's number that returns the encoded bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSpec:
-    """What all codes of one name have in common.
+    """What all codecs of one name have in common.
 
     Args:
-        summary: what is sent, in one line; ``{}`` stands for the number.
-        way: ``reduce`` adds up what is sent, ``reduce twice`` in two goes, ``gather`` brings every member what each one
-            sends, to be added up there in the order of the group.
-        size: the bytes of one parameter, as one member sends it to one other.
-        number: what the number means, and its value where none is written; None where there is none.
-        keeps: whether what was not sent is kept and added to the next gradient.
-        is_readable_alone: whether one member's bytes say its gradient, so that it can be sent to one other.
+        summary: what is sent, in one line; ``{}`` is replaced by the number.
+        reduction: ``reduce`` adds encoded values on the way, ``reduce twice`` in two rounds, ``gather`` sends the
+            encoded values of each member to all others, which decode and add them in the order of the group.
+        encoded_size: encoded bytes of one parameter, as one member sends it to one other.
+        number: name and default of the codec's number; None if it has none.
+        has_error_feedback: whether the part of a gradient that is not sent is added to the next gradient.
+        works_point_to_point: whether the encoded gradient of one member can be decoded alone, so that it can be sent to
+            a peer.
     """
 
     summary: str
@@ -52,33 +53,33 @@ class CodecSpec:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """One code with its number."""
+    """A codec with its number."""
 
     name: str
     number: Fraction
     spec: CodecSpec
 
     def encoded_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
-        """Return the bytes that a parameter takes on the wire."""
+        """Return the encoded size of a parameter."""
         return self.spec.encoded_size(shape, item_bytes, self.number)
 
     @property
     def summary(self) -> str:
         """What is sent, in one line."""
-        shown = 100 * self.number if self.name == "topk" else self.number
-        return self.spec.summary.format(f"{float(shown):g}")
+        number = 100 * self.number if self.name == "topk" else self.number
+        return self.spec.summary.format(f"{float(number):g}")
 
 
 def topk_count(num_elements: int, ratio: Fraction) -> int:
-    """Return how many of a parameter's numbers ``topk`` sends: ``ceil(ratio n)``."""
+    """Return how many elements of a parameter ``topk`` sends: ``ceil(ratio n)``."""
     return math.ceil(num_elements * ratio)
 
 
 def powersgd_rank(shape: tuple[int, ...], max_rank: int) -> int:
-    """Return the rank with which ``powersgd`` approximates a parameter; 0 where it sends the parameter as it is.
+    """Return the rank with which ``powersgd`` approximates a parameter; 0 if it sends the parameter uncompressed.
 
-    A parameter is a matrix of its first dim by all others. One with fewer dims, or that the factors would not make
-    smaller, is sent as it is.
+    A parameter is seen as a matrix of its first dim by all others. Parameters with fewer than two dims, and those that
+    factors would not make smaller, are sent uncompressed.
     """
     if len(shape) < 2 or math.prod(shape) == 0:
         return 0
@@ -118,56 +119,78 @@ def _uncompressed_bytes(shape: tuple[int, ...], item_bytes: int, number: Fractio
 
 
 CODECS: dict[str, CodecSpec] = {
-    "fp16": CodecSpec("every number as a float of 16 bits, 5 of them its exponent", "reduce", _half_precision_bytes),
-    "bf16": CodecSpec("every number as a float of 16 bits, 8 of them its exponent", "reduce", _half_precision_bytes),
-    "int8": CodecSpec(f"every number as one of 255 steps between the largest and its opposite of {CHUNK_ELEMENTS}, to the nearest",
-                 "gather", _chunked_bytes(8)),
-    "twobit": CodecSpec("for every number one of -{0}, 0 and {0}", "gather", _two_bit_bytes, ("threshold", Fraction(1, 2))),
-    "sign": CodecSpec(f"for every number its sign, for {CHUNK_ELEMENTS} of them their mean magnitude", "gather", _chunked_bytes(1)),
-    "topk": CodecSpec("the largest {}% of each parameter, with their places", "gather", _topk_bytes,
-                 ("part", Fraction(1, 100))),
-    "powersgd": CodecSpec("two thin factors of rank {} for each matrix, all else as it is", "reduce twice", _powersgd_bytes,
-                     ("rank", Fraction(1)), works_point_to_point=False),
-    "adasum": CodecSpec("every number as it is; what is parallel is averaged, what is orthogonal is added", "gather", _uncompressed_bytes,
-                   has_error_feedback=False, works_point_to_point=False),
-}  # fmt: skip
-"""All codes by name."""
+    "fp16": CodecSpec("every element as a float of 16 bits, 5 of them its exponent", "reduce", _half_precision_bytes),
+    "bf16": CodecSpec("every element as a float of 16 bits, 8 of them its exponent", "reduce", _half_precision_bytes),
+    "int8": CodecSpec(
+        "every element rounded to one of 255 steps between the largest magnitude of "
+        f"{CHUNK_ELEMENTS} elements and its negative",
+        "gather",
+        _chunked_bytes(8),
+    ),
+    "twobit": CodecSpec("-{0}, 0 or {0} for every element", "gather", _two_bit_bytes, ("threshold", Fraction(1, 2))),
+    "sign": CodecSpec(
+        f"the sign of every element, and the mean magnitude of each {CHUNK_ELEMENTS}", "gather", _chunked_bytes(1)
+    ),
+    "topk": CodecSpec(
+        "the largest {}% of each parameter's elements, with their indices",
+        "gather",
+        _topk_bytes,
+        ("fraction", Fraction(1, 100)),
+    ),
+    "powersgd": CodecSpec(
+        "two factors of rank {} for each matrix, all else uncompressed",
+        "reduce twice",
+        _powersgd_bytes,
+        ("rank", Fraction(1)),
+        works_point_to_point=False,
+    ),
+    "adasum": CodecSpec(
+        "every element uncompressed; parallel gradients are averaged, orthogonal ones added",
+        "gather",
+        _uncompressed_bytes,
+        has_error_feedback=False,
+        works_point_to_point=False,
+    ),
+}
+"""All codecs by name."""
 
 
 @cache
 def find_codec(text: str) -> Codec:
-    """Return the code that a text such as ``topk:0.01`` names.
+    """Return the codec with a text such as ``topk:0.01``.
 
     Raises:
-        ProgramError: there is none of that name, or its number makes no sense.
+        ProgramError: there is no codec of that name, or its number is out of range.
     """
     name, colon, written = text.partition(":")
-    kind = CODECS.get(name)
-    if kind is not None and kind.number is not None and colon and not re.fullmatch(r"\d+(\.\d+)?", written):
-        usual = f"{name}:{float(kind.number[1]):g}"
-        raise ProgramError(f"the {kind.number[0]} of {text!r} is no positive number in digits; write {usual}, for one")
-    if kind is None or not re.fullmatch(CODEC_PATTERN, text):
+    spec = CODECS.get(name)
+    if spec is not None and spec.number is not None and colon and not re.fullmatch(r"\d+(\.\d+)?", written):
+        usual = f"{name}:{float(spec.number[1]):g}"
         raise ProgramError(
-            f"there is no code {text!r}; the codes are {', '.join(CODECS)}, written as int8 or topk:0.01"
+            f"the {spec.number[0]} of {text!r} must be a positive number in digits; write {usual}, for example"
         )
-    if kind.number is None:
+    if spec is None or not re.fullmatch(CODEC_PATTERN, text):
+        raise ProgramError(
+            f"there is no codec {text!r}; the codecs are {', '.join(CODECS)}, written as int8 or topk:0.01"
+        )
+    if spec.number is None:
         if colon:
-            raise ProgramError(f"the code {name} takes no number, so {text!r} is none; write {name}")
-        return Codec(name, Fraction(0), kind)
-    meaning, default = kind.number
+            raise ProgramError(f"the codec {name} takes no number, but {text!r} has one; write {name}")
+        return Codec(name, Fraction(0), spec)
+    meaning, default = spec.number
     number = Fraction(written) if colon else default
-    if number <= 0 or (meaning == "part" and number > 1) or (meaning == "rank" and number.denominator > 1):
-        allowed = {"part": "between 0 and 1", "rank": "a whole number from 1"}.get(meaning, "above 0")
+    if number <= 0 or (meaning == "fraction" and number > 1) or (meaning == "rank" and number.denominator > 1):
+        allowed = {"fraction": "between 0 and 1", "rank": "a whole number from 1"}.get(meaning, "above 0")
         raise ProgramError(f"the {meaning} of {text!r} is {written}, but must be {allowed}")
-    return Codec(name, number, kind)
+    return Codec(name, number, spec)
 
 
 @cache
 def ring_volume_factor(codec: str, num_members: int) -> Fraction:
-    """Return how many times its encoded value a member of a sum sends, on a ring; ``""`` is a sum as it is.
+    """Return how many times its encoded value a member of a ring all-reduce sends; ``""`` is no compression.
 
     Returns:
-        ``2 (n-1)/n`` where encoded values can be added up, ``n-1`` where every member needs what each one sends.
+        ``2 (n-1)/n`` if encoded values can be added, ``n-1`` if every member needs the encoded values of all others.
     """
     if codec and find_codec(codec).spec.reduction == "gather":
         return Fraction(num_members - 1)

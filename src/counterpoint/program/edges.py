@@ -1,4 +1,4 @@
-"""Which values go from block to block: strands, each made by one block and read by others behind it."""
+"""Edges: activations that one block produces and later blocks consume; adjacent edges and skip connections."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from counterpoint.program.instruction import TensorRef
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """All that one block makes for the same readers; it travels as one message.
+    """All activations that one block produces for the same consumers; they are sent as one message.
 
-    Between a block and the next one it is ``x3``, its gradient ``g2``; any other one is named by its maker and its
-    readers, ``s2+7`` and ``ds2+7``.
+    Between adjacent blocks an edge is ``x3`` and its gradient ``g2``; a skip connection is named by its producer and
+    its consumers, ``s2+7`` and ``ds2+7``.
 
     Args:
-        maker: the block that makes it.
-        readers: the blocks that read it, in order; the last block also reads what it only gives out.
+        producer: the block that produces it.
+        consumers: the blocks that consume it, in order; outputs of the model count as consumed by the last block.
         num_bytes: bytes per sample.
-        gradient_bytes: bytes per sample of its gradient; None where no gradient can come back.
+        grad_bytes: bytes per sample of its gradient; None if no gradient can come back.
 
     Example:
-        >>> from counterpoint.program.text import format_value
-        >>> [format_value(Strand(2, readers).value(0)) for readers in ((3,), (7,), (3, 7, 8, 9))]
+        >>> from counterpoint.program.text import format_tensor_ref
+        >>> [format_tensor_ref(Edge(2, consumers).activation(0)) for consumers in ((3,), (7,), (3, 7, 8, 9))]
         ['x3.0', 's2+7.0', 's2+3+7-9.0']
     """
 
@@ -34,40 +34,40 @@ class Edge:
 
     @property
     def endpoints(self) -> tuple[int, ...]:
-        """The maker and the readers, which tell strands apart."""
+        """The producer and the consumers, which identify an edge."""
         return (self.producer, *self.consumers)
 
     def activation(self, micro: int) -> TensorRef:
-        """Return what is sent to those that read it."""
+        """Return the reference to what is sent to the consumers."""
         return TensorRef("x", self.consumers, micro) if self.is_adjacent else TensorRef("s", self.endpoints, micro)
 
     def gradient(self, micro: int) -> TensorRef:
-        """Return what is sent back to the maker."""
+        """Return the reference to what is sent back to the producer."""
         return TensorRef("g", (self.producer,), micro) if self.is_adjacent else TensorRef("ds", self.endpoints, micro)
 
     @property
     def is_adjacent(self) -> bool:
-        """Whether it goes from a block to the next one and no further."""
+        """Whether it connects a block with the next one only."""
         return self.consumers == (self.producer + 1,)
 
 
 def chain_edges(num_blocks: int) -> tuple[Edge, ...]:
-    """Return the strands of a chain: each block gives all that it makes to the next one."""
+    """Return the edges of a chain, in which each block passes all its outputs to the next one."""
     return tuple(Edge(block, (block + 1,)) for block in range(num_blocks - 1))
 
 
-def edge_endpoints(value: TensorRef) -> tuple[int, ...]:
-    """Return the maker and the readers of the strand that a value or a gradient on its way belongs to.
+def edge_endpoints(tensor: TensorRef) -> tuple[int, ...]:
+    """Return the producer and the consumers of the edge that an activation or its gradient belongs to.
 
     Example:
-        >>> strand_of(Value("x", (3,), 0)), strand_of(Value("g", (2,), 0)), strand_of(Value("ds", (2, 7), 0))
-        ((2, 3), (2, 3), (2, 7))
+        >>> edge_endpoints(TensorRef("x", (3,), 0)), edge_endpoints(TensorRef("ds", (2, 7), 0))
+        ((2, 3), (2, 7))
     """
-    if value.name == "x":
-        return value.blocks[0] - 1, value.blocks[0]
-    return (value.blocks[0], value.blocks[0] + 1) if value.name == "g" else value.blocks
+    if tensor.name == "x":
+        return tensor.blocks[0] - 1, tensor.blocks[0]
+    return (tensor.blocks[0], tensor.blocks[0] + 1) if tensor.name == "g" else tensor.blocks
 
 
-def skip_edges(values: Iterable[TensorRef]) -> frozenset[tuple[int, ...]]:
-    """Return the strands that go further than to the next block, as values name them."""
-    return frozenset(value.blocks for value in values if value.name in {"s", "ds"})
+def skip_edges(tensors: Iterable[TensorRef]) -> frozenset[tuple[int, ...]]:
+    """Return the endpoints of all skip connections among tensor references."""
+    return frozenset(tensor.blocks for tensor in tensors if tensor.name in {"s", "ds"})

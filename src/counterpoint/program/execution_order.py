@@ -1,14 +1,14 @@
-"""One legal global order of a program, or the reason there is none.
+"""One valid global order of a program's instructions, or the reason why there is none.
 
-The walk is what makes distributed behaviour an ordinary loop: the ledger, the simulator and the tests all follow
-it. A send never waits, a receive waits for its send, a collective waits until all members have reached it, a
-start never waits, a wait passes once every member has started.
+Following this order makes distributed behaviour an ordinary loop: symbolic execution, the simulator and tests iterate
+over it. A send never blocks, a receive waits for its send, a collective waits until all members have reached it, the
+start of an asynchronous collective never blocks, and its wait passes once every member has started.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from counterpoint.errors import ProgramError
@@ -34,47 +34,47 @@ from counterpoint.program.program import Instructions
 from counterpoint.program.text import format_instruction, format_operation, format_tensor_ref
 
 
-def execution_order(rows: Sequence[Instructions]) -> Iterator[tuple[int, int]]:
-    """Yield ``(rank, index)`` so that no instruction comes before what it waits for.
+def execution_order(rank_instructions: Sequence[Instructions]) -> Iterator[tuple[int, int]]:
+    """Yield ``(rank, index)`` of all instructions so that none comes before what it waits for.
 
-    The order is deterministic: each rank goes as far as it can, then the next one that can move. The members of
-    a collective come one after the other, in rank order.
-
-    Args:
-        rows: flat rows, from :meth:`counterpoint.program.program.RandomProgram.unroll`.
-
-    Raises:
-        ProgramError: every unfinished rank waits for another one (law 2), or the members of a group do not
-            call the same collectives in the same order (law 3).
-    """
-    return _EagerExecution(rows).run()
-
-
-def check_rendezvous_sends(rows: Sequence[Instructions], recv_buffer_depth: int = 0) -> None:
-    """Walk the rows with sends that block until their receive is posted.
-
-    Adjacent sends and receives of a row are posted together, as one batch, also those before and behind a
-    recomputation: it stands there to have what is received behind it come meanwhile.
+    The order is deterministic: each rank runs until it blocks, then the next one that can run. The members of a
+    collective follow each other in rank order.
 
     Args:
-        rows: flat rows.
-        room: how many messages from each peer a rank has room for before it posts their receives.
+        rank_instructions: unrolled instructions per rank, from :meth:`counterpoint.program.program.Program.unroll`.
 
     Raises:
-        ProgramError: the rows only work as long as something buffers more of their messages (law 2).
+        ProgramError: all unfinished ranks wait for each other (rule 2), or the members of a group do not call the same
+            collectives in the same order (rule 3).
     """
-    for _ in _RendezvousExecution(rows, recv_buffer_depth).run():
+    return _EagerExecution(rank_instructions).run()
+
+
+def check_rendezvous_sends(rank_instructions: Sequence[Instructions], recv_buffer_depth: int = 0) -> None:
+    """Check that the program also runs if a send blocks until its receive is posted (rule 2).
+
+    Adjacent sends and receives of a rank are posted together as one batch, even across a recomputation, which is placed
+    between them so that messages arrive meanwhile.
+
+    Args:
+        rank_instructions: unrolled instructions, per rank.
+        recv_buffer_depth: number of messages per peer that a rank buffers before it posts their receives.
+
+    Raises:
+        ProgramError: the program only runs if more messages are buffered.
+    """
+    for _ in _RendezvousExecution(rank_instructions, recv_buffer_depth).run():
         pass
 
 
 _LOCAL_INSTRUCTIONS = (Forward, Recompute, Backward, Update, SwapGradBuffers, Free)
-"""Instructions that wait for nobody and that nobody waits for."""
+"""Instructions that never block and that no other rank waits for."""
 
 
 class GroupInterner:
-    """Numbers for groups: equal groups have equal numbers, and a group of a thousand ranks is hashed once.
+    """Small integers for groups: equal groups get equal numbers, and a large group is hashed only once.
 
-    Rows share their groups as objects, so that looking one up by identity is enough after the first time.
+    Programs share their groups as objects, so that after the first time a lookup by identity is enough.
     """
 
     def __init__(self) -> None:
@@ -89,16 +89,19 @@ class GroupInterner:
             number = self.by_members.setdefault(group, len(self.members))
             if number == len(self.members):
                 self.members.append(frozenset(group))
-            self.by_identity[id(group)] = found = (group, number)  # kept, so that no other object gets its identity
+            self.by_identity[id(group)] = found = (
+                group,
+                number,
+            )  # the group is kept, so that no other object gets its id
         return found[1]
 
 
 class _EagerExecution:
-    """How far each rank has come, and what is under way."""
+    """Progress of all ranks if sends never block."""
 
-    def __init__(self, rows: Sequence[Instructions]) -> None:
-        self.rows = rows
-        self.cursor = [0] * len(rows)
+    def __init__(self, rank_instructions: Sequence[Instructions]) -> None:
+        self.rank_instructions = rank_instructions
+        self.cursor = [0] * len(rank_instructions)
         self.num_sent: Counter[tuple[TensorRef, int, int]] = Counter()
         self.num_pushed: Counter[tuple[TensorRef, int, int]] = Counter()
         self.num_replied: Counter[tuple[TensorRef, int, int]] = Counter()
@@ -108,33 +111,31 @@ class _EagerExecution:
         self.num_arrived: Counter[tuple[int, int]] = Counter()
         self.started: dict[tuple[int, int, str, TensorRef], int] = {}
         self.arrived: defaultdict[int, list[int]] = defaultdict(list)
-        self.queue = deque(range(len(rows)))
+        self.queue = deque(range(len(rank_instructions)))
         self.waiters: defaultdict[object, list[int]] = defaultdict(list)
 
     def run(self) -> Iterator[tuple[int, int]]:
-        """Yield the words of all rows, as rank and index, in an order in which they may take place.
-
-        Raises:
-            ProgramError: law 2, where ranks wait for each other; law 3, where members of a group call other things.
-        """
+        """Yield ``(rank, index)`` of all instructions in a valid order."""
         while self.queue:
             rank = self.queue.popleft()
             yield from self.advance_rank(rank)
-        stuck = [rank for rank, row in enumerate(self.rows) if self.cursor[rank] < len(row)]
+        stuck = [
+            rank for rank, instructions in enumerate(self.rank_instructions) if self.cursor[rank] < len(instructions)
+        ]
         if stuck:
             raise ProgramError(self.describe_deadlock(stuck), rule=2)
 
     def advance_rank(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield the words that a rank can take now, and those of ranks that it meets in a collective."""
-        row = self.rows[rank]
-        while self.cursor[rank] < len(row):
-            word = row[self.cursor[rank]]
-            match word:
-                case _ if type(word) in _LOCAL_INSTRUCTIONS:
+        """Yield the instructions that a rank can execute now, and those of the ranks that it meets in a collective."""
+        instructions = self.rank_instructions[rank]
+        while self.cursor[rank] < len(instructions):
+            instruction = instructions[self.cursor[rank]]
+            match instruction:
+                case _ if type(instruction) in _LOCAL_INSTRUCTIONS:
                     yield rank, self.cursor[rank]
                     self.cursor[rank] += 1
                 case Collective(phase="") | Commit():
-                    members = self.join_collective(rank, word)
+                    members = self.join_collective(rank, instruction)
                     if members is None:
                         return
                     for member in members:
@@ -142,173 +143,172 @@ class _EagerExecution:
                         self.cursor[member] += 1
                     self.queue.extend(member for member in members if member != rank)
                 case _:
-                    waits_for = self.blocked_on(rank, word)
-                    if waits_for is not None:
-                        self.waiters[waits_for].append(rank)
+                    blocker = self.blocked_on(rank, instruction)
+                    if blocker is not None:
+                        self.waiters[blocker].append(rank)
                         return
                     yield rank, self.cursor[rank]
                     self.cursor[rank] += 1
 
     def wake(self, key: object) -> None:
-        """Ranks that wait for this key go on."""
+        """Make the ranks that wait for this key runnable."""
         self.queue.extend(self.waiters.pop(key, ()))
 
-    def blocked_on(self, rank: int, word: Instruction) -> object | None:
-        """Move past the word and return None, or return the key of what it waits for."""
-        match word:
-            case Send(value, peer):
-                self.num_sent[value, rank, peer] += 1
-                self.wake((value, rank, peer))
-            case Recv(value, peer):
-                return self.consume(self.num_sent, (value, peer, rank))
+    def blocked_on(self, rank: int, instruction: Instruction) -> object | None:
+        """Execute an instruction and return None, or return the key of what it waits for."""
+        match instruction:
+            case Send(tensor, peer):
+                self.num_sent[tensor, rank, peer] += 1
+                self.wake((tensor, rank, peer))
+            case Recv(tensor, peer):
+                return self.consume(self.num_sent, (tensor, peer, rank))
             case Collective(phase="start"):
-                self.start_collective(rank, word)
+                self.start_collective(rank, instruction)
             case Collective(phase="wait"):
-                return self.wait_collective(rank, word)
-            case Push(value, peer):
-                self.num_pushed[value, rank, peer] += 1
+                return self.wait_collective(rank, instruction)
+            case Push(tensor, peer):
+                self.num_pushed[tensor, rank, peer] += 1
                 self.wake(("server", peer))
-            case Pull(value, peer):
-                return self.consume(self.num_replied, (value, peer, rank))
+            case Pull(tensor, peer):
+                return self.consume(self.num_replied, (tensor, peer, rank))
             case ApplyPushes():
-                return self.apply_pushes(rank, word)
+                return self.apply_pushes(rank, instruction)
             case _:
                 pass
         return None
 
     def consume(self, counts: Counter[tuple[TensorRef, int, int]], key: tuple[TensorRef, int, int]) -> object | None:
-        """Take one of what is counted under a key and return None, or return the key to wait for."""
+        """Consume one message and return None, or return its key if there is none."""
         if counts[key] == 0:
             return key
         counts[key] -= 1
         return None
 
-    def apply_pushes(self, rank: int, word: ApplyPushes) -> object | None:
-        """Use up one push of each worker, answer all, and return None; or return the key to wait for."""
-        name: Literal["grad", "weight"] = "grad" if word.applies_gradients else "weight"
-        pushes = [(TensorRef(name, unit), worker, rank) for worker in word.workers for unit in word.units]
+    def apply_pushes(self, rank: int, instruction: ApplyPushes) -> object | None:
+        """Consume one push of each unit from each worker and reply, or return the key of what is missing."""
+        name: Literal["grad", "weight"] = "grad" if instruction.applies_gradients else "weight"
+        pushes = [(TensorRef(name, unit), worker, rank) for worker in instruction.workers for unit in instruction.units]
         if any(self.num_pushed[key] == 0 for key in pushes):
             return "server", rank
         self.num_pushed.subtract(pushes)
-        for worker in word.workers if word.replies else ():
-            for unit in word.units:
+        for worker in instruction.workers if instruction.replies else ():
+            for unit in instruction.units:
                 key = (TensorRef("weight", unit), rank, worker)
                 self.num_replied[key] += 1
                 self.wake(key)
         return None
 
-    def record_call(self, rank: int, word: Collective | Commit) -> tuple[int, int]:
-        """Note that a rank calls its group's next collective; return the numbers of the group and of the call."""
-        name = ("commit", None) if isinstance(word, Commit) else (format_operation(word), word.tensor)
-        group = self.groups.intern(word.group)
+    def record_call(self, rank: int, instruction: Collective | Commit) -> tuple[int, int]:
+        """Check a rank's next collective against those of its group; return the numbers of the group and the call."""
+        name = (
+            ("commit", None) if isinstance(instruction, Commit) else (format_operation(instruction), instruction.tensor)
+        )
+        group = self.groups.intern(instruction.group)
         number = self.num_called[group, rank]
         calls = self.collective_order[group]
         if rank not in self.groups.members[group]:
-            text = format_instruction(word)
+            text = format_instruction(instruction)
             raise ProgramError(
-                f"rank {rank} calls {text}, of which it is no member\n{self.format_rows([rank])}", rule=3
+                f"rank {rank} calls {text}, but is not a member of its group\n{self.format_rows([rank])}", rule=3
             )
         if number == len(calls):
             calls.append(name)
         elif calls[number] != name:
-            other = next(member for member in word.group if self.num_called[group, member] > number)
-            raise ProgramError(self.describe_mismatch(rank, other, word, number), rule=3)
+            other = next(member for member in instruction.group if self.num_called[group, member] > number)
+            raise ProgramError(self.describe_mismatch(rank, other, instruction, number), rule=3)
         self.num_called[group, rank] += 1
         self.num_arrived[group, number] += 1
         return group, number
 
-    def join_collective(self, rank: int, word: Collective | Commit) -> Sequence[int] | None:
-        """Return the members of a collective, in order, if its last one is here now; else None."""
-        group, number = self.record_call(rank, word)
+    def join_collective(self, rank: int, instruction: Collective | Commit) -> Sequence[int] | None:
+        """Return the members of a collective in rank order if this was the last one to arrive, else None."""
+        group, number = self.record_call(rank, instruction)
         self.arrived[group].append(rank)
-        if self.num_arrived[group, number] < len(word.group):
+        if self.num_arrived[group, number] < len(instruction.group):
             return None
         self.wake((group, number))
         return sorted(self.arrived.pop(group))
 
-    def start_collective(self, rank: int, word: Collective) -> None:
-        """A collective is under way on this rank; whoever waits for it goes on if it is on all members."""
-        group, number = self.record_call(rank, word)
-        self.started[rank, group, word.op_name, word.tensor] = number
-        if self.num_arrived[group, number] == len(word.group):
+    def start_collective(self, rank: int, instruction: Collective) -> None:
+        """Record that a rank has started a collective."""
+        group, number = self.record_call(rank, instruction)
+        self.started[rank, group, instruction.op_name, instruction.tensor] = number
+        if self.num_arrived[group, number] == len(instruction.group):
             self.wake((group, number))
 
-    def wait_collective(self, rank: int, word: Collective) -> object | None:
-        """Return None where all members have started it, or the key to wait for.
+    def wait_collective(self, rank: int, instruction: Collective) -> object | None:
+        """Return None if all members have started the collective, else the key to wait for.
 
         Raises:
-            ProgramError: law 3, this rank has not started it.
+            ProgramError: this rank has not started it (rule 3).
         """
-        group = self.groups.intern(word.group)
-        key = (rank, group, word.op_name, word.tensor)
+        group = self.groups.intern(instruction.group)
+        key = (rank, group, instruction.op_name, instruction.tensor)
         if key not in self.started:
-            text = format_instruction(word)
+            text = format_instruction(instruction)
             raise ProgramError(
-                f"rank {rank} waits with {text} for what it never started\n{self.format_rows([rank])}", rule=3
+                f"rank {rank} waits with {text} for a collective that it has not started\n{self.format_rows([rank])}",
+                rule=3,
             )
-        if self.num_arrived[group, self.started[key]] < len(word.group):
+        if self.num_arrived[group, self.started[key]] < len(instruction.group):
             return group, self.started[key]
         del self.started[key]
         return None
 
-    def describe_mismatch(self, rank: int, other: int, word: Collective | Commit, number: int) -> str:
-        """Return the text for two ranks of a group that call different things."""
-        verb, value = self.collective_order[self.groups.intern(word.group)][number]
-        first = verb if value is None else f"{verb}({format_tensor_ref(value)})"
+    def describe_mismatch(self, rank: int, other: int, instruction: Collective | Commit, number: int) -> str:
+        op, tensor = self.collective_order[self.groups.intern(instruction.group)][number]
+        first = op if tensor is None else f"{op}({format_tensor_ref(tensor)})"
         return (
-            f"rank {rank} calls {format_instruction(word)} where rank {other} of the same group called {first}; all "
+            f"rank {rank} calls {format_instruction(instruction)} where rank {other} of the same group called "
+            f"{first}; all "
             f"members of a group call the same collectives in the same order\n{self.format_rows([rank])}"
         )
 
     def describe_deadlock(self, stuck: Sequence[int]) -> str:
-        """Return the text for ranks that wait for each other."""
-        head = f"deadlock: {len(stuck)} of {len(self.rows)} ranks wait for each other"
+        head = f"deadlock: {len(stuck)} of {len(self.rank_instructions)} ranks wait for each other"
         return f"{head}\n{self.format_rows(stuck)}"
 
     def format_rows(self, ranks: Sequence[int]) -> str:
-        """Return the rows of ranks, each with the word that it has come to."""
-        return format_locations(self.rows, {rank: self.cursor[rank] for rank in ranks}, "waits here")
+        return format_locations(self.rank_instructions, {rank: self.cursor[rank] for rank in ranks}, "waits here")
 
 
 class _RendezvousExecution(_EagerExecution):
-    """A walk in which a send waits until the peer has room for it, or has come to a batch that holds its receive."""
+    """Progress of all ranks if a send blocks until its receive is posted or the peer has a free buffer."""
 
-    def __init__(self, rows: Sequence[Instructions], recv_buffer_depth: int) -> None:
-        super().__init__(rows)
-        self.notified_cursor = [0] * len(rows)
+    def __init__(self, rank_instructions: Sequence[Instructions], recv_buffer_depth: int) -> None:
+        super().__init__(rank_instructions)
+        self.notified_cursor = [0] * len(rank_instructions)
         self.recv_buffer_depth = recv_buffer_depth
         self.num_unreceived: Counter[tuple[int, int]] = Counter()
 
-    def blocked_on(self, rank: int, word: Instruction) -> object | None:
-        """Move past the word and return None, or return the key to wait for, which may be room at a peer."""
-        match word:
-            case Send(value, peer):
+    def blocked_on(self, rank: int, instruction: Instruction) -> object | None:
+        match instruction:
+            case Send(tensor, peer):
                 if self.num_unreceived[rank, peer] >= self.recv_buffer_depth and not self.has_posted_recv(
-                    value, rank, peer
+                    tensor, rank, peer
                 ):
                     return "batch", peer
                 self.num_unreceived[rank, peer] += 1
-            case Recv(value, peer) if self.num_sent[value, peer, rank]:
+            case Recv(tensor, peer) if self.num_sent[tensor, peer, rank]:
                 self.num_unreceived[peer, rank] -= 1
             case _:
                 pass
-        return super().blocked_on(rank, word)
+        return super().blocked_on(rank, instruction)
 
     def advance_rank(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield the words that a rank can take now; then those that wait for its next batch go on."""
+        """Yield the instructions that a rank can execute now, then wake the ranks that wait for its next batch."""
         yield from super().advance_rank(rank)
-        if (
-            self.notified_cursor[rank] != self.cursor[rank]
-        ):  # a rank that has not moved has no new batch: two would wake
-            self.notified_cursor[rank] = self.cursor[rank]  # each other for ever
+        # Without progress there is no new batch, and two ranks would wake each other for ever.
+        if self.notified_cursor[rank] != self.cursor[rank]:
+            self.notified_cursor[rank] = self.cursor[rank]
             self.wake(("batch", rank))
 
-    def has_posted_recv(self, value: TensorRef, rank: int, peer: int) -> bool:
-        """Tell whether a receive of the value is in the batch that the peer has come to."""
-        row = self.rows[peer]
-        for word in row[self.cursor[peer] :]:
-            match word:
-                case Recv(expected, source) if expected == value and source == rank:
+    def has_posted_recv(self, tensor: TensorRef, rank: int, peer: int) -> bool:
+        """Return whether the batch that the peer has reached receives the tensor."""
+        instructions = self.rank_instructions[peer]
+        for instruction in instructions[self.cursor[peer] :]:
+            match instruction:
+                case Recv(expected, source) if expected == tensor and source == rank:
                     return True
                 case Send() | Recv() | Recompute():
                     continue
@@ -317,32 +317,30 @@ class _RendezvousExecution(_EagerExecution):
         return False
 
 
-def format_locations(rows: Sequence[Instructions], locations: Mapping[int, int], note: str, max_ranks: int = 8) -> str:
-    """Write the rows around the given places, one line per rank, each place in brackets."""
+def format_locations(
+    rank_instructions: Sequence[Instructions], locations: Mapping[int, int], note: str, max_ranks: int = 8
+) -> str:
+    """Format the instructions around the given locations, one line per rank, each location in brackets."""
     lines = []
-    for rank, at in list(locations.items())[:max_ranks]:
-        words = [format_instruction(word) for word in rows[rank][max(0, at - 2) : at + 3]]
-        here = min(at, 2)
-        if here < len(words):
-            words[here] = f"[{words[here]}]"
-        lines.append(f"  rank {rank}: {' '.join(words)} <- {note}")
+    for rank, index in list(locations.items())[:max_ranks]:
+        instructions = [
+            format_instruction(instruction) for instruction in rank_instructions[rank][max(0, index - 2) : index + 3]
+        ]
+        here = min(index, 2)
+        if here < len(instructions):
+            instructions[here] = f"[{instructions[here]}]"
+        lines.append(f"  rank {rank}: {' '.join(instructions)} <- {note}")
     if len(locations) > max_ranks:
         lines.append(f"  and {len(locations) - max_ranks} more ranks")
     return "\n".join(lines)
 
 
-def rule_violation(rows: Sequence[Instructions], location: tuple[int, int], rule: int, fact: str) -> ProgramError:
-    """Return what to raise where a word breaks a law."""
+def rule_violation(
+    rank_instructions: Sequence[Instructions], location: tuple[int, int], rule: int, fact: str
+) -> ProgramError:
+    """Return the error for an instruction that violates a rule."""
     rank, index = location
-    text = format_instruction(rows[rank][index])
-    return ProgramError(f"rank {rank}, {text}: {fact}\n{format_locations(rows, {rank: index}, 'here')}", rule)
-
-
-def matching(
-    rows: Sequence[Instructions], wanted: Callable[[Instruction], bool]
-) -> Iterator[tuple[int, int, Instruction]]:
-    """Yield ``(rank, index, word)`` of every wanted word."""
-    for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if wanted(word):
-                yield rank, index, word
+    text = format_instruction(rank_instructions[rank][index])
+    return ProgramError(
+        f"rank {rank}, {text}: {fact}\n{format_locations(rank_instructions, {rank: index}, 'here')}", rule
+    )

@@ -1,6 +1,6 @@
-"""Which words that stand side by side are carried out as one: one call of the model, one optimizer step, one message.
+"""Which adjacent instructions are executed as one: one call of the model, one optimizer step, one message.
 
-What stands between two words of a run ends it, so that everything happens where the text says.
+Any other instruction between two instructions ends the fused run, so that everything happens where the program says.
 """
 
 from __future__ import annotations
@@ -8,19 +8,30 @@ from __future__ import annotations
 from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, Recompute, Update
 
 
-def fuses_with(before: Instruction, word: Instruction) -> bool:
-    """Tell whether a word belongs to the same call as the one right before it.
+def fuses_with(previous: Instruction, instruction: Instruction) -> bool:
+    """Return whether an instruction is executed together with the one right before it.
 
     Example:
-        >>> goes_on(Forward(0, 3), Forward(1, 3)), goes_on(Forward(1, 3), Backward(1, 3))
+        >>> fuses_with(Forward(0, 3), Forward(1, 3)), fuses_with(Forward(1, 3), Backward(1, 3))
         (True, False)
     """
-    if isinstance(before, Forward | Recompute) and type(word) is type(before):
-        return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
-    if isinstance(before, Backward) and isinstance(word, Backward):
-        same = (word.micro, word.version, word.part) == (before.micro, before.version, before.part)
-        return word.block == before.block - 1 and same
-    if isinstance(before, Collective) and isinstance(word, Collective):
-        same = (word.op, word.group, word.tensor.name) == (before.op, before.group, before.tensor.name)
-        return same and word.phase == before.phase == "" and word.tensor.micro is None
-    return isinstance(word, Update | ApplyPushes) and type(word) is type(before)
+    if isinstance(previous, Forward | Recompute) and type(instruction) is type(previous):
+        return instruction.block == previous.block + 1 and (instruction.micro, instruction.version) == (
+            previous.micro,
+            previous.version,
+        )
+    if isinstance(previous, Backward) and isinstance(instruction, Backward):
+        same_arguments = (instruction.micro, instruction.version, instruction.part) == (
+            previous.micro,
+            previous.version,
+            previous.part,
+        )
+        return instruction.block == previous.block - 1 and same_arguments
+    if isinstance(previous, Collective) and isinstance(instruction, Collective):
+        same_arguments = (instruction.op, instruction.group, instruction.tensor.name) == (
+            previous.op,
+            previous.group,
+            previous.tensor.name,
+        )
+        return same_arguments and instruction.phase == previous.phase == "" and instruction.tensor.micro is None
+    return isinstance(instruction, Update | ApplyPushes) and type(instruction) is type(previous)

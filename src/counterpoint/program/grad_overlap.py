@@ -1,4 +1,4 @@
-"""Which sums of gradients may begin before the backward that completes them is over."""
+"""Which reductions of gradients may start before the backward that completes these gradients has ended."""
 
 from __future__ import annotations
 
@@ -9,56 +9,62 @@ from counterpoint.program.instruction import Backward, Collective, Group, Instru
 from counterpoint.program.program import Instructions, Program
 
 OverlapMap: TypeAlias = Mapping[int, tuple[Collective, ...]]
-"""For the place of a backward in a row the sums that may begin during it, in the order of the row."""
+"""For the index of a backward, the reductions that may start during it, in program order."""
 
 
 def overlappable_reductions(program: Program, rank: int) -> OverlapMap:
-    """Return which sums or shares of gradients a rank may begin in parts while it computes the last of them.
+    """Return which reductions a rank may start bucket by bucket while it computes the last of their gradients.
 
-    These are started right behind a backward; between the two the row only moves activations and starts others of this
-    kind. Nothing else of the group can stand there, so that parts which are begun earlier, in the same order on all
-    members, keep the group's order. Where the rows of members differ in this, none of them begins early.
+    These reductions are started right after a backward; in between the rank only sends and receives activations and
+    starts other reductions of this kind. No other collective of the group can come between them, so that starting parts
+    of them earlier, in the same order on all members, keeps the order of the group's collectives. If the instructions
+    of the members differ in this, none of them starts early.
 
     Args:
-        program: all rows.
-        rank: whose row.
+        program: the program.
+        rank: the rank whose reductions are returned.
     """
-    own = reductions_after_backward(program.rank_programs[rank].body)
-    groups = {word.group for words in own.values() for word in words}
-    alike = {group for group in groups if len({_reduction_signature(program, member, group) for member in group}) == 1}
-    chosen = {at: tuple(word for word in words if word.group in alike) for at, words in own.items()}
-    return {at: words for at, words in chosen.items() if words}
+    candidates = reductions_after_backward(program.rank_programs[rank].body)
+    groups = {instruction.group for instructions in candidates.values() for instruction in instructions}
+    agreeing = {
+        group for group in groups if len({_reduction_signature(program, member, group) for member in group}) == 1
+    }
+    overlappable = {
+        index: tuple(instruction for instruction in instructions if instruction.group in agreeing)
+        for index, instructions in candidates.items()
+    }
+    return {index: instructions for index, instructions in overlappable.items() if instructions}
 
 
-def reductions_after_backward(words: Instructions) -> OverlapMap:
-    """Return the sums and shares that are started right behind a backward, by the place of the backward."""
-    found: dict[int, list[Collective]] = {}
-    last: int | None = None
-    for index, word in enumerate(words):
-        if isinstance(word, Backward):
-            last = None if word.part else index  # parts make gradients without autograd's telling
-        elif last is not None and _is_started_grad_reduction(word):
-            assert isinstance(word, Collective), "a sum"
-            found.setdefault(last, []).append(word)
-        elif not (isinstance(word, Send | Recv) and word.tensor.micro is not None):
-            last = None
-    return {at: tuple(sums) for at, sums in found.items()}
+def reductions_after_backward(instructions: Instructions) -> OverlapMap:
+    """Return the reductions that are started right after a backward, by the index of the backward."""
+    reductions: dict[int, list[Collective]] = {}
+    backward_index: int | None = None
+    for index, instruction in enumerate(instructions):
+        if isinstance(instruction, Backward):
+            backward_index = None if instruction.part else index  # autograd reports no gradients of split backwards
+        elif backward_index is not None and _is_started_grad_reduction(instruction):
+            assert isinstance(instruction, Collective), "a reduction"
+            reductions.setdefault(backward_index, []).append(instruction)
+        elif not (isinstance(instruction, Send | Recv) and instruction.tensor.micro is not None):
+            backward_index = None
+    return {index: tuple(reductions_here) for index, reductions_here in reductions.items()}
 
 
-def _is_started_grad_reduction(word: Instruction) -> bool:
+def _is_started_grad_reduction(instruction: Instruction) -> bool:
     return (
-        isinstance(word, Collective)
-        and word.op in {"all_reduce", "reduce_scatter"}
-        and word.tensor.name == "grad"
-        and word.phase == "start"
-        and not word.codec
+        isinstance(instruction, Collective)
+        and instruction.op in {"all_reduce", "reduce_scatter"}
+        and instruction.tensor.name == "grad"
+        and instruction.phase == "start"
+        and not instruction.codec
     )
 
 
 def _reduction_signature(program: Program, member: int, group: Group) -> tuple[tuple[tuple[object, ...], ...], ...]:
-    """Return what a member may begin early with its group, backward by backward."""
-    found = (
-        tuple((word.op, word.tensor) for word in words if word.group == group)
-        for words in reductions_after_backward(program.rank_programs[member].body).values()
+    """Return the reductions that a member may start early with its group, backward by backward."""
+    reductions = (
+        tuple((instruction.op, instruction.tensor) for instruction in instructions if instruction.group == group)
+        for instructions in reductions_after_backward(program.rank_programs[member].body).values()
     )
-    return tuple(sums for sums in found if sums)
+    return tuple(reductions_here for reductions_here in reductions if reductions_here)

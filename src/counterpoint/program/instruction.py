@@ -1,8 +1,8 @@
-"""The instruction set: everything one rank can be told to do.
+"""The instruction set: everything that one rank of a program can execute.
 
-Instructions are frozen and hold only ints, strings and tuples of them; they can be printed, compared, hashed
-and simulated. Each is one word of text, given in its docstring; :mod:`counterpoint.program.text` reads and
-writes them.
+Instructions are frozen and hold only ints, strings and tuples of them, so that programs can be printed, compared,
+hashed and simulated without tensors. The docstring of each class gives its text form; :mod:`counterpoint.program.text`
+formats and parses it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ Group: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """What a message, a collective or a release is about.
+    """Name of the tensor that a message, a collective or a :class:`Free` refers to.
 
-    ==========  =============================================  =============
-    name        meaning                                        text
-    ==========  =============================================  =============
-    ``x``       what enters a block, for one microbatch        ``x3.0``
-    ``g``       gradient of what leaves a block                ``g3.0``
-    ``s``       what a block makes for blocks further on       ``s2+7.0``
-    ``ds``      gradient of that                               ``ds2+7.0``
-    ``y``       partial output of a sliced block               ``y3.0``
-    ``dx``      partial input gradient of a sliced block       ``dx3.0``
-    ``grad``    gradient of the parameters of a unit           ``grad3``, ``grad0+4``
-    ``late``    gradient of a unit, set aside for a step       ``delayed_grad3``
-    ``weight``  parameters of a unit                           ``weight3``
-    ==========  =============================================  =============
+    ================  ====================================================  =================
+    name              meaning                                               text
+    ================  ====================================================  =================
+    ``x``             input of a block, for one microbatch                  ``x3.0``
+    ``g``             gradient of a block's output                          ``g3.0``
+    ``s``             skip connection: an output read by later blocks       ``s2+7.0``
+    ``ds``            gradient of a skip connection                         ``ds2+7.0``
+    ``y``             partial output of a tensor-parallel block             ``y3.0``
+    ``dx``            partial input gradient of a tensor-parallel block     ``dx3.0``
+    ``grad``          gradient of the parameters of a unit                  ``grad3``, ``grad0+4``
+    ``delayed_grad``  gradient of a unit that is applied one step late      ``delayed_grad3``
+    ``weight``        parameters of a unit                                  ``weight3``
+    ================  ====================================================  =================
 
     Args:
         name: one of the names above.
-        blocks: the block, or all blocks of a unit; of ``s`` and ``ds`` the block that makes it and those that read it.
-        micro: the microbatch of a value that has one, else None.
+        blocks: the block, or all blocks of a unit; for ``s`` and ``ds`` the producing block, then the consuming blocks.
+        micro: index of the microbatch; None for the tensors of a unit.
     """
 
     name: Literal["x", "g", "s", "ds", "y", "dx", "grad", "delayed_grad", "weight"]
@@ -44,21 +44,21 @@ class TensorRef:
 
 
 ACTIVATIONS: frozenset[str] = frozenset({"x", "s"})
-"""The names of values that blocks make for others."""
+"""Names of the activations that one block passes to another."""
 ACTIVATION_GRADS: frozenset[str] = frozenset({"g", "ds"})
-"""The names of their gradients."""
+"""Names of the gradients of these activations."""
 UNIT_TENSORS: frozenset[str] = frozenset({"grad", "delayed_grad", "weight"})
-"""The names of values that belong to a unit and not to a microbatch."""
+"""Names of the tensors that belong to a unit instead of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run one block forward on one microbatch. Text: ``F3.0``, or ``F3.0:-1`` for an older version.
+    """Run the forward of one block on one microbatch. Text: ``F3.0``, or ``F3.0:-1`` with an older weight version.
 
     Args:
-        block: which block.
-        micro: which microbatch of the global batch.
-        version: which parameters it reads: 0 for those after the newest update of this row, -1 for the ones before.
+        block: index of the block.
+        micro: index of the microbatch in the global batch.
+        version: weight version to read, relative to this rank's newest update: 0 is the newest, -1 the one before it.
     """
 
     block: int
@@ -68,15 +68,15 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Run one block forward again, for its backward. Text: ``R3.0``, or ``R3.0:-1`` as its backward has it.
+    """Run the forward of one block again before its backward (activation checkpointing). Text: ``R3.0``, ``R3.0:-1``.
 
-    The forward of the same block and microbatch has kept only what it read, and buffers stay as that forward has left
-    them.
+    The original forward of the same block and microbatch saved only its inputs. Buffers keep the state that the
+    original forward left.
 
     Args:
-        block: which block.
-        micro: which microbatch of the global batch.
-        version: which parameters its forward has read, as there.
+        block: index of the block.
+        micro: index of the microbatch in the global batch.
+        version: weight version that the original forward read.
     """
 
     block: int
@@ -86,16 +86,16 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run one block backward on one microbatch and add to its gradients. Text: ``B3.0``, ``B3.0:-1``.
+    """Run the backward of one block on one microbatch and accumulate its gradients. Text: ``B3.0``, ``B3.0:-1``.
 
-    It may come in two parts: ``Bi3.0`` makes the gradient of what enters the block, ``Bw3.0`` those of its weights,
-    later. What the forward keeps is kept until then.
+    A backward may be split in two: ``Bi3.0`` computes the input gradient, and a later ``Bw3.0`` the weight gradients.
+    The saved activations are kept until the second one.
 
     Args:
-        block: which block.
-        micro: which microbatch of the global batch.
-        version: which parameters its forward has read, as there.
-        part: ``""`` for all of it, ``input`` or ``weight``.
+        block: index of the block.
+        micro: index of the microbatch in the global batch.
+        version: weight version that the forward read.
+        part: ``""`` for the whole backward, ``input`` or ``weight`` for one half of it.
     """
 
     block: int
@@ -105,26 +105,26 @@ class Backward:
 
     @property
     def computes_input_grad(self) -> bool:
-        """Whether the gradient of what enters the block is made."""
+        """Whether this instruction computes the gradient of the block's input."""
         return self.part != "weight"
 
     @property
     def computes_weight_grad(self) -> bool:
-        """Whether the gradients of the block's weights are complete after it."""
+        """Whether the gradients of the block's weights are complete after this instruction."""
         return self.part != "input"
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Agree on the step: are all gradients finite, what is their norm, what was the loss. Text: ``commit@0,1``.
+    """Agree on the outcome of the step: finite gradients, gradient norm, loss. Text: ``commit@0,1``.
 
-    After it every member applies the same updates with the same clipping, or skips them all. Text
-    ``commit@0-3:0,1``: all four agree on whether the step counts, but this member's gradient is that of the mean over
-    the samples of 0 and 1, and is clipped by the norm of theirs.
+    Afterwards every member applies the same updates with the same clipping factor, or all of them skip the step. In
+    ``commit@0-3:0,1`` four ranks agree on whether the step is applied, but this member averages the loss over the
+    samples of ranks 0 and 1 only and clips by the gradient norm of these two.
 
     Args:
-        group: who decides together.
-        own: whose samples share one mean with this member's; empty for those of the whole group.
+        group: the ranks that agree.
+        loss_group: the ranks whose samples are averaged with this member's; empty for the whole group.
     """
 
     group: Group
@@ -133,16 +133,16 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Apply the optimizer to the part of a unit whose gradient this rank holds; clear it. Text: ``U3``, ``U0+4``."""
+    """Apply the optimizer to the shard of a unit whose gradient this rank holds; clear it. Text: ``U3``, ``U0+4``."""
 
     unit: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SwapGradBuffers:
-    """Exchange the gradient of a unit with the one set aside a step ago, if there is one. Text: ``swap_grad_buffers(grad3)``.
+    """Swap the gradient of a unit with its delayed gradient (double buffering). Text: ``swap_grad_buffers(grad3)``.
 
-    What was ``grad3`` is ``delayed_grad3`` from then on, and may be summed while the next gradient is being computed.
+    What was ``grad3`` becomes ``delayed_grad3``, and can be reduced while the next gradient is being computed.
     """
 
     unit: tuple[int, ...]
@@ -150,9 +150,9 @@ class SwapGradBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a value to a peer without waiting for it. Text: ``x3.0>1``, or ``grad3:int8>1`` for a gradient in a code.
+    """Send a tensor to a peer without waiting for it. Text: ``x3.0>1``, or ``grad3:int8>1`` for a compressed gradient.
 
-    What a code does not send stays here, and is added to the next gradient that goes the same way.
+    What the codec drops stays on this rank as error feedback for the next gradient sent to the same peer.
     """
 
     tensor: TensorRef
@@ -162,7 +162,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``, ``grad3:int8<0``."""
+    """Wait for a tensor from a peer; a gradient is added to the local one. Text: ``x3.0<0``, ``grad3:int8<0``."""
 
     tensor: TensorRef
     peer: int
@@ -171,27 +171,30 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Combine a value over a group. Text: ``all_reduce(grad3)@0,1``, split in two ``all_reduce_start(grad3)@0,1`` and ``all_reduce_wait(grad3)@0,1``.
+    """Run a collective operation on a tensor. Text: ``all_reduce(grad3)@0,1``.
 
-    A sum of gradients may travel in a code (:mod:`counterpoint.program.compression`), ``all_reduce:int8(grad3)@0,1``; its result is
-    then the sum of what the members' gradients have become in it.
+    A collective can be split into a start that does not block, ``all_reduce_start(grad3)@0,1``, and a wait,
+    ``all_reduce_wait(grad3)@0,1``. An all-reduce of gradients can be compressed
+    (:mod:`counterpoint.program.compression`), ``all_reduce:int8(grad3)@0,1``; its result is the sum of the members'
+    decoded gradients.
 
-    =========  ==============  ====================================================
-    verb       standard name   afterwards
-    =========  ==============  ====================================================
-    ``sum``    all-reduce      every member holds the sum of all
-    ``share``  reduce-scatter  member i of n holds the i-th part of the sum
-    ``join``   all-gather      every member holds the parts of all
-    ``copy``   broadcast       every member holds what the first member held
-    ``mean``   all-reduce      every member holds the mean of all, each counted alike
-    =========  ==============  ====================================================
+    ===================  =================================================
+    operation            result
+    ===================  =================================================
+    ``all_reduce``       every member holds the sum
+    ``reduce_scatter``   member i of n holds the i-th shard of the sum
+    ``all_gather``       every member holds the shards of all
+    ``broadcast``        every member holds what the first member held
+    ``all_reduce_mean``  every member holds the mean, equally weighted
+    ===================  =================================================
 
     Args:
-        verb: what is done.
-        value: to what.
-        group: by whom.
-        phase: ``""`` does it, ``"start"`` starts it and never waits, ``"wait"`` waits for the one started.
-        code: how a gradient is written on the way; ``""`` for as it is.
+        op: the operation.
+        tensor: its operand.
+        group: the participating ranks.
+        phase: ``""`` for the whole operation, ``start`` to launch it without blocking, ``wait`` to wait for the
+            launched one.
+        codec: compression codec of a gradient; ``""`` for none.
     """
 
     op: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_reduce_mean"]
@@ -202,22 +205,22 @@ class Collective:
 
     @property
     def op_name(self) -> str:
-        """The verb with its code, as in the text."""
+        """The operation with its codec, as in the text form."""
         return f"{self.op}:{self.codec}" if self.codec else self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``, ``push:int8(grad3)>2``.
+    """Push a gradient to a parameter server. Text: ``push(grad3)>2``, ``push:int8(grad3)>2``.
 
-    ``push(weight3)>2`` gives weights to a server that draws them and its own together. ``push_no_reply(grad3)>2`` is a push
-    without an answer.
+    ``push(weight3)>2`` pushes weights to a server that averages them with its own (elastic averaging).
+    ``push_no_reply(grad3)>2`` is a push that the server does not answer.
 
     Args:
-        value: a gradient or weights.
-        peer: the server.
-        code: how a gradient is written on the way; ``""`` for as it is.
-        verb: ``push`` is answered, and a pull waits for that; ``tell`` is not.
+        tensor: a gradient or weights.
+        peer: rank of the server.
+        codec: compression codec of a gradient; ``""`` for none.
+        op: ``push`` is answered, and a :class:`Pull` waits for the answer; ``push_no_reply`` is not.
     """
 
     tensor: TensorRef
@@ -227,13 +230,13 @@ class Push:
 
     @property
     def op_name(self) -> str:
-        """The verb with its code, as in the text."""
+        """The operation with its codec, as in the text form."""
         return f"{self.op}:{self.codec}" if self.codec else self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Wait for the server's parameters, which have seen the last push of this rank. Text: ``pull(weight3)<2``."""
+    """Wait for the parameters that a server sends in answer to this rank's last push. Text: ``pull(weight3)<2``."""
 
     tensor: TensorRef
     peer: int
@@ -241,26 +244,26 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class ApplyPushes:
-    """Take as many pushes of every unit as there are workers, in the order they come, and answer each.
+    """Serve one push of every unit from every worker, in order of arrival. Text: ``apply_and_reply(0,1,0+4)@0,1``.
 
-    Text: ``apply_and_reply(0,1,0+4)@0,1``. Every push becomes one update of its own. ``apply_and_reply:2(0)@0,1`` answers a worker only
-    while it has pushed a unit at most twice more often than the worker that has pushed it least; until then it waits.
+    Every push is applied as an update of its own. ``apply_and_reply:2(0)@0,1`` bounds the staleness: a worker gets its
+    answer only while it is at most two pushes ahead of the slowest worker.
 
-    =========  ============================================================================================
-    verb       what is done with each push
-    =========  ============================================================================================
-    ``serve``  its gradient is applied, and the weights go back
-    ``take``   its gradient is applied
-    ``draw``   its weights and those here move towards each other, ``elastic_average:0.25(0)@0,1`` each by a quarter of
-               the way, and its own go back
-    =========  ============================================================================================
+    ===================  ============================================================================================
+    operation            effect of each push
+    ===================  ============================================================================================
+    ``apply_and_reply``  the optimizer applies its gradient, and the new weights are sent back
+    ``apply``            the optimizer applies its gradient
+    ``elastic_average``  its weights and the server's move towards each other by a fraction alpha of their difference
+                         (``elastic_average:0.25(0)@0,1``), and the worker gets its moved weights back
+    ===================  ============================================================================================
 
     Args:
-        units: the units that this server keeps.
+        units: the units that this server owns.
         workers: the ranks that push to it.
-        staleness: how many pushes ahead of the slowest a worker may be when it is answered; None for any number.
-        verb: what is done with each push.
-        part: of a draw, which part of the way, in digits.
+        staleness: how many pushes a worker may be ahead of the slowest one when it is answered; None for no bound.
+        op: one of the operations above.
+        alpha: of ``elastic_average``, the moving rate, as decimal digits.
     """
 
     units: tuple[tuple[int, ...], ...]
@@ -271,24 +274,24 @@ class ApplyPushes:
 
     @property
     def op_name(self) -> str:
-        """The verb with its number, as in the text."""
+        """The operation with its staleness or moving rate, as in the text form."""
         number = self.alpha if self.staleness is None else str(self.staleness)
         return f"{self.op}:{number}" if number else self.op
 
     @property
     def replies(self) -> bool:
-        """Whether a push is answered with weights."""
+        """Whether each push is answered with weights."""
         return self.op != "apply"
 
     @property
     def applies_gradients(self) -> bool:
-        """Whether a push is a gradient that the optimizer applies."""
+        """Whether the pushes are gradients, which the optimizer applies."""
         return self.op != "elastic_average"
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget a value that was gathered or is no longer needed. Text: ``free(weight3)``."""
+    """Free a tensor that was gathered or is no longer needed (FSDP: reshard). Text: ``free(weight3)``."""
 
     tensor: TensorRef
 
@@ -312,15 +315,15 @@ Instruction: TypeAlias = (
 
 
 def grad(unit: tuple[int, ...]) -> TensorRef:
-    """Return the gradient of a unit."""
+    """Return a reference to the gradient of a unit."""
     return TensorRef("grad", unit)
 
 
 def delayed_grad(unit: tuple[int, ...]) -> TensorRef:
-    """Return the gradient of a unit that was set aside a step ago."""
+    """Return a reference to the delayed gradient of a unit."""
     return TensorRef("delayed_grad", unit)
 
 
 def weight(unit: tuple[int, ...]) -> TensorRef:
-    """Return the parameters of a unit."""
+    """Return a reference to the parameters of a unit."""
     return TensorRef("weight", unit)

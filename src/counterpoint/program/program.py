@@ -1,4 +1,4 @@
-"""A program: what every rank does, in order."""
+"""Programs: the instructions of every rank, in order."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from counterpoint.program.instruction import (
 )
 
 Instructions: TypeAlias = tuple[Instruction, ...]
+"""A sequence of instructions of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """What one rank does.
+    """The instructions of one rank.
 
     Args:
         body: what is repeated; one training step in a synchronous program.
-        prologue: what comes once before the body, to fill a stream.
-        epilogue: what comes once after the last body, to drain it.
-        slice_index: which slice of sliced blocks the rank holds.
-        num_slices: of how many.
+        prologue: what runs once before the first body, to fill an asynchronous pipeline.
+        epilogue: what runs once after the last body, to drain it.
+        tp_rank: index of the shard of tensor-parallel blocks that the rank holds.
+        tp_degree: number of these shards.
     """
 
     body: Instructions
@@ -43,15 +44,15 @@ class RankProgram:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One row of instructions per rank; ``rows[rank]`` is that rank's part.
+    """One :class:`RankProgram` per rank; ``rank_programs[rank]`` belongs to that rank.
 
-    Microbatches are numbered over the whole global batch, so that a row says by itself which samples it reads.
-    In a body the numbers count from the first microbatch of that repetition.
+    Microbatches are numbered over the whole global batch, so that a rank program alone says which samples it reads. In
+    a body the numbers count from the first microbatch of that repetition.
 
     Args:
-        rows: what each rank does.
-        folded: how many copies of these rows stand side by side, of which only the first is written down: enough to
-            see how long a step takes, and nothing that can run. 0 where all rows are written down.
+        rank_programs: the instructions of every rank.
+        num_identical_copies: if positive, ``rank_programs`` is only the first of this many identical replicas: enough
+            to predict the time of a step, but not to run. 0 if the rank programs of all ranks are given.
     """
 
     rank_programs: tuple[RankProgram, ...]
@@ -59,64 +60,66 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the program needs."""
+        """Number of ranks that the program needs."""
         return len(self.rank_programs) * max(1, self.num_identical_copies)
 
     @property
     def is_async_pipeline(self) -> bool:
-        """Whether anything stands before or after the body."""
-        return any(row.prologue or row.epilogue for row in self.rank_programs)
+        """Whether any rank has a prologue or an epilogue."""
+        return any(rank_program.prologue or rank_program.epilogue for rank_program in self.rank_programs)
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """The microbatches that one repetition of the body starts, in order: those that enter block 0."""
+        """Indices of the microbatches that one repetition of the body starts, in order: those that enter block 0."""
         started = (
-            word.micro
-            for row in self.rank_programs
-            for word in row.body
-            if isinstance(word, Forward) and word.block == 0
+            instruction.micro
+            for rank_program in self.rank_programs
+            for instruction in rank_program.body
+            if isinstance(instruction, Forward) and instruction.block == 0
         )
         return tuple(sorted(set(started)))
 
     def unroll(self, times: int) -> tuple[Instructions, ...]:
-        """Return one flat tuple of instructions per rank: the prologue, the body ``times`` times, the epilogue."""
+        """Return each rank's instructions as a flat sequence: prologue, ``times`` repetitions of the body, epilogue."""
         if times == 1 and not self.is_async_pipeline:
-            return tuple(row.body for row in self.rank_programs)
+            return tuple(rank_program.body for rank_program in self.rank_programs)
         stride = len(self.micros)
         return tuple(
-            row.prologue
-            + tuple(shift_microbatch(word, k * stride) for k in range(times) for word in row.body)
-            + tuple(shift_microbatch(word, times * stride) for word in row.epilogue)
-            for row in self.rank_programs
+            rank_program.prologue
+            + tuple(
+                shift_microbatch(instruction, k * stride) for k in range(times) for instruction in rank_program.body
+            )
+            + tuple(shift_microbatch(instruction, times * stride) for instruction in rank_program.epilogue)
+            for rank_program in self.rank_programs
         )
 
     def instructions(self) -> Iterator[tuple[int, Instruction]]:
-        """Yield every rank and instruction as written, without repeating the body."""
-        for rank, row in enumerate(self.rank_programs):
-            for word in row.prologue + row.body + row.epilogue:
-                yield rank, word
+        """Yield ``(rank, instruction)`` for all instructions as written, without repeating the body."""
+        for rank, rank_program in enumerate(self.rank_programs):
+            for instruction in rank_program.prologue + rank_program.body + rank_program.epilogue:
+                yield rank, instruction
 
 
-def shift_microbatch(word: Instruction, by: int) -> Instruction:
-    """Return the instruction for the microbatch that comes ``by`` later."""
+def shift_microbatch(instruction: Instruction, by: int) -> Instruction:
+    """Return the instruction with its microbatch index increased by ``by``."""
     if by == 0:
-        return word
-    match word:
+        return instruction
+    match instruction:
         case Forward() | Recompute() | Backward():
-            return replace(word, micro=word.micro + by)
-        case Send(value) | Recv(value) | Free(value) | Collective(_, value):
-            if value.micro is None:
-                return word
-            return replace(word, tensor=TensorRef(value.name, value.blocks, value.micro + by))
+            return replace(instruction, micro=instruction.micro + by)
+        case Send(tensor) | Recv(tensor) | Free(tensor) | Collective(_, tensor):
+            if tensor.micro is None:
+                return instruction
+            return replace(instruction, tensor=TensorRef(tensor.name, tensor.blocks, tensor.micro + by))
         case _:
-            return word
+            return instruction
 
 
-def weight_versions_needed(words: Instructions) -> int:
-    """Return how many versions of its weights a rank has to hold: the newest, and as many as it reads back.
+def weight_versions_needed(instructions: Instructions) -> int:
+    """Return how many weight versions a rank must hold: the newest, and as many older ones as it reads.
 
     Example:
-        >>> versions_held((Forward(0, 2), Backward(0, 0, version=-2)))
+        >>> weight_versions_needed((Forward(0, 2), Backward(0, 0, version=-2)))
         3
     """
-    return 1 - min((word.version for word in words if isinstance(word, Compute)), default=0)
+    return 1 - min((instruction.version for instruction in instructions if isinstance(instruction, Compute)), default=0)

@@ -1,8 +1,9 @@
-"""Which ranks do the same things at the same times, so that one of them speaks for all.
+"""Classes of ranks that do the same things at the same times, so that one representative per class can be simulated.
 
-Two ranks are of one class when their words are equal but for a shift of ranks and microbatches, and every word
-meets words at the same places of ranks of the same classes. Whatever a word does then depends on equal things in
-both rows, so that by induction along any order in which the program can run, both go through the same times.
+Two ranks are in one class if their instructions are equal up to a shift of ranks and microbatches, and each instruction
+communicates with instructions at the same indices of ranks of the same classes. Whatever an instruction does then
+depends on the same inputs on both ranks, so that by induction along any execution order both have the same timeline.
+The classes are found by partition refinement.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from counterpoint.program.program import Instructions, Program, RankProgram
 
 @dataclass(frozen=True, slots=True)
 class TopologyKeys:
-    """What tells ranks apart besides their words: what they are, and whom they are near.
+    """What distinguishes ranks besides their instructions: their own properties, and which other ranks are close.
 
     Args:
-        kinds: for each rank what is its own, such as how fast it computes; empty where all are alike.
-        groups: for each level of a network the group that each rank is in. Groups of one level are alike when they hold
-            as many ranks of each class, and words only when they meet as many from the own group.
+        rank_keys: for each rank its own properties, such as its speed; empty if all ranks are equal.
+        groups: for each level of the network, the group of each rank. Groups of one level are equivalent if they
+            contain as many ranks of each class, and instructions only if they communicate with as many ranks of their
+            own group.
     """
 
     rank_keys: Sequence[Hashable] = ()
@@ -50,37 +52,47 @@ class TopologyKeys:
 UNIFORM_TOPOLOGY = TopologyKeys()
 
 
-def find_rank_classes(program: Program, rows: Sequence[Instructions] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks in classes, each in ascending order, by their first rank.
+def find_rank_classes(
+    program: Program, rank_instructions: Sequence[Instructions] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the classes of ranks, each in ascending order, sorted by their first rank.
 
     Args:
-        program: a program that keeps the laws.
-        rows: its flat rows, when they are at hand.
+        program: a program that obeys the rules.
+        rank_instructions: its unrolled instructions, per rank, if they are known already.
 
     Example:
         >>> from counterpoint.program.text import parse_program
         >>> text = ["F0.0 x1.0>1 B0.0", "x1.0<0 F1.0", "F0.1 x1.1>3 B0.1", "x1.1<2 F1.1"]
-        >>> classes(parse_program(chr(10).join(text)))
+        >>> find_rank_classes(parse_program(chr(10).join(text)))
         ((0, 2), (1, 3))
     """
-    flat = program.unroll(1) if rows is None else rows
+    flat = program.unroll(1) if rank_instructions is None else rank_instructions
     return classify_ranks(program, flat, match_communication(flat))
 
 
 def classify_ranks(
-    program: Program, rows: Sequence[Instructions], matches: CommMatches, topology: TopologyKeys = UNIFORM_TOPOLOGY
+    program: Program,
+    rank_instructions: Sequence[Instructions],
+    matches: CommMatches,
+    topology: TopologyKeys = UNIFORM_TOPOLOGY,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the classes of rows whose partners are known, on ranks that may differ; see :func:`classes`."""
-    number_of = RankProgramSignatures().intern
+    """Return the classes of ranks whose communication is matched already; see :func:`find_rank_classes`."""
+    intern = RankProgramSignatures().intern
     return refine_classes(
-        [number_of(row, words) for row, words in zip(program.rank_programs, rows, strict=True)], matches, topology
+        [
+            intern(rank_program, instructions)
+            for rank_program, instructions in zip(program.rank_programs, rank_instructions, strict=True)
+        ],
+        matches,
+        topology,
     )
 
 
 def refine_classes(
     signatures: Sequence[Hashable], matches: CommMatches, topology: TopologyKeys = UNIFORM_TOPOLOGY
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the classes of rows whose partners and outlines are known; see :func:`classes`."""
+    """Return the classes of ranks whose communication and signatures are known; see :func:`find_rank_classes`."""
     kinds = topology.rank_keys or [()] * len(signatures)
     colours = _number_distinct(list(zip(signatures, kinds, strict=True)))
     meetings = _CommPatterns(matches, topology.groups)
@@ -89,14 +101,14 @@ def refine_classes(
         if max(finer, default=0) == max(colours, default=0):
             break
         colours = finer
-    together: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for rank, colour in enumerate(colours):
-        together.setdefault(colour, []).append(rank)
-    return tuple(map(tuple, together.values()))
+        members.setdefault(colour, []).append(rank)
+    return tuple(map(tuple, members.values()))
 
 
 class _CommPatterns:
-    """Whom each rank meets at which words; all words that it shares with one rank, or one group, are one pattern."""
+    """With which ranks each rank communicates, at which instructions; equal sets of instructions are one pattern."""
 
     def __init__(self, matches: CommMatches, group_levels: Sequence[Sequence[int]]) -> None:
         self.group_levels = group_levels
@@ -106,79 +118,82 @@ class _CommPatterns:
         self._add_messages(matches)
         self._add_collectives(matches)
 
-    def _pattern(self, *what: Hashable) -> int:
-        return self.patterns.setdefault(what, len(self.patterns))
+    def _pattern(self, *key: Hashable) -> int:
+        return self.patterns.setdefault(key, len(self.patterns))
 
     def _add_messages(self, matches: CommMatches) -> None:
-        """A rank sees whom it hears; where places count, also who hears it."""
+        """Add the peers that each rank receives from and, if the topology matters, those that it sends to."""
         met: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        for place, (other, at) in matches.producer.items():
-            rank, index = place
-            met[rank, other].append((index, at, matches.slot.get(place, 0)))
-        for (rank, other), places in met.items():
+        for location, (other, peer_index) in matches.producer.items():
+            rank, index = location
+            met[rank, other].append((index, peer_index, matches.slot.get(location, 0)))
+        for (rank, other), locations in met.items():
             apart = tuple(groups[rank] != groups[other] for groups in self.group_levels)
-            self.peers[rank].append((other, self._pattern("from", apart, tuple(places))))
+            self.peers[rank].append((other, self._pattern("from", apart, tuple(locations))))
             if self.group_levels:
-                self.peers[other].append((rank, self._pattern("to", apart, tuple(places))))
+                self.peers[other].append((rank, self._pattern("to", apart, tuple(locations))))
 
     def _add_collectives(self, matches: CommMatches) -> None:
         indices: dict[tuple[int, ...], dict[int, list[int]]] = {}
         for members in matches.participants:
             group = tuple([rank for rank, _ in members])
-            found = indices.setdefault(group, {})
+            values_by_group = indices.setdefault(group, {})
             for rank, index in members:
-                found.setdefault(rank, []).append(index)
-        for places in indices.values():
-            self.collectives.append({rank: self._pattern("call", tuple(at)) for rank, at in places.items()})
+                values_by_group.setdefault(rank, []).append(index)
+        for locations in indices.values():
+            self.collectives.append({rank: self._pattern("call", tuple(at)) for rank, at in locations.items()})
 
     def refine(self, colours: Sequence[int]) -> list[int]:
-        """Return finer colours: by those of the own groups, of whom each rank meets, and of whom calls join."""
-        homes = [_group_values(dict(enumerate(colours)), groups) for groups in self.group_levels]
+        """Return finer classes: split by own groups, by the classes of peers, and by the classes in each collective."""
+        own_group_colours = [_group_values(dict(enumerate(colours)), groups) for groups in self.group_levels]
         joined: list[Hashable] = []
         calls: defaultdict[int, list[tuple[int, Hashable]]] = defaultdict(list)
         for number, patterns in enumerate(self.collectives):
             seats = {rank: (colours[rank], pattern) for rank, pattern in patterns.items()}
             inside = [_group_values(seats, groups) for groups in self.group_levels]
-            joined.append(tuple(tuple(sorted(found.values())) for found in inside) or frozenset(seats.values()))
+            joined.append(
+                tuple(tuple(sorted(values_by_group.values())) for values_by_group in inside)
+                or frozenset(seats.values())
+            )
             for rank, pattern in patterns.items():
                 calls[rank].append((number, (pattern, *self._own_group_values(inside, rank))))
         joins = _number_distinct(joined)
         return _number_distinct([
             (
                 colour,
-                self._own_group_values(homes, rank),
+                self._own_group_values(own_group_colours, rank),
                 frozenset(Counter((colours[other], pattern) for other, pattern in self.peers[rank]).items()),
                 frozenset(Counter((joins[number], seat) for number, seat in calls[rank]).items()),
             )
             for rank, colour in enumerate(colours)
         ])  # fmt: skip
 
-    def _own_group_values(self, found: Sequence[Mapping[int, Hashable]], rank: int) -> tuple[Hashable, ...]:
-        """Return what is found in a rank's own group of each level."""
-        return tuple(here[groups[rank]] for here, groups in zip(found, self.group_levels, strict=True))
+    def _own_group_values(self, values_by_group: Sequence[Mapping[int, Hashable]], rank: int) -> tuple[Hashable, ...]:
+        """Return the value of a rank's own group at each level."""
+        return tuple(here[groups[rank]] for here, groups in zip(values_by_group, self.group_levels, strict=True))
 
 
 def _group_values(values: Mapping[int, Any], groups: Sequence[int]) -> dict[int, tuple[Any, ...]]:
-    """Return for each group what its ranks have, in order."""
-    found: defaultdict[int, list[Any]] = defaultdict(list)
-    for rank, thing in values.items():
-        found[groups[rank]].append(thing)
-    return {group: tuple(sorted(here)) for group, here in found.items()}
+    """Return the sorted values of the ranks of each group."""
+    values_by_group: defaultdict[int, list[Any]] = defaultdict(list)
+    for rank, value in values.items():
+        values_by_group[groups[rank]].append(value)
+    return {group: tuple(sorted(here)) for group, here in values_by_group.items()}
 
 
 def _number_distinct(values: Sequence[Hashable]) -> list[int]:
     numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(thing, len(numbers)) for thing in values]
+    return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 class RankProgramSignatures:
-    """Numbers for rows without their ranks, and with microbatches counted from the first one: equal for equal ones.
+    """Numbers of rank programs without their ranks and with relative microbatches: equal numbers for equal programs.
 
     Example:
         >>> from counterpoint.program.text import parse_program
-        >>> first, second = parse_program("F0.0 x1.0>1" + chr(10) + "F0.3 x1.3>0").rows
-        >>> number_of = Outlines().number
-        >>> number_of(first, first.body) == number_of(second, second.body)
+        >>> first, second = parse_program("F0.0 x1.0>1" + chr(10) + "F0.3 x1.3>0").rank_programs
+        >>> intern = RankProgramSignatures().intern
+        >>> intern(first, first.body) == intern(second, second.body)
         True
     """
 
@@ -186,30 +201,38 @@ class RankProgramSignatures:
         self._instructions: dict[Hashable, int] = {}
         self._rows: dict[Hashable, int] = {}
 
-    def intern(self, row: RankProgram, words: Instructions) -> int:
-        """Return the number of a row's words."""
-        first = next((word.micro for word in words if type(word) is Forward), 0)
+    def intern(self, rank_program: RankProgram, instructions: Instructions) -> int:
+        """Return the number of a rank program."""
+        first = next((instruction.micro for instruction in instructions if type(instruction) is Forward), 0)
         known = self._instructions
-        plain = tuple([known.setdefault(_instruction_signature(word, first), len(known)) for word in words])
-        return self._rows.setdefault((row.tp_degree, plain), len(self._rows))
+        signature = tuple(
+            [known.setdefault(_instruction_signature(instruction, first), len(known)) for instruction in instructions]
+        )
+        return self._rows.setdefault((rank_program.tp_degree, signature), len(self._rows))
 
 
-def _instruction_signature(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911, PLR0912 - one case each
-    match word:
+def _instruction_signature(instruction: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911, PLR0912 - one case each
+    match instruction:
         case Forward():
-            return "F", word.block, word.micro - first, word.version
+            return "F", instruction.block, instruction.micro - first, instruction.version
         case Backward():
-            return "B", word.block, word.micro - first, word.version, word.part
+            return "B", instruction.block, instruction.micro - first, instruction.version, instruction.part
         case Collective():
-            return word.op, word.codec, _tensor_signature(word.tensor, first), len(word.group), word.phase
+            return (
+                instruction.op,
+                instruction.codec,
+                _tensor_signature(instruction.tensor, first),
+                len(instruction.group),
+                instruction.phase,
+            )
         case Send() | Recv():
-            return type(word), word.codec, _tensor_signature(word.tensor, first)
+            return type(instruction), instruction.codec, _tensor_signature(instruction.tensor, first)
         case Push():
-            return word.op_name, _tensor_signature(word.tensor, first)
+            return instruction.op_name, _tensor_signature(instruction.tensor, first)
         case Pull() | Free():
-            return type(word), _tensor_signature(word.tensor, first)
+            return type(instruction), _tensor_signature(instruction.tensor, first)
         case Recompute():
-            return "R", word.block, word.micro - first, word.version
+            return "R", instruction.block, instruction.micro - first, instruction.version
         case Commit(group, own):
             return "commit", len(group), len(own)
         case Update(unit):
@@ -217,7 +240,7 @@ def _instruction_signature(word: Instruction, first: int) -> Hashable:  # noqa: 
         case SwapGradBuffers(unit):
             return "swap", unit
         case ApplyPushes(units, workers):
-            return word.op_name, units, len(workers)
+            return instruction.op_name, units, len(workers)
 
 
 def _tensor_signature(value: TensorRef, first: int) -> Hashable:

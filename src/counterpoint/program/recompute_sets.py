@@ -1,4 +1,4 @@
-"""Which forwards keep what their backward needs, and which keep only what they read, to be computed again."""
+"""Activation checkpointing in a program: which forwards save activations, and which are recomputed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from counterpoint.program.program import Instructions
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSet:
-    """What a row computes again, by block and microbatch; in a stream microbatches are counted within their batch.
+    """What a rank recomputes, as pairs of a block and a microbatch.
+
+    In an asynchronous pipeline microbatches are counted within their batch.
 
     Args:
-        places: whose forward keeps only what it reads.
-        fed: of these, the ones whose input the recomputation before makes, so that not even that is kept.
-        stride: in a stream, how many microbatches a batch has.
+        recomputed: pairs whose forward saves only its inputs.
+        input_recomputed: those of them whose inputs the previous recomputation produces, so that nothing is saved.
+        microbatches_per_batch: in an asynchronous pipeline, the number of microbatches of a batch; else 0.
     """
 
     recomputed: frozenset[tuple[int, int]] = frozenset()
@@ -27,127 +29,141 @@ class RecomputeSet:
     microbatches_per_batch: int = 0
 
     def key(self, block: int, micro: int) -> tuple[int, int]:
-        """Return how a block and a microbatch are called here."""
+        """Return the pair under which a block and a microbatch are listed."""
         return block, micro % self.microbatches_per_batch if self.microbatches_per_batch else micro
 
 
-def find_recomputed(words: Sequence[Instruction], microbatches_per_batch: int = 0) -> RecomputeSet:
-    """Return what a row computes again.
+def find_recomputed(instructions: Sequence[Instruction], microbatches_per_batch: int = 0) -> RecomputeSet:
+    """Return what a rank recomputes.
 
-    What enters a block behind a sliced one is kept in any case: only a sum over all slices makes it.
+    The input of a block after a tensor-parallel one is saved in any case, because only a sum over all shards produces
+    it.
 
     Args:
-        words: a row.
-        stride: in a stream, how many microbatches a batch has.
+        instructions: the instructions of one rank.
+        microbatches_per_batch: in an asynchronous pipeline, the number of microbatches of a batch.
 
     Example:
-        >>> again = computed_again((Forward(0, 0), Forward(1, 0), Recompute(0, 0), Recompute(1, 0)))
-        >>> sorted(again.places), sorted(again.fed)
+        >>> found = find_recomputed((Forward(0, 0), Forward(1, 0), Recompute(0, 0), Recompute(1, 0)))
+        >>> sorted(found.recomputed), sorted(found.input_recomputed)
         ([(0, 0), (1, 0)], [(1, 0)])
     """
-    empty = RecomputeSet(microbatches_per_batch=microbatches_per_batch)
-    sums = (word.tensor for word in words if isinstance(word, Collective))
+    keys = RecomputeSet(microbatches_per_batch=microbatches_per_batch)
+    sums = (instruction.tensor for instruction in instructions if isinstance(instruction, Collective))
     summed = {value.blocks[0] for value in sums if value.name == "y"}
-    places: set[tuple[int, int]] = set()
-    fed: set[tuple[int, int]] = set()
-    before: Instruction | None = None
-    for word in words:
-        if isinstance(word, Recompute):
-            places.add(empty.key(word.block, word.micro))
-            if before == replace(word, block=word.block - 1) and word.block - 1 not in summed:
-                fed.add(empty.key(word.block, word.micro))
-        before = word
-    return RecomputeSet(frozenset(places), frozenset(fed), microbatches_per_batch)
+    recomputed: set[tuple[int, int]] = set()
+    input_recomputed: set[tuple[int, int]] = set()
+    previous: Instruction | None = None
+    for instruction in instructions:
+        if isinstance(instruction, Recompute):
+            recomputed.add(keys.key(instruction.block, instruction.micro))
+            if previous == replace(instruction, block=instruction.block - 1) and instruction.block - 1 not in summed:
+                input_recomputed.add(keys.key(instruction.block, instruction.micro))
+        previous = instruction
+    return RecomputeSet(frozenset(recomputed), frozenset(input_recomputed), microbatches_per_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputePolicy:
-    """What a plan promises to compute again.
+    """Which blocks a plan declares to be recomputed.
 
     Args:
-        blocks: which blocks.
-        keeps: what is left out: ``nothing``; a ``block`` whose backward is next; or a ``run`` of blocks that go
-            forward on a microbatch and then backward, with nothing between.
+        blocks: the blocks.
+        exempt: forwards that may nevertheless save activations: ``nothing``; a ``block`` whose backward is next; or a
+            ``run`` of blocks whose forwards and then backwards follow each other directly on one microbatch.
     """
 
     blocks: frozenset[int]
     exempt: Literal["nothing", "block", "run"]
 
-    def may_save_activations(self, computes: Sequence[Compute], at: int) -> bool:
-        """Tell whether the forward at a place among what a rank computes may keep its tape."""
-        first = computes[at]
-        count = 1
-        while self.exempt == "run" and computes[at + count : at + count + 1] == [_shift_block(first, count)]:
-            count += 1
-        behind = computes[at + count : at + 2 * count]
-        down = [(first.block + up, first.micro) for up in reversed(range(count))]
-        found = [(word.block, word.micro) for word in behind if isinstance(word, Backward) and word.computes_input_grad]
-        return self.exempt != "nothing" and found == down
+    def may_save_activations(self, computes: Sequence[Compute], index: int) -> bool:
+        """Return whether the forward at an index of the rank's compute instructions may save activations."""
+        first = computes[index]
+        num_blocks = 1
+        while self.exempt == "run" and computes[index + num_blocks : index + num_blocks + 1] == [
+            _shift_block(first, num_blocks)
+        ]:
+            num_blocks += 1
+        following = computes[index + num_blocks : index + 2 * num_blocks]
+        expected_backwards = [(first.block + up, first.micro) for up in reversed(range(num_blocks))]
+        backwards = [
+            (instruction.block, instruction.micro)
+            for instruction in following
+            if isinstance(instruction, Backward) and instruction.computes_input_grad
+        ]
+        return self.exempt != "nothing" and backwards == expected_backwards
 
 
-def _shift_block(word: Compute, by: int) -> Compute:
-    return replace(word, block=word.block + by)
+def _shift_block(instruction: Compute, by: int) -> Compute:
+    return replace(instruction, block=instruction.block + by)
 
 
-def peak_saved_activations(words: Instructions) -> int:
-    """Return how many blocks of microbatches have a tape at once, at most.
+def peak_saved_activations(instructions: Instructions) -> int:
+    """Return for how many pairs of block and microbatch saved activations are held at once, at most.
 
-    A tape is what autograd keeps of one block and one microbatch: it is there from the forward or, where that is
-    computed again, from then on, to the backward; its input part, where that has two.
+    Activations are saved from the forward, or from the recomputation, until the backward; if that is split, until its
+    input half.
     """
-    again = find_recomputed(words).recomputed
-    tapes: set[tuple[int, int]] = set()
-    most = 0
-    for word in words:
-        match word:
-            case Forward(block, micro) if (block, micro) not in again:
-                tapes.add((block, micro))
+    recomputed = find_recomputed(instructions).recomputed
+    saved: set[tuple[int, int]] = set()
+    peak = 0
+    for instruction in instructions:
+        match instruction:
+            case Forward(block, micro) if (block, micro) not in recomputed:
+                saved.add((block, micro))
             case Recompute(block, micro):
-                tapes.add((block, micro))
-            case Backward(block, micro) if word.computes_input_grad:
-                most = max(most, len(tapes))
-                tapes.discard((block, micro))
+                saved.add((block, micro))
+            case Backward(block, micro) if instruction.computes_input_grad:
+                peak = max(peak, len(saved))
+                saved.discard((block, micro))
             case _:
                 pass
-    return max(most, len(tapes))
+    return max(peak, len(saved))
 
 
-def check_saved_activations(rows: Sequence[Instructions], bounds: Sequence[int]) -> None:
-    """Prove that a rank has no more tapes at once than the plan promises.
+def check_saved_activations(rank_instructions: Sequence[Instructions], bounds: Sequence[int]) -> None:
+    """Check that no rank holds more saved activations at once than declared (rule 7).
 
     Args:
-        rows: the flat rows.
-        promised: per rank, the most blocks of microbatches with a tape at once.
+        rank_instructions: the unrolled instructions, per rank.
+        bounds: per rank, the maximum number of pairs of block and microbatch.
 
     Raises:
-        ProgramError: law 7; a forward keeps its tape that was to be computed again, or is computed again too early.
+        ProgramError: a forward saves activations that should be recomputed, or the recomputation comes too early.
     """
-    for rank, (row, allowed) in enumerate(zip(rows, bounds, strict=True)):
-        if (most := peak_saved_activations(row)) <= allowed:
+    for rank, (instructions, allowed) in enumerate(zip(rank_instructions, bounds, strict=True)):
+        if (peak := peak_saved_activations(instructions)) <= allowed:
             continue
         raise ProgramError(
-            f"rank {rank} keeps what {most} backwards of blocks need at once; the plan promises to recompute so much "
-            f"that it is at most {allowed}\n{format_locations(rows, {rank: 0}, 'row')}",
+            f"rank {rank} holds saved activations for {peak} backwards at once; the plan declares that with "
+            "recomputation "
+            f"it is at most {allowed}\n{format_locations(rank_instructions, {rank: 0}, 'rank program')}",
             rule=7,
         )
 
 
-def check_recompute_policy(rows: Sequence[Instructions], policy: RecomputePolicy) -> None:
-    """Prove that of the promised blocks no forward keeps its tape but those that may.
+def check_recompute_policy(rank_instructions: Sequence[Instructions], policy: RecomputePolicy) -> None:
+    """Check that forwards of recomputed blocks save no activations unless they are exempt (rule 7).
 
     Raises:
-        ProgramError: law 7; a forward keeps what its backward needs that was to be computed again.
+        ProgramError: one does.
     """
-    for rank, row in enumerate(rows):
-        again = find_recomputed(row).recomputed
-        places = [index for index, word in enumerate(row) if isinstance(word, Compute)]
-        computes = [word for word in row if isinstance(word, Compute)]
-        for at, word in enumerate(computes):
-            if not isinstance(word, Forward) or word.block not in policy.blocks or (word.block, word.micro) in again:
+    for rank, instructions in enumerate(rank_instructions):
+        recomputed = find_recomputed(instructions).recomputed
+        compute_indices = [index for index, instruction in enumerate(instructions) if isinstance(instruction, Compute)]
+        computes = [instruction for instruction in instructions if isinstance(instruction, Compute)]
+        for index, instruction in enumerate(computes):
+            if (
+                not isinstance(instruction, Forward)
+                or instruction.block not in policy.blocks
+                or (instruction.block, instruction.micro) in recomputed
+            ):
                 continue
-            if not policy.may_save_activations(computes, at):
+            if not policy.may_save_activations(computes, index):
                 raise ProgramError(
-                    f"rank {rank} keeps all that the backward of block {word.block} on microbatch {word.micro} needs; "
-                    f"the plan promises to compute it again\n{format_locations(rows, {rank: places[at]}, 'here')}",
+                    f"rank {rank} saves activations for the backward of block {instruction.block} on microbatch "
+                    f"{instruction.micro}; "
+                    "the plan declares that it is "
+                    f"recomputed\n{format_locations(rank_instructions, {rank: compute_indices[index]}, 'here')}",
                     rule=7,
                 )

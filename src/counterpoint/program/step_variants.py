@@ -1,4 +1,4 @@
-"""Plans whose steps are not all alike: the kinds of steps they take, each a program of one step."""
+"""Step variants: the different kinds of training steps of a plan, each a program of one step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from counterpoint.program.verify.symbolic import SymbolicResult
 
 @dataclass(frozen=True, slots=True)
 class StepVariant:
-    """One kind of step.
+    """One kind of training step.
 
     Args:
-        name: ``step`` where there is only one kind; see :class:`counterpoint.strategies.sync_schedule.SyncSchedule`.
-        program: what every rank does in it: a body alone.
-        ledger: which gradients enter which update.
-        sent_bytes: per rank, the bytes it sends in it, by the closed formulas.
-        share: the part of all steps, in the long run, that are of this kind.
-        stream: the program whose body it is, where messages go from one body to the next; None for any other.
+        name: ``step`` if there is only one kind; see :class:`counterpoint.strategies.sync_schedule.SyncSchedule`.
+        program: what every rank executes in it: a body only.
+        symbolic: the symbolic execution of the program.
+        sent_bytes: per rank, the bytes that it sends, according to the closed formulas.
+        frequency: the fraction of all steps, in the long run, that are of this kind.
+        async_pipeline: the program whose body it is, if messages pass from one body to the next; else None.
     """
 
     name: str
@@ -32,46 +32,67 @@ class StepVariant:
 
     @property
     def full_program(self) -> Program:
-        """The program that can be walked from its beginning to its end: that of the step, or its whole stream."""
+        """The program that can be executed from beginning to end: the step, or its whole asynchronous pipeline."""
         return self.async_pipeline or self.program
 
     @property
     def lookahead(self) -> int:
-        """How many batches behind its own one the step begins; microbatches of batch k are ``k * stride`` and so on."""
+        """How many batches ahead of its own one the step starts.
+
+        The microbatches of batch k begin at ``k * microbatches_per_batch``.
+        """
         if self.async_pipeline is None:
             return 0
-        micros = [word.micro for _, word in self.program.instructions() if isinstance(word, Forward)]
+        micros = [
+            instruction.micro for _, instruction in self.program.instructions() if isinstance(instruction, Forward)
+        ]
         return max(micros) // self.microbatches_per_batch
 
     @property
     def server_ranks(self) -> Group:
-        """The ranks whose weights are the model's, to which those of others are drawn; none in most programs."""
+        """The ranks that hold the center weights of elastic averaging, which are the model's; usually empty."""
         draws = (
             rank
-            for rank, word in self.program.instructions()
-            if isinstance(word, ApplyPushes) and not word.applies_gradients
+            for rank, instruction in self.program.instructions()
+            if isinstance(instruction, ApplyPushes) and not instruction.applies_gradients
         )
         return tuple(sorted(set(draws)))
 
     @property
     def microbatches_per_batch(self) -> int:
-        """How many microbatches a batch has."""
+        """Number of microbatches of a batch."""
         return len(self.program.micros)
 
 
 def prologue_as_step(program: Program) -> Program:
-    """Return the prologue of a stream as a step of its own."""
-    return Program(tuple(replace(row, prologue=(), body=row.prologue, epilogue=()) for row in program.rank_programs))
+    """Return the prologue of an asynchronous pipeline as a step of its own."""
+    return Program(
+        tuple(
+            replace(rank_program, prologue=(), body=rank_program.prologue, epilogue=())
+            for rank_program in program.rank_programs
+        )
+    )
 
 
 def body_as_step(program: Program) -> Program:
-    """Return the body of a stream as a step of its own, its microbatches counted from the first that goes backward."""
+    """Return the body of an asynchronous pipeline as a step; microbatches count from the first that runs backward."""
     first = min(
-        (word.micro for row in program.rank_programs for word in row.body if isinstance(word, Backward)), default=0
+        (
+            instruction.micro
+            for rank_program in program.rank_programs
+            for instruction in rank_program.body
+            if isinstance(instruction, Backward)
+        ),
+        default=0,
     )
     return Program(
         tuple(
-            replace(row, prologue=(), body=tuple(shift_microbatch(word, -first) for word in row.body), epilogue=())
-            for row in program.rank_programs
+            replace(
+                rank_program,
+                prologue=(),
+                body=tuple(shift_microbatch(instruction, -first) for instruction in rank_program.body),
+                epilogue=(),
+            )
+            for rank_program in program.rank_programs
         )
     )

@@ -1,8 +1,8 @@
-"""The text form of a program. ``parse_program(format_program(p)) == p`` for every program ``p``.
+"""Text form of programs: ``parse_program(format_program(p)) == p`` for every program ``p``.
 
-One line per rank, one word per instruction. ``0/2:`` before a row says which slice of sliced blocks it holds; a row
-that does nothing is ``0/1:``.
-A stream has three parts, ``prologue | body | epilogue``, and writes microbatches of the last two as ``F0.+3``.
+One line per rank, instructions separated by spaces. A prefix ``0/2:`` gives the rank's shard of tensor-parallel blocks;
+a rank without instructions is ``0/1:``. An asynchronous pipeline has three parts, ``prologue | body | epilogue``; in
+the last two, microbatch indices are relative to the repetition and are written ``F0.+3``.
 """
 
 from __future__ import annotations
@@ -52,15 +52,29 @@ _INSTRUCTION = re.compile(
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _BACKWARD_PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
 _OPCODES: dict[type, str] = {Forward: "F", Recompute: "R"}
+_FORMER_OPS = {
+    "sum": "all_reduce",
+    "share": "reduce_scatter",
+    "join": "all_gather",
+    "copy": "broadcast",
+    "mean": "all_reduce_mean",
+    "tell": "push_no_reply",
+    "serve": "apply_and_reply",
+    "take": "apply",
+    "draw": "elastic_average",
+    "swap": "swap_grad_buffers",
+    "release": "free",
+}
+"""Current names of operations by the names that they had before."""
 _EXAMPLES = (
     "F0.2, B0.2, U0, commit@0,1, x1.2>1, all_reduce(grad0)@0,1, push(grad0)>2, apply_and_reply(0)@0,1 or free(weight0)"
 )
 
 
 def format_group(group: Group) -> str:
-    """Write a group: ``0,1``, or ``0-7`` and ``0-12/4`` for three and more evenly spaced ranks."""
+    """Format a group: ``0,1``, or ``0-7`` and ``0-12/4`` for three or more evenly spaced ranks."""
     if len(group) > 2:
-        steps = {after - before for before, after in pairwise(group)}
+        steps = {epilogue - prologue for prologue, epilogue in pairwise(group)}
         if len(steps) == 1:
             step = steps.pop()
             return f"{group[0]}-{group[-1]}" + (f"/{step}" if step > 1 else "")
@@ -68,12 +82,12 @@ def format_group(group: Group) -> str:
 
 
 def format_unit(unit: tuple[int, ...]) -> str:
-    """Write a unit: ``3``, or ``0+4`` for parameters that blocks 0 and 4 both use."""
+    """Format a unit: ``3``, or ``0+4`` for parameters that blocks 0 and 4 share."""
     return "+".join(map(str, unit))
 
 
 def format_edge(blocks: tuple[int, ...]) -> str:
-    """Write a maker and its readers: ``2+7``, or ``2+7-9`` for three and more readers in a row."""
+    """Format a producer and its consumers: ``2+7``, or ``2+7-9`` for three or more consecutive consumers."""
     parts = [str(blocks[0])]
     readers = list(blocks[1:])
     while readers:
@@ -84,15 +98,20 @@ def format_edge(blocks: tuple[int, ...]) -> str:
     return "+".join(parts)
 
 
-def format_tensor_ref(value: TensorRef, *, relative: bool = False) -> str:
-    """Write a value; ``ahead`` marks its microbatch as counted from the repetition's first."""
-    micro = "" if value.micro is None else f".{'+' if relative else ''}{value.micro}"
-    blocks = format_edge(value.blocks) if value.name in {"s", "ds"} else format_unit(value.blocks)
-    return f"{value.name}{blocks}{micro}"
+def format_tensor_ref(tensor: TensorRef, *, relative: bool = False) -> str:
+    """Format a tensor reference.
+
+    Args:
+        tensor: the reference.
+        relative: whether its microbatch counts from the first one of the repetition, as in ``x3.+1``.
+    """
+    micro = "" if tensor.micro is None else f".{'+' if relative else ''}{tensor.micro}"
+    blocks = format_edge(tensor.blocks) if tensor.name in {"s", "ds"} else format_unit(tensor.blocks)
+    return f"{tensor.name}{blocks}{micro}"
 
 
 def format_instruction(instruction: Instruction, *, relative: bool = False) -> str:  # noqa: C901, PLR0911, PLR0912 - one case each
-    """Write one instruction as one word; ``ahead`` as in :func:`format_value`."""
+    """Format one instruction, with ``relative`` as in :func:`format_tensor_ref`."""
     match instruction:
         case Forward(block, micro, version) | Recompute(block, micro, version) | Backward(block, micro, version):
             letter = f"B{instruction.part[:1]}" if isinstance(instruction, Backward) else _OPCODES[type(instruction)]
@@ -103,33 +122,33 @@ def format_instruction(instruction: Instruction, *, relative: bool = False) -> s
             return f"commit@{format_group(group)}" + (f":{format_group(own)}" if own else "")
         case SwapGradBuffers(unit):
             return f"swap_grad_buffers(grad{format_unit(unit)})"
-        case Send(value, peer, code) | Recv(value, peer, code):
-            coded, arrow = f":{code}" if code else "", ">" if isinstance(instruction, Send) else "<"
-            return f"{format_tensor_ref(value, relative=relative)}{coded}{arrow}{peer}"
-        case Collective(_, value, group):
+        case Send(tensor, peer, codec) | Recv(tensor, peer, codec):
+            suffix, arrow = f":{codec}" if codec else "", ">" if isinstance(instruction, Send) else "<"
+            return f"{format_tensor_ref(tensor, relative=relative)}{suffix}{arrow}{peer}"
+        case Collective(_, tensor, group):
             return (
-                f"{format_operation(instruction)}({format_tensor_ref(value, relative=relative)})@{format_group(group)}"
+                f"{format_operation(instruction)}({format_tensor_ref(tensor, relative=relative)})@{format_group(group)}"
             )
-        case Push(value, peer):
-            return f"{instruction.op_name}({format_tensor_ref(value)})>{peer}"
-        case Pull(value, peer):
-            return f"pull({format_tensor_ref(value)})<{peer}"
+        case Push(tensor, peer):
+            return f"{instruction.op_name}({format_tensor_ref(tensor)})>{peer}"
+        case Pull(tensor, peer):
+            return f"pull({format_tensor_ref(tensor)})<{peer}"
         case ApplyPushes(units, workers):
             return f"{instruction.op_name}({','.join(map(format_unit, units))})@{format_group(workers)}"
-        case Free(value):
-            return f"free({format_tensor_ref(value, relative=relative)})"
+        case Free(tensor):
+            return f"free({format_tensor_ref(tensor, relative=relative)})"
         case _:
             assert_never(instruction)
 
 
-def format_operation(word: Collective) -> str:
+def format_operation(instruction: Collective) -> str:
     """Write the operation of a collective with its phase and its codec: ``all_reduce_start:int8``."""
-    op = f"{word.op}_{word.phase}" if word.phase else word.op
-    return f"{op}:{word.codec}" if word.codec else op
+    op = f"{instruction.op}_{instruction.phase}" if instruction.phase else instruction.op
+    return f"{op}:{instruction.codec}" if instruction.codec else op
 
 
 def parse_group(text: str) -> Group:
-    """Read a group; the inverse of :func:`format_group`."""
+    """Parse a group; the inverse of :func:`format_group`."""
     ranks: list[int] = []
     for part in text.split(","):
         span, _, step = part.partition("/")
@@ -137,128 +156,157 @@ def parse_group(text: str) -> Group:
         end = int(last or first)
         run = range(int(first), end + 1, int(step or 1) or end + 1)
         if end not in run or (ranks and ranks[-1] >= run[0]):
-            raise ProgramError(f"{text!r} is not a group; write its ranks upwards, as 0,1 or 0-7 or 0-12/4")
+            raise ProgramError(f"{text!r} is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4")
         ranks += run
     return tuple(ranks)
 
 
 def parse_unit(text: str) -> tuple[int, ...]:
-    """Read a unit; the inverse of :func:`format_unit`."""
+    """Parse a unit; the inverse of :func:`format_unit`."""
     return tuple(map(int, text.split("+")))
 
 
 def parse_edge(text: str) -> tuple[int, ...]:
-    """Read a maker and its readers; the inverse of :func:`format_edge`."""
+    """Parse a producer and its consumers; the inverse of :func:`format_edge`."""
     blocks: list[int] = []
     for part in text.split("+"):
         first, _, last = part.partition("-")
         blocks += range(int(first), int(last or first) + 1)
     if sorted(set(blocks)) != blocks or len(blocks) == 1 or blocks[1:] == [blocks[0] + 1]:
         raise ProgramError(
-            f"{text!r} is not a strand; write the block that makes it and the blocks that read it upwards, as 2+7 or "
-            "2+5+7-9; what only the next block reads is x3"
+            f"{text!r} is not a skip connection; write the producing block and the consuming blocks in ascending "
+            "order, "
+            "as 2+7 or 2+5+7-9; what only the next block reads is x3"
         )
     return tuple(blocks)
 
 
 def parse_tensor_ref(text: str) -> TensorRef:
-    """Read a value; the inverse of :func:`format_tensor_ref`."""
-    found = _TENSOR_REF_PARTS.match(text)
-    if found is None or not re.fullmatch(_TENSOR_REF, text):
-        raise ProgramError(f"{text!r} is not a value; expected one such as x1.2, g0.0, grad3 or weight0+4")
-    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'delayed_grad', 'weight']", found[1])
-    blocks = parse_edge(found[2]) if name in {"s", "ds"} else parse_unit(found[2])
-    return TensorRef(name, blocks, None if found[3] is None else int(found[3]))
+    """Parse a tensor reference; the inverse of :func:`format_tensor_ref`."""
+    match = _TENSOR_REF_PARTS.match(text)
+    if match is None or not re.fullmatch(_TENSOR_REF, text):
+        raise ProgramError(f"{text!r} is not a tensor reference; expected one such as x1.2, g0.0, grad3 or weight0+4")
+    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'delayed_grad', 'weight']", match[1])
+    blocks = parse_edge(match[2]) if name in {"s", "ds"} else parse_unit(match[2])
+    return TensorRef(name, blocks, None if match[3] is None else int(match[3]))
 
 
 def parse_instruction(text: str) -> Instruction:
-    """Read one word; the inverse of :func:`format_instruction`."""
-    found = _INSTRUCTION.match(text)
-    if found is None:
-        raise ProgramError(f"{text!r} is not an instruction; expected a word such as {_EXAMPLES}")
-    if found["op"]:
-        place = int(found["block"]), int(found["micro"]), int(found["version"] or 0)
-        if found["op"] in "FR":
-            return Forward(*place) if found["op"] == "F" else Recompute(*place)
-        return Backward(*place, _BACKWARD_PARTS[found["op"]])
-    if found["unit"] or found["swapped"]:
-        return Update(parse_unit(found["unit"])) if found["unit"] else SwapGradBuffers(parse_unit(found["swapped"]))
-    if found["verb"] or found["all"]:
-        return _parse_collective(found)
-    if found["units"]:
-        return _parse_apply_pushes(found)
-    return _parse_message(found)
+    """Parse one instruction; the inverse of :func:`format_instruction`.
+
+    Raises:
+        ProgramError: the text is not an instruction; for an instruction of an earlier version, the message has its new
+            name.
+    """
+    match = _INSTRUCTION.match(text)
+    if match is None:
+        renamed = _rename_instruction(text)
+        if renamed is not None:
+            raise ProgramError(f"{text!r} is not an instruction; its name has changed: write {renamed}")
+        raise ProgramError(f"{text!r} is not an instruction; expected one such as {_EXAMPLES}")
+    if match["op"]:
+        arguments = int(match["block"]), int(match["micro"]), int(match["version"] or 0)
+        if match["op"] in "FR":
+            return Forward(*arguments) if match["op"] == "F" else Recompute(*arguments)
+        return Backward(*arguments, _BACKWARD_PARTS[match["op"]])
+    if match["unit"] or match["swapped"]:
+        return Update(parse_unit(match["unit"])) if match["unit"] else SwapGradBuffers(parse_unit(match["swapped"]))
+    if match["verb"] or match["all"]:
+        return _parse_collective(match)
+    if match["units"]:
+        return _parse_apply_pushes(match)
+    return _parse_message(match)
 
 
-def _parse_collective(found: re.Match[str]) -> Instruction:
-    if found["all"]:
-        return Commit(parse_group(found["all"]), parse_group(found["own"]) if found["own"] else ())
-    verb = cast("Literal['all_reduce', 'reduce_scatter', 'all_gather', 'broadcast', 'all_reduce_mean']", found["verb"])
-    phase = cast("Literal['', 'start', 'wait']", found["phase"] or "")
-    code = found["code"] or ""
-    if code and (verb, found["whole"][:4]) != ("all_reduce", "grad"):
-        raise ProgramError(f"only sums of gradients have a code, but {found[0]!r} is none; leave out :{code}")
-    if code:
-        find_codec(code)
-    return Collective(verb, parse_tensor_ref(found["whole"]), parse_group(found["group"]), phase, code)
+def _rename_instruction(text: str) -> str | None:
+    """Return an instruction that is written with a former name under its current one; None if it has none."""
+    head, parenthesis, operand = text.partition("(")
+    name, colon, option = head.partition(":")
+    op = _FORMER_OPS.get(name, name)
+    if parenthesis and operand.endswith(("+", "-")):
+        op, operand = op + ("_start" if operand.endswith("+") else "_wait"), operand[:-1]
+    renamed = re.sub(r"(?<![a-z_])late(?=\d)", "delayed_grad", f"{op}{colon}{option}{parenthesis}{operand}")
+    return renamed if renamed != text and _INSTRUCTION.match(renamed) else None
 
 
-def _parse_message(found: re.Match[str]) -> Instruction:
-    if found["asked"]:
-        value, server = parse_tensor_ref(found["asked"]), int(found["server"])
-        if not found["push"]:
-            return Pull(value, server)
-        verb = cast("Literal['push', 'push_no_reply']", found["push"])
-        return Push(value, server, _check_gradient_codec(found, found["pushed"], value), verb)
-    if found["released"]:
-        return Free(parse_tensor_ref(found["released"]))
-    make = Send if found["arrow"] == ">" else Recv
-    value = parse_tensor_ref(found["value"])
-    return make(value, int(found["peer"]), _check_gradient_codec(found, found["how"], value))
-
-
-def _parse_apply_pushes(found: re.Match[str]) -> Instruction:
-    units, workers = tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"])
-    if found["part"]:
-        return ApplyPushes(units, workers, op="elastic_average", alpha=found["part"])
-    if found["take"]:
-        return ApplyPushes(units, workers, op="apply")
-    return ApplyPushes(units, workers, None if found["ahead"] is None else int(found["ahead"]))
-
-
-def _check_gradient_codec(found: re.Match[str], code: str | None, value: TensorRef) -> str:
-    """Return the code of a message; only gradients of units travel in one that can be read alone."""
-    if not code:
-        return ""
-    if value.name != "grad" or not find_codec(code).spec.works_point_to_point:
+def _parse_collective(match: re.Match[str]) -> Instruction:
+    if match["all"]:
+        return Commit(parse_group(match["all"]), parse_group(match["own"]) if match["own"] else ())
+    op = cast("Literal['all_reduce', 'reduce_scatter', 'all_gather', 'broadcast', 'all_reduce_mean']", match["verb"])
+    phase = cast("Literal['', 'start', 'wait']", match["phase"] or "")
+    codec = match["code"] or ""
+    if codec and (op, match["whole"][:4]) != ("all_reduce", "grad"):
         raise ProgramError(
-            f"only gradients travel in a code from rank to rank, and in none that is about a sum, but {found[0]!r} "
-            f"does; leave out :{code}"
+            f"only an all-reduce of gradients can be compressed, but {match[0]!r} is not one; leave out :{codec}"
         )
-    return code
+    if codec:
+        find_codec(codec)
+    return Collective(op, parse_tensor_ref(match["whole"]), parse_group(match["group"]), phase, codec)
 
 
-def format_rank_program(row: RankProgram, *, all_parts: bool = False) -> str:
-    """Write one row; ``stream`` writes all three parts."""
-    head = f"{row.tp_rank}/{row.tp_degree}: " if row.tp_degree > 1 or not row.body else ""
-    body = " ".join(format_instruction(word, relative=all_parts) for word in row.body)
+def _parse_message(match: re.Match[str]) -> Instruction:
+    if match["asked"]:
+        tensor, server = parse_tensor_ref(match["asked"]), int(match["server"])
+        if not match["push"]:
+            return Pull(tensor, server)
+        op = cast("Literal['push', 'push_no_reply']", match["push"])
+        return Push(tensor, server, _check_gradient_codec(match, match["pushed"], tensor), op)
+    if match["released"]:
+        return Free(parse_tensor_ref(match["released"]))
+    make = Send if match["arrow"] == ">" else Recv
+    tensor = parse_tensor_ref(match["value"])
+    return make(tensor, int(match["peer"]), _check_gradient_codec(match, match["how"], tensor))
+
+
+def _parse_apply_pushes(match: re.Match[str]) -> Instruction:
+    units, workers = tuple(map(parse_unit, match["units"].split(","))), parse_group(match["workers"])
+    if match["part"]:
+        return ApplyPushes(units, workers, op="elastic_average", alpha=match["part"])
+    if match["take"]:
+        return ApplyPushes(units, workers, op="apply")
+    return ApplyPushes(units, workers, None if match["ahead"] is None else int(match["ahead"]))
+
+
+def _check_gradient_codec(match: re.Match[str], codec: str | None, tensor: TensorRef) -> str:
+    """Return the codec of a message; only gradients of units are compressed, by a codec that works point to point."""
+    if not codec:
+        return ""
+    if tensor.name != "grad" or not find_codec(codec).spec.works_point_to_point:
+        raise ProgramError(
+            f"between two ranks only gradients can be compressed, by a codec that works point to point, which does not "
+            f"hold for {match[0]!r}; leave out :{codec}"
+        )
+    return codec
+
+
+def format_rank_program(rank_program: RankProgram, *, all_parts: bool = False) -> str:
+    """Format the instructions of one rank, with ``all_parts`` as ``prologue | body | epilogue``."""
+    head = (
+        f"{rank_program.tp_rank}/{rank_program.tp_degree}: "
+        if rank_program.tp_degree > 1 or not rank_program.body
+        else ""
+    )
+    body = " ".join(format_instruction(instruction, relative=all_parts) for instruction in rank_program.body)
     if not all_parts:
         return (head + body).rstrip()
-    before = " ".join(map(format_instruction, row.prologue))
-    after = " ".join(format_instruction(word, relative=True) for word in row.epilogue)
-    return head + " | ".join((before, body, after))
+    prologue = " ".join(map(format_instruction, rank_program.prologue))
+    epilogue = " ".join(format_instruction(instruction, relative=True) for instruction in rank_program.epilogue)
+    return head + " | ".join((prologue, body, epilogue))
 
 
 def format_program(program: Program) -> str:
-    """Write a program, one line per rank."""
-    return "\n".join(format_rank_program(row, all_parts=program.is_async_pipeline) for row in program.rank_programs)
+    """Format a program, one line per rank."""
+    return "\n".join(
+        format_rank_program(rank_program, all_parts=program.is_async_pipeline) for rank_program in program.rank_programs
+    )
 
 
 def parse_program(text: str) -> Program:
-    """Read a program, one line per rank.
+    """Parse a program, one line per rank.
 
     Raises:
-        ProgramError: a word is none; the message shows its line with a caret under the word.
+        ProgramError: the text has something that is not an instruction; the message shows the line with a caret below
+            it.
     """
     return Program(tuple(_parse_rank_program(line, number) for number, line in enumerate(text.splitlines())))
 
@@ -272,7 +320,8 @@ def _parse_rank_program(line: str, number: int) -> RankProgram:
     ]
     if len(parts) not in {1, 3}:
         raise ProgramError(
-            f"line {number + 1} has {len(parts)} parts; a row is a body, or prologue | body | epilogue\n  {line}"
+            f"line {number + 1} has {len(parts)} parts; a rank program is a body, or prologue | body | epilogue\n  "
+            f"{line}"
         )
     prologue, body, epilogue = parts if len(parts) == 3 else ((), parts[0], ())
     index, count = (int(head[1]), int(head[2])) if head else (0, 1)
@@ -280,11 +329,11 @@ def _parse_rank_program(line: str, number: int) -> RankProgram:
 
 
 def _parse_instructions(part: str, start: int, line: str, number: int) -> Instructions:
-    words: list[Instruction] = []
-    for found in re.finditer(r"\S+", part):
+    instructions: list[Instruction] = []
+    for match in re.finditer(r"\S+", part):
         try:
-            words.append(parse_instruction(found[0]))
-        except ProgramError as wrong:
-            caret = " " * (start + found.start()) + "^" * len(found[0])
-            raise ProgramError(f"line {number + 1}: {wrong}\n  {line}\n  {caret}") from None
-    return tuple(words)
+            instructions.append(parse_instruction(match[0]))
+        except ProgramError as error:
+            caret = " " * (start + match.start()) + "^" * len(match[0])
+            raise ProgramError(f"line {number + 1}: {error}\n  {line}\n  {caret}") from None
+    return tuple(instructions)

@@ -1,4 +1,4 @@
-"""What happened in a step, instruction by instruction, on a virtual or a real clock."""
+"""Traces: what each rank did in a step and when, simulated or measured."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeAlias
 from counterpoint.errors import DataError
 
 Lane: TypeAlias = Literal["compute", "link", "wait"]
-"""Where the time went: the rank's processor, its outgoing link, or waiting for another rank."""
+"""Where time is spent: computing, on the rank's outgoing link, or waiting for another rank."""
 LANES: tuple[Lane, ...] = ("compute", "link", "wait")
 MemoryTimeline: TypeAlias = tuple[tuple[float, int], ...]
-"""From which second on how many bytes are held."""
+"""Pairs of a time in seconds and the bytes held from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class TraceEvent:
     """One instruction, or several that ran as one call.
 
     Args:
-        rank: who ran it.
-        index: of its first word in the row's body.
-        words: its text, ``F0.0 F1.0`` for a call of two blocks.
-        start_s: when it began, in seconds from the beginning of the step.
-        stop_s: when it ended.
-        lane: where the time went.
+        rank: the rank that ran it.
+        index: index of its first instruction in the rank's body.
+        text: its text form, ``F0.0 F1.0`` for a call of two blocks.
+        start_s: start, in seconds from the beginning of the step.
+        stop_s: end, likewise.
+        lane: where the time was spent.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class TraceEvent:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.stop_s - self.start_s
 
 
@@ -48,11 +48,11 @@ class Trace:
     """All events of one step.
 
     Args:
-        events: by rank, then by time.
-        num_ranks: how many ranks the program has.
+        events: sorted by rank, then by time.
+        num_ranks: number of ranks of the program.
         source: ``simulated`` or ``measured``.
-        memory: what each rank holds over time; empty where it is not known.
-        beat_s: where steps overlap, seconds from the end of one to the end of the next; None where they do not.
+        memory: what each rank holds over time; empty if unknown.
+        steady_step_s: if steps overlap, seconds from the end of one to the end of the next; else None.
     """
 
     events: tuple[TraceEvent, ...]
@@ -63,44 +63,48 @@ class Trace:
 
     @staticmethod
     def from_events(events: Iterable[TraceEvent], num_ranks: int, source: Literal["simulated", "measured"]) -> Trace:
-        """Return a trace with its events in order."""
+        """Return a trace with its events sorted."""
         ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.stop_s, event.index))
         return Trace(tuple(ordered), num_ranks, source)
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of a step: where steps overlap, what one adds to a run, else from its beginning to its end."""
+        """Seconds per step: its length, or if steps overlap, what one step adds to a run."""
         return self.span_s if self.steady_step_s is None else self.steady_step_s
 
     @cached_property
     def span_s(self) -> float:
-        """Seconds from the beginning of the step to its last event's end."""
+        """Seconds from the beginning of the step to the end of its last event."""
         return max((event.stop_s for event in self.events), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Return the seconds that a rank computes."""
+        """Return the seconds during which a rank computes."""
         return sum(event.seconds for event in self.events if event.rank == rank and event.lane == "compute")
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time, from 0 to 1, in which they do not compute."""
+        """Fraction of all ranks' time, from 0 to 1, in which they do not compute."""
         total = self.step_s * self.num_ranks
         if total == 0:
             return 0.0
         return 1.0 - sum(event.seconds for event in self.events if event.lane == "compute") / total
 
     def to_json(self) -> str:
-        """Write the trace as JSON."""
-        found = {"source": self.source, "num_ranks": self.num_ranks, "events": [asdict(event) for event in self.events]}
-        known = {"memory": self.memory or None, "steady_step_s": self.steady_step_s}
-        return json.dumps(found | {name: value for name, value in known.items() if value is not None})
+        """Format the trace as JSON."""
+        fields = {
+            "source": self.source,
+            "num_ranks": self.num_ranks,
+            "events": [asdict(event) for event in self.events],
+        }
+        optional = {"memory": self.memory or None, "steady_step_s": self.steady_step_s}
+        return json.dumps(fields | {name: value for name, value in optional.items() if value is not None})
 
     @staticmethod
     def from_json(text: str) -> Trace:
-        """Read what :meth:`result_to_dict` wrote.
+        """Parse what :meth:`to_json` wrote.
 
         Raises:
-            DataError: the text is something else.
+            DataError: the text is not a trace.
         """
         try:
             loaded: Any = json.loads(text)

@@ -1,7 +1,4 @@
-"""Which units a program names, and which blocks use them.
-
-Which units replicas may have in common: one copy of their weights, instead of one for each.
-"""
+"""Units: which blocks use which parameters, which instructions name them, and which of them replicas can share."""
 
 from __future__ import annotations
 
@@ -35,13 +32,13 @@ Unit: TypeAlias = tuple[int, ...]
 _WITHOUT_UNITS = {Forward, Recompute, Backward, Commit}
 
 
-def units_by_block(rows: Sequence[Instructions]) -> defaultdict[int, list[Unit]]:
-    """Return for each block the units it uses, read off the words that name units."""
+def units_by_block(rank_instructions: Sequence[Instructions]) -> defaultdict[int, list[Unit]]:
+    """Return the units that each block uses, read off the instructions that name units."""
     units: set[Unit] = set()
-    for row in rows:
-        for word in row:
-            if type(word) not in _WITHOUT_UNITS:
-                units.update(named_units(word))
+    for instructions in rank_instructions:
+        for instruction in instructions:
+            if type(instruction) not in _WITHOUT_UNITS:
+                units.update(named_units(instruction))
     users: defaultdict[int, list[Unit]] = defaultdict(list)
     for unit in sorted(units):
         for block in unit:
@@ -49,9 +46,9 @@ def units_by_block(rows: Sequence[Instructions]) -> defaultdict[int, list[Unit]]
     return users
 
 
-def named_units(word: Instruction) -> tuple[Unit, ...]:
-    """Return the units that an instruction updates, moves or releases."""
-    match word:
+def named_units(instruction: Instruction) -> tuple[Unit, ...]:
+    """Return the units that an instruction updates, communicates or frees."""
+    match instruction:
         case Update(unit) | SwapGradBuffers(unit):
             return (unit,)
         case ApplyPushes(units):
@@ -62,11 +59,11 @@ def named_units(word: Instruction) -> tuple[Unit, ...]:
             return ()
 
 
-def sharded_units(row: Instructions, units_of: Mapping[int, Sequence[Unit]]) -> Iterator[tuple[Unit, Group]]:
-    """Yield each unit that a row gathers before it reads it, and with whom: it keeps only its share between steps."""
+def sharded_units(instructions: Instructions, units_of: Mapping[int, Sequence[Unit]]) -> Iterator[tuple[Unit, Group]]:
+    """Yield each unit that a rank gathers before it reads it, with the group: between steps it holds a shard only."""
     seen: set[Unit] = set()
-    for word in row:
-        match word:
+    for instruction in instructions:
+        match instruction:
             case Collective("all_gather", TensorRef("weight", unit), group) if unit not in seen:
                 seen.add(unit)
                 yield unit, group
@@ -76,31 +73,36 @@ def sharded_units(row: Instructions, units_of: Mapping[int, Sequence[Unit]]) -> 
                 pass
 
 
-def host_shareable_units(words: Iterable[Instruction]) -> dict[tuple[int, ...], Group]:
-    """Return the units whose gradient a row shares out once and whose weights it joins once, among the same ranks.
+def host_shareable_units(instructions: Iterable[Instruction]) -> dict[tuple[int, ...], Group]:
+    """Return the units whose weights ranks of one host can share, so that there is one copy instead of one per rank.
 
-    Nothing of them may be released: then each of these ranks updates its part of what all of them read.
+    These are the units whose gradient is reduce-scattered once and whose weights are all-gathered once, within one
+    group, and which are not freed: each rank updates its shard of the weights that all of them read.
 
     Args:
-        words: a row.
+        instructions: the instructions of one rank.
 
     Example:
         >>> from counterpoint.program.text import parse_instruction
-        >>> row = "reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1 reduce_scatter(grad1)@0,1 free(grad1) U1 all_gather(weight1)@0,1"
-        >>> groups_with_one_copy(map(parse_instruction, row.split()))
+        >>> text = "reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1 reduce_scatter(grad1)@0,1 free(grad1) U1"
+        >>> host_shareable_units(map(parse_instruction, text.split()))
         {(0,): (0, 1)}
     """
-    moved: dict[tuple[int, ...], list[tuple[str, Group]]] = {}
-    released: set[tuple[int, ...]] = set()
-    for word in words:
-        if isinstance(word, Free):
-            released.add(word.tensor.blocks)
-        elif isinstance(word, Collective) and word.tensor.name in UNIT_TENSORS and word.phase != "wait":
-            moved.setdefault(word.tensor.blocks, []).append((word.op, word.group))
+    collectives_of: dict[tuple[int, ...], list[tuple[str, Group]]] = {}
+    freed: set[tuple[int, ...]] = set()
+    for instruction in instructions:
+        if isinstance(instruction, Free):
+            freed.add(instruction.tensor.blocks)
+        elif (
+            isinstance(instruction, Collective)
+            and instruction.tensor.name in UNIT_TENSORS
+            and instruction.phase != "wait"
+        ):
+            collectives_of.setdefault(instruction.tensor.blocks, []).append((instruction.op, instruction.group))
     return {
-        unit: found[0][1]
-        for unit, found in moved.items()
-        if unit not in released
-        and [verb for verb, _ in found] == ["reduce_scatter", "all_gather"]
-        and found[0][1] == found[1][1]
+        unit: collectives[0][1]
+        for unit, collectives in collectives_of.items()
+        if unit not in freed
+        and [op for op, _ in collectives] == ["reduce_scatter", "all_gather"]
+        and collectives[0][1] == collectives[1][1]
     }

@@ -1,1 +1,1 @@
-"""Where a program runs: axes, ranks, devices and links."""
+"""Where a program runs: mesh axes, clusters of devices and links, and the cores of a host."""

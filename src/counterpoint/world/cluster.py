@@ -1,4 +1,4 @@
-"""The machines a program runs on, as the simulator sees them: devices, alike or not, and links by level."""
+"""Clusters as the simulator sees them: devices, equal or not, and the links of each network level."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from counterpoint.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way out of a rank: how long a message takes before its first byte arrives, and how fast the rest follows.
+    """A link: latency until the first byte of a message arrives, and bandwidth for the rest.
 
-    The defaults are those of two processes of one host that talk over its loopback.
+    The defaults are those of two processes on one host that communicate over its loopback interface.
 
     Args:
-        latency_s: of a message without any bytes.
-        bytes_per_s: of a long one.
-        is_copied: whether it is memory that both ends see, so that nothing carries a message but their own processors:
-            one copies it in, the other one out, for half of its time each.
+        latency_s: seconds for an empty message.
+        bytes_per_s: bandwidth for long messages.
+        is_shared_memory: whether the link is memory that both ends access, so that the two ranks' own processors move a
+            message: one copies it in, the other one out, half of the time each.
     """
 
     latency_s: float = 50e-6
@@ -27,18 +27,18 @@ class Link:
     is_shared_memory: bool = False
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long one message of so many bytes takes."""
+        """Return the seconds of one message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a rank computes with. The defaults are those of one core of a laptop.
+    """What a rank computes with. The defaults are those of one laptop core.
 
     Args:
-        cost_per_s: how much block cost it works off in a second; floating point operations, if costs count those.
-        memory_bytes: how much it can hold.
-        memory_bytes_per_s: how fast an update reads and writes what it holds.
+        cost_per_s: block cost per second; floating point operations per second if costs count those.
+        memory_bytes: memory capacity.
+        memory_bytes_per_s: memory bandwidth of an update.
     """
 
     cost_per_s: float = 30e9
@@ -48,14 +48,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of a network: groups of the level below, ranks at the innermost one, joined by links of one kind.
+    """One level of a network: groups of the level below (ranks at the innermost level) connected by equal links.
 
     Args:
-        name: what such a level is called, ``host`` or ``rack``.
-        count: how many groups it joins.
-        link: between two of them.
-        is_shared: whether all ranks of a group below have one link out together, as those of a host its network card;
-            else every rank has its own.
+        name: name of the level, for example ``host`` or ``rack``.
+        count: number of groups that it connects.
+        link: the link between two of them.
+        is_shared: whether all ranks of a group below share one uplink, like the network card of a host; else each rank
+            has its own.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class TimeSlicing:
-    """How ranks of a host go on where what each does before it waits for another takes less than a slice of time.
+    """How ranks that share the cores of a host compute in pieces shorter than a time slice.
 
     Args:
-        cores: so many ranks compute at a time; others wait until one of these does, first come first served.
-        parts: how fast each of 1, 2, ... ranks of a host is in its turn, as a part of the speed of one alone: others
-            have used its caches meanwhile. The last one counts for more ranks, too.
-        message_s: for how long a message keeps its two ends together, beside copying it, when each comes to it from
+        cores: number of ranks that compute at a time; others wait until one of these blocks, first come first served.
+        speed_fractions: speed of each of 1, 2, ... ranks of a host during its time slice, as a fraction of the speed of
+            one rank without others, which use its caches meanwhile. The last one also holds for more ranks.
+        message_s: seconds for which a message occupies both of its ends, in addition to copying it, if they come from
             other work.
     """
 
@@ -81,25 +81,26 @@ class TimeSlicing:
     message_s: float = 0.0
 
     def speed_fraction(self, num_ranks: int) -> float:
-        """Return how fast each of so many ranks of a host is in its turn."""
+        """Return the speed of each of ``num_ranks`` ranks of a host during its time slice."""
         return self.speed_fractions[min(num_ranks, len(self.speed_fractions)) - 1] if self.speed_fractions else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks with one device each, joined by links that may differ from level to level.
+    """Ranks with one device each, connected by links that may differ from level to level.
 
     Args:
-        device: of each rank.
-        link: between any two ranks, where there are no levels.
-        speeds: how many times as fast as ``device`` each rank computes; empty where all are alike.
+        device: the device of each rank.
+        link: the link between any two ranks, if there are no levels.
+        speeds: speed of each rank relative to ``device``; empty if all are equal.
         levels: the innermost first, whose groups are hosts; rank r is in group r // count, and so on outwards.
-        compute_contention: how fast each of 1, 2, ... ranks of one host computes while so many do, as a part of the speed of one
-            alone; while more do, they share what as many as are listed have. Empty where nobody is in anybody's way.
-        slow_links: ``(level, group, part)`` for each group of the level below, a rank at level 0 and a host at level 1,
-            whose link of that level, out and in, has only that part of its speed. Without levels there is only 0.
-        memory_contention: as ``compute_contention``, of ranks that go over memory, which is the host's where cores are their own.
-        turns: how short pieces of work go on; None where they do as long ones.
+        compute_contention: speed of each of 1, 2, ... ranks of a host that compute at the same time, as a fraction of
+            the speed of one; more ranks share the total of the last entry. Empty if there is no contention.
+        slow_links: ``(level, group, fraction)`` for each group of the level below (a rank at level 0, a host at level
+            1) whose link at that level has only a fraction of its bandwidth. Without levels there is only level 0.
+        memory_contention: like ``compute_contention``, for ranks that access memory, which the ranks of a host share
+            even if their cores are their own.
+        time_slicing: how short pieces of work share cores; None if like long ones.
 
     Example:
         >>> hosts = (Level("host", 2, Link(5e-6, 10e9)), Level("network", 2, Link(50e-6, 125e6), is_shared=True))
@@ -117,66 +118,66 @@ class Cluster:
     time_slicing: TimeSlicing | None = None
 
     def speed(self, rank: int) -> float:
-        """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""
+        """Return the speed of a rank relative to the device; 1 for ranks that are not listed."""
         return self.speeds[rank] if rank < len(self.speeds) else 1.0
 
     def host(self, rank: int) -> int:
-        """Return the host of a rank; without levels all are on one."""
+        """Return the host of a rank; without levels all ranks are on one host."""
         return rank // self.levels[0].count if self.levels else 0
 
     def level_among(self, ranks: Sequence[int]) -> int:
-        """Return the innermost level that joins all of these ranks; -1 without levels."""
+        """Return the innermost level that connects all of these ranks; -1 without levels."""
         width = 1
-        for at, level in enumerate(self.levels):
+        for index, level in enumerate(self.levels):
             width *= level.count
             if len({rank // width for rank in ranks}) == 1:
-                return at
+                return index
         return len(self.levels) - 1
 
     def link_among(self, ranks: Sequence[int]) -> Link:
-        """Return what a message between any of these ranks finds: the way of their level, as slow as its worst part."""
+        """Return the link between any of these ranks: that of their level, as slow as its slowest part."""
         level = self.level_among(ranks)
         if level < 1:
             return self.link_at(0, ranks)
-        links = [self.link_at(at, ranks) for at in range(1, level + 1)]
+        links = [self.link_at(index, ranks) for index in range(1, level + 1)]
         return Link(links[-1].latency_s, min(link.bytes_per_s for link in links), links[-1].is_shared_memory)
 
     def link_at(self, level: int, ranks: Sequence[int]) -> Link:
-        """Return a level's link as it is for these ranks: as slow as that of the slowest of their groups."""
+        """Return the link of a level for these ranks, as slow as that of the slowest of their groups."""
         link = self.levels[level].link if self.levels else self.link
         groups = {self.group(rank, level) for rank in ranks} if self.slow_links else set()
-        slow = [part for at, group, part in self.slow_links if at == level and group in groups]
-        return replace(link, bytes_per_s=link.bytes_per_s * min(slow)) if slow else link
+        fractions = [fraction for index, group, fraction in self.slow_links if index == level and group in groups]
+        return replace(link, bytes_per_s=link.bytes_per_s * min(fractions)) if fractions else link
 
     def group(self, rank: int, level: int) -> int:
-        """Return which group of the level below a rank is in: itself at level 0, its host at level 1."""
+        """Return the group of the level below that a rank is in: itself at level 0, its host at level 1."""
         return rank // math.prod(below.count for below in self.levels[:level])
 
     def shared_levels(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the levels on the way between any of these ranks at which all ranks of a group share its link."""
-        return tuple(at for at in range(1, self.level_among(ranks) + 1) if self.levels[at].is_shared)
+        """Return the levels between any of these ranks at which the ranks of a group share one link."""
+        return tuple(index for index in range(1, self.level_among(ranks) + 1) if self.levels[index].is_shared)
 
     def contended_compute_fraction(self, num_computing: float) -> float:
-        """Return how fast each rank of a host computes while so many do, as a part of the speed of one alone.
+        """Return the speed of each rank of a host while so many compute, as a fraction of the speed of one.
 
-        One that computes half of the time counts half; between two whole numbers the part falls evenly.
+        A rank that computes half of the time counts half; between two integers the fraction is interpolated.
         """
         return _interpolate_fraction(self.compute_contention, num_computing)
 
     def contended_memory_fraction(self, num_ranks: float) -> float:
-        """Return how fast each rank of a host goes over memory while so many do, see :meth:`crowded`."""
+        """Return the likewise fraction of memory bandwidth, see :meth:`contended_compute_fraction`."""
         return _interpolate_fraction(self.memory_contention, num_ranks)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the levels have; 0 without levels, where there may be any number."""
+        """Number of ranks of the levels; 0 without levels, where there may be any number."""
         return math.prod(level.count for level in self.levels) if self.levels else 0
 
     def require_ranks(self, num_ranks: int) -> None:
-        """Check that there is a place for so many ranks; fewer than there are places have the first ones.
+        """Check that the cluster has enough ranks; programs with fewer ranks use the first ones.
 
         Raises:
-            PlanError: there is not; the message says how many there are at which level.
+            PlanError: it has not; the message has the counts of all levels.
         """
         if self.levels and num_ranks > self.num_ranks:
             counts = ", ".join(f"{level.name}={level.count}" for level in self.levels)
@@ -187,7 +188,7 @@ class Cluster:
 
 
 def _interpolate_fraction(fractions: tuple[float, ...], number: float) -> float:
-    """Return what part of its speed each has among so many; between two whole numbers the part falls evenly."""
+    """Return the fraction of its speed that each rank has among so many, interpolated between integers."""
     if not fractions or number <= 1:
         return fractions[0] if fractions and number == 1 else 1.0
     if number >= len(fractions):

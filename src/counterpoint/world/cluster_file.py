@@ -1,7 +1,4 @@
-"""Clusters as YAML: every quantity with its unit, every mistake of a file told at once, with its line.
-
-The text of a cluster's file.
-"""
+"""Clusters as YAML files: every quantity has a unit, and all mistakes of a file are reported with their lines."""
 
 from __future__ import annotations
 
@@ -50,10 +47,10 @@ _EXAMPLES = {
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Return the cluster that a file describes.
+    """Load a cluster from a file.
 
     Raises:
-        PlanError: there is no such file, or it says something that cannot be; every mistake with its line.
+        PlanError: the file cannot be read or has mistakes, which are all listed with their lines.
     """
     file = Path(path)
     try:
@@ -69,10 +66,10 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def resolve_cluster(given: str | Path | Cluster) -> Cluster:
-    """Return a cluster that is given as it is, or as the path of its file.
+    """Return the cluster, loaded from its file if a path is given.
 
     Raises:
-        PlanError: it is neither, or the file cannot be read as one.
+        PlanError: it is neither, or the file cannot be read or has mistakes.
     """
     if isinstance(given, Cluster):
         return given
@@ -82,19 +79,20 @@ def resolve_cluster(given: str | Path | Cluster) -> Cluster:
 
 
 def parse_cluster(text: str, *, name: str = "cluster file") -> Cluster:
-    r"""Return the cluster that a text describes; see ``docs/clusters.md``.
+    """Parse the YAML text of a cluster; see ``docs/clusters.md``.
 
     Args:
-        text: YAML, as :func:`counterpoint.world.cluster_file.format_cluster` writes it.
-        name: what the text is called in messages, its path for instance.
+        text: YAML, as :func:`format_cluster` writes it.
+        name: what messages call the text, for example its path.
 
     Raises:
-        PlanError: a key is unknown, missing or given twice, a quantity has no unit or a wrong one, or cannot be; the
-            message has a line for each mistake.
+        PlanError: a key is unknown, missing or given twice, or a quantity has no unit, a wrong one or an impossible
+            value; the message has a line for each mistake.
 
     Example:
-        >>> text = "device: {flops: 30 GFLOP/s, memory: 8 GiB, memory_bandwidth: 10 GB/s}\n"
-        >>> read_cluster(text + "link: {latency: 50 us, bandwidth: 1 Gbit/s}").link.bytes_per_s
+        >>> text = "device: {flops: 30 GFLOP/s, memory: 8 GiB, memory_bandwidth: 10 GB/s}"
+        >>> text += chr(10) + "link: {latency: 50 us, bandwidth: 1 Gbit/s}"
+        >>> parse_cluster(text).link.bytes_per_s
         125000000.0
     """
     try:
@@ -111,27 +109,27 @@ def parse_cluster(text: str, *, name: str = "cluster file") -> Cluster:
 
 
 class _ClusterReader:
-    """Reads the nodes of one file; where one cannot be read, it notes why, and goes on with something that can.
+    """Reader of the nodes of one file; it records mistakes and continues with a default value.
 
     Attributes:
-        mistakes: their lines and what they are.
+        errors: lines and messages of the mistakes.
     """
 
     def __init__(self) -> None:
         self.errors: list[tuple[int, str]] = []
 
     def cluster(self, root: yaml.Node) -> Cluster:
-        """Return what a whole file says; what it says wrong is noted, and something usual stands for it."""
         nodes = self.mapping(root, "", _KEYS, required=("device",))
-        both = [nodes[key] for key in ("link", "levels") if key in nodes]
-        if not both:
-            self.add_error(root, "the file has neither link nor levels; say by what ranks are joined, with one of them")
-        if len(both) > 1:
+        alternatives = [nodes[key] for key in ("link", "levels") if key in nodes]
+        if not alternatives:
+            self.add_error(root, "the file has neither link nor levels; give one of them")
+        if len(alternatives) > 1:
             self.add_error(
-                both[0], "link stands beside levels, each of which has a link of its own; leave one of them out"
+                alternatives[0],
+                "the file has both link and levels, which have links of their own; leave one of them out",
             )
         levels = tuple(
-            self.level(node, f"levels[{at}]") for at, node in enumerate(self.items(nodes.get("levels"), "levels"))
+            self.level(node, f"levels[{index}]") for index, node in enumerate(self.items(nodes.get("levels"), "levels"))
         )
         return Cluster(
             self.device(nodes["device"]) if "device" in nodes else Device(),
@@ -140,15 +138,14 @@ class _ClusterReader:
             levels,
             self.contention(nodes.get("compute_contention")),
             tuple(
-                self.slow_link(node, f"slow_links[{at}]", levels)
-                for at, node in enumerate(self.items(nodes.get("slow_links"), "slow_links"))
+                self.slow_link(node, f"slow_links[{index}]", levels)
+                for index, node in enumerate(self.items(nodes.get("slow_links"), "slow_links"))
             ),
             self.contention(nodes.get("memory_contention"), "memory_contention"),
             self.time_slicing(nodes["time_slicing"]) if "time_slicing" in nodes else None,
         )
 
     def device(self, node: yaml.Node) -> Device:
-        """Return the device; all three of its keys are wanted."""
         nodes = self.mapping(node, "device", DEVICE_KEYS, required=DEVICE_KEYS)
         flops, memory, bandwidth = (
             self.quantity(nodes.get(key), f"device.{key}", DEVICE_KEYS[key]) for key in DEVICE_KEYS
@@ -156,18 +153,16 @@ class _ClusterReader:
         return Device(flops, int(memory), bandwidth)
 
     def link(self, node: yaml.Node) -> Link:
-        """Return the link between any two ranks that no level joins."""
         return self.link_from(self.mapping(node, "link", _LINK_KEYS, required=LINK_KEYS), "link")
 
     def link_from(self, nodes: dict[str, yaml.Node], path: str) -> Link:
-        """Return the link that these keys describe; ``path`` is where they stand, for what is noted."""
+        """Return the link with these keys; ``path`` is their position, for messages."""
         latency_s, bytes_per_s = (
             self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK_KEYS.items()
         )
         return Link(latency_s, bytes_per_s, self.boolean(nodes.get("shared_memory"), f"{path}.shared_memory"))
 
     def level(self, node: yaml.Node, path: str) -> Level:
-        """Return one level of the network."""
         nodes = self.mapping(node, path, _LEVEL_KEYS, required=("name", "count", *LINK_KEYS))
         link = self.link_from(nodes, path)
         name = self.name(nodes.get("name"), f"{path}.name")
@@ -179,30 +174,27 @@ class _ClusterReader:
         )
 
     def speeds(self, node: yaml.Node | None, levels: tuple[Level, ...]) -> tuple[float, ...]:
-        """Return how many times as fast as the device each rank is; more numbers than ranks are noted."""
-        speeds, places = self.numbers(node, "speeds"), math.prod(level.count for level in levels)
-        if node is not None and levels and len(speeds) > places:
+        speeds, num_ranks = self.numbers(node, "speeds"), math.prod(level.count for level in levels)
+        if node is not None and levels and len(speeds) > num_ranks:
             self.add_error(
-                node, f"speeds has {len(speeds)} numbers, and the levels have {places} ranks; give one for each"
+                node,
+                f"speeds has {len(speeds)} numbers, but the levels have {num_ranks} ranks; give one number per rank",
             )
         return speeds
 
     def contention(self, node: yaml.Node | None, key: str = "compute_contention") -> tuple[float, ...]:
-        """Return what part of its speed a rank has among 1, 2, ... that compute; more than 1 is noted."""
         parts = self.numbers(node, key)
         if node is not None and max(parts, default=0) > 1:
-            self.add_error(node, f"{key} has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
+            self.add_error(node, f"{key} has {max(parts):g}; a fraction cannot be more than 1")
         return parts
 
     def time_slicing(self, node: yaml.Node) -> TimeSlicing:
-        """Return how short pieces of work go on."""
         nodes = self.mapping(node, "time_slicing", _TIME_SLICING_KEYS, required=("cores",))
         message_s = self.quantity(nodes["message"], "time_slicing.message", LATENCY) if "message" in nodes else 0.0
         parts = self.contention(nodes.get("fractions"), "time_slicing.fractions")
         return TimeSlicing(self.positive_int(nodes.get("cores"), "time_slicing.cores"), parts, message_s)
 
     def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:
-        """Return a level, which of its groups, and what part of the level's speed the group's link has."""
         nodes = self.mapping(node, path, _SLOW_KEYS, required=_SLOW_KEYS)
         level, group = (self.non_negative_int(nodes.get(key), f"{path}.{key}") for key in ("level", "group"))
         part = float(text) if re.fullmatch(NUMBER, text := _describe_node(nodes.get("fraction", node))) else 0.0
@@ -212,110 +204,97 @@ class _ClusterReader:
                 f"{path}.fraction is {text}; it must be more than 0 and at most 1; write it as in 0.5",
             )
         if level >= max(len(levels), 1):
-            self.add_error(
-                node, f"{path} is of level {level}, and the outermost one is {max(len(levels), 1) - 1}; give one"
-            )
-        num_groups = math.prod(each.count for each in levels[level:])
+            self.add_error(node, f"{path} is of level {level}, but the outermost level is {max(len(levels), 1) - 1}")
+        num_groups = math.prod(other.count for other in levels[level:])
         if levels and group >= num_groups:
-            self.add_error(
-                node, f"{path} is group {group}, and level {level} joins {num_groups}, from 0 on; give one of them"
-            )
+            self.add_error(node, f"{path} is group {group}, but level {level} has {num_groups} groups, numbered from 0")
         return level, group, part
 
     def mapping(
         self, node: yaml.Node, path: str, known: Collection[str], *, required: Collection[str]
     ) -> dict[str, yaml.Node]:
         """Return the values below a node by their keys."""
-        place = path or "the file"
+        location = path or "the file"
         if not isinstance(node, yaml.MappingNode):
             self.add_error(
-                node, f"{place} is {_describe_node(node)}; it must have keys with values, {', '.join(known)}"
+                node, f"{location} is {_describe_node(node)}; it must have keys with values, {', '.join(known)}"
             )
             return {}
-        found: dict[str, yaml.Node] = {}
-        meant: list[str] = []
+        values: dict[str, yaml.Node] = {}
+        suggested: list[str] = []
         for key_node, value in node.value:
             key = _describe_node(key_node)
-            if key in found:
-                self.add_error(key_node, f"{place} has {key} twice; give it once")
+            if key in values:
+                self.add_error(key_node, f"{location} has {key} twice; give it once")
             elif key not in known:
-                near = get_close_matches(key, known, n=1)
-                meant += near
-                remedy = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known)}"
-                self.add_error(key_node, f"{place} has a key {key}, which there is not; {remedy}")
-            found[key] = value
+                closest = get_close_matches(key, known, n=1)
+                suggested += closest
+                remedy = f"did you mean {closest[0]}?" if closest else f"its keys are {', '.join(known)}"
+                self.add_error(key_node, f"{location} has an unknown key {key}; {remedy}")
+            values[key] = value
         for key in required:
-            if key not in found and key not in meant:
-                self.add_error(node, f"{place} has no {key}; give it, as in {_EXAMPLES[key]}")
-        return {key: value for key, value in found.items() if key in known}
+            if key not in values and key not in suggested:
+                self.add_error(node, f"{location} has no {key}; give it, as in {_EXAMPLES[key]}")
+        return {key: value for key, value in values.items() if key in known}
 
     def items(self, node: yaml.Node | None, path: str) -> list[yaml.Node]:
-        """Return the members of a list."""
         if node is None:
             return []
         if isinstance(node, yaml.SequenceNode) and node.value:
             return list(node.value)
-        self.add_error(node, f"{path} must be a list with at least one member; give one, or leave {path} out")
+        self.add_error(node, f"{path} must be a list with at least one item; give one, or leave {path} out")
         return []
 
     def quantity(self, node: yaml.Node | None, path: str, kind: QuantityKind) -> float:
-        """Return a quantity."""
         if node is not None:
             try:
                 return parse_quantity(_describe_node(node), kind)
-            except PlanError as wrong:
-                self.add_error(node, f"{path} is {_describe_node(node)}; {wrong}")
+            except PlanError as error:
+                self.add_error(node, f"{path} is {_describe_node(node)}; {error}")
         return 1.0
 
     def numbers(self, node: yaml.Node | None, path: str) -> tuple[float, ...]:
-        """Return numbers above 0."""
-        found = []
-        for at, item in enumerate(self.items(node, path)):
+        """Return positive numbers."""
+        values = []
+        for index, item in enumerate(self.items(node, path)):
             text = _describe_node(item)
             number = float(text) if re.fullmatch(NUMBER, text) else 0.0
-            found.append(number)
+            values.append(number)
             if not 0 < number < math.inf:
-                self.add_error(item, f"{path}[{at}] is {text}; it must be a number above 0; write it as in 0.5")
-        return tuple(found)
+                self.add_error(item, f"{path}[{index}] is {text}; it must be a number above 0; write it as in 0.5")
+        return tuple(values)
 
     def positive_int(self, node: yaml.Node | None, path: str) -> int:
-        """Return a whole number above 0."""
         text = "1" if node is None else _describe_node(node)
         if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
             return int(text)
-        self.add_error(
-            node, f"{path} is {text}; it must be a whole number from 1 on, of how many things the level joins"
-        )
+        self.add_error(node, f"{path} is {text}; it must be an integer of at least 1")
         return 1
 
     def non_negative_int(self, node: yaml.Node | None, path: str) -> int:
-        """Return a whole number from 0 on."""
         text = "0" if node is None else _describe_node(node)
         if re.fullmatch(r"[0-9]{1,9}", text):
             return int(text)
-        self.add_error(node, f"{path} is {text}; it must be a whole number from 0 on; write it as in 0")
+        self.add_error(node, f"{path} is {text}; it must be an integer of at least 0")
         return 0
 
     def boolean(self, node: yaml.Node | None, path: str) -> bool:
-        """Return whether something is so that may be."""
         text = "false" if node is None else _describe_node(node)
         if text not in _BOOLEANS:
             self.add_error(node, f"{path} is {text}; it must be {' or '.join(_BOOLEANS)}")
         return _BOOLEANS.get(text, False)
 
     def name(self, node: yaml.Node | None, path: str) -> str:
-        """Return a name."""
         if node is not None and (not isinstance(node, yaml.ScalarNode) or not node.value):
-            self.add_error(node, f"{path} is {_describe_node(node)}; it must be a word, as in {_EXAMPLES['name']}")
+            self.add_error(node, f"{path} is {_describe_node(node)}; it must be a name, as in {_EXAMPLES['name']}")
         return "" if node is None else _describe_node(node)
 
     def add_error(self, node: yaml.Node | None, mistake: str) -> None:
-        """Note what is wrong at a node."""
         self.errors.append((1 if node is None else node.start_mark.line + 1, mistake))
 
 
 def _describe_node(node: yaml.Node) -> str:
-    """Return a value as it stands in the file; where it is none, what it is."""
+    """Return a scalar as written in the file; for another node, its kind."""
     match node:
         case yaml.ScalarNode(value=value):
             return str(value) or "empty"
@@ -326,9 +305,9 @@ def _describe_node(node: yaml.Node) -> str:
 
 
 def format_cluster(cluster: Cluster) -> str:
-    """Return the text that :func:`counterpoint.world.cluster_file.parse_cluster` reads as the same cluster.
+    """Format a cluster as the YAML that :func:`parse_cluster` parses.
 
-    The link of a cluster with levels says nothing, and is left out.
+    The unused link of a cluster with levels is omitted.
     """
     device, link = cluster.device, cluster.link
     fields: dict[str, Any] = {
@@ -368,12 +347,12 @@ def _format_list(numbers: Collection[float]) -> str:
     return f"[{', '.join(map(repr, numbers))}]"
 
 
-def _time_slicing_fields(turns: TimeSlicing) -> Iterator[str]:
-    yield f"cores: {turns.cores}"
-    if turns.speed_fractions:
-        yield f"fractions: {_format_list(turns.speed_fractions)}"
-    if turns.message_s:
-        yield f"message: {format_quantity(turns.message_s, LATENCY)}"
+def _time_slicing_fields(time_slicing: TimeSlicing) -> Iterator[str]:
+    yield f"cores: {time_slicing.cores}"
+    if time_slicing.speed_fractions:
+        yield f"fractions: {_format_list(time_slicing.speed_fractions)}"
+    if time_slicing.message_s:
+        yield f"message: {format_quantity(time_slicing.message_s, LATENCY)}"
 
 
 def _link_fields(link: Link) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""On which cores the ranks of one host compute, and with how many threads: a function of the topology alone."""
+"""CPU affinity: on which cores the ranks of one host run and with how many threads, computed from the topology."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEFAULT_BINDING: Binding = "none"
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where one rank computes.
+    """Where one rank runs.
 
     Args:
-        threads: how many it computes with.
-        cpus: the only hyperthreads that it may use; empty where it may use all.
+        threads: number of its threads.
+        cpus: the only hyperthreads that it may use; empty if it may use all.
     """
 
     threads: int
@@ -30,11 +30,11 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True)
 class HostPlacement:
-    """Where the ranks of one host compute.
+    """Where the ranks of one host run.
 
     Args:
-        places: one for each rank.
-        note: what the user should know about it; empty where all is well.
+        ranks: one placement per rank.
+        note: a warning for the user; empty if there is none.
     """
 
     ranks: tuple[RankPlacement, ...]
@@ -44,42 +44,44 @@ class HostPlacement:
 def place_ranks(
     topology: Topology, ranks: int, *, threads: int | None = None, bind: Binding = DEFAULT_BINDING
 ) -> HostPlacement:
-    """Return where the ranks compute; ranks x threads is the number of cores, or a little less where it is no divisor.
+    """Return where the ranks of a host run; by default ranks x threads fills the cores as far as they divide.
 
-    ``none`` binds nothing. Under ``core`` each rank has as many cores of its own as threads, evenly over the NUMA
-    nodes and neighbouring ranks on one node; ``compact`` fills one node after the other instead, and ``spread``
-    deals ranks to the nodes in turn. A rank's cores are on one node wherever enough are left on one. Under ``numa`` a
-    rank may use all cores of its node, and with as many ranks as nodes a node is a replica. Ranks that outnumber the
-    cores take turns, with one thread each and unbound.
+    ``none`` does not bind ranks. With ``core`` each rank gets as many cores as threads, evenly over the NUMA nodes and
+    adjacent ranks on one node; ``compact`` fills one node after the other instead, and ``spread`` deals ranks to the
+    nodes round-robin. The cores of a rank are on one node if there are enough. With ``numa`` a rank may use all cores
+    of its node: with as many ranks as nodes, each node is a replica. Ranks that outnumber the cores share them, with
+    one thread each and unbound.
 
     Args:
-        topology: of the host.
-        ranks: how many run on it.
-        threads: of each; what divides the cores by default.
-        bind: the rule.
+        topology: the host.
+        ranks: number of ranks on it.
+        threads: threads of each rank; by default cores // ranks.
+        bind: the binding.
 
     Raises:
-        PlanError: there is no such rule, or no rank or thread.
+        PlanError: there is no such binding, or fewer than one rank or thread.
 
     Source:
-        NUMA-Caffe (Roy et al., TACO 2018): one replica for each NUMA node, its memory near; Intel-Caffe: as many
-        threads as cores, each on a core.
+        NUMA-Caffe (Roy et al., TACO 2018): one replica per NUMA node, with local memory; Intel-Caffe: as many threads
+        as cores, each bound to a core.
 
     Example:
         >>> cores = tuple(Core((number,), node=number // 2) for number in range(4))
-        >>> [found.cpus for found in place(Topology(cores), 2, bind="core").places]
+        >>> [rank.cpus for rank in place_ranks(Topology(cores), 2, bind="core").ranks]
         [(0, 1), (2, 3)]
     """
     if bind not in BINDINGS:
         raise PlanError(f"there is no binding {bind!r}; the bindings are {', '.join(BINDINGS)}; give one of them")
     if ranks < 1 or (threads is not None and threads < 1):
         raise PlanError(f"{ranks} ranks x {threads} threads cannot be placed; give at least 1 of each")
-    usable = topology.num_usable
-    if ranks > usable:
-        return HostPlacement((RankPlacement(1),) * ranks, _oversubscribed_note(ranks, threads or usable, usable))
-    share = usable // ranks
-    width = share if threads is None else threads
-    note = "" if ranks * width <= usable else _too_many_threads_note(ranks, width, usable)
+    num_usable = topology.num_usable
+    if ranks > num_usable:
+        return HostPlacement(
+            (RankPlacement(1),) * ranks, _oversubscribed_note(ranks, threads or num_usable, num_usable)
+        )
+    cores_per_rank = num_usable // ranks
+    num_threads = cores_per_rank if threads is None else threads
+    note = "" if ranks * num_threads <= num_usable else _too_many_threads_note(ranks, num_threads, num_usable)
     nodes = [list(cores) for cores in topology.nodes.values()]
     if bind == "none":
         blocks: list[list[Core]] = [[] for _ in range(ranks)]
@@ -87,33 +89,35 @@ def place_ranks(
         blocks = _assign_whole_nodes(nodes, ranks)
     else:
         blocks = _assign_cores(
-            nodes, _assign_nodes([len(node) // min(width, share) for node in nodes], ranks, bind), min(width, share)
+            nodes,
+            _assign_nodes([len(node) // min(num_threads, cores_per_rank) for node in nodes], ranks, bind),
+            min(num_threads, cores_per_rank),
         )
     cpus = [tuple(sorted(cpu for core in block for cpu in core.cpus)) for block in blocks]
-    return HostPlacement(tuple(RankPlacement(width, found) for found in cpus), note)
+    return HostPlacement(tuple(RankPlacement(num_threads, rank_cpus) for rank_cpus in cpus), note)
 
 
 def _assign_nodes(capacities: Sequence[int], ranks: int, bind: Binding) -> list[int | None]:
-    """Return the node of each rank by the rooms that nodes have; None where no node has room for it in one piece."""
+    """Return the node of each rank, given how many ranks fit on each node; None for ranks that fit on no node."""
     if bind == "compact":
-        found = [node for node, capacity in enumerate(capacities) for _ in range(capacity)]
+        chosen_nodes = [node for node, capacity in enumerate(capacities) for _ in range(capacity)]
     else:
-        turns = range(max(capacities))
-        found = [node for turn in turns for node, capacity in enumerate(capacities) if turn < capacity]
-    chosen = found[:ranks]
+        rounds = range(max(capacities))
+        chosen_nodes = [node for index in rounds for node, capacity in enumerate(capacities) if index < capacity]
+    chosen = chosen_nodes[:ranks]
     return [*(sorted(chosen) if bind == "core" else chosen), *([None] * (ranks - len(chosen)))]
 
 
-def _assign_cores(nodes: Sequence[list[Core]], assigned: Sequence[int | None], width: int) -> list[list[Core]]:
-    """Return the cores of each rank; those without a node take what the others left."""
-    rest = [iter(node) for node in nodes]
-    own = [[] if node is None else list(islice(rest[node], width)) for node in assigned]
-    left = iter([core for node in rest for core in node])
-    return [block or list(islice(left, width)) for block in own]
+def _assign_cores(nodes: Sequence[list[Core]], assigned: Sequence[int | None], num_threads: int) -> list[list[Core]]:
+    """Return the cores of each rank; ranks without a node take the remaining ones."""
+    remaining = [iter(node) for node in nodes]
+    own_cores = [[] if node is None else list(islice(remaining[node], num_threads)) for node in assigned]
+    leftover = iter([core for node in remaining for core in node])
+    return [block or list(islice(leftover, num_threads)) for block in own_cores]
 
 
 def _assign_whole_nodes(nodes: Sequence[list[Core]], ranks: int) -> list[list[Core]]:
-    """Return one node for each rank, shared where there are more ranks, several nodes where there are fewer."""
+    """Return one node per rank, shared if there are more ranks than nodes; several nodes if there are fewer ranks."""
     if ranks >= len(nodes):
         return [nodes[rank * len(nodes) // ranks] for rank in range(ranks)]
     bounds = [rank * len(nodes) // ranks for rank in range(ranks + 1)]
@@ -122,13 +126,15 @@ def _assign_whole_nodes(nodes: Sequence[list[Core]], ranks: int) -> list[list[Co
 
 def _oversubscribed_note(ranks: int, threads: int, cores: int) -> str:
     return (
-        f"{format_count(ranks, 'rank')} x {format_count(threads, 'thread')} on {format_count(cores, 'core')}; setting 1 thread each, "
-        f"and ranks take turns: no more than {format_count(cores, 'rank')} can compute here at once"
+        f"{format_count(ranks, 'rank')} x {format_count(threads, 'thread')} on {format_count(cores, 'core')}; "
+        "setting 1 thread each, "
+        f"and ranks share cores: at most {format_count(cores, 'rank')} can compute at the same time"
     )
 
 
 def _too_many_threads_note(ranks: int, threads: int, cores: int) -> str:
     return (
-        f"{format_count(ranks, 'rank')} x {format_count(threads, 'thread')} on {format_count(cores, 'core')}: threads take turns, as "
-        f"asked for; leave --threads and OMP_NUM_THREADS away for {cores // ranks} each"
+        f"{format_count(ranks, 'rank')} x {format_count(threads, 'thread')} on {format_count(cores, 'core')}: "
+        "threads share cores, as "
+        f"requested; leave out --threads and OMP_NUM_THREADS for {cores // ranks} each"
     )

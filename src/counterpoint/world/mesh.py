@@ -1,7 +1,4 @@
-"""The ranks of a plan as a mesh of named axes.
-
-Which ranks are on one host, as far as a plan's axes are concerned.
-"""
+"""The ranks of a plan as a mesh of named axes."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of a mesh: a name and how many ranks stand along it."""
+    """One axis of a mesh: its name and its number of ranks."""
 
     name: str
     size: int
@@ -31,15 +28,15 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """Number of ranks of the mesh."""
         return math.prod(axis.size for axis in self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands, by axis name."""
-        found = {}
+        """Return the coordinates of a rank, by axis name."""
+        coordinates = {}
         for axis in self.axes:
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return found
+            rank, coordinates[axis.name] = divmod(rank, axis.size)
+        return coordinates
 
     def describe(self) -> str:
         """Return the axes as text: ``stage=4, data=2``."""
@@ -47,14 +44,20 @@ class Mesh:
 
 
 def replicas_per_host(degree: int, stride: int, hosts: Sequence[int]) -> int:
-    """Return into groups of how many replicas an axis can be cut so that each group is on one host; 1 if into none."""
+    """Return the largest number of replicas along an axis that always are on one host; 1 if there is none.
+
+    Args:
+        degree: number of replicas along the axis.
+        stride: distance of their ranks.
+        hosts: the host of each rank; empty if unknown.
+    """
     if not hosts or len(hosts) % (stride * degree):
         return 1
-    for among in range(degree, 1, -1):
-        if degree % among == 0 and all(
-            len({hosts[first + place * stride] for place in range(among)}) == 1
-            for block in range(0, len(hosts), stride * among)
+    for count in range(degree, 1, -1):
+        if degree % count == 0 and all(
+            len({hosts[first + position * stride] for position in range(count)}) == 1
+            for block in range(0, len(hosts), stride * count)
             for first in range(block, block + stride)
         ):
-            return among
+            return count
     return 1

@@ -1,4 +1,4 @@
-"""Numbers with their units as people write them, ``1 Gbit/s`` or ``16 GiB``, read and written without loss."""
+"""Quantities with units as people write them, ``1 Gbit/s`` or ``16 GiB``, parsed and formatted without loss."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _SECONDS = {name: _THOUSAND**power for power, name in ((-3, "ns"), (-2, "us"), (
 _RATES = {f"{name}/s": size for name, size in (_DECIMAL | _BINARY).items()} | _BITS
 
 NUMBER = r"[-+]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?|inf)"
-"""What is read as a number."""
+"""Regular expression for a number."""
 
 _QUANTITY = re.compile(rf"({NUMBER})\s*(\S.*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantityKind:
-    """What is measured.
+    """A kind of quantity.
 
     Args:
         meaning: what the number counts.
-        example: one of them, for messages.
-        units: how much of what it counts each unit is.
-        written: the units in which it is written, from small to large.
-        is_whole: whether it is counted in whole numbers; parts are left out.
-        may_be_none: whether 0 is one.
-        may_be_endless: whether ``inf`` is one.
+        example: an example for messages.
+        units: size of each unit.
+        output_units: the units used for formatting, from small to large.
+        is_integer: whether it is counted in integers; fractions are dropped.
+        allows_zero: whether 0 is allowed.
+        allows_infinity: whether ``inf`` is allowed.
     """
 
     meaning: str
@@ -60,36 +60,36 @@ LATENCY = QuantityKind("seconds", "50 us", _SECONDS, tuple(_SECONDS), allows_zer
 
 
 def parse_quantity(text: str, kind: QuantityKind) -> float:
-    """Return how much a text says, in what the kind counts.
+    """Return a quantity in the base unit of its kind.
 
     Example:
         >>> parse_quantity("1 Gbit/s", BANDWIDTH), parse_quantity("50 us", LATENCY)
         (125000000.0, 5e-05)
 
     Raises:
-        PlanError: it is no number with a unit of this kind, or there cannot be so much.
+        PlanError: the text is not a number with a unit of this kind, or out of range.
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None:
-        raise PlanError(f"it must be a number of {kind.meaning} with its unit; write it as in {kind.example}")
-    number, unit = found[1], found[2]
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise PlanError(f"it must be a number with a unit of {kind.meaning}, as in {kind.example}")
+    number, unit = match[1], match[2]
     if unit is None:
-        usual = kind.example.partition(" ")[2]
-        raise PlanError(f"it has no unit; say what these {kind.meaning} are counted in, as in {number} {usual}")
+        unit_example = kind.example.partition(" ")[2]
+        raise PlanError(f"it has no unit; give the unit of {kind.meaning}, as in {number} {unit_example}")
     if unit not in kind.units:
-        raise PlanError(f"{unit} is no unit of {kind.meaning}; {_suggest_unit(unit, kind)}")
+        raise PlanError(f"{unit} is not a unit of {kind.meaning}; {_suggest_unit(unit, kind)}")
     amount = _to_base_units(number, kind.units[unit], kind)
     if amount < 0 or (amount == 0 and not kind.allows_zero):
         raise PlanError(
             f"it must be {'0 or more' if kind.allows_zero else 'more than 0'}; write it as in {kind.example}"
         )
     if not math.isfinite(amount) and not (kind.allows_infinity and number.endswith("inf")):
-        raise PlanError(f"that is more than there can be; write it as in {kind.example}")
+        raise PlanError(f"it is too large; write it as in {kind.example}")
     return amount
 
 
 def format_quantity(amount: float, kind: QuantityKind) -> str:
-    """Return the text that :func:`parse_quantity` reads as exactly this much, in the largest unit that suits it.
+    """Return the text that :func:`parse_quantity` parses as exactly this amount, in the largest unit that fits.
 
     Example:
         >>> format_quantity(125e6, BANDWIDTH), format_quantity(2**34, MEMORY), format_quantity(5e-05, LATENCY)
@@ -98,19 +98,19 @@ def format_quantity(amount: float, kind: QuantityKind) -> str:
     if not math.isfinite(amount):
         return f"{amount} {kind.output_units[0]}"
     exact = Fraction(repr(amount))
-    suiting = [
+    fitting = [
         unit
         for unit in kind.output_units
         if exact >= kind.units[unit] and not (kind.is_integer and exact % kind.units[unit])
     ]
-    unit = suiting[-1] if suiting else kind.output_units[0]
+    unit = fitting[-1] if fitting else kind.output_units[0]
     scaled = exact / kind.units[unit]
     digits = (Decimal(scaled.numerator) / Decimal(scaled.denominator)).normalize()
     return f"{digits:f} {unit}" if -6 < digits.adjusted() < 12 else f"{digits} {unit}"
 
 
 def _to_base_units(number: str, unit: Fraction, kind: QuantityKind) -> float:
-    """Return how much a number of a unit is, rounded once; ``inf`` where no number is large enough."""
+    """Return a number of a unit in base units, rounded once; ``inf`` on overflow."""
     if number.endswith("inf"):
         return float(number)
     exact = Fraction(number) * unit
@@ -122,8 +122,8 @@ def _to_base_units(number: str, unit: Fraction, kind: QuantityKind) -> float:
 
 
 def _suggest_unit(unit: str, kind: QuantityKind) -> str:
-    """Return what the unit was probably meant to be; where nothing is near, which there are."""
+    """Return a suggestion for an unknown unit, or else the list of units."""
     known, lower = {name.lower(): name for name in kind.units}, unit.lower()
     guesses = [*get_close_matches(lower, known, n=1), lower.replace("bps", "b/s").replace("b/s", "bit/s")]
-    near = dict.fromkeys(known[name] for name in guesses if name in known)
-    return f"did you mean {' or '.join(near)}?" if near else f"the units are {', '.join(kind.units)}"
+    suggestions = dict.fromkeys(known[name] for name in guesses if name in known)
+    return f"did you mean {' or '.join(suggestions)}?" if suggestions else f"the units are {', '.join(kind.units)}"

@@ -1,4 +1,4 @@
-"""The processors of one host as far as this process may use them: which share a core, a memory, a package."""
+"""The processors of one host that this process may use, with the cores, NUMA nodes and packages that they share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Core:
     """One physical core.
 
     Args:
-        cpus: the numbers of its hyperthreads that may be used, at least one.
-        node: the NUMA node whose memory is near.
-        package: the socket that it is in.
+        cpus: numbers of its usable hyperthreads, at least one.
+        node: its NUMA node.
+        package: its socket.
     """
 
     cpus: tuple[int, ...]
@@ -26,8 +26,8 @@ class Topology:
     """The cores that a process may use.
 
     Args:
-        cores: in the order of their first hyperthread, without those that a cpuset or an affinity keeps from it.
-        quota_cpus: seconds of computing per second that its control group allows; None for no limit.
+        cores: sorted by their first hyperthread, without those excluded by a cpuset or an affinity mask.
+        quota_cpus: CPU seconds per second that the control group allows; None for no limit.
 
     Example:
         >>> topology = Topology((Core((0, 2)), Core((1, 3))), quota_cpus=1.5)
@@ -40,7 +40,7 @@ class Topology:
 
     @property
     def num_usable(self) -> int:
-        """How many threads can compute at once without taking turns on a core: at least 1."""
+        """Number of threads that can compute at the same time without sharing a core, at least 1."""
         limit = len(self.cores) if self.quota_cpus is None else math.floor(self.quota_cpus)
         return max(1, min(len(self.cores), limit))
 
@@ -63,7 +63,7 @@ def format_count(count: int, noun: str) -> str:
     """Return a number with its noun.
 
     Example:
-        >>> counted(1, "core"), counted(2, "core")
+        >>> format_count(1, "core"), format_count(2, "core")
         ('1 core', '2 cores')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,1 +1,1 @@
-"""Verify that a program obeys the eight rules before it may run."""
+"""Verification of programs against the eight rules, by symbolic execution."""

@@ -1,6 +1,7 @@
-"""Law 1: whatever is sent is received, once and in its order.
+"""Check that messages match (rule 1) and that every instruction finds its inputs (rule 4).
 
-Law 4, along each row: every word finds what it reads, and values come to those that read them, and to no others.
+Rule 1 needs the instructions of all ranks; rule 4 is checked along each rank's instructions, with the set of values
+that are live at each point.
 """
 
 from __future__ import annotations
@@ -33,82 +34,83 @@ from counterpoint.program.program import Instructions, Program
 from counterpoint.program.text import format_tensor_ref
 
 _MessageKey: TypeAlias = tuple[str, TensorRef, int, int, str]
-"""A send or a push: which, of what, from whom, to whom, in which code."""
+"""A send or a push: kind, tensor, source, target, codec."""
 _MESSAGE_TYPES = {Send, Recv, Push, Pull, ApplyPushes}
 
 
-def check_p2p_matching(rows: Sequence[Instructions]) -> None:
-    """Prove that sends and receives, pushes and pulls come in pairs, and messages between two ranks in their order.
+def check_p2p_matching(rank_instructions: Sequence[Instructions]) -> None:
+    """Check that sends and receives, pushes and pulls pair up, and that messages keep their order (rule 1).
 
     Raises:
-        ProgramError: law 1; a word has no counterpart, or another one's.
+        ProgramError: an instruction has no counterpart, or that of another instruction.
     """
     balance: defaultdict[_MessageKey, int] = defaultdict(int)
-    for rank, row in enumerate(rows):
-        for word in row:
-            if type(word) in _MESSAGE_TYPES:
-                for key, weight in _count_messages(rank, word):
+    for rank, instructions in enumerate(rank_instructions):
+        for instruction in instructions:
+            if type(instruction) in _MESSAGE_TYPES:
+                for key, weight in _count_messages(rank, instruction):
                     balance[key] += weight
     for key, count in balance.items():
         if count:
-            kind, value, source, target, code = key
+            category, tensor, source, target, code = key
             coded = f" in {code}" if code else ""
             excess = "is never received" if count > 0 else "is never sent"
-            if kind == "push":
-                excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
-            elif kind == "push_no_reply":
+            if category == "push":
+                excess = "is never pulled" if count > 0 else "is pulled without a push"
+            elif category == "push_no_reply":
                 excess = "is never applied" if count > 0 else "is applied, but never pushed"
             rank, index = max(
-                (at, index)
-                for at, row in enumerate(rows)
-                for index, word in enumerate(row)
-                if any(found == key for found, _ in _count_messages(at, word))
+                (rank, index)
+                for rank, instructions in enumerate(rank_instructions)
+                for index, instruction in enumerate(instructions)
+                if any(found == key for found, _ in _count_messages(rank, instruction))
             )
             raise ProgramError(
-                f"{format_tensor_ref(value)}{coded} from rank {source} to rank {target} {excess}; every {kind} has exactly "
-                f"one counterpart\n{format_locations(rows, {rank: index}, 'here')}",
+                f"{format_tensor_ref(tensor)}{coded} from rank {source} to rank {target} {excess}; every {category} "
+                "has exactly "
+                f"one counterpart\n{format_locations(rank_instructions, {rank: index}, 'here')}",
                 rule=1,
             )
 
-    _check_receive_order(rows)
+    _check_receive_order(rank_instructions)
 
 
-def _check_receive_order(rows: Sequence[Instructions]) -> None:
-    """Prove that each rank takes what another one sends it in the order in which that sends it."""
+def _check_receive_order(rank_instructions: Sequence[Instructions]) -> None:
+    """Check that each rank receives from a peer in the order in which the peer sends."""
     sent: defaultdict[tuple[int, int], list[TensorRef]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        for word in row:
-            if type(word) is Send:
-                sent[rank, word.peer].append(word.tensor)
+    for rank, instructions in enumerate(rank_instructions):
+        for instruction in instructions:
+            if type(instruction) is Send:
+                sent[rank, instruction.peer].append(instruction.tensor)
     taken: Counter[tuple[int, int]] = Counter()
-    for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if type(word) is not Recv:
+    for rank, instructions in enumerate(rank_instructions):
+        for index, instruction in enumerate(instructions):
+            if type(instruction) is not Recv:
                 continue
-            expected = sent[word.peer, rank][taken[word.peer, rank]]
-            taken[word.peer, rank] += 1
-            if word.tensor != expected:
+            expected = sent[instruction.peer, rank][taken[instruction.peer, rank]]
+            taken[instruction.peer, rank] += 1
+            if instruction.tensor != expected:
                 raise ProgramError(
-                    f"rank {rank} receives {format_tensor_ref(word.tensor)} where rank {word.peer} has sent "
-                    f"{format_tensor_ref(expected)} before; messages from one rank to another are received in the order in "
-                    f"which they are sent\n{format_locations(rows, {rank: index}, 'here')}",
+                    f"rank {rank} receives {format_tensor_ref(instruction.tensor)} where rank {instruction.peer} sends "
+                    f"{format_tensor_ref(expected)}; messages from one rank to another are received in the order in "
+                    f"which they are sent\n{format_locations(rank_instructions, {rank: index}, 'here')}",
                     rule=1,
                 )
 
 
-def _count_messages(rank: int, word: Instruction) -> Iterator[tuple[_MessageKey, int]]:
-    """Yield what a word says, 1, or takes, -1. What is pulled is told apart by its unit alone."""
-    match word:
-        case Send(value, peer, code):
-            yield ("send", value, rank, peer, code), 1
-        case Recv(value, peer, code):
-            yield ("send", value, peer, rank, code), -1
-        case Push(value, peer, op="push_no_reply"):
-            yield ("push_no_reply", value, rank, peer, ""), 1
-        case Push(value, peer):
-            yield ("push", TensorRef("grad", value.blocks), rank, peer, ""), 1
-        case Pull(value, peer):
-            yield ("push", TensorRef("grad", value.blocks), rank, peer, ""), -1
+def _count_messages(rank: int, instruction: Instruction) -> Iterator[tuple[_MessageKey, int]]:
+    """Yield the messages that an instruction sends, with 1, or receives, with -1; a pull is identified by its unit."""
+    match instruction:
+        case Send(tensor, peer, code):
+            yield ("send", tensor, rank, peer, code), 1
+        case Recv(tensor, peer, code):
+            yield ("send", tensor, peer, rank, code), -1
+        case Push(tensor, peer, op="push_no_reply"):
+            yield ("push_no_reply", tensor, rank, peer, ""), 1
+        case Push(tensor, peer):
+            yield ("push", TensorRef("grad", tensor.blocks), rank, peer, ""), 1
+        case Pull(tensor, peer):
+            yield ("push", TensorRef("grad", tensor.blocks), rank, peer, ""), -1
         case ApplyPushes(units, workers, op="apply"):
             yield from (
                 (("push_no_reply", TensorRef("grad", unit), worker, rank, ""), -1)
@@ -120,15 +122,17 @@ def _count_messages(rank: int, word: Instruction) -> Iterator[tuple[_MessageKey,
 
 
 _LiveValue: TypeAlias = tuple[str, tuple[int, ...], int | None, int]
-"""Something there for a microbatch: ``v`` for the values of a strand, ``d`` for what one of its readers adds to their
-gradient (the last number is that block), ``y`` or ``dx`` of a block as long as nobody has summed it, ``Bi`` for what
-the input part of a backward leaves for the weight part.
+"""A value that a rank holds for a microbatch: kind, blocks, microbatch, consumer.
+
+The kind is ``v`` for the activations of an edge, ``d`` for what one consumer (the last number) adds to their gradient,
+``y`` or ``dx`` for a partial result of a block that is still to be summed, and ``Bi`` for what the input half of a
+backward leaves for the weight half.
 """
 _EdgesByBlock: TypeAlias = "dict[int, list[tuple[int, ...]]]"
 
 
 class _Effects(NamedTuple):
-    """What must be there for a word, what is gone after it, what is there after it, and what is wrong with it."""
+    """What an instruction reads, what it consumes, what it produces, and what is wrong with it."""
 
     reads: Collection[_LiveValue] = ()
     consumes: Collection[_LiveValue] = ()
@@ -137,219 +141,251 @@ class _Effects(NamedTuple):
 
 
 _NO_EFFECTS = _Effects()
-_PARTIAL_SUM_RULE = "only partial results are combined like this, and only by their sum"
+_PARTIAL_SUM_RULE = "only partial results are combined by a collective, and only by all_reduce"
 
 
 class _Dataflow:
-    """What the flow of values depends on besides the words.
+    """Which values each instruction reads and writes, given the edges of the model.
 
     Args:
-        strands: those of the model.
-        last: the last block, whose output nobody reads and which has no gradient to wait for.
-        sliced: the blocks whose outputs and input gradients are partial on every rank.
-        rows: the flat rows.
+        edges: the edges of the model.
+        last_block: the last block; its output has no consumer, and its backward waits for no gradient.
+        tp_blocks: the blocks whose outputs and input gradients are partial on every rank.
+        rank_instructions: the unrolled instructions, per rank.
     """
 
     def __init__(
-        self, edges: Iterable[Edge], last_block: int, tp_blocks: Collection[int], rows: Sequence[Instructions]
+        self,
+        edges: Iterable[Edge],
+        last_block: int,
+        tp_blocks: Collection[int],
+        rank_instructions: Sequence[Instructions],
     ) -> None:
         self.last_block = last_block
         self.tp_blocks = tp_blocks
-        self.blocks_by_rank = [frozenset(word.block for word in row if type(word) is Forward) for row in rows]
+        self.blocks_by_rank = [
+            frozenset(instruction.block for instruction in instructions if type(instruction) is Forward)
+            for instructions in rank_instructions
+        ]
         self.edges_from: _EdgesByBlock = defaultdict(list)
         self.edges_into: _EdgesByBlock = defaultdict(list)
-        self.edges_with_grad: set[tuple[int, ...]] = set()  # those that a gradient comes back for
-        for strand in edges:
-            blocks = strand.endpoints
-            self.edges_from[strand.producer].append(blocks)
-            for reader in strand.consumers:
-                self.edges_into[reader].append(blocks)
-            if strand.grad_bytes is not None:
+        self.edges_with_grad: set[tuple[int, ...]] = set()  # edges with a gradient
+        for edge in edges:
+            blocks = edge.endpoints
+            self.edges_from[edge.producer].append(blocks)
+            for consumer in edge.consumers:
+                self.edges_into[consumer].append(blocks)
+            if edge.grad_bytes is not None:
                 self.edges_with_grad.add(blocks)
         self.output_edge = (last_block, last_block + 1)
         self.edges_from[last_block] = [self.output_edge]
 
-    def effects(self, rank: int, word: Instruction) -> _Effects:
-        """Return what a word does on a rank."""
-        match word:
+    def effects(self, rank: int, instruction: Instruction) -> _Effects:
+        match instruction:
             case Forward(block, micro):
-                needed = [("v", blocks, micro, 0) for blocks in self.edges_into[block]]
-                return _Effects(needed, (), self.forward_results(block, micro, is_summed=block not in self.tp_blocks))
+                read = [("v", blocks, micro, 0) for blocks in self.edges_into[block]]
+                return _Effects(read, (), self.forward_results(block, micro, is_summed=block not in self.tp_blocks))
             case Recompute(block, micro):
                 return _Effects([("v", blocks, micro, 0) for blocks in self.edges_into[block]])
             case Backward(block, micro):
-                left = (("Bi", (block,), micro, 0),)
-                if not word.computes_input_grad:
-                    return _Effects(left, left)
+                unconsumed = (("Bi", (block,), micro, 0),)
+                if not instruction.computes_input_grad:
+                    return _Effects(unconsumed, unconsumed)
                 flow = self.backward_effects(rank, block, micro)
-                return flow if word.computes_weight_grad else flow._replace(produces=(*flow.produces, *left))
-            case Recv() | Send() | Free() | Collective() if word.tensor.name not in UNIT_TENSORS:
-                return self.transfer_effects(rank, word)
+                return (
+                    flow if instruction.computes_weight_grad else flow._replace(produces=(*flow.produces, *unconsumed))
+                )
+            case Recv() | Send() | Free() | Collective() if instruction.tensor.name not in UNIT_TENSORS:
+                return self.transfer_effects(rank, instruction)
             case _:
                 return _NO_EFFECTS
 
-    def transfer_effects(self, rank: int, word: Recv | Send | Free | Collective) -> _Effects:
-        """Return what a word does with values and gradients of microbatches."""
-        value = word.tensor
-        match word:
+    def transfer_effects(self, rank: int, instruction: Recv | Send | Free | Collective) -> _Effects:
+        """Return the effects of an instruction that moves, combines or frees activations or their gradients."""
+        tensor = instruction.tensor
+        match instruction:
             case Recv():
-                return self.receive_effects(rank, word)
+                return self.receive_effects(rank, instruction)
             case Send():
-                return self.send_effects(rank, value)
+                return self.send_effects(rank, tensor)
             case Free():
-                here = self.live_values(value)
-                return _Effects(here, here)
+                live_here = self.live_values(tensor)
+                return _Effects(live_here, live_here)
             case Collective(phase=phase):
-                if value.name in ACTIVATIONS | ACTIVATION_GRADS:
+                if tensor.name in ACTIVATIONS | ACTIVATION_GRADS:
                     return _Effects(error=_PARTIAL_SUM_RULE)
-                summed = self.live_values(value) if phase != "wait" else ()
-                return _Effects(summed, summed, self.partial_sum(value) if phase != "start" else ())
+                summed = self.live_values(tensor) if phase != "wait" else ()
+                return _Effects(summed, summed, self.partial_sum(tensor) if phase != "start" else ())
 
     def forward_results(self, block: int, micro: int | None, *, is_summed: bool) -> Collection[_LiveValue]:
-        """Return what a forward makes, or the sum of its parts."""
+        """Return what a forward produces, or the sum of its partial results."""
         if not is_summed:
             return (("y", (block,), micro, 0),)
         return [("v", blocks, micro, 0) for blocks in self.edges_from[block]]
 
     def input_grads(self, block: int, micro: int | None, *, is_summed: bool) -> Collection[_LiveValue]:
-        """Return what a backward makes, or the sum of its parts: its addition to the gradients of what it has read."""
+        """Return what a backward produces, or the sum of its partial results."""
         if not is_summed:
             return (("dx", (block,), micro, 0),)
         return [("d", blocks, micro, block) for blocks in self.edges_into[block] if blocks in self.edges_with_grad]
 
     def backward_effects(self, rank: int, block: int, micro: int) -> _Effects:
-        """Return what a backward needs: additions of all readers; behind it, what it has made itself is forgotten."""
-        own = [("v", blocks, micro, 0) for blocks in self.edges_from[block]]
-        needed = own if block >= self.last_block else self.output_grads(block, micro)
-        runs = self.blocks_by_rank[rank]
-        spent = [
+        """Return the effects of a backward, which needs the gradients of all consumers of the block's outputs."""
+        own_values = [("v", blocks, micro, 0) for blocks in self.edges_from[block]]
+        read = own_values if block >= self.last_block else self.output_grads(block, micro)
+        blocks_here = self.blocks_by_rank[rank]
+        inputs_consumed = [
             ("v", blocks, micro, 0)
             for blocks in self.edges_into[block]
-            if not any(reader in runs for reader in blocks[1 : blocks.index(block, 1)])
+            if not any(consumer in blocks_here for consumer in blocks[1 : blocks.index(block, 1)])
         ]
-        made = self.input_grads(block, micro, is_summed=block == 0 or block not in self.tp_blocks)
-        return _Effects(needed, (*own, *needed, *spent), made)
+        produced = self.input_grads(block, micro, is_summed=block == 0 or block not in self.tp_blocks)
+        return _Effects(read, (*own_values, *read, *inputs_consumed), produced)
 
     def output_grads(self, block: int, micro: int) -> list[_LiveValue]:
-        """Return what all readers add to the gradients of what a block has made."""
+        """Return what all consumers add to the gradients of a block's outputs."""
         answered = (blocks for blocks in self.edges_from[block] if blocks in self.edges_with_grad)
-        return [("d", blocks, micro, reader) for blocks in answered for reader in blocks[1:]]
+        return [("d", blocks, micro, consumer) for blocks in answered for consumer in blocks[1:]]
 
-    def partial_sum(self, value: TensorRef) -> Collection[_LiveValue]:
+    def partial_sum(self, tensor: TensorRef) -> Collection[_LiveValue]:
         """Return what the sum of a partial result is."""
-        make = self.forward_results if value.name == "y" else self.input_grads
-        return make(value.blocks[0], value.micro, is_summed=True)
+        make = self.forward_results if tensor.name == "y" else self.input_grads
+        return make(tensor.blocks[0], tensor.micro, is_summed=True)
 
-    def live_values(self, value: TensorRef) -> Collection[_LiveValue]:
-        """Return all that a value consists of."""
-        if value.name not in ACTIVATIONS | ACTIVATION_GRADS:
-            return ((value.name, value.blocks, value.micro, 0),)
-        blocks = edge_endpoints(value)
-        if value.name in ACTIVATIONS:
-            return (("v", blocks, value.micro, 0),)
-        return [("d", blocks, value.micro, reader) for reader in blocks[1:]]
+    def live_values(self, tensor: TensorRef) -> Collection[_LiveValue]:
+        """Return all values that a tensor reference stands for."""
+        if tensor.name not in ACTIVATIONS | ACTIVATION_GRADS:
+            return ((tensor.name, tensor.blocks, tensor.micro, 0),)
+        blocks = edge_endpoints(tensor)
+        if tensor.name in ACTIVATIONS:
+            return (("v", blocks, tensor.micro, 0),)
+        return [("d", blocks, tensor.micro, consumer) for consumer in blocks[1:]]
 
-    def receive_effects(self, rank: int, word: Recv) -> _Effects:
-        """Return what comes: values, to one who reads them; or a gradient, from one who does, to their maker."""
-        value, blocks = word.tensor, edge_endpoints(word.tensor)
-        if value.name not in ACTIVATION_GRADS:
-            wrong = "" if self.blocks_by_rank[rank] & set(blocks[1:]) else "no block of this row reads it"
-            return _Effects(produces=(("v", blocks, value.micro, 0),), error=wrong)
-        made = [("d", blocks, value.micro, reader) for reader in blocks[1:] if reader in self.blocks_by_rank[word.peer]]
-        wrong = (
+    def receive_effects(self, rank: int, instruction: Recv) -> _Effects:
+        """Return the activations, or the gradients from consumers on the peer, that arrive."""
+        tensor, blocks = instruction.tensor, edge_endpoints(instruction.tensor)
+        if tensor.name not in ACTIVATION_GRADS:
+            error = "" if self.blocks_by_rank[rank] & set(blocks[1:]) else "no block of this rank reads it"
+            return _Effects(produces=(("v", blocks, tensor.micro, 0),), error=error)
+        produced = [
+            ("d", blocks, tensor.micro, consumer)
+            for consumer in blocks[1:]
+            if consumer in self.blocks_by_rank[instruction.peer]
+        ]
+        error = (
             ""
-            if made and blocks[0] in self.blocks_by_rank[rank]
-            else "it comes from a row that reads it to one that makes it"
+            if produced and blocks[0] in self.blocks_by_rank[rank]
+            else "it must come from a rank that consumes it to the rank that produces it"
         )
-        return _Effects(produces=made, error=wrong)
+        return _Effects(produces=produced, error=error)
 
-    def send_effects(self, rank: int, value: TensorRef) -> _Effects:
-        """Return what goes: values that are here, or what all readers of a row add to the gradient of theirs."""
-        if value.name not in ACTIVATION_GRADS:
-            here = self.live_values(value)
-            return _Effects(here, here if value.name != "s" else ())
-        blocks = edge_endpoints(value)
-        readers = [reader for reader in blocks[1:] if reader in self.blocks_by_rank[rank]]
-        added = [("d", blocks, value.micro, reader) for reader in readers or blocks[1:]]
+    def send_effects(self, rank: int, tensor: TensorRef) -> _Effects:
+        """Return what leaves: activations that are live, or what the consumers of this rank add to a gradient."""
+        if tensor.name not in ACTIVATION_GRADS:
+            live_here = self.live_values(tensor)
+            return _Effects(live_here, live_here if tensor.name != "s" else ())
+        blocks = edge_endpoints(tensor)
+        consumers = [consumer for consumer in blocks[1:] if consumer in self.blocks_by_rank[rank]]
+        added = [("d", blocks, tensor.micro, consumer) for consumer in consumers or blocks[1:]]
         return _Effects(added, added)
 
 
 def check_inputs_available(
     program: Program,
-    rows: Sequence[Instructions],
+    rank_instructions: Sequence[Instructions],
     last_block: int,
     tp_blocks: Collection[int] | None,
     edges: Iterable[Edge] | None = None,
 ) -> None:
-    """Prove that each word finds what it reads, and that every partial result is summed once over all its slices.
+    """Check that each instruction finds its inputs, and that every partial result is summed once (rule 4).
 
-    A value is there from the word that makes it until it is sent to its only reader, or used up by the backward of its
-    first reader on a row, or of its maker. Its gradient is there when each of its readers has added to
-    it, once. The output of a sliced block and its input gradient come as partial results, which only their sum makes
-    values and gradients.
+    A value is live from the instruction that produces it until it is sent to its only consumer, or consumed by the
+    backward of its first consumer on a rank or of its producer. Its gradient is complete when each consumer has added
+    to it once. The output and the input gradient of a tensor-parallel block are partial results until they are summed
+    over all shards.
 
     Args:
-        program: whose rows they are.
-        rows: the flat rows.
-        last: the last block of the model.
-        sliced: the sliced blocks; None for those that any word sums.
-        strands: of the model; None for those of a chain, and those that any word names.
+        program: the program.
+        rank_instructions: its unrolled instructions, per rank.
+        last_block: the last block of the model.
+        tp_blocks: the tensor-parallel blocks; None for those whose results are summed.
+        edges: the edges of the model; None for those of a chain and those that messages name.
 
     Raises:
-        ProgramError: law 4; a value is not there, comes to one that does not read it, or a partial result is not
-            summed as it must be.
+        ProgramError: a value is not live, arrives at a rank that does not read it, or a partial result is not summed
+            correctly.
     """
     if tp_blocks is None:
-        sums = (word.tensor for row in rows for word in row if isinstance(word, Collective))
-        tp_blocks = {value.blocks[0] for value in sums if value.name in {"y", "dx"}}
+        sums = (
+            instruction.tensor
+            for instructions in rank_instructions
+            for instruction in instructions
+            if isinstance(instruction, Collective)
+        )
+        tp_blocks = {tensor.blocks[0] for tensor in sums if tensor.name in {"y", "dx"}}
     if edges is None:
-        sent = (word.tensor for row in rows for word in row if isinstance(word, Send | Recv))
+        sent = (
+            instruction.tensor
+            for instructions in rank_instructions
+            for instruction in instructions
+            if isinstance(instruction, Send | Recv)
+        )
         edges = [*chain_edges(last_block + 1), *(Edge(blocks[0], blocks[1:]) for blocks in sorted(skip_edges(sent)))]
-    web = _Dataflow(edges, last_block, frozenset(tp_blocks), rows)
-    for rank, row in enumerate(rows):
-        there: set[_LiveValue] = set()
-        for index, word in enumerate(row):
-            needed, used, made, wrong = web.effects(rank, word)
-            for held in needed:
-                if held not in there:
-                    raise rule_violation(rows, (rank, index), 4, _describe_missing(held))
-            if wrong or (type(word) is Recv and not there.isdisjoint(made)):
-                fact = wrong or "it is here already; what a row reads comes to it once"
-                raise rule_violation(rows, (rank, index), 4, fact)
-            if type(word) is Collective and needed:
-                _check_partial_sum(rows, (rank, index), word, program.rank_programs[rank].tp_degree)
-            there.difference_update(used)
-            there.update(made)
-        _check_partials_consumed(rows, rank, there, web)
+    dataflow = _Dataflow(edges, last_block, frozenset(tp_blocks), rank_instructions)
+    for rank, instructions in enumerate(rank_instructions):
+        live: set[_LiveValue] = set()
+        for index, instruction in enumerate(instructions):
+            read, consumed, produced, error = dataflow.effects(rank, instruction)
+            for value in read:
+                if value not in live:
+                    raise rule_violation(rank_instructions, (rank, index), 4, _describe_missing(value))
+            if error or (type(instruction) is Recv and not live.isdisjoint(produced)):
+                fact = error or "it is live already; each rank receives what it reads once"
+                raise rule_violation(rank_instructions, (rank, index), 4, fact)
+            if type(instruction) is Collective and read:
+                _check_partial_sum(rank_instructions, (rank, index), instruction, program.rank_programs[rank].tp_degree)
+            live.difference_update(consumed)
+            live.update(produced)
+        _check_partials_consumed(rank_instructions, rank, live, dataflow)
 
 
 def _check_partials_consumed(
-    rows: Sequence[Instructions], rank: int, live: Collection[_LiveValue], dataflow: _Dataflow
+    rank_instructions: Sequence[Instructions], rank: int, live: Collection[_LiveValue], dataflow: _Dataflow
 ) -> None:
-    left = [held for held in live if held[0] in {"y", "dx"}]
-    if left:
-        name, (block,), micro, _ = held = min(left)
-        place = max(index for index, word in enumerate(rows[rank]) if held in dataflow.effects(rank, word).produces)
-        raise rule_violation(rows, (rank, place), 4, f"nobody sums its partial result {name}{block}.{micro}")
+    unconsumed = [value for value in live if value[0] in {"y", "dx"}]
+    if unconsumed:
+        name, (block,), micro, _ = value = min(unconsumed)
+        location = max(
+            index
+            for index, instruction in enumerate(rank_instructions[rank])
+            if value in dataflow.effects(rank, instruction).produces
+        )
+        raise rule_violation(
+            rank_instructions, (rank, location), 4, f"no instruction sums its partial result {name}{block}.{micro}"
+        )
 
 
 def _describe_missing(value: _LiveValue) -> str:
-    """Say what is missing, as the text of the program has it."""
-    kind, blocks, micro, reader = value
-    if kind in {"v", "d"} and micro is not None:
-        strand = Edge(blocks[0], blocks[1:])
-        text = format_tensor_ref(strand.activation(micro) if kind == "v" else strand.gradient(micro))
-        text += f", as far as block {reader} adds to it," if kind == "d" and not strand.is_adjacent else ""
+    category, blocks, micro, consumer = value
+    if category in {"v", "d"} and micro is not None:
+        edge = Edge(blocks[0], blocks[1:])
+        text = format_tensor_ref(edge.activation(micro) if category == "v" else edge.gradient(micro))
+        text += f" (the addition of block {consumer})" if category == "d" and not edge.is_adjacent else ""
     else:
-        text = f"{kind}{blocks[0]}" + ("" if micro is None else f".{micro}")
-    return f"{text} is not there; a word stands behind the one that makes what it reads, and before what uses it up"
+        text = f"{category}{blocks[0]}" + ("" if micro is None else f".{micro}")
+    return (
+        f"{text} is not live here; an instruction must come after the producer of its inputs and before their last "
+        "consumer"
+    )
 
 
 def _check_partial_sum(
-    rows: Sequence[Instructions], location: tuple[int, int], word: Collective, tp_degree: int
+    rank_instructions: Sequence[Instructions], location: tuple[int, int], instruction: Collective, tp_degree: int
 ) -> None:
-    """Judge the words of partial results; that no two members hold the same slice follows from who ran what."""
-    if word.op != "all_reduce":
-        raise rule_violation(rows, location, 4, _PARTIAL_SUM_RULE)
-    if len(word.group) != tp_degree:
-        raise rule_violation(rows, location, 4, f"it adds up {len(word.group)} partial results of {tp_degree}")
+    """Check the sum of a partial result; that no two members hold the same shard follows from which blocks they ran."""
+    if instruction.op != "all_reduce":
+        raise rule_violation(rank_instructions, location, 4, _PARTIAL_SUM_RULE)
+    if len(instruction.group) != tp_degree:
+        raise rule_violation(
+            rank_instructions, location, 4, f"it sums {len(instruction.group)} of {tp_degree} partial results"
+        )

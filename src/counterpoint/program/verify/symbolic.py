@@ -1,12 +1,19 @@
-"""What the ledger writes down: marks, what a rank holds of a unit, commits, updates.
+"""Symbolic execution: run a program on descriptions of tensors instead of tensors.
 
-Which microbatches are between forward and backward, on which ranks and in which blocks.
+Every backward leaves one contribution ``(block, microbatch, shard)`` in its rank's gradient. Collectives add
+contributions and split the range of a unit that a rank holds; updates consume them and create a new weight version. The
+rules in :mod:`counterpoint.program.verify.updates` then only have to look at the records::
 
-Run a program on symbols: which samples are in each gradient, which version stands in each weight.
+    F0.0 B0.0    grad0 of rank 0 = {(0, 0, 0)}             (1)
+    F0.1 B0.1    grad0 of rank 1 = {(0, 1, 0)}
+    all_reduce(grad0)@0,1
+                 grad0 of both   = {(0, 0, 0), (0, 1, 0)}  (2)
+    commit@0,1   both ranks agree about microbatches 0, 1  (3)
+    U0           version 0 -> 1, by an update with these   (4)
+                 two contributions, staleness 0
 
-Every backward leaves one mark ``(block, microbatch, slice)`` in its rank's gradient. Sums add marks up, shares
-cut the range a rank is responsible for, updates consume marks and make a new version, and each knows the commit
-that stood before it. What the ledger sees, the laws judge.
+(1) is :meth:`_SymbolicExecutor.backward`, (2) :func:`all_reduce_grads`, (3) a :class:`CommitRecord` and (4) an
+:class:`UpdateRecord`.
 """
 
 from __future__ import annotations
@@ -43,12 +50,12 @@ from counterpoint.program.text import format_instruction, format_unit
 from counterpoint.program.units import Unit, sharded_units, units_by_block
 
 GradContribution: TypeAlias = tuple[int, int, int]
-"""Block, microbatch and slice of one backward."""
+"""Block, microbatch and tensor-parallel shard of one backward."""
 GradContributions: TypeAlias = "Counter[GradContribution]"
 CompressedContributions: TypeAlias = dict[tuple[Group, Unit], tuple[tuple[int, ...], ...]]
-"""For a group and a unit the microbatches whose gradients each member brings into a sum with a code."""
+"""For a group and a unit, the microbatches whose gradients each member adds to a compressed all-reduce."""
 ShardRange: TypeAlias = tuple[Fraction, Fraction]
-"""Which part of a unit: from, to, as fractions of the whole."""
+"""A range of a unit's elements: start and end, as fractions of the unit."""
 
 FULL_RANGE: ShardRange = (Fraction(0), Fraction(1))
 NO_CONTRIBUTIONS: GradContributions = Counter()
@@ -59,16 +66,17 @@ class UnitState:
     """What one rank holds of one unit.
 
     Args:
-        home: the part whose weights it keeps when nothing is gathered.
-        span: the part whose weights it holds now.
-        versions: every version it has held, oldest first.
-        whole: marks in the gradient of the whole unit.
-        has_buffer: whether the gradient of the whole unit takes memory, be it shared out already.
-        part: the part and marks of a gradient that was shared out.
-        late: marks in the gradient that was set aside.
-        has_late: whether that one takes memory.
-        decided: the commit that decided on a gradient which has come back from being set aside.
-        drift: the replicas whose updates of their own are in its weights; none where all copies are alike.
+        local_shard: the range of weights that it holds between steps.
+        available: the range of weights that it holds now, gathered ones included.
+        versions: every weight version that it has held, oldest first.
+        full_grad: contributions in the gradient of the whole unit.
+        has_full_grad_buffer: whether the gradient of the whole unit is allocated, even if it was reduce-scattered
+            already.
+        grad_shard: range and contributions of a reduce-scattered gradient.
+        delayed_grad: contributions in the delayed gradient.
+        has_delayed_grad: whether the delayed gradient is allocated.
+        commit: the commit that decided about a gradient which was delayed and has been swapped back.
+        diverged_from: the replicas whose separate updates are in its weights; empty if all copies are equal.
     """
 
     local_shard: ShardRange = FULL_RANGE
@@ -85,13 +93,14 @@ class UnitState:
 
 @dataclass(slots=True)
 class CommitRecord:
-    """One commit: who decides, and about which microbatches.
+    """One commit: which ranks agree, and about which microbatches.
 
     Args:
-        group: who takes part.
-        micros: the microbatches that its members have gone backward on since the commit before.
-        micros_of: the same by member.
-        own: by member, whose samples share one mean with its own; only where that is not the whole group.
+        group: the members.
+        micros: the microbatches whose backward the members have run since their previous commit.
+        micros_by_member: the same for each member.
+        loss_groups: for each member whose loss is not averaged over the whole group, the ranks that it is averaged
+            over.
     """
 
     group: Group
@@ -100,7 +109,7 @@ class CommitRecord:
     loss_groups: dict[int, Group] = field(default_factory=dict)
 
     def micros_in_loss_of(self, rank: int) -> set[int]:
-        """Return the microbatches whose samples share one mean with those of a member."""
+        """Return the microbatches that are averaged together with those of a member."""
         if rank not in self.loss_groups:
             return self.micros
         return {micro for member in self.loss_groups[rank] for micro in self.micros_by_member.get(member, ())}
@@ -111,13 +120,13 @@ class UpdateRecord:
     """One update.
 
     Args:
-        rank: by whom.
-        index: with which word of its row.
-        unit: of what.
-        span: of which part of it.
-        marks: with which gradients.
-        staleness: how many updates old the oldest of them was.
-        decision: the last commit of the rank that updates or, under a server, of the worker that pushed.
+        rank: the rank that runs it.
+        index: index of the instruction in the rank's unrolled instructions.
+        unit: the updated unit.
+        shard: the updated range of it.
+        contributions: the contributions in the applied gradient.
+        staleness: how many updates ago the oldest of them read the weights.
+        commit: the last commit of the rank or, on a parameter server, of the worker that pushed.
     """
 
     rank: int
@@ -130,12 +139,12 @@ class UpdateRecord:
 
     @property
     def replica(self) -> Group:
-        """The ranks that make this update alike, apart from others; empty where all ranks make it."""
+        """The ranks that apply this update separately from other replicas; empty if all ranks apply it."""
         return self.commit.loss_groups.get(self.rank, ()) if self.commit is not None else ()
 
 
 def add_contribution(contributions: GradContributions, contribution: GradContribution) -> GradContributions:
-    """Return the marks and one more, leaving the given ones as they are: other ranks may share them."""
+    """Return a copy with one more contribution; the original may be shared by other ranks."""
     more: GradContributions = Counter()
     dict.update(more, contributions)  # a Counter counts one by one when it is copied
     more[contribution] += 1
@@ -143,78 +152,78 @@ def add_contribution(contributions: GradContributions, contribution: GradContrib
 
 
 def average_weights(states: Sequence[UnitState]) -> str:
-    """The weights of replicas are their mean, in which each replica counts alike; return what is wrong, if anything."""
+    """Average the weights of replicas, equally weighted; return what is wrong, or ""."""
     if any(state.available != FULL_RANGE for state in states) or len({state.versions[-1] for state in states}) > 1:
-        return "only whole weights after equally many updates are averaged"
-    together = frozenset[Group]().union(*(state.diverged_from for state in states))
-    if len({len(state.diverged_from) for state in states}) > 1 or len(together) != sum(
+        return "only whole weights after the same number of updates can be averaged"
+    all_groups = frozenset[Group]().union(*(state.diverged_from for state in states))
+    if len({len(state.diverged_from) for state in states}) > 1 or len(all_groups) != sum(
         len(state.diverged_from) for state in states
     ):
-        return "a mean is over the weights of different replicas, each counted once"
+        return "an average is over the weights of different replicas, each counted once"
     for state in states:
-        state.diverged_from = together
+        state.diverged_from = all_groups
     return ""
 
 
 def all_gather_weights(states: Sequence[UnitState]) -> tuple[int, str]:
-    """Each member has the weights of which all keep parts; return the law and what is wrong, if anything."""
+    """Gather the shards of all members on each of them; return the violated rule and what is wrong, or (0, "")."""
     if any(state.available == FULL_RANGE != state.local_shard for state in states):
         return 7, "these weights are gathered already"
-    spans = sorted({state.available for state in states})
-    tiles = all(before[1] == after[0] for before, after in pairwise(spans))
+    shards = sorted({state.available for state in states})
+    tiles = all(low[1] == high[0] for low, high in pairwise(shards))
     versions = {state.versions[-1] for state in states}
     if len({state.diverged_from for state in states}) > 1:
-        return 6, "the members hold parts of weights that have been updated apart"
-    if not tiles or len(versions) > 1 or len(spans) != len(states):
-        held = ", ".join(f"{low} to {high}" for low, high in spans)
+        return 6, "the members hold shards of weights that replicas have updated separately"
+    if not tiles or len(versions) > 1 or len(shards) != len(states):
+        held = ", ".join(f"{low} to {high}" for low, high in shards)
         return 6, f"the members hold {held} in versions {sorted(versions)}"
     for state in states:
-        state.available = (spans[0][0], spans[-1][1])
+        state.available = (shards[0][0], shards[-1][1])
     return 0, ""
 
 
 def reduce_scatter_grads(states: Sequence[UnitState]) -> str:
-    """Each member has the sum of its own part of a gradient; return what is wrong, if anything."""
+    """Leave on each member the sum of its own shard of a gradient; return what is wrong, or ""."""
     total: GradContributions = Counter()
     for state in states:
         total.update(state.full_grad)
-    summed: dict[int, GradContributions] = {}  # members that hold the same marks already go on sharing them
-    for at, state in enumerate(states):
-        span = (Fraction(at, len(states)), Fraction(at + 1, len(states)))
-        if state.grad_shard is not None and state.grad_shard[0] != span:
-            return "this gradient was shared out in other parts before"
-        before = state.grad_shard[1] if state.grad_shard is not None else NO_CONTRIBUTIONS
-        if id(before) not in summed:
-            summed[id(before)] = before + total
-        state.grad_shard, state.full_grad, state.has_full_grad_buffer = (span, summed[id(before)]), Counter(), True
+    totals: dict[int, GradContributions] = {}  # members that shared an object before share one afterwards
+    for member, state in enumerate(states):
+        shard = (Fraction(member, len(states)), Fraction(member + 1, len(states)))
+        if state.grad_shard is not None and state.grad_shard[0] != shard:
+            return "this gradient was reduce-scattered into other shards before"
+        previous = state.grad_shard[1] if state.grad_shard is not None else NO_CONTRIBUTIONS
+        if id(previous) not in totals:
+            totals[id(previous)] = previous + total
+        state.grad_shard, state.full_grad, state.has_full_grad_buffer = (shard, totals[id(previous)]), Counter(), True
     return ""
 
 
 def free_tensor(state: UnitState, name: str, *, is_end: bool) -> str:
-    """What was gathered, or a gradient, is forgotten; return what is wrong, if anything.
+    """Free a gathered weight or a gradient; return what is wrong, or "".
 
     Args:
         state: of the rank and the unit.
-        name: ``late``, ``grad`` or ``weight``.
-        is_end: whether the stream is at its end.
+        name: ``delayed_grad``, ``grad`` or ``weight``.
+        is_end: whether the epilogue of an asynchronous pipeline has begun.
     """
     if name == "delayed_grad":
         if not state.has_delayed_grad or not is_end:
-            return "only the end of a stream drops a gradient that was set aside"
+            return "a delayed gradient may only be dropped in the epilogue of an asynchronous pipeline"
         state.delayed_grad, state.has_delayed_grad = Counter(), False
     elif name == "grad":
         if not state.has_full_grad_buffer:
-            return "no gradient is there that could be released"
+            return "there is no gradient to free"
         state.full_grad, state.has_full_grad_buffer = Counter(), False
     else:
         if state.available == state.local_shard:
-            return "nothing was gathered that could be released"
+            return "no gathered weight is there to free"
         state.available = state.local_shard
     return ""
 
 
 def all_reduce_grads(states: Sequence[UnitState]) -> None:
-    """Every member has the sum of the gradients of all, or of the part that all of them have."""
+    """Leave on every member the sum of all gradients, or of the one shard that all of them hold."""
     total: GradContributions = Counter()
     for state in states:
         total.update(state.grad_shard[1] if state.grad_shard is not None else state.full_grad)
@@ -226,25 +235,28 @@ def all_reduce_grads(states: Sequence[UnitState]) -> None:
 
 
 def all_reduce_delayed_grads(states: Sequence[UnitState]) -> None:
-    """Every member has the sum of the gradients that were set aside."""
-    late: GradContributions = Counter()
+    """Leave on every member the sum of all delayed gradients."""
+    delayed_grads: GradContributions = Counter()
     for state in states:
-        late.update(state.delayed_grad)
+        delayed_grads.update(state.delayed_grad)
     for state in states:
-        state.delayed_grad, state.has_delayed_grad = late, True
+        state.delayed_grad, state.has_delayed_grad = delayed_grads, True
 
 
 def contributions_by_member(states: Sequence[UnitState]) -> tuple[tuple[int, ...], ...]:
-    """Return the microbatches whose gradients each member brings into a sum."""
+    """Return the microbatches whose gradients each member adds to a sum."""
     return tuple(tuple(sorted({micro for _, micro, _ in state.full_grad})) for state in states)
 
 
 class InFlightMicrobatches:
-    """What has gone forward and not yet backward, and the most of it that a rank had at once.
+    """Microbatches between forward and backward, and how many of them each rank had at most.
+
+    The methods return what is wrong with an instruction, or None.
 
     Args:
-        num_ranks: how many ranks there are.
-        heads: per rank the blocks at which microbatches are counted and summed; None for the block where most are.
+        num_ranks: number of ranks.
+        chunk_starts: per rank, the blocks at which microbatches are counted and summed; None to take the maximum over
+            blocks.
     """
 
     def __init__(self, num_ranks: int, chunk_starts: Sequence[Sequence[int]] | None) -> None:
@@ -255,48 +267,60 @@ class InFlightMicrobatches:
         self.counts: list[Counter[int]] = [Counter() for _ in range(num_ranks)]
         self.peak = [0] * num_ranks
 
-    def forward(self, rank: int, word: Forward) -> str | None:
-        """Note a forward; return what is wrong with it, if anything is."""
-        key = (rank, word.block, word.micro)
+    def forward(self, rank: int, instruction: Forward) -> str | None:
+        """Record a forward."""
+        key = (rank, instruction.block, instruction.micro)
         if key in self.in_flight:
-            return "this microbatch has gone forward through this block already"
+            return "the forward of this block and microbatch has run already"
         self.in_flight.add(key)
         counts = self.counts[rank]
-        counts[word.block] += 1
-        now = counts[word.block] if self.chunk_starts is None else sum(counts[head] for head in self.chunk_starts[rank])
-        self.peak[rank] = max(self.peak[rank], now)
+        counts[instruction.block] += 1
+        num_in_flight = (
+            counts[instruction.block]
+            if self.chunk_starts is None
+            else sum(counts[head] for head in self.chunk_starts[rank])
+        )
+        self.peak[rank] = max(self.peak[rank], num_in_flight)
         return None
 
-    def recompute(self, rank: int, word: Recompute) -> str | None:
-        """Note a forward that is computed again; return what is wrong with it, if anything is."""
-        key = (rank, word.block, word.micro)
+    def recompute(self, rank: int, instruction: Recompute) -> str | None:
+        """Record a recomputation."""
+        key = (rank, instruction.block, instruction.micro)
         if key not in self.in_flight or key in self.input_grad_done:
-            return "a block is recomputed for a backward that is still to come, on the rank that ran it forward"
+            return "a block is recomputed before its backward, on the rank that ran its forward"
         if key in self.recomputed:
-            return "this microbatch has been recomputed in this block already"
+            return "this block and microbatch has been recomputed already"
         self.recomputed.add(key)
         return None
 
-    def backward(self, rank: int, word: Backward) -> str | None:
-        """Note a backward or a part of one; return what is wrong with it, if anything is."""
-        key = (rank, word.block, word.micro)
+    def backward(self, rank: int, instruction: Backward) -> str | None:
+        """Record a backward or one half of it."""
+        key = (rank, instruction.block, instruction.micro)
         if key not in self.in_flight:
-            return "this microbatch did not go forward through this block on this rank"
-        if word.computes_input_grad == (key in self.input_grad_done):
-            return "the weight part of a backward comes once, behind its input part"
-        if not word.computes_weight_grad:
+            return "this rank has not run the forward of this block and microbatch"
+        if instruction.computes_input_grad == (key in self.input_grad_done):
+            return "the weight part of a backward comes once, after its input part"
+        if not instruction.computes_weight_grad:
             self.input_grad_done.add(key)
             return None
         self.input_grad_done.discard(key)
         self.recomputed.discard(key)
         self.in_flight.discard(key)
-        self.counts[rank][word.block] -= 1
+        self.counts[rank][instruction.block] -= 1
         return None
 
 
 @dataclass(slots=True)
 class SymbolicResult:
-    """What came of a program: the updates, what was held at its end, what entered coded sums, what its end dropped."""
+    """What a symbolic execution recorded.
+
+    Args:
+        updates: all updates.
+        unit_states: what each rank holds of each unit at the end.
+        peak_in_flight: per rank, the maximum number of microbatches in flight.
+        compressed_contributions: what was added to each compressed all-reduce.
+        dropped: contributions in delayed gradients that the end of an asynchronous pipeline frees without an update.
+    """
 
     updates: list[UpdateRecord] = field(default_factory=list)
     unit_states: dict[tuple[int, Unit], UnitState] = field(default_factory=dict)
@@ -306,37 +330,44 @@ class SymbolicResult:
 
 
 def execute_symbolically(
-    program: Program, rows: Sequence[Instructions], chunk_starts: Sequence[Sequence[int]] | None = None
+    program: Program, rank_instructions: Sequence[Instructions], chunk_starts: Sequence[Sequence[int]] | None = None
 ) -> SymbolicResult:
-    """Run the flat rows on symbols.
+    """Execute a program symbolically.
 
     Args:
-        program: whose rows they are.
-        rows: the flat rows.
-        heads: per rank the blocks at which microbatches in flight are counted; None for the one where most are.
+        program: the program.
+        rank_instructions: its unrolled instructions, per rank.
+        chunk_starts: per rank, the blocks at which microbatches in flight are counted; None to take the maximum over
+            blocks.
 
     Raises:
-        ProgramError: laws 4 to 7, wherever a word cannot do what it says.
+        ProgramError: an instruction violates one of the rules 2 to 7.
     """
-    book = _SymbolicExecutor(program, rows, chunk_starts)
-    for rank, index in execution_order(rows):
-        book.execute(rank, index)
+    executor = _SymbolicExecutor(program, rank_instructions, chunk_starts)
+    for rank, index in execution_order(rank_instructions):
+        executor.execute(rank, index)
     return SymbolicResult(
-        book.updates, dict(book.unit_states), book.in_flight.peak, book.compressed_contributions, dict(book.dropped)
+        executor.updates,
+        dict(executor.unit_states),
+        executor.in_flight.peak,
+        executor.compressed_contributions,
+        dict(executor.dropped),
     )
 
 
 class _SymbolicExecutor:
+    """State of a symbolic execution; there is one method for each instruction."""
+
     def __init__(
-        self, program: Program, rows: Sequence[Instructions], chunk_starts: Sequence[Sequence[int]] | None
+        self, program: Program, rank_instructions: Sequence[Instructions], chunk_starts: Sequence[Sequence[int]] | None
     ) -> None:
-        self.rows = rows
-        self.tp_ranks = [(row.tp_rank, row.tp_degree) for row in program.rank_programs]
-        self.units_of = units_by_block(rows)
+        self.rank_instructions = rank_instructions
+        self.tp_ranks = [(rank_program.tp_rank, rank_program.tp_degree) for rank_program in program.rank_programs]
+        self.units_of = units_by_block(rank_instructions)
         self.unit_states: defaultdict[tuple[int, Unit], UnitState] = defaultdict(UnitState)
         self.updates: list[UpdateRecord] = []
         self.versions_read: dict[tuple[GradContribution, Unit], int] = {}
-        self.in_flight = InFlightMicrobatches(len(rows), chunk_starts)
+        self.in_flight = InFlightMicrobatches(len(rank_instructions), chunk_starts)
         self.in_transit: defaultdict[
             tuple[TensorRef, int, int], list[tuple[GradContributions, int, frozenset[Group]]]
         ] = defaultdict(list)
@@ -346,137 +377,146 @@ class _SymbolicExecutor:
             list
         )
         self.answered: set[tuple[int, Unit]] = set()
-        self.uncommitted, self.last_commits = [set[int]() for _ in rows], list[CommitRecord | None]([None] * len(rows))
+        self.uncommitted, self.last_commits = (
+            [set[int]() for _ in rank_instructions],
+            list[CommitRecord | None]([None] * len(rank_instructions)),
+        )
         self.open_commits: dict[int, CommitRecord] = {}
         self.oldest_versions: dict[tuple[int, Unit], tuple[GradContributions, int]] = {}
         self.compressed_contributions: CompressedContributions = {}
         self.epilogue_starts = [
-            len(row) - len(given.epilogue) for row, given in zip(rows, program.rank_programs, strict=True)
+            len(instructions) - len(rank_program.epilogue)
+            for instructions, rank_program in zip(rank_instructions, program.rank_programs, strict=True)
         ]
         self.dropped: defaultdict[Unit, set[GradContribution]] = defaultdict(set)
-        for rank, row in enumerate(rows):
-            for unit, group in sharded_units(row, self.units_of):
-                size, at = len(group), group.index(rank)
+        for rank, instructions in enumerate(rank_instructions):
+            for unit, group in sharded_units(instructions, self.units_of):
+                size, member = len(group), group.index(rank)
                 state = self.unit_states[rank, unit]
-                state.local_shard = state.available = (Fraction(at, size), Fraction(at + 1, size))
+                state.local_shard = state.available = (Fraction(member, size), Fraction(member + 1, size))
 
     def violation(self, rule: int, rank: int, index: int, fact: str) -> ProgramError:
-        """Return the error for a word that breaks a law, with the place shown."""
-        text = format_instruction(self.rows[rank][index])
-        return ProgramError(f"rank {rank}, {text}: {fact}\n{format_locations(self.rows, {rank: index}, 'here')}", rule)
+        text = format_instruction(self.rank_instructions[rank][index])
+        return ProgramError(
+            f"rank {rank}, {text}: {fact}\n{format_locations(self.rank_instructions, {rank: index}, 'here')}", rule
+        )
 
     def execute(self, rank: int, index: int) -> None:  # noqa: C901, PLR0912 - one case for each instruction
-        """A word has been carried out on symbols; a ProgramError says which law it breaks and where."""
-        word = self.rows[rank][index]
-        match word:
+        instruction = self.rank_instructions[rank][index]
+        match instruction:
             case Forward():
-                self.forward(rank, index, word)
+                self.forward(rank, index, instruction)
             case Recompute():
-                self.recompute(rank, index, word)
+                self.recompute(rank, index, instruction)
             case Backward():
-                self.backward(rank, index, word)
+                self.backward(rank, index, instruction)
             case Update(unit):
                 self.update(rank, index, unit)
             case SwapGradBuffers(unit):
                 self.swap_grad_buffers(rank, index, unit)
             case Collective(phase="" | "start"):
-                self.collective(rank, index, word)
-            case Send(value, peer):
-                self.send(rank, value, peer)
-            case Recv(value, peer):
-                self.receive(rank, value, peer)
+                self.collective(rank, index, instruction)
+            case Send(tensor, peer):
+                self.send(rank, tensor, peer)
+            case Recv(tensor, peer):
+                self.receive(rank, tensor, peer)
             case Push(TensorRef("grad", unit), peer):
                 self.pushes[peer, unit].append((self.last_commits[rank], self.take_grad(rank, unit)))
             case ApplyPushes(units):
                 self.apply_pushes(rank, index, units)
-            case Pull(value, peer) if (peer, value.blocks) in self.answered:
-                self.unit_states[rank, value.blocks].versions.append(self.unit_states[peer, value.blocks].versions[-1])
-            case Free(value):
-                self.free(rank, index, value)
+            case Pull(tensor, peer) if (peer, tensor.blocks) in self.answered:
+                self.unit_states[rank, tensor.blocks].versions.append(
+                    self.unit_states[peer, tensor.blocks].versions[-1]
+                )
+            case Free(tensor):
+                self.free(rank, index, tensor)
             case Commit():
-                self.commit(rank, index, word)
+                self.commit(rank, index, instruction)
             case Collective() | Push() | Pull():
-                pass  # weights that are drawn together are of no version that others have
+                pass  # elastic averaging creates no weight version
 
-    def commit(self, rank: int, index: int, word: Commit) -> None:
-        """The members of a commit come one after the other; the last one closes it."""
-        group = self.groups.intern(word.group)
-        decision = self.open_commits.setdefault(group, CommitRecord(word.group))
-        decision.micros |= self.uncommitted[rank]
-        if word.loss_group:
-            decision.micros_by_member[rank] = self.uncommitted[rank]
-            decision.loss_groups[rank] = word.loss_group
-            earlier = [member for member in word.loss_group if member < rank]
-            if rank not in word.loss_group or any(
-                decision.loss_groups.get(member) != word.loss_group for member in earlier
+    def commit(self, rank: int, index: int, instruction: Commit) -> None:
+        """Enter one member into its group's open commit; the last member closes it."""
+        group = self.groups.intern(instruction.group)
+        commit = self.open_commits.setdefault(group, CommitRecord(instruction.group))
+        commit.micros |= self.uncommitted[rank]
+        if instruction.loss_group:
+            commit.micros_by_member[rank] = self.uncommitted[rank]
+            commit.loss_groups[rank] = instruction.loss_group
+            earlier = [member for member in instruction.loss_group if member < rank]
+            if rank not in instruction.loss_group or any(
+                commit.loss_groups.get(member) != instruction.loss_group for member in earlier
             ):
-                raise self.violation(6, rank, index, "those whose samples share one mean must all say the same of it")
+                raise self.violation(6, rank, index, "all ranks of one loss group must state the same loss group")
         self.uncommitted[rank] = set()
-        self.last_commits[rank] = decision
-        if rank == word.group[-1]:
+        self.last_commits[rank] = commit
+        if rank == instruction.group[-1]:
             del self.open_commits[group]
 
-    def forward(self, rank: int, index: int, word: Forward) -> None:
-        """The block has read the weights of its units, and in which versions is noted."""
-        if fact := self.in_flight.forward(rank, word):
+    def forward(self, rank: int, index: int, instruction: Forward) -> None:
+        """Record which weight versions the block reads."""
+        if fact := self.in_flight.forward(rank, instruction):
             raise self.violation(4, rank, index, fact)
-        for unit in self.units_of[word.block]:
-            self.versions_read[(word.block, word.micro, self.tp_ranks[rank][0]), unit] = self.read_version(
-                rank, index, unit, word.version
+        for unit in self.units_of[instruction.block]:
+            self.versions_read[(instruction.block, instruction.micro, self.tp_ranks[rank][0]), unit] = (
+                self.read_version(rank, index, unit, instruction.version)
             )
 
-    def recompute(self, rank: int, index: int, word: Recompute) -> None:
-        """The block has been computed once more, from the versions that its forward read."""
-        if fact := self.in_flight.recompute(rank, word):
+    def recompute(self, rank: int, index: int, instruction: Recompute) -> None:
+        if fact := self.in_flight.recompute(rank, instruction):
             raise self.violation(4, rank, index, fact)
-        self.check_same_version(rank, index, word)
+        self.check_same_version(rank, index, instruction)
 
-    def backward(self, rank: int, index: int, word: Backward) -> None:
-        """The gradients of the block's units have its mark, from the versions that its forward read."""
-        if fact := self.in_flight.backward(rank, word):
+    def backward(self, rank: int, index: int, instruction: Backward) -> None:
+        """Add one contribution to the gradient of each unit of the block."""
+        if fact := self.in_flight.backward(rank, instruction):
             raise self.violation(4, rank, index, fact)
-        if word.computes_input_grad:
-            self.check_same_version(rank, index, word)
-        if word.computes_weight_grad:
-            for unit in self.units_of[word.block]:
+        if instruction.computes_input_grad:
+            self.check_same_version(rank, index, instruction)
+        if instruction.computes_weight_grad:
+            for unit in self.units_of[instruction.block]:
                 state = self.unit_states[rank, unit]
-                state.full_grad = add_contribution(state.full_grad, (word.block, word.micro, self.tp_ranks[rank][0]))
+                state.full_grad = add_contribution(
+                    state.full_grad, (instruction.block, instruction.micro, self.tp_ranks[rank][0])
+                )
                 state.has_full_grad_buffer = True
-            self.uncommitted[rank].add(word.micro)
+            self.uncommitted[rank].add(instruction.micro)
 
-    def check_same_version(self, rank: int, index: int, word: Recompute | Backward) -> None:
-        """A block reads the versions again that its forward has read (law 5)."""
-        for unit in self.units_of[word.block]:
-            before = self.versions_read[(word.block, word.micro, self.tp_ranks[rank][0]), unit]
-            if (version := self.read_version(rank, index, unit, word.version)) != before:
-                fact = f"forward used version {before} of weight{format_unit(unit)}"
-                reader = "backward" if isinstance(word, Backward) else "recomputation"
+    def check_same_version(self, rank: int, index: int, instruction: Recompute | Backward) -> None:
+        """Check that a block reads the weight versions that its forward read (rule 5)."""
+        for unit in self.units_of[instruction.block]:
+            forward_version = self.versions_read[(instruction.block, instruction.micro, self.tp_ranks[rank][0]), unit]
+            if (version := self.read_version(rank, index, unit, instruction.version)) != forward_version:
+                fact = f"forward used version {forward_version} of weight{format_unit(unit)}"
+                reader = "backward" if isinstance(instruction, Backward) else "recomputation"
                 raise self.violation(5, rank, index, f"{fact}, {reader} {version}; both must use the same")
 
     def read_version(self, rank: int, index: int, unit: Unit, version: int) -> int:
-        """Return the number of a version, which is kept (law 5) and of which all parts are here (law 7)."""
+        """Return the number of a weight version, which must be held (rule 5) and completely gathered (rule 7)."""
         state = self.unit_states[rank, unit]
         if state.available != FULL_RANGE:
             low, high = state.available
-            raise self.violation(7, rank, index, f"weight{format_unit(unit)} is here only from {low} to {high} of it")
+            raise self.violation(
+                7, rank, index, f"weight{format_unit(unit)} is available only from {low} to {high} of it"
+            )
         if len(state.versions) < 1 - version:
-            raise self.violation(5, rank, index, f"no version {version} of weight{format_unit(unit)} was kept")
+            raise self.violation(5, rank, index, f"no version {version} of weight{format_unit(unit)} is held")
         return state.versions[version - 1]
 
     def update(self, rank: int, index: int, unit: Unit) -> None:
-        """The gradient is used up and written down as an entry, and the weight has one version more."""
+        """Consume the gradient, record the update and create a new weight version."""
         state = self.unit_states[rank, unit]
         if state.grad_shard is not None and state.full_grad:
-            raise self.violation(6, rank, index, "one gradient was shared out, another one was not")
+            raise self.violation(6, rank, index, "one gradient was reduce-scattered, another one was not")
         if state.available != state.local_shard:
-            raise self.violation(7, rank, index, f"the gathered weight{format_unit(unit)} has not been released")
-        span, marks = state.grad_shard if state.grad_shard is not None else (FULL_RANGE, state.full_grad)
-        decision = state.commit or self.last_commits[rank]
-        self.record_update((rank, index), unit, (span, marks), decision)
+            raise self.violation(7, rank, index, f"the gathered weight{format_unit(unit)} has not been freed")
+        shard, contributions = state.grad_shard if state.grad_shard is not None else (FULL_RANGE, state.full_grad)
+        commit = state.commit or self.last_commits[rank]
+        self.record_update((rank, index), unit, (shard, contributions), commit)
         state.grad_shard, state.full_grad, state.has_full_grad_buffer, state.commit = None, Counter(), False, None
-        if decision is not None and rank in decision.loss_groups:
-            state.diverged_from = frozenset({decision.loss_groups[rank]})
-        state.available = span
+        if commit is not None and rank in commit.loss_groups:
+            state.diverged_from = frozenset({commit.loss_groups[rank]})
+        state.available = shard
         state.versions.append(state.versions[-1] + 1)
 
     def record_update(
@@ -486,126 +526,134 @@ class _SymbolicExecutor:
         gradient: tuple[ShardRange, GradContributions],
         commit: CommitRecord | None,
     ) -> None:
-        """One entry more is written down, with how many updates old its oldest mark is."""
-        now = self.unit_states[location[0], unit].versions[-1]
-        staleness = now - self.oldest_version(gradient[1], unit, now)
+        newest = self.unit_states[location[0], unit].versions[-1]
+        staleness = newest - self.oldest_version(gradient[1], unit, newest)
         self.updates.append(UpdateRecord(*location, unit, *gradient, staleness, commit))
 
-    def oldest_version(self, contributions: GradContributions, unit: Unit, now: int) -> int:
-        """Return the oldest version that any mark was computed with; found once for marks that ranks share."""
+    def oldest_version(self, contributions: GradContributions, unit: Unit, newest: int) -> int:
+        """Return the oldest weight version that a contribution was computed with.
+
+        Ranks that share a gradient share the contributions as an object, so that the result is cached by identity.
+        """
         key = (id(contributions), unit)
-        if (
-            key not in self.oldest_versions
-        ):  # the marks are kept beside their age, so that no other object gets their id
+        if key not in self.oldest_versions:  # the contributions are stored too, so that no other object gets their id
             self.oldest_versions[key] = (
                 contributions,
-                min((self.versions_read[mark, unit] for mark in contributions), default=now),
+                min((self.versions_read[contribution, unit] for contribution in contributions), default=newest),
             )
-        return self.oldest_versions[key][1] if contributions else now
+        return self.oldest_versions[key][1] if contributions else newest
 
     def swap_grad_buffers(self, rank: int, index: int, unit: Unit) -> None:
-        """What comes back was decided on by the last commit, which stood behind its backwards."""
+        """Swap gradient and delayed gradient; the last commit has decided about the one that is swapped back."""
         state = self.unit_states[rank, unit]
         if state.grad_shard is not None:
-            raise self.violation(6, rank, index, "a gradient that was shared out cannot be set aside")
+            raise self.violation(6, rank, index, "a reduce-scattered gradient cannot be delayed")
         state.full_grad, state.delayed_grad = state.delayed_grad, state.full_grad
         state.has_full_grad_buffer, state.has_delayed_grad = state.has_delayed_grad, state.has_full_grad_buffer
         state.commit = self.last_commits[rank]
 
     def take_grad(self, rank: int, unit: Unit) -> GradContributions:
-        """Return the marks of a gradient, which has none afterwards."""
+        """Remove and return the contributions of a gradient."""
         state = self.unit_states[rank, unit]
-        marks, state.full_grad, state.has_full_grad_buffer = state.full_grad, Counter(), False
-        return marks
+        contributions, state.full_grad, state.has_full_grad_buffer = state.full_grad, Counter(), False
+        return contributions
 
-    def collective(self, rank: int, index: int, word: Collective) -> None:
-        """A collective of gradients or weights has taken place once its last member is here."""
-        if word.codec and (word.op, word.tensor.name) != ("all_reduce", "grad"):
-            raise self.violation(6, rank, index, "only sums of gradients have a code")
-        if word.tensor.name in {"y", "dx"}:
+    def collective(self, rank: int, index: int, instruction: Collective) -> None:
+        """Execute a collective when its last member arrives."""
+        if instruction.codec and (instruction.op, instruction.tensor.name) != ("all_reduce", "grad"):
+            raise self.violation(6, rank, index, "only an all-reduce of gradients can be compressed")
+        if instruction.tensor.name in {"y", "dx"}:
             return
-        key = (self.groups.intern(word.group), word.tensor)
+        key = (self.groups.intern(instruction.group), instruction.tensor)
         arrived = self.arrived[key]
         arrived.append(rank)
-        if len(arrived) == len(word.group):
+        if len(arrived) == len(instruction.group):
             del self.arrived[key]
-            if word.tensor.name == "weight":
-                self.combine_weights(rank, index, word)
-            elif word.op == "reduce_scatter" and word.tensor.name == "grad":
-                self.reduce_scatter(rank, index, word)
-            elif word.op == "all_reduce":
-                self.all_reduce(rank, index, word)
+            if instruction.tensor.name == "weight":
+                self.combine_weights(rank, index, instruction)
+            elif instruction.op == "reduce_scatter" and instruction.tensor.name == "grad":
+                self.reduce_scatter(rank, index, instruction)
+            elif instruction.op == "all_reduce":
+                self.all_reduce(rank, index, instruction)
             else:
-                raise self.violation(6, rank, index, "gradients are summed or shared out, never gathered or copied")
+                raise self.violation(
+                    6, rank, index, "gradients can be all-reduced or reduce-scattered, but not gathered or broadcast"
+                )
 
-    def combine_weights(self, rank: int, index: int, word: Collective) -> None:
-        """The members have the weights that were copied, averaged or gathered."""
-        states = [self.unit_states[member, word.tensor.blocks] for member in word.group]
-        if word.op == "broadcast":
+    def combine_weights(self, rank: int, index: int, instruction: Collective) -> None:
+        """Broadcast, average or gather weights."""
+        states = [self.unit_states[member, instruction.tensor.blocks] for member in instruction.group]
+        if instruction.op == "broadcast":
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
                 state.diverged_from = states[0].diverged_from
             return
-        if word.op not in {"all_reduce_mean", "all_gather"}:
-            raise self.violation(6, rank, index, "weights are gathered, copied or averaged, never summed or shared out")
-        law, fact = (6, average_weights(states)) if word.op == "all_reduce_mean" else all_gather_weights(states)
+        if instruction.op not in {"all_reduce_mean", "all_gather"}:
+            raise self.violation(
+                6, rank, index, "weights can be gathered, broadcast or averaged, but not summed or reduce-scattered"
+            )
+        rule, fact = (6, average_weights(states)) if instruction.op == "all_reduce_mean" else all_gather_weights(states)
         if fact:
-            raise self.violation(law, rank, index, fact)
+            raise self.violation(rule, rank, index, fact)
 
-    def reduce_scatter(self, rank: int, index: int, word: Collective) -> None:
-        """Each member has the sum of its own part of the gradient."""
-        fact = reduce_scatter_grads([self.unit_states[member, word.tensor.blocks] for member in word.group])
+    def reduce_scatter(self, rank: int, index: int, instruction: Collective) -> None:
+        fact = reduce_scatter_grads(
+            [self.unit_states[member, instruction.tensor.blocks] for member in instruction.group]
+        )
         if fact:
             raise self.violation(6, rank, index, fact)
 
-    def all_reduce(self, rank: int, index: int, word: Collective) -> None:
-        """All members have the sum of their gradients, whole or of the one part that they share."""
-        states = [self.unit_states[member, word.tensor.blocks] for member in word.group]
-        if word.tensor.name == "delayed_grad":
+    def all_reduce(self, rank: int, index: int, instruction: Collective) -> None:
+        """Sum gradients, which are whole on all members or the same shard on all of them."""
+        states = [self.unit_states[member, instruction.tensor.blocks] for member in instruction.group]
+        if instruction.tensor.name == "delayed_grad":
             all_reduce_delayed_grads(states)
             return
-        spans = {state.grad_shard[0] if state.grad_shard is not None else FULL_RANGE for state in states}
-        if len(spans) > 1:
-            raise self.violation(6, rank, index, "the members hold different parts of this gradient")
-        if word.codec:
+        shards = {state.grad_shard[0] if state.grad_shard is not None else FULL_RANGE for state in states}
+        if len(shards) > 1:
+            raise self.violation(6, rank, index, "the members hold different shards of this gradient")
+        if instruction.codec:
             if any(state.grad_shard is not None for state in states):
-                raise self.violation(6, rank, index, "this gradient was shared out; only whole ones have a code")
-            self.compressed_contributions[word.group, word.tensor.blocks] = contributions_by_member(states)
+                raise self.violation(
+                    6, rank, index, "this gradient was reduce-scattered; only whole gradients can be compressed"
+                )
+            self.compressed_contributions[instruction.group, instruction.tensor.blocks] = contributions_by_member(
+                states
+            )
         all_reduce_grads(states)
 
-    def send(self, rank: int, value: TensorRef, peer: int) -> None:
-        """A gradient has gone to a peer, marks and all; or the version of a weight, which stays here, too."""
-        if value.name == "grad":
-            self.in_transit[value, rank, peer].append((self.take_grad(rank, value.blocks), 0, frozenset()))
-        elif value.name == "weight":
-            state = self.unit_states[rank, value.blocks]
-            self.in_transit[value, rank, peer].append((Counter(), state.versions[-1], state.diverged_from))
+    def send(self, rank: int, tensor: TensorRef, peer: int) -> None:
+        """Move a gradient, or copy the version of a weight, into the channel to a peer."""
+        if tensor.name == "grad":
+            self.in_transit[tensor, rank, peer].append((self.take_grad(rank, tensor.blocks), 0, frozenset()))
+        elif tensor.name == "weight":
+            state = self.unit_states[rank, tensor.blocks]
+            self.in_transit[tensor, rank, peer].append((Counter(), state.versions[-1], state.diverged_from))
 
-    def receive(self, rank: int, value: TensorRef, peer: int) -> None:
-        """A gradient that came is added to the one that is here; a weight that came is the newest version."""
-        if value.name == "grad":
-            marks, _, _ = self.in_transit[value, peer, rank].pop(0)
-            state = self.unit_states[rank, value.blocks]
-            state.full_grad, state.has_full_grad_buffer = state.full_grad + marks, True
-        elif value.name == "weight":
-            state = self.unit_states[rank, value.blocks]
-            _, version, state.diverged_from = self.in_transit[value, peer, rank].pop(0)
+    def receive(self, rank: int, tensor: TensorRef, peer: int) -> None:
+        """Add a received gradient to the local one, or make a received weight the newest version."""
+        if tensor.name == "grad":
+            contributions, _, _ = self.in_transit[tensor, peer, rank].pop(0)
+            state = self.unit_states[rank, tensor.blocks]
+            state.full_grad, state.has_full_grad_buffer = state.full_grad + contributions, True
+        elif tensor.name == "weight":
+            state = self.unit_states[rank, tensor.blocks]
+            _, version, state.diverged_from = self.in_transit[tensor, peer, rank].pop(0)
             state.versions.append(version)
 
     def apply_pushes(self, rank: int, index: int, units: Sequence[Unit]) -> None:
-        """A server has made an update of each push, in the order in which they came."""
+        """Make one update of each push, in order of arrival."""
         for unit in units:
             self.answered.add((rank, unit))
-            for decision, marks in self.pushes.pop((rank, unit), []):
-                self.record_update((rank, index), unit, (FULL_RANGE, marks), decision)
+            for commit, contributions in self.pushes.pop((rank, unit), []):
+                self.record_update((rank, index), unit, (FULL_RANGE, contributions), commit)
                 self.unit_states[rank, unit].versions.append(self.unit_states[rank, unit].versions[-1] + 1)
 
-    def free(self, rank: int, index: int, value: TensorRef) -> None:
-        """What was gathered, or a gradient, is forgotten; what the end of a stream dropped is noted."""
-        if value.name not in UNIT_TENSORS:
+    def free(self, rank: int, index: int, tensor: TensorRef) -> None:
+        if tensor.name not in UNIT_TENSORS:
             return
-        state = self.unit_states[rank, value.blocks]
-        late = state.delayed_grad if value.name == "delayed_grad" else ()
-        if fact := free_tensor(state, value.name, is_end=index >= self.epilogue_starts[rank]):
-            raise self.violation(6 if value.name == "delayed_grad" else 7, rank, index, fact)
-        self.dropped[value.blocks].update(late)
+        state = self.unit_states[rank, tensor.blocks]
+        delayed_grads = state.delayed_grad if tensor.name == "delayed_grad" else ()
+        if fact := free_tensor(state, tensor.name, is_end=index >= self.epilogue_starts[rank]):
+            raise self.violation(6 if tensor.name == "delayed_grad" else 7, rank, index, fact)
+        self.dropped[tensor.blocks].update(delayed_grads)

@@ -1,19 +1,23 @@
-"""The eight laws that every program keeps before it may run.
+"""Verify a program against eight rules before it may run.
 
-1. Every send has exactly one receive, and every push one pull; a rank receives in the order in which another sends.
-2. No deadlock, even when a send blocks until its receive is posted, or the room is free that the strategy promises to
-   do with.
+1. Every send has exactly one receive, and every push one pull; a rank receives from a peer in the order in which that
+   peer sends.
+2. There is no deadlock, even if a send blocks until its receive is posted or until one of the receive buffers that the
+   strategy declares is free.
 3. All members of a group call the same collectives in the same order.
-4. Each microbatch goes once forward and once backward through each block, on the same rank, and may be recomputed
-   once between the two; every word finds what it reads, values come once to those that read them and what each reader
-   adds to their gradients comes back, and partial results are summed once over all slices.
-5. Backward and recomputation use the version that their forward used; staleness stays within the promise.
-6. Every gradient enters every update of its parameters exactly once, and all who had a part in it have decided
-   together, about just these microbatches, that it counts.
-7. What is gathered, stashed or under way is released, and nothing else; the peak in flight, what is kept for
-   backwards, the versions of weights and the parts of gradients and optimizer states that a rank holds stay within the
-   promise.
-8. The bytes that each rank sends equal the strategy's closed formula.
+4. Each microbatch passes once forward and once backward through each block, on the same rank, and may be recomputed
+   once in between. Every instruction finds its inputs; activations arrive once at each consumer, the gradients of all
+   consumers come back, and partial results are summed once over all tensor-parallel shards.
+5. Backward and recomputation read the weight version that their forward read; staleness stays within its bound.
+6. Every gradient contributes to every update of its parameters exactly once, and all ranks that contributed to it
+   commit together, about exactly these microbatches.
+7. Whatever is gathered, delayed or in flight is freed at the end, and nothing else is. The number of microbatches in
+   flight, saved activations, weight versions, and the fractions of gradients and optimizer states per rank stay within
+   their bounds.
+8. The bytes that each rank sends equal the closed formula of the strategy.
+
+Strategies declare the bounds (:class:`Bounds`) separately from the instructions that they write, so that a mistake in
+either of them is found.
 """
 
 from __future__ import annotations
@@ -50,27 +54,29 @@ from counterpoint.program.verify.updates import (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the strategies of a plan promise about its program.
+    """What the strategies of a plan declare about its program.
 
-    Where a field is None nothing is promised; blocks, microbatches and slices are then as the rows have them.
+    A bound that is None is not checked; blocks, microbatches and tensor-parallel shards are then read off the program.
 
     Args:
-        staleness: how many updates may come between reading weights and applying their gradient.
-        in_flight: per rank, how many microbatches may be between forward and backward, in one block or, with ``heads``,
-            summed over these.
-        sent_bytes: per rank, the bytes sent in one step by the closed formulas.
-        num_blocks: how many blocks the model has.
-        num_micros: how many microbatches the global batch has.
-        sliced: the blocks whose results are partial on every rank.
-        updated: per rank, the part of each unit that it updates and keeps optimizer state for, at most.
-        gradients: per rank, the part of each gradient that it holds from one forward to the next, at most.
-        apart: whether replicas may end with weights of their own, to be averaged by a later program of the same plan.
-        heads: per rank, the first block of each run of blocks through which microbatches go together.
-        versions: per rank, how many versions of weights it may have to hold.
-        room: for how many messages of each peer a rank must have room before it posts their receives.
-        tapes: per rank, of how many blocks and microbatches it keeps at once what a backward needs.
-        repeats: what is computed again.
-        strands: which values go from block to block.
+        staleness: maximum number of updates between reading a weight and applying the gradient computed with it.
+        in_flight: per rank, the maximum number of microbatches between forward and backward: in any one block or, with
+            ``chunk_starts``, summed over these blocks.
+        sent_bytes: per rank, the bytes sent in one step according to the closed formulas.
+        num_blocks: number of blocks of the model.
+        num_micros: number of microbatches in the global batch.
+        tp_blocks: the tensor-parallel blocks, whose outputs are partial on every rank.
+        optimizer_fraction: per rank, the maximum fraction of each unit that it updates and keeps optimizer state for.
+        grad_fraction: per rank, the maximum fraction of each gradient that it holds from one forward to the next.
+        replicas_may_diverge: whether replicas may end with different weights, to be averaged by a later step of the
+            plan.
+        chunk_starts: per rank, the first block of each of its pipeline chunks.
+        weight_versions: per rank, the maximum number of weight versions that it holds.
+        recv_buffer_depth: number of messages per peer that a rank can buffer before it posts their receives.
+        max_saved_activations: per rank, for how many pairs of block and microbatch it may hold saved activations at
+            once.
+        recompute: which blocks are recomputed.
+        edges: which activations pass between which blocks.
     """
 
     staleness: int | None = 0
@@ -96,222 +102,270 @@ def verify(
     units: Iterable[Unit],
     sent_bytes: Sequence[Fraction] | None = None,
 ) -> SymbolicResult:
-    """Prove that a program keeps all laws.
+    """Verify that a program obeys all rules.
 
-    A stream is proved on prologue, two bodies and epilogue, with the induction that one more body leaves the
-    same things behind, one repetition later.
+    An asynchronous pipeline is verified on its prologue, two bodies and its epilogue. By induction this covers any
+    number of bodies, because one more body leaves the same state, shifted by one repetition.
 
     Args:
-        program: what is checked.
-        promise: what its strategies promise.
-        units: every unit of the model that must be updated.
-        sent_bytes: the bytes that the program's words move, counted per rank.
+        program: the program.
+        bounds: what its strategies declare.
+        units: all units of the model, each of which must be updated.
+        sent_bytes: bytes that each rank sends, counted from the instructions.
 
     Returns:
-        The ledger of one step (of the unrolled stream).
+        The result of the symbolic execution of one step (or of the unrolled pipeline).
 
     Raises:
-        ProgramError: a law is broken; ``law`` says which, the message shows the rows and the place.
+        ProgramError: a rule is violated; ``rule`` has its number, the message shows the instructions around the place.
     """
     units = list(units)
-    rows = program.unroll(2 if program.is_async_pipeline else 1)
-    blocks = range(bounds.num_blocks or _last_block(rows, units) + 1)
-    check_p2p_matching(rows)
-    check_work_done_once(program, rows, blocks, _num_unrolled_micros(program, bounds.num_micros))
-    ledger = execute_symbolically(program, rows, bounds.chunk_starts)
-    check_rendezvous_sends(rows, bounds.recv_buffer_depth)
-    check_inputs_available(program, rows, blocks.stop - 1, bounds.tp_blocks, bounds.edges)
-    check_staleness(rows, ledger, bounds)
-    check_grad_coverage(program, rows, ledger, units)
-    check_async_collectives_awaited(rows)
-    check_commit_before_update(rows)
-    check_commit_groups(program, rows, ledger, is_bounded=bounds.staleness is not None)
-    check_final_state(program, rows, ledger, bounds)
+    rank_instructions = program.unroll(2 if program.is_async_pipeline else 1)
+    blocks = range(bounds.num_blocks or _last_block(rank_instructions, units) + 1)
+    check_p2p_matching(rank_instructions)
+    check_work_done_once(program, rank_instructions, blocks, _num_unrolled_micros(program, bounds.num_micros))
+    symbolic = execute_symbolically(program, rank_instructions, bounds.chunk_starts)
+    check_rendezvous_sends(rank_instructions, bounds.recv_buffer_depth)
+    check_inputs_available(program, rank_instructions, blocks.stop - 1, bounds.tp_blocks, bounds.edges)
+    check_staleness(rank_instructions, symbolic, bounds)
+    check_grad_coverage(program, rank_instructions, symbolic, units)
+    check_async_collectives_awaited(rank_instructions)
+    check_commit_before_update(rank_instructions)
+    check_commit_groups(program, rank_instructions, symbolic, is_bounded=bounds.staleness is not None)
+    check_final_state(program, rank_instructions, symbolic, bounds)
     if bounds.max_saved_activations is not None:
-        check_saved_activations(rows, bounds.max_saved_activations)
+        check_saved_activations(rank_instructions, bounds.max_saved_activations)
     if bounds.recompute is not None:
-        check_recompute_policy(rows, bounds.recompute)
+        check_recompute_policy(rank_instructions, bounds.recompute)
     if bounds.grad_fraction is not None:
-        check_gradients_freed(rows, units, bounds.grad_fraction)
+        check_gradients_freed(rank_instructions, units, bounds.grad_fraction)
     if bounds.sent_bytes is not None and sent_bytes is not None:
         check_sent_bytes(bounds.sent_bytes, sent_bytes)
-    return ledger
+    return symbolic
 
 
 def _num_unrolled_micros(program: Program, num_micros: int | None) -> int | None:
-    """Return how many microbatches the unrolled program has, given those of one global batch."""
+    """Return the number of microbatches of the unrolled program, given that of one global batch."""
     if num_micros is None or not program.is_async_pipeline:
         return num_micros
-    ends = (word for row in program.rank_programs for word in row.prologue + row.epilogue)
-    before = {word.micro for word in ends if isinstance(word, Forward)}
+    ends = (
+        instruction
+        for rank_program in program.rank_programs
+        for instruction in rank_program.prologue + rank_program.epilogue
+    )
+    before = {instruction.micro for instruction in ends if isinstance(instruction, Forward)}
     return len(before) + 2 * num_micros
 
 
-def _last_block(rows: Sequence[Instructions], units: Iterable[Unit]) -> int:
-    run = (word.block for row in rows for word in row if isinstance(word, Forward | Backward))
-    return max([*run, *(block for unit in units for block in unit)], default=-1)
+def _last_block(rank_instructions: Sequence[Instructions], units: Iterable[Unit]) -> int:
+    blocks_run = (
+        instruction.block
+        for instructions in rank_instructions
+        for instruction in instructions
+        if isinstance(instruction, Forward | Backward)
+    )
+    return max([*blocks_run, *(block for unit in units for block in unit)], default=-1)
 
 
 def check_work_done_once(
-    program: Program, rows: Sequence[Instructions], blocks: Iterable[int], num_micros: int | None
+    program: Program, rank_instructions: Sequence[Instructions], blocks: Iterable[int], num_micros: int | None
 ) -> None:
-    """Prove that every block of every slice runs every microbatch forward and backward once, and nothing else runs.
+    """Check that every shard of every block runs every microbatch forward and backward exactly once (rule 4).
 
-    A backward in two parts is done once when both are.
+    Nothing else may run.
 
     Args:
-        program: whose rows they are.
-        rows: the flat rows.
-        blocks: of the model.
-        num_micros: of the global batch; None for those that any rank runs.
+        program: the program.
+        rank_instructions: its unrolled instructions, per rank.
+        blocks: the blocks of the model.
+        num_micros: number of microbatches; None for those that any rank runs.
     """
-    done = _count_work(program, rows)
-    found = sorted({micro for counted in done.values() for _, micro, _ in counted})
-    micros = found if num_micros is None else range(num_micros)
-    slices = range(max((row.tp_degree for row in program.rank_programs), default=1))
-    every = {(block, micro, at) for block in blocks for micro in micros for at in slices}
-    for direction, counted in done.items():
-        if counted.keys() == every and len(every) == counted.total():
+    work_done = _count_work(program, rank_instructions)
+    micros_run = sorted({micro for counts in work_done.values() for _, micro, _ in counts})
+    micros = micros_run if num_micros is None else range(num_micros)
+    tp_ranks = range(max((rank_program.tp_degree for rank_program in program.rank_programs), default=1))
+    expected = {(block, micro, tp_rank) for block in blocks for micro in micros for tp_rank in tp_ranks}
+    for direction, counts in work_done.items():
+        if counts.keys() == expected and len(expected) == counts.total():
             continue
-        for mark in [*sorted(every), *sorted(counted.keys() - every)]:
-            due = int(mark in every)
-            if counted[mark] != due:
-                text = f"{direction} of block {mark[0]} on microbatch {mark[1]}"
-                of = f" of slice {mark[2]}" if len(slices) > 1 else ""
-                place = _last_location(program, rows, mark)
-                shown = format_locations(rows, dict([place]), "here") if place else "  no rank does it"
-                times = f"{counted[mark]} times, not once" if due else "but is no work of this plan"
+        for work in [*sorted(expected), *sorted(counts.keys() - expected)]:
+            expected_count = int(work in expected)
+            if counts[work] != expected_count:
+                text = f"{direction} of block {work[0]} on microbatch {work[1]}"
+                of = f" of shard {work[2]}" if len(tp_ranks) > 1 else ""
+                location = _last_location(program, rank_instructions, work)
+                shown = (
+                    format_locations(rank_instructions, dict([location]), "here") if location else "  no rank does it"
+                )
+                times = f"{counts[work]} times, not once" if expected_count else "but is not part of this plan"
                 raise ProgramError(f"{text}{of} is done {times}\n{shown}", rule=4)
 
 
-def _count_work(program: Program, rows: Sequence[Instructions]) -> dict[str, Counter[GradContribution]]:
-    """Return how often each block of each slice does what; backwards apart by their parts where any has two."""
+def _count_work(program: Program, rank_instructions: Sequence[Instructions]) -> dict[str, Counter[GradContribution]]:
+    """Count what runs on each (block, microbatch, shard), with the halves of split backwards counted separately."""
     forwards: Counter[GradContribution] = Counter()
     inputs: Counter[GradContribution] = Counter()
     weights: Counter[GradContribution] = Counter()
-    for row, words in zip(program.rank_programs, rows, strict=True):
-        at = row.tp_rank
-        forwards.update([(word.block, word.micro, at) for word in words if type(word) is Forward])
-        backwards = [word for word in words if type(word) is Backward]
-        inputs.update([(word.block, word.micro, at) for word in backwards if word.computes_input_grad])
-        weights.update([(word.block, word.micro, at) for word in backwards if word.computes_weight_grad])
-    if not any(type(word) is Backward and word.part for words in rows for word in words):
+    for rank_program, instructions in zip(program.rank_programs, rank_instructions, strict=True):
+        tp_rank = rank_program.tp_rank
+        forwards.update(
+            [
+                (instruction.block, instruction.micro, tp_rank)
+                for instruction in instructions
+                if type(instruction) is Forward
+            ]
+        )
+        backwards = [instruction for instruction in instructions if type(instruction) is Backward]
+        inputs.update(
+            [
+                (instruction.block, instruction.micro, tp_rank)
+                for instruction in backwards
+                if instruction.computes_input_grad
+            ]
+        )
+        weights.update(
+            [
+                (instruction.block, instruction.micro, tp_rank)
+                for instruction in backwards
+                if instruction.computes_weight_grad
+            ]
+        )
+    if not any(
+        type(instruction) is Backward and instruction.part
+        for instructions in rank_instructions
+        for instruction in instructions
+    ):
         return {"forward": forwards, "backward": inputs}
     return {"forward": forwards, "input part of the backward": inputs, "weight part of the backward": weights}
 
 
-def _last_location(program: Program, rows: Sequence[Instructions], work: GradContribution) -> tuple[int, int] | None:
-    block, micro, slice_index = work
-    places = [
+def _last_location(
+    program: Program, rank_instructions: Sequence[Instructions], work: GradContribution
+) -> tuple[int, int] | None:
+    block, micro, tp_rank = work
+    locations = [
         (rank, index)
-        for rank, row in enumerate(rows)
-        for index, word in enumerate(row)
-        if isinstance(word, Forward | Backward) and (word.block, word.micro) == (block, micro)
+        for rank, instructions in enumerate(rank_instructions)
+        for index, instruction in enumerate(instructions)
+        if isinstance(instruction, Forward | Backward) and (instruction.block, instruction.micro) == (block, micro)
     ]
-    return max((place for place in places if program.rank_programs[place[0]].tp_rank == slice_index), default=None)
+    return max(
+        (location for location in locations if program.rank_programs[location[0]].tp_rank == tp_rank), default=None
+    )
 
 
-def check_staleness(rows: Sequence[Instructions], symbolic: SymbolicResult, bounds: Bounds) -> None:
-    """Prove that no gradient is older at its update than the strategies promise."""
+def check_staleness(rank_instructions: Sequence[Instructions], symbolic: SymbolicResult, bounds: Bounds) -> None:
+    """Check that no gradient is older than declared when it is applied (rule 5)."""
     if bounds.staleness is None:
         return
-    for entry in symbolic.updates:
-        if entry.staleness > bounds.staleness:
+    for update in symbolic.updates:
+        if update.staleness > bounds.staleness:
             raise ProgramError(
-                f"rank {entry.rank} updates unit {format_unit(entry.unit)} with a gradient {entry.staleness} updates "
-                f"old; the plan promises at most {bounds.staleness}\n"
-                f"{format_locations(rows, {entry.rank: entry.index}, 'here')}",
+                f"rank {update.rank} updates unit {format_unit(update.unit)} with a gradient {update.staleness} "
+                "updates "
+                f"old; the plan declares at most {bounds.staleness}\n"
+                f"{format_locations(rank_instructions, {update.rank: update.index}, 'here')}",
                 rule=5,
             )
 
 
-def check_final_state(program: Program, rows: Sequence[Instructions], symbolic: SymbolicResult, bounds: Bounds) -> None:
-    """Prove that nothing stays gathered or unused, and that the peak in flight is as promised."""
-    _check_nothing_held(rows, symbolic)
+def check_final_state(
+    program: Program, rank_instructions: Sequence[Instructions], symbolic: SymbolicResult, bounds: Bounds
+) -> None:
+    """Check that nothing stays gathered or unused, and that resources stay within their bounds (rule 7)."""
+    _check_nothing_held(rank_instructions, symbolic)
     if bounds.staleness is not None:
-        _check_final_versions(rows, symbolic)
+        _check_final_versions(rank_instructions, symbolic)
         if not bounds.replicas_may_diverge:
-            check_replicas_equal(rows, symbolic)
+            check_replicas_equal(rank_instructions, symbolic)
     if bounds.optimizer_fraction is not None:
-        _check_optimizer_fractions(rows, symbolic, bounds.optimizer_fraction)
+        _check_optimizer_fractions(rank_instructions, symbolic, bounds.optimizer_fraction)
     if bounds.weight_versions is not None:
         _check_weight_versions(program, bounds.weight_versions)
     if bounds.in_flight is not None:
         for rank, (peak, allowed) in enumerate(zip(symbolic.peak_in_flight, bounds.in_flight, strict=True)):
             if peak > allowed:
                 raise ProgramError(
-                    f"rank {rank} has {peak} microbatches in flight; the plan promises at most {allowed}\n"
-                    f"{format_locations(rows, {rank: 0}, 'row')}",
+                    f"rank {rank} has {peak} microbatches in flight; the plan declares at most {allowed}\n"
+                    f"{format_locations(rank_instructions, {rank: 0}, 'rank program')}",
                     rule=7,
                 )
     if program.is_async_pipeline:
         check_steady_state(program)
 
 
-def _check_nothing_held(rows: Sequence[Instructions], symbolic: SymbolicResult) -> None:
+def _check_nothing_held(rank_instructions: Sequence[Instructions], symbolic: SymbolicResult) -> None:
     for (rank, unit), state in symbolic.unit_states.items():
-        end = {rank: len(rows[rank]) - 1}
+        location = {rank: len(rank_instructions[rank]) - 1}
         if state.available != state.local_shard:
             raise ProgramError(
                 f"rank {rank} still holds the gathered weight{format_unit(unit)} at the end\n"
-                f"{format_locations(rows, end, 'end')}",
+                f"{format_locations(rank_instructions, location, 'end')}",
                 rule=7,
             )
         if state.full_grad or state.delayed_grad or state.grad_shard is not None:
             raise ProgramError(
-                f"rank {rank} ends with a gradient of unit {format_unit(unit)} that no update has used\n"
-                f"{format_locations(rows, end, 'end')}",
+                f"rank {rank} ends with a gradient of unit {format_unit(unit)} that no update has applied\n"
+                f"{format_locations(rank_instructions, location, 'end')}",
                 rule=6,
             )
 
 
-def _check_final_versions(rows: Sequence[Instructions], symbolic: SymbolicResult) -> None:
+def _check_final_versions(rank_instructions: Sequence[Instructions], symbolic: SymbolicResult) -> None:
     newest: dict[Unit, tuple[int, int]] = {}
-    answered = {unit for row in rows for word in row if isinstance(word, ApplyPushes) for unit in word.units}
+    served_units = {
+        unit
+        for instructions in rank_instructions
+        for instruction in instructions
+        if isinstance(instruction, ApplyPushes)
+        for unit in instruction.units
+    }
     for (rank, unit), state in symbolic.unit_states.items():
-        if unit in answered:  # push by push: each copy is as old as its answer
+        if unit in served_units:  # each worker's copy is as new as the last answer that it got
             continue
         first, version = newest.setdefault(unit, (rank, state.versions[-1]))
         if version != state.versions[-1]:
             raise ProgramError(
                 f"rank {first} ends with version {version} of weight{format_unit(unit)}, rank {rank} with version "
-                f"{state.versions[-1]}; all copies of the same parameters end alike\n"
-                f"{format_locations(rows, {rank: len(rows[rank]) - 1}, 'end')}",
+                f"{state.versions[-1]}; all copies of the same parameters must end equal\n"
+                f"{format_locations(rank_instructions, {rank: len(rank_instructions[rank]) - 1}, 'end')}",
                 rule=6,
             )
 
 
 def _check_weight_versions(program: Program, bounds: Sequence[int]) -> None:
-    for rank, (row, allowed) in enumerate(zip(program.rank_programs, bounds, strict=True)):
-        held = weight_versions_needed(row.prologue + row.body + row.epilogue)
-        if held > allowed:
+    for rank, (rank_program, allowed) in enumerate(zip(program.rank_programs, bounds, strict=True)):
+        versions_read = weight_versions_needed(rank_program.prologue + rank_program.body + rank_program.epilogue)
+        if versions_read > allowed:
+            bodies = [rank_program.body for rank_program in program.rank_programs]
             raise ProgramError(
-                f"rank {rank} reads {held} versions of its weights; the plan promises to hold at most {allowed}\n"
-                f"{format_locations([row.body for row in program.rank_programs], {rank: 0}, 'row')}",
+                f"rank {rank} reads {versions_read} versions of its weights; the plan declares at most {allowed}\n"
+                f"{format_locations(bodies, {rank: 0}, 'rank program')}",
                 rule=7,
             )
 
 
 def _check_optimizer_fractions(
-    rows: Sequence[Instructions], symbolic: SymbolicResult, bounds: Sequence[Fraction]
+    rank_instructions: Sequence[Instructions], symbolic: SymbolicResult, bounds: Sequence[Fraction]
 ) -> None:
-    for entry in symbolic.updates:
-        part = entry.shard[1] - entry.shard[0]
-        if part > bounds[entry.rank]:
+    for update in symbolic.updates:
+        fraction = update.shard[1] - update.shard[0]
+        if fraction > bounds[update.rank]:
             raise ProgramError(
-                f"rank {entry.rank} updates {part} of unit {format_unit(entry.unit)} and keeps optimizer state for "
-                f"it; the plan promises {bounds[entry.rank]}\n"
-                f"{format_locations(rows, {entry.rank: entry.index}, 'here')}",
+                f"rank {update.rank} updates {fraction} of unit {format_unit(update.unit)} and keeps optimizer state "
+                "for "
+                f"it; the plan declares at most {bounds[update.rank]}\n"
+                f"{format_locations(rank_instructions, {update.rank: update.index}, 'here')}",
                 rule=7,
             )
 
 
 def check_sent_bytes(formula_bytes: Sequence[Fraction], counted_bytes: Sequence[Fraction]) -> None:
-    """Prove that the words move as many bytes as the strategies' formulas say."""
-    for rank, (formula, words) in enumerate(zip(formula_bytes, counted_bytes, strict=True)):
-        if formula != words:
+    """Check that the instructions send as many bytes as the formulas of the strategies say (rule 8)."""
+    for rank, (formula, counted) in enumerate(zip(formula_bytes, counted_bytes, strict=True)):
+        if formula != counted:
             raise ProgramError(
-                f"rank {rank} sends {float(words):.0f} bytes in a step; by the formulas of the plan's strategies it "
+                f"rank {rank} sends {float(counted):.0f} bytes in a step; by the formulas of the plan's strategies it "
                 f"should send {float(formula):.0f}",
                 rule=8,
             )
