@@ -56,14 +56,14 @@ def test_allreduce_cuts_a_batch_into_a_minibatch_for_each_worker_there_is_at_fir
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"lr_staleness_modulation": True}, "which a server's rule does not know"),
-        ({"sync_version_tolerance": 1}, "depends on who was late"),
+        ({"lr_staleness_modulation": True}, "which servers do not support"),
+        ({"sync_version_tolerance": 1}, "depends on timing"),
         ({"get_model_steps": 2}, "give use_async=True"),
-        ({"max_step": 10}, "here all data counts"),
+        ({"max_step": 10}, "every sample is trained on"),
         ({"distribution_strategy": "AllreduceStrategy", "grads_to_wait": 2}, "give num_workers"),
-        ({"distribution_strategy": "AllreduceStrategy", "use_async": True}, "about servers"),
+        ({"distribution_strategy": "AllreduceStrategy", "use_async": True}, "apply to servers"),
         ({"distribution_strategy": "Local"}, "strategy='solo'"),
-        ({"distribution_strategy": "Horovod"}, "there is no distribution_strategy"),
+        ({"distribution_strategy": "Horovod"}, "unknown distribution_strategy"),
         ({"num_epochs": 0}, "num_epochs"),
     ],
 )

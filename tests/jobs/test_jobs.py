@@ -25,7 +25,7 @@ def test_the_table_has_every_job_under_its_own_name():
 
 
 def test_an_unknown_job_is_answered_with_the_nearest_one():
-    with pytest.raises(PlanError, match=r"no job 'digts'; .* digits, text, lines; did you mean digits\?"):
+    with pytest.raises(PlanError, match=r"unknown job 'digts'; .* digits, text, lines; did you mean digits\?"):
         find_job("digts")
     with pytest.raises(CounterpointError, match="give one of digits, text, lines"):
         find_job("imagenet")

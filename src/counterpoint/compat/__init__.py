@@ -1,1 +1,1 @@
-"""Doors to other programs: what is written for torch.distributed runs on Counterpoint's fabric without a change."""
+"""Compatibility APIs: programs written for other systems run on Counterpoint's communication layer."""

@@ -1,8 +1,8 @@
-"""ElasticDL's options as an elastic job: each one means what it means there, or is refused with the reason.
+"""ElasticDL's options as an :class:`ElasticTrainer`: each has the same meaning, or is rejected with the reason.
 
-Synchronous training averages ``grads_to_wait`` gradients of a minibatch and updates once: that is a batch of
-``grads_to_wait * minibatch_size`` samples in as many portions, and a gradient of an older version, which ElasticDL has
-computed again, is not computed in the first place. Asynchronous training makes every gradient an update.
+Synchronous training averages ``grads_to_wait`` minibatch gradients per update: that is a batch of ``grads_to_wait *
+minibatch_size`` samples in as many data slices. Gradients of an older version, which ElasticDL recomputes, are not
+computed in the first place. Asynchronous training makes an update of every gradient.
 
 Example:
     >>> import torch
@@ -27,20 +27,21 @@ from counterpoint.ps.job_config import RetryPolicy, Timeouts
 from counterpoint.training.elastic_trainer import ElasticTrainer
 
 TASK_RETRIES = 3
-"""ElasticDL's ``_MAX_TASK_RETRIES``; there the task is dropped then, here the job stops and says why."""
+"""ElasticDL's ``_MAX_TASK_RETRIES``; after that ElasticDL drops the task, while here the job stops with an error."""
 
 
 class IgnoredOptions(TypedDict, total=False):
-    """Options of ElasticDL that change nothing as they are there by default; most are refused otherwise.
+    """Options of ElasticDL whose default has no effect here; most other values are rejected.
 
     Args:
-        lr_staleness_modulation: refused where it is set.
-        sync_version_tolerance: refused above 0.
-        max_step: refused above 0.
-        relaunch_timeout_worker: makes no difference: a task whose lease is over is given to others in any case.
-        distribution_strategy: ``ParameterServerStrategy`` by default; ``AllreduceStrategy`` to have no servers.
-        num_workers: with ``AllreduceStrategy``, how many minibatches are a batch, however many workers there are later;
-            makes no difference otherwise.
+        lr_staleness_modulation: rejected if true.
+        sync_version_tolerance: rejected above 0.
+        max_step: rejected above 0.
+        relaunch_timeout_worker: ignored: a task whose lease expires is always reassigned.
+        distribution_strategy: ``ParameterServerStrategy`` by default; ``AllreduceStrategy`` for training without
+            servers.
+        num_workers: with ``AllreduceStrategy``, the minibatches per batch, whatever the number of workers is later;
+            otherwise ignored.
     """
 
     lr_staleness_modulation: bool
@@ -72,36 +73,36 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     """Return the job that ``elasticdl train`` would run with these options.
 
     Args:
-        dataset: map-style, in place of a data reader.
+        dataset: map-style, instead of a data reader.
         minibatch_size: samples of a minibatch.
-        num_epochs: passes over the dataset; from 1, there is no infinite one.
-        num_minibatches_per_task: that a worker is given at once, with ``use_async``; 1 without.
-        num_ps_pods: servers.
-        grads_to_wait: gradients of an update.
-        use_async: whether nobody waits for anybody.
-        get_model_steps: minibatches from one fetch of the weights to the next; with ``use_async`` only.
-        learning_rate: of the steps that a worker makes by itself meanwhile.
-        evaluation_steps: portions of a worker from one evaluation to the next.
-        checkpoint_steps: portions of the job from one checkpoint to the next.
-        task_fault_tolerance: whether a task that fails is given again, three times at most.
-        seed: of the order of samples, which ElasticDL leaves to chance.
+        num_epochs: passes over the dataset, at least 1.
+        num_minibatches_per_task: of a worker's task with ``use_async``; 1 otherwise.
+        num_ps_pods: number of servers.
+        grads_to_wait: gradients per update.
+        use_async: whether updates are asynchronous.
+        get_model_steps: minibatches between pulls of the weights, with ``use_async`` only.
+        learning_rate: of a worker's local steps between pulls.
+        evaluation_steps: data slices of a worker between evaluations.
+        checkpoint_steps: data slices of the job between checkpoints.
+        task_fault_tolerance: whether a failed task is retried, at most three times.
+        seed: of the sample order, which is random in ElasticDL.
         job_name: of the job.
-        **others: options that are left out where they change nothing, see :class:`Others`.
+        **others: see :class:`IgnoredOptions`.
 
     Raises:
-        PlanError: an option means something that is not done here; the error says what to write.
+        PlanError: an option has a meaning that is not supported; the error names a replacement.
     """
     require_counts(minibatch_size=minibatch_size, num_minibatches_per_task=num_minibatches_per_task)
     require_counts(num_epochs=num_epochs, num_ps_pods=num_ps_pods, grads_to_wait=grads_to_wait)
     _check_ignored_options(others)
     is_allreduce = _is_allreduce(others, grads_to_wait, use_async=use_async)
-    parts = others.get("num_workers", 1) if is_allreduce else grads_to_wait
-    require_counts(num_workers=parts)
+    slices_per_step = others.get("num_workers", 1) if is_allreduce else grads_to_wait
+    require_counts(num_workers=slices_per_step)
     return ElasticTrainer(
         dataset=dataset,
-        batch_size=minibatch_size if use_async else minibatch_size * parts,
+        batch_size=minibatch_size if use_async else minibatch_size * slices_per_step,
         epochs=num_epochs,
-        consistency="asp" if use_async else f"bsp({parts})",
+        consistency="asp" if use_async else f"bsp({slices_per_step})",
         servers=0 if is_allreduce else num_ps_pods,
         slices_per_task=num_minibatches_per_task if use_async else 1,
         sync_policy=_sync_policy(get_model_steps, learning_rate, use_async=use_async),
@@ -117,7 +118,8 @@ def _sync_policy(get_model_steps: int, learning_rate: float, *, use_async: bool)
     require_counts(get_model_steps=get_model_steps)
     if get_model_steps > 1 and not use_async:
         raise PlanError(
-            f"get_model_steps={get_model_steps} computes from weights of before, which synchronous training refuses; "
+            f"get_model_steps={get_model_steps} computes with stale weights, which synchronous training does not "
+            "allow; "
             "give use_async=True, or get_model_steps=1"
         )
     return SyncPolicy(pull_every=get_model_steps, local_lr=learning_rate if get_model_steps > 1 else 0.0)
@@ -129,36 +131,37 @@ def _check_ignored_options(others: IgnoredOptions) -> None:
         raise TypeError(f"elasticdl() got an unexpected keyword argument {unknown[0]!r}")
     if others.get("lr_staleness_modulation"):
         raise PlanError(
-            "lr_staleness_modulation divides the learning rate by how old a gradient is, which a server's rule does "
-            "not know; leave it out, or bound the age with Elastic(consistency='ssp(2)')"
+            "lr_staleness_modulation divides the learning rate by the staleness of a gradient, which servers do "
+            "not support; omit it, or bound the staleness with Elastic(consistency='ssp(2)')"
         )
     if others.get("sync_version_tolerance"):
         raise PlanError(
-            f"sync_version_tolerance={others['sync_version_tolerance']} counts gradients of older versions in a "
-            "synchronous step, so that the result depends on who was late; give 0, or bound it with "
+            f"sync_version_tolerance={others['sync_version_tolerance']} accepts stale gradients in a "
+            "synchronous step, so that the result depends on timing; give 0, or bound the staleness with "
             "Elastic(consistency='ssp(2)')"
         )
     if others.get("max_step"):
         raise PlanError(
-            f"max_step={others['max_step']} would leave out data, and here all data counts; give fewer epochs or "
+            f"max_step={others['max_step']} would skip data, but every sample is trained on; give fewer epochs or "
             "samples"
         )
 
 
 def _is_allreduce(others: IgnoredOptions, grads_to_wait: int, *, use_async: bool) -> bool:
-    """Tell whether gradients are added up among workers instead of on servers."""
+    """Return whether gradients are all-reduced among workers instead of sent to servers."""
     distribution_strategy = others.get("distribution_strategy", "ParameterServerStrategy")
     if distribution_strategy == "Local":
-        raise PlanError("Local trains in one process; take Trainer(strategy='solo'), which needs no servers")
+        raise PlanError("Local trains in one process; use Trainer(strategy='solo'), which needs no servers")
     if distribution_strategy not in {"ParameterServerStrategy", "AllreduceStrategy"}:
         raise PlanError(
-            f"there is no distribution_strategy {distribution_strategy!r}; give ParameterServerStrategy or "
+            f"unknown distribution_strategy {distribution_strategy!r}; give ParameterServerStrategy or "
             "AllreduceStrategy"
         )
     is_allreduce = distribution_strategy == "AllreduceStrategy"
     if is_allreduce and (use_async or grads_to_wait != 1):
         raise PlanError(
-            f"grads_to_wait={grads_to_wait} and use_async={use_async} are about servers, which AllreduceStrategy has "
-            "not; give num_workers, the minibatches of a batch, or ParameterServerStrategy"
+            f"grads_to_wait={grads_to_wait} and use_async={use_async} apply to servers, which AllreduceStrategy does "
+            "not "
+            "have; give num_workers, the minibatches of a batch, or ParameterServerStrategy"
         )
     return is_allreduce

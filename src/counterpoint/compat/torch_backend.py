@@ -1,8 +1,8 @@
-"""``torch.distributed.init_process_group("counterpoint")``: DDP, FSDP2 and all that torch builds on process groups.
+"""Backend ``counterpoint`` of ``torch.distributed``, for DDP, FSDP2 and everything built on process groups.
 
-An installed package needs no import for it: torch calls :func:`register` at the end of ``import torch``, because it is
-an entry point of the group ``torch.backends``. That must cost nothing and may not fail; so all that is heavy is
-imported by the first group that is made.
+An installed package needs no import: torch calls :func:`register` at the end of ``import torch``, through the entry
+point group ``torch.backends``. Registration must be cheap and must not fail, so heavy modules are imported when the
+first process group is created.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "counterpoint"
 
 
 def register() -> None:
-    """Torch knows the backend ``counterpoint`` for tensors on the CPU; nothing where torch has no distributed package.
+    """Register the backend ``counterpoint`` for CPU tensors; do nothing if torch has no distributed package.
 
     Example:
         >>> import torch.distributed as dist
@@ -28,14 +28,14 @@ def register() -> None:
     """
     import torch
 
-    distributed = torch.distributed  # noqa: TID251 - it is told of the backend, and no peer is talked to
+    distributed = torch.distributed  # noqa: TID251 - only registers the backend
     if not distributed.is_available() or NAME in distributed.Backend.backend_list:
         return
     distributed.Backend.register_backend(NAME, create, devices=["cpu"])
 
 
 def create(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> FabricProcessGroup:
-    """Return the group of this rank, for torch."""
+    """Return the process group of this rank; called by torch."""
     from counterpoint.fabric.torch_backend.process_group import create_process_group as create_group
 
     return create_group(store, rank, num_ranks, timeout)

@@ -1,1 +1,1 @@
-"""The main jobs that `counterpoint train NAME` runs: real data, a model, and a bar to reach."""
+"""Built-in training jobs of `counterpoint train NAME`: real data, a model, and a target metric."""

@@ -1,4 +1,4 @@
-"""What a main job is: a model, its data, how it is trained, and the figure by which it is judged."""
+"""Definition of a training job: model, data, training options and target metric."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BuildSchedule: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_sche
 
 @dataclass(frozen=True, slots=True)
 class MetricTarget:
-    """The bar that a trained model has to reach on held-out data.
+    """Value of a metric that a trained model must reach on held-out data.
 
     Args:
-        metric: a key of what the job measures.
-        bar: the worst value that is good enough.
-        better: which side of the bar is good.
+        metric: name, a key of the job's metrics.
+        threshold: worst acceptable value.
+        better: which side of the threshold is acceptable.
     """
 
     metric: str
@@ -38,17 +38,17 @@ class MetricTarget:
     better: Literal["higher", "lower"]
 
     def is_reached(self, value: float) -> bool:
-        """Return whether a value is good enough; what is not a number never is."""
+        """Return whether a value is acceptable; nan never is."""
         return value >= self.threshold if self.better == "higher" else value <= self.threshold
 
 
 @dataclass(frozen=True, slots=True)
 class LargeBatchConfig:
-    """How a job is trained with batches larger than its own: a fifth of the run warms up, the rest decays to 0.
+    """Training with larger batches than the job's default: warm-up for a fifth of the run, then decay to 0.
 
     Args:
-        optimizer: a torch optimizer that only lacks the parameters, its rate found with the job's own batch.
-        rule: how the rate grows with the batch.
+        optimizer: factory from parameters; its learning rate is tuned for the job's default batch size.
+        rule: scaling of the learning rate with the batch size.
         power: of the polynomial decay.
     """
 
@@ -57,7 +57,7 @@ class LargeBatchConfig:
     power: float
 
     def schedule(self, *, batch_size: int, own_batch_size: int, num_samples: int, epochs: int) -> BuildSchedule:
-        """Return the schedule of a run, which only lacks the optimizer."""
+        """Return a factory of the learning rate schedule, from an optimizer."""
         return partial(
             large_batch_schedule,
             batch_size=batch_size,
@@ -73,21 +73,21 @@ class LargeBatchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """A main job, run by ``counterpoint train NAME``.
+    """A training job, run by ``counterpoint train NAME``.
 
     Args:
-        name: key in the table.
-        summary: one line for people.
-        build_model: the untrained model of a seed; the same seed gives the same bits.
-        build_data: the training part and the held-out part.
+        name: key in the registry.
+        summary: one line for users.
+        build_model: returns the untrained model of a seed; the same seed gives bit-identical parameters.
+        build_data: returns training data and held-out data.
         loss: mean loss of ``(outputs, targets)``.
-        optimizer: a torch optimizer that only lacks the parameters.
+        optimizer: factory from parameters.
         batch_size: samples of one global batch.
-        epochs: passes over the training part, at most.
-        max_steps: optimizer steps, at most; whichever of the two comes first.
-        measure: metrics of ``(outputs, targets)`` as tallies, to be added over batches.
-        target: what the trained model must reach.
-        large: for larger batches, by the name of the optimizer.
+        epochs: maximum passes over the training data.
+        max_steps: maximum optimizer steps; the run ends at the first of the two limits.
+        metrics: of ``(outputs, targets)``, to be merged over batches.
+        target: that the trained model must reach.
+        large_batch: configurations for larger batches, by optimizer name.
     """
 
     name: str
@@ -104,22 +104,22 @@ class TrainingJob:
     large_batch: Mapping[str, LargeBatchConfig] = field(default_factory=dict)
 
     def for_large_batches(self, optimizer: str) -> LargeBatchConfig:
-        """Return how the job is trained with larger batches and this optimizer.
+        """Return the configuration for larger batches with this optimizer.
 
         Raises:
-            PlanError: nobody has found out.
+            PlanError: there is none.
         """
         if optimizer not in self.large_batch:
             known = f"for {' and '.join(self.large_batch)}" if self.large_batch else "for none"
             raise PlanError(
-                f"{self.name} has no learning rate for {optimizer}, only {known} beside its own optimizer; leave the "
-                "optimizer out, or train the model in a script of your own"
+                f"{self.name} has no learning rate for {optimizer}, only {known} and its default optimizer; omit the "
+                "optimizer, or train the model in your own script"
             )
         return self.large_batch[optimizer]
 
 
 def with_seed(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
-    """Return a builder that takes a seed and leaves torch's own random numbers as they were."""
+    """Return a builder that takes a seed and does not change torch's global random state."""
 
     def build_model(seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -147,6 +147,6 @@ def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch_ranges(num_samples: int, batch_size: int) -> Iterator[range]:
-    """Yield the indices of all samples in order, at most ``batch_size`` at once."""
+    """Yield index ranges over all samples in order, of at most ``batch_size``."""
     for start in range(0, num_samples, batch_size):
         yield range(start, min(start + batch_size, num_samples))

@@ -1,4 +1,4 @@
-"""The models of the built-in jobs, written as their users would write them: nothing here knows of ranks."""
+"""Models of the built-in jobs: ordinary modules, without any reference to ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Return linear layers from one width to the next, with a ReLU between any two.
+    """Return linear layers of these widths, with a ReLU between each two.
 
     Example:
         >>> mlp(8, 16, 4)(torch.zeros(3, 8)).shape
@@ -49,15 +49,15 @@ class SmallCNN(nn.Sequential):
 
 
 class LinesNet(nn.Module):
-    """The mean of the embeddings of a line's features, then one linear layer, as fastText.
+    """Mean of feature embeddings followed by a linear layer, as in fastText.
 
-    Inputs are int64 ``(batch, feature)``, padded with 0; outputs are ``(batch, num_classes)``. Nearly all of
-    its parameters are in one table, of which a batch touches few rows.
+    Inputs are int64 ``(batch, feature)``, padded with 0; outputs are ``(batch, num_classes)``. Most parameters are in
+    one embedding table, of which a batch uses few rows.
 
     Args:
         num_classes: outputs.
-        num_rows: rows of the table, row 0 for padding.
-        width: values of a row.
+        num_rows: rows of the table; row 0 is padding.
+        width: embedding size.
 
     Source:
         Joulin et al., Bag of tricks for efficient text classification, EACL 2017.
@@ -80,15 +80,15 @@ class LinesNet(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class GPTShape:
-    """How large a `GPT` is.
+    """Size of a `GPT`.
 
     Args:
-        num_layers: blocks.
-        width: features of a token, a multiple of ``head_dim``.
-        head_dim: features of one attention head.
-        context: longest sequence.
-        num_tokens: size of the vocabulary; 256 is one token per byte.
-        dropout: share of the values set to zero on the embedding sum and on both residual branches.
+        num_layers: transformer blocks.
+        width: embedding size, a multiple of ``head_dim``.
+        head_dim: features of an attention head.
+        context: maximum sequence length.
+        num_tokens: vocabulary size; 256 for byte-level tokens.
+        dropout: probability on the embedding sum and on both residual branches.
     """
 
     num_layers: int = 4
@@ -102,15 +102,15 @@ class GPTShape:
 class CausalSelfAttention(nn.Module):
     """Causal self-attention on ``(batch, seq, width)``.
 
-    The number of heads is read off what the layers return, not kept, so that it still works when the columns
-    of ``q``, ``k`` and ``v`` are spread over ranks.
+    The number of heads is derived from the layers' outputs, so that it also works when the columns of ``q``, ``k`` and
+    ``v`` are split over ranks.
     """
 
     def __init__(self, width: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width, bias=False)  # a bias here would change no attention weight
+        self.k = nn.Linear(width, width, bias=False)  # a bias would not change the attention weights
         self.v = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
 
@@ -124,7 +124,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with a GELU between, four times as wide inside."""
+    """Two linear layers with a GELU between them; the hidden layer is four times as wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each normalized before and added to what came in."""
+    """Pre-norm attention and feed-forward with residual connections."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -157,9 +157,9 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level language model; tokens ``(batch, seq)`` become logits ``(batch, seq, num_tokens)``.
+    """Byte-level language model; tokens ``(batch, seq)`` become logits ``(batch, seq, num_tokens)``.
 
-    The output layer and the token embedding are one parameter.
+    The output layer shares its weight with the token embedding.
     """
 
     def __init__(self, shape: GPTShape) -> None:
@@ -185,7 +185,7 @@ class GPT(nn.Module):
 
 
 def _init_parameter(name: str, parameter: nn.Parameter, shape: GPTShape) -> None:
-    """Draw the matrices so that values keep their size from layer to layer; biases and norms are neutral."""
+    """Initialize matrices so that activations keep their scale; biases are zero, norms are unchanged."""
     if name.endswith("bias"):
         nn.init.zeros_(parameter)
     elif parameter.dim() == 2:

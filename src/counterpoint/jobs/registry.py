@@ -1,4 +1,4 @@
-"""The built-in main jobs, in one literal table."""
+"""Registry of the built-in training jobs."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ JOBS: dict[str, TrainingJob] = {
 
 
 def find_job(name: str) -> TrainingJob:
-    """Return the job of that name.
+    """Return the job of a name.
 
     Raises:
-        PlanError: there is no such job; the message has the nearest name.
+        PlanError: it is unknown; the message suggests the nearest name.
 
     Example:
         >>> find_job("digits").batch_size
@@ -85,4 +85,4 @@ def find_job(name: str) -> TrainingJob:
         return JOBS[name]
     near = get_close_matches(name, JOBS, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"give one of {', '.join(JOBS)}"
-    raise PlanError(f"there is no job {name!r}; the built-in jobs are {', '.join(JOBS)}; {remedy}")
+    raise PlanError(f"unknown job {name!r}; the built-in jobs are {', '.join(JOBS)}; {remedy}")

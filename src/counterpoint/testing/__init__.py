@@ -1,1 +1,1 @@
-"""The tools we test with, shipped to those who write strategies: fakes that behave, so nothing is mocked."""
+"""Test tools for strategy authors: fakes with real behaviour instead of mocks."""

@@ -1,7 +1,7 @@
-"""Claims: what we say of ourselves, each with the command that measures it and the bar it must reach.
+"""Benchmark claims: statements about the library, each with the command that measures it and its required result.
 
-A claim is one folder of ``benchmarks/`` in a checkout: ``claim.yaml`` says it, ``run.py`` measures it with
-``measure(options) -> Result``, ``README.md`` explains it. What has no such folder may not be claimed.
+A claim is a folder of ``benchmarks/`` in a checkout: ``claim.yaml`` states it, ``run.py`` measures it with
+``measure(options) -> BenchmarkResult``, and ``README.md`` explains it. Do not claim anything without such a folder.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from counterpoint.errors import DataError, LaunchError
 
 
 class Claim(BaseModel):
-    """What ``claim.yaml`` says.
+    """Content of ``claim.yaml``.
 
     Args:
-        claim: the sentence that can be false.
-        command: what measures it.
-        bar: what the measurement must reach, in words.
-        peers: with whom it is compared.
+        claim: a sentence that can be false.
+        command: that measures it.
+        bar: required result, in words.
+        peers: systems that it is compared with.
         source: where it is promised or was published.
     """
 
@@ -46,12 +46,12 @@ class Claim(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkOptions:
-    """What a measurement may be told.
+    """Options of a measurement.
 
     Args:
-        processes: also on real processes, where the claim has such a part.
-        rounds: repetitions; None for as many as the claim takes.
-        tell: takes a line of progress.
+        processes: also measure on separate processes, if the claim has such a part.
+        rounds: repetitions; None for the claim's default.
+        report_progress: receives lines of progress.
     """
 
     processes: bool = False
@@ -61,14 +61,14 @@ class BenchmarkOptions:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """What a measurement came to.
+    """Result of a measurement.
 
     Args:
         columns: of the table.
-        rows: of the table, ready to be read.
-        missed: for every bar that is missed one line that says by what; empty when the claim holds.
-        figures: all numbers behind the table, as JSON values.
-        notes: what a mark in the table means, by mark.
+        rows: of the table, formatted.
+        missed: a line for every bar that is missed; empty if the claim holds.
+        figures: all measured numbers, as JSON values.
+        notes: explanations of marks in the table, by mark.
     """
 
     columns: tuple[str, ...]
@@ -79,17 +79,17 @@ class BenchmarkResult:
 
 
 def find_benchmarks() -> Path:
-    """Return the folder of claims of this checkout.
+    """Return the benchmarks folder of this checkout.
 
     Raises:
         LaunchError: the package was installed without one.
     """
-    places = [*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents]
-    for place in places:
-        if (place / "benchmarks").is_dir() and (place / "src" / "counterpoint").is_dir():
-            return place / "benchmarks"
+    folders = [*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents]
+    for folder in folders:
+        if (folder / "benchmarks").is_dir() and (folder / "src" / "counterpoint").is_dir():
+            return folder / "benchmarks"
     raise LaunchError(
-        f"there is no benchmarks folder beside the package in {Path(__file__).resolve().parents[1]}, nor above "
+        f"there is no benchmarks folder next to the package in {Path(__file__).resolve().parents[1]}, nor above "
         f"{Path.cwd()}; benchmarks are part of a checkout of the repository: clone it, and run counterpoint bench there"
     )
 
@@ -98,51 +98,53 @@ def read_claims(folder: Path) -> dict[str, Claim]:
     """Return all claims of a folder by name.
 
     Raises:
-        DataError: one of them cannot be read; the message names the file and the field.
+        DataError: one cannot be read; the message names the file and the field.
     """
     return {path.parent.name: read_claim(path) for path in sorted(folder.glob("*/claim.yaml"))}
 
 
 def read_claim(path: Path) -> Claim:
-    """Return the claim that a file holds."""
+    """Return the claim in a file."""
     try:
         return Claim.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValidationError) as wrong:
-        raise DataError(f"{path} is no claim: {wrong}; its fields are {', '.join(Claim.model_fields)}") from None
+    except (yaml.YAMLError, ValidationError) as error:
+        raise DataError(
+            f"{path} is not a valid claim: {error}; its fields are {', '.join(Claim.model_fields)}"
+        ) from None
 
 
 def find_claim(folder: Path, name: str) -> Claim:
-    """Return the claim of that name.
+    """Return the claim of a name.
 
     Raises:
-        LaunchError: there is none; the message suggests the nearest one.
+        LaunchError: it is unknown; the message suggests the nearest name.
     """
     claims = read_claims(folder)
     if name in claims:
         return claims[name]
     near = get_close_matches(name, claims, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise LaunchError(f"there is no claim {name!r}; {hint}the claims of {folder} are {', '.join(claims) or 'none'}")
+    raise LaunchError(f"unknown claim {name!r}; {hint}the claims of {folder} are {', '.join(claims) or 'none'}")
 
 
 def run_benchmark(folder: Path, name: str, options: BenchmarkOptions) -> BenchmarkResult:
-    """Return what the claim's ``run.py`` measures."""
+    """Run ``measure`` of the claim's ``run.py`` and return its result."""
     result = _load_module(folder / name / "run.py", f"counterpoint_claim_{name}").measure(options)
-    assert isinstance(result, BenchmarkResult), "what every run.py returns"
+    assert isinstance(result, BenchmarkResult), "measure() of run.py must return a BenchmarkResult"
     return result
 
 
 def _load_module(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise LaunchError(f"{path.parent} has no run.py with measure(options); a claim without one cannot be measured")
+        raise LaunchError(f"{path.parent} has no run.py with measure(options); add one to measure the claim")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def build_record(name: str, claim: Claim, result: BenchmarkResult) -> dict[str, Any]:
-    """Return a measurement with all that is needed to judge it later, as JSON values."""
+    """Return a measurement with its claim and machine, as JSON values."""
     return {
         "name": name,
         **claim.model_dump(mode="json"),
@@ -157,7 +159,7 @@ def build_record(name: str, claim: Claim, result: BenchmarkResult) -> dict[str, 
 
 
 def describe_machine() -> dict[str, str | int]:
-    """Return what a figure depends on."""
+    """Return the properties of the machine that affect measurements."""
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

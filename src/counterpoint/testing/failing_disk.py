@@ -1,4 +1,4 @@
-"""A disk that stops, fills up or loses its cache at the operation a test names."""
+"""A disk that crashes, fills up or loses its cache at a chosen operation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from counterpoint.checkpoint.file_ops import LocalFileOps
 
 
 class SimulatedCrash(BaseException):
-    """The process died here; no ``except Exception`` may catch it, and nothing more reaches the disk."""
+    """Crash of the process; not an ``Exception``, so that no handler catches it and nothing more is written."""
 
 
 class FailingDisk(LocalFileOps):
-    """The real disk until operation number ``at`` (from 1); then every operation ends in ``failure``.
+    """The real disk until operation number ``fail_at`` (from 1); then every operation raises ``failure``.
 
-    Not a frozen value: it counts what was done to it.
+    It counts operations, so it is mutable.
 
     Args:
-        at: the first operation that fails; 0 for none, to count.
+        fail_at: first operation that fails; 0 for none, to count operations.
         failure: makes the exception; a ``SimulatedCrash`` stands for kill -9.
-        free: what ``free_bytes`` answers from operation ``at`` on; None asks the real disk.
+        free: result of ``free_bytes`` from operation ``fail_at`` on; None uses the real disk.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FailingDisk(LocalFileOps):
         self._unsynced_names: list[tuple[str, Path, Path]] = []
 
     def drop_unsynced(self) -> None:
-        """The disk is as after a power cut at the worst moment: what was not synced has never happened."""
+        """Simulate a power failure at the worst moment: undo everything that was not synced."""
         for path in self._unsynced_files:
             if path.exists():
                 os.truncate(path, 0)
@@ -49,12 +49,12 @@ class FailingDisk(LocalFileOps):
                 target.unlink()
 
     def make_folder(self, path: Path) -> None:
-        """A new folder stands at ``path``."""
+        """Create a folder."""
         self._step("make_folder", path)
         super().make_folder(path)
 
     def create(self, path: Path) -> int:
-        """A new empty file stands at ``path``."""
+        """Create an empty file."""
         self._step("create", path)
         descriptor = super().create(path)
         self._paths[descriptor] = path
@@ -63,7 +63,7 @@ class FailingDisk(LocalFileOps):
         return descriptor
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        """All of ``data`` is appended; where this operation fails, half of it."""
+        """Append ``data``; if this operation fails, half of it."""
         try:
             self._step("write", self._paths[descriptor])
         except OSError:
@@ -72,44 +72,47 @@ class FailingDisk(LocalFileOps):
         super().write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """The file's bytes are safe."""
+        """Sync a file's content."""
         self._step("sync", self._paths[descriptor])
         super().sync(descriptor)
         self._unsynced_files.discard(self._paths[descriptor])
 
     def sync_folder(self, path: Path) -> None:
-        """The folder's names are safe."""
+        """Sync a folder's entries."""
         self._step("sync_folder", path)
         super().sync_folder(path)
         self._unsynced_names = [entry for entry in self._unsynced_names if entry[2].parent != path]
 
     def rename(self, source: Path, target: Path) -> None:
-        """What stood at ``source`` stands at ``target``."""
+        """Rename ``source`` to ``target``."""
         self._step("rename", target)
         super().rename(source, target)
         self._unsynced_files = {target / path.name if path.parent == source else path for path in self._unsynced_files}
 
-        def moved(path: Path) -> Path:
+        def after_rename(path: Path) -> Path:
             return target / path.name if path.parent == source else path
 
-        self._unsynced_names = [(kind, moved(first), moved(second)) for kind, first, second in self._unsynced_names]
+        self._unsynced_names = [
+            (kind, after_rename(first_path), after_rename(second_path))
+            for kind, first_path, second_path in self._unsynced_names
+        ]
         self._unsynced_names.append(("rename", source, target))
 
     def unlink(self, path: Path) -> None:
-        """The file is gone."""
+        """Delete a file."""
         self._step("unlink", path)
         super().unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """The folder is gone."""
+        """Delete a folder."""
         self._step("remove_folder", path)
         super().remove_folder(path)
 
     def free_bytes(self, path: Path) -> int:
-        """Return what the test wants, or the truth."""
+        """Return the simulated or the real free space."""
         return super().free_bytes(path) if self._free is None or len(self.log) < self._fail_at else self._free
 
-    def _step(self, word: str, path: Path) -> None:
-        self.log.append(f"{word} {path.name}")
+    def _step(self, operation: str, path: Path) -> None:
+        self.log.append(f"{operation} {path.name}")
         if self._fail_at and len(self.log) >= self._fail_at:
             raise self._failure()

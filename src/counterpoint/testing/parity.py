@@ -1,7 +1,7 @@
-"""Layouts do not change results: train a small model under a plan and compare with the solo run.
+"""Parity: train a small model under a plan and compare the result with single-process training.
 
-Every run trains the same model on the same global batches, in float64, cut into the same number of microbatches.
-The solo run is itself compared with a plain torch loop, so that a fault that all plans share is seen as well.
+Every run trains the same model on the same global batches, in float64, split into the same microbatches. The
+single-process run is itself compared with a plain torch loop, to detect errors shared by all plans.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class ParityRun:
-    """What came of a run.
+    """Result of a run.
 
     Args:
         losses: of every step.
         params: the trained parameters.
         buffers: the model's buffers.
         compiled: the plan's program.
-        journals: for every server the updates it made, in order.
+        server_updates: by server, its updates in order.
     """
 
     losses: tuple[float, ...]
@@ -61,14 +61,14 @@ class ParityRun:
 
 @dataclass(frozen=True, slots=True)
 class ParityResult:
-    """One cell of the table.
+    """Result of one comparison.
 
     Args:
-        subject: what was trained.
-        strategy: the plan's row.
-        params: largest relative difference of any parameter tensor.
-        losses: largest relative difference of any step's loss.
-        buffers: largest relative difference of any buffer to its law; nan for a model without buffers.
+        model: name of the trained model.
+        strategy: of the plan.
+        params: largest relative difference of a parameter tensor.
+        losses: largest relative difference of a step's loss.
+        buffers: largest relative difference of a buffer to its expectation; nan for a model without buffers.
         world: ``local`` or ``N processes``.
     """
 
@@ -81,84 +81,87 @@ class ParityResult:
 
     @property
     def worst(self) -> float:
-        """The largest of its differences."""
+        """The largest of the differences."""
         return max(self.params, self.losses, 0.0 if math.isnan(self.buffers) else self.buffers)
 
     @property
     def expectation(self) -> str:
-        """What is compared with what."""
+        """The expectation that the run was compared with, as text."""
         reference = "a plain torch loop" if self.strategy == "solo" else "solo"
         if math.isnan(self.buffers):
             return f"equals {reference}"
-        return f"equals {reference}; running statistics: mean over replicas of their own, weighted by microbatches"
+        return f"equals {reference}; running statistics: mean over the replicas, weighted by microbatches"
 
 
 def train(parity_model: ParityModel, plan: Plan, config: TrainConfig, world: FabricWorld | None = None) -> ParityRun:
-    """Return the model trained on all batches under a plan.
+    """Train a model on all batches under a plan.
 
     Args:
-        trained: the model and its batches.
-        plan: who does what.
-        recipe: optimizer and microbatches.
-        world: where the ranks are; by default all in this process. It is left open.
+        parity_model: the model and its batches.
+        plan: of the run.
+        config: optimizer and microbatches.
+        world: of the ranks, not closed; by default all ranks are in this process.
     """
     model = parity_model.build()
-    face = OptimizerSpec(config.optimizer, dict(model.named_parameters()))
+    optimizer_spec = OptimizerSpec(config.optimizer, dict(model.named_parameters()))
     options = TrainingOptions(
         clip_norm=config.clip_norm, share_params_on_host=config.one_copy, batch_norm=config.batch_norm
     )
-    own = LocalWorld(plan.num_ranks) if world is None else None
-    team = LocalRanks(own or world, plan, model, parity_model.loss, face, options)  # type: ignore[arg-type]
+    local_world = LocalWorld(plan.num_ranks) if world is None else None
+    ranks = LocalRanks(local_world or world, plan, model, parity_model.loss, optimizer_spec, options)  # type: ignore[arg-type]
     losses = []
-    for number, batch in enumerate(parity_model.batches):
-        places = tuple(split_batch(len(batch[1]), config.num_microbatches))
-        feed = SlicedBatch(batch, places)
-        compiled = team.build(feed.inputs(0), places[0][1])
-        losses.append(team.step(number, feed).loss)
-    team.export_weights()
-    journals = [tuple(rank.interpreter.state.push_log) for rank in team.ranks.values()]
-    if own is not None:
-        own.close()
+    for step, batch in enumerate(parity_model.batches):
+        slices = tuple(split_batch(len(batch[1]), config.num_microbatches))
+        sliced_batch = SlicedBatch(batch, slices)
+        compiled = ranks.build(sliced_batch.inputs(0), slices[0][1])
+        losses.append(ranks.step(step, sliced_batch).loss)
+    ranks.export_weights()
+    push_logs = [tuple(rank.interpreter.state.push_log) for rank in ranks.ranks.values()]
+    if local_world is not None:
+        local_world.close()
     return ParityRun(
         tuple(losses),
         {name: param.detach().clone() for name, param in model.named_parameters()},
         {name: buffer.clone() for name, buffer in model.named_buffers()},
         compiled,
-        tuple(journal for journal in journals if journal),
+        tuple(push_log for push_log in push_logs if push_log),
     )
 
 
 @cache
-def reference_runs(name: str, num_micros: int = 4, clip_norm: float | None = None) -> tuple[ParityRun, ReferenceRun]:
-    """Return the solo run of a subject and the plain loop of the same training; each trained once."""
-    recipe = TrainConfig(num_microbatches=num_micros, clip_norm=clip_norm)
-    found = make_parity_model(name)
-    return train(found, plan_for("solo", num_micros), recipe), train_reference(found, recipe)
+def reference_runs(
+    name: str, num_microbatches: int = 4, clip_norm: float | None = None
+) -> tuple[ParityRun, ReferenceRun]:
+    """Return the single-process run and the plain torch loop of a model, both cached."""
+    config = TrainConfig(num_microbatches=num_microbatches, clip_norm=clip_norm)
+    parity_model = make_parity_model(name)
+    return train(parity_model, plan_for("solo", num_microbatches), config), train_reference(parity_model, config)
 
 
 def check_parity(
-    name: str, strategy: str, *, num_micros: int = 4, clip_norm: float | None = None, one_copy: bool = True
+    name: str, strategy: str, *, num_microbatches: int = 4, clip_norm: float | None = None, one_copy: bool = True
 ) -> ParityResult:
-    """Return one cell of the table: solo against the plain loop, any other plan against solo."""
-    reference, plain = reference_runs(name, num_micros, clip_norm)
+    """Return the comparison of a plan with the single-process run, or of the single-process run with the plain loop."""
+    reference, loop = reference_runs(name, num_microbatches, clip_norm)
     if strategy == "solo":
-        return compare(name, strategy, reference, plain.params, plain)
-    recipe = TrainConfig(num_microbatches=num_micros, clip_norm=clip_norm, one_copy=one_copy)
-    run = train(make_parity_model(name), plan_for(strategy, num_micros), recipe)
-    return compare(name, strategy, run, reference.params, plain)
+        return compare(name, strategy, reference, loop.params, loop)
+    config = TrainConfig(num_microbatches=num_microbatches, clip_norm=clip_norm, one_copy=one_copy)
+    run = train(make_parity_model(name), plan_for(strategy, num_microbatches), config)
+    return compare(name, strategy, run, reference.params, loop)
 
 
 def compare(
     name: str, strategy: str, run: ParityRun, params: Mapping[str, Tensor], reference: ReferenceRun
 ) -> ParityResult:
-    """Return how far a run is from what its law says."""
+    """Return the differences of a run from its expectation."""
     expected = expected_buffers(reference, run.compiled)
     return ParityResult(
         name,
         strategy,
         max_difference(relative_difference(run.params[key], value) for key, value in params.items()),
         max_difference(
-            abs(mine - theirs) / abs(theirs) for mine, theirs in zip(run.losses, reference.losses, strict=True)
+            abs(actual - expected_loss) / abs(expected_loss)
+            for actual, expected_loss in zip(run.losses, reference.losses, strict=True)
         ),
         max_difference(relative_difference(run.buffers[key], value) for key, value in expected.items())
         if expected
@@ -167,55 +170,55 @@ def compare(
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return ``|mine - theirs| / |theirs|`` in the Euclidean norm."""
+    """Return ``|actual - expected| / |expected|`` in the Euclidean norm."""
     norm = float(torch.linalg.vector_norm(expected.double()))
     return float(torch.linalg.vector_norm(actual.double() - expected.double())) / (norm or 1.0)
 
 
 def max_difference(differences: Iterable[float]) -> float:
-    """Return the largest difference; infinite where one is no number."""
-    return max((math.inf if math.isnan(found) else found for found in differences), default=0.0)
+    """Return the largest difference; infinite if one is nan."""
+    return max((math.inf if math.isnan(difference) else difference for difference in differences), default=0.0)
 
 
 def local_results(names: Sequence[str], strategies: Sequence[str] = STRATEGIES) -> list[ParityResult]:
-    """Return the table on local ranks, column by column, solo first."""
+    """Return the comparisons on local ranks, model by model, the single-process run first."""
     return [check_parity(name, strategy) for name in names for strategy in ("solo", *strategies)]
 
 
 def strategies_for_processes(num_ranks: int) -> tuple[str, ...]:
-    """Return the rows that are tried on so many processes."""
+    """Return the strategies that are compared on this number of processes."""
     if num_ranks == 3:
         return THREE_RANKS
-    return tuple(row for row in STRATEGIES if plan_for(row, 12).num_ranks == num_ranks)
+    return tuple(strategy for strategy in STRATEGIES if plan_for(strategy, 12).num_ranks == num_ranks)
 
 
 def process_results(num_ranks: int, name: str = "mlp", start: Callable[..., list[Any]] = launch) -> list[ParityResult]:
-    """Return the rows for so many real processes joined by gloo: what the worst of them came to.
+    """Return the comparisons on separate processes connected by gloo: the largest difference of any rank.
 
-    All rows are run by one start of the processes, each of which compares its own model with its own solo run.
+    All strategies run in one start of the processes, each of which compares with its own single-process run.
 
     Args:
-        num_ranks: how many processes.
-        name: of what is trained.
-        start: runs a function on ranks and returns what each returned, as ``launch`` does.
+        num_ranks: number of processes.
+        name: of the model.
+        start: runs a function on ranks and returns their results, as ``launch`` does.
     """
-    rows = strategies_for_processes(num_ranks)
-    found = start(compare_as_rank, ranks=num_ranks, args=[name, list(rows)], threads_per_rank=1)
-    cells = []
-    for index, row in enumerate(rows):
-        params, losses = (max_difference(float(rank[index][key]) for rank in found) for key in (0, 1))
-        cells.append(ParityResult(name, row, params, losses, math.nan, f"{num_ranks} processes"))
-    return cells
+    strategies = strategies_for_processes(num_ranks)
+    differences = start(compare_as_rank, ranks=num_ranks, args=[name, list(strategies)], threads_per_rank=1)
+    results = []
+    for index, strategy in enumerate(strategies):
+        params, losses = (max_difference(float(rank[index][key]) for rank in differences) for key in (0, 1))
+        results.append(ParityResult(name, strategy, params, losses, math.nan, f"{num_ranks} processes"))
+    return results
 
 
-def compare_as_rank(name: str, rows: Sequence[str]) -> list[tuple[str, str]]:
-    """Return, as one of the processes that a launcher started, how far each row's parameters and losses are off."""
+def compare_as_rank(name: str, strategies: Sequence[str]) -> list[tuple[str, str]]:
+    """Return, as one rank of a launcher, the parameter and loss differences of each strategy."""
     environment = detect()
     world = open_world(environment, 1, 60.0)
-    reference, plain = reference_runs(name, 12)
-    cells = []
-    for row in rows:
-        run = train(make_parity_model(name), plan_for(row, 12), TrainConfig(num_microbatches=12), world)
-        cells.append(compare(name, row, run, reference.params, plain))
+    reference, loop = reference_runs(name, 12)
+    results = []
+    for strategy in strategies:
+        run = train(make_parity_model(name), plan_for(strategy, 12), TrainConfig(num_microbatches=12), world)
+        results.append(compare(name, strategy, run, reference.params, loop))
     world.close()
-    return [(repr(one.params), repr(one.losses)) for one in cells]
+    return [(repr(result.params), repr(result.losses)) for result in results]

@@ -1,4 +1,4 @@
-"""What parity is shown on: three small models with their batches, and the plans that train them."""
+"""Models, batches and plans for parity checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.runtime.rank_builder import BatchNormRule
 
 BATCH_LENS = (24, 24, 7, 24, 3)
-"""Samples of the five global batches: the third is uneven, in the last one a microbatch of four is empty."""
+"""Samples of the five global batches: the third is uneven; with four microbatches, one of the last batch is empty."""
 
 STRATEGIES = (
     "data(2)",
@@ -55,7 +55,7 @@ STRATEGIES = (
     "zero(2, level=1) + overlap",
     "pipeline(2) * data(2) + overlap",
 )
-"""The rows of the table beside solo; ``+`` adds a pass."""
+"""Strategies of the parity table in addition to solo; ``+`` adds a pass."""
 
 THREE_RANKS = (
     "data(3)",
@@ -71,18 +71,18 @@ THREE_RANKS = (
     "tree(3)",
     "data(3) + overlap",
 )
-"""What three processes train the MLP with; two take every row of the table that needs two ranks."""
+"""Strategies for three processes; two processes run every strategy of the table with two ranks."""
 
 ADAMW = partial(optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class ParityModel:
-    """What is trained.
+    """A model with its batches.
 
     Args:
-        name: the column of the table.
-        build: the untrained model in float64, the same bits every time.
+        name: of the model.
+        build: returns the untrained model in float64, always bit-identical.
         batches: inputs and targets of each step.
         loss: mean over the samples.
     """
@@ -95,13 +95,13 @@ class ParityModel:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How it is trained.
+    """Training options.
 
     Args:
-        optimizer: a factory.
-        num_micros: microbatches of every global batch, the same under every plan.
-        clip_norm: global norm to which gradients are scaled down; None for no clipping.
-        one_copy: whether replicas have one copy of the weights, where they can.
+        optimizer: factory.
+        num_microbatches: of every global batch, the same under every plan.
+        clip_norm: maximum global gradient norm; None for no clipping.
+        one_copy: whether replicas on a host share their parameters, if possible.
         batch_norm: when running statistics change.
     """
 

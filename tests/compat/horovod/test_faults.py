@@ -32,7 +32,7 @@ def test_a_program_that_asks_for_ever_is_told_whom_it_waits_for():
     first, _ = on_ranks((faults.asks_for_what_never_comes,), 2, deadline_s=1.0)
     text = first["asks_for_what_never_comes"]
     assert text.startswith("HorovodInternalError: rank 0 waited 1.")
-    assert "for allreduce of loss with rank 1: the deadline of 1.0 s has passed" in text
+    assert "for allreduce of loss with rank 1: the timeout of 1.0 s has passed" in text
 
 
 def test_a_rank_that_ends_is_named():

@@ -77,7 +77,7 @@ def test_every_name_of_the_face_is_there():
 def test_elastic_training_is_absent_with_a_reason():
     elastic = importlib.import_module("counterpoint.compat.horovod.elastic")
     assert not hasattr(elastic, "run")
-    with pytest.raises(AttributeError, match=r"hvd.elastic.run does not exist here: .* `torchrun --max-restarts`"):
+    with pytest.raises(AttributeError, match=r"hvd.elastic.run is not supported: .* `torchrun --max-restarts`"):
         _ = elastic.run
 
 

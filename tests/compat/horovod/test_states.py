@@ -32,10 +32,10 @@ def test_objects_come_back_as_they_were(num_ranks, transport):
 @WORLDS
 def test_an_object_that_would_need_a_pickle_is_refused_by_name_on_every_rank(num_ranks, transport):
     first, *others = ranks_of(states.foreign_objects, num_ranks, transport)
-    part = "DataError: the object['model'][0] is a torch.nn.modules.linear.Linear, which cannot travel between ranks"
+    part = "DataError: the object['model'][0] is a torch.nn.modules.linear.Linear, which cannot be sent"
     assert [text.startswith(part) for text in first[:2]] == [True, True]
     assert "send numbers, text, lists" in first[0]
-    assert all("of rank 0 cannot travel between ranks" in text for other in others for text in other[:2])
+    assert all("of rank 0 cannot be sent" in text for other in others for text in other[:2])
     assert {found[2] for found in [first, *others]} == {5}
 
 
@@ -119,5 +119,5 @@ def test_a_rank_that_waits_for_long_says_for_whom(num_ranks, transport):
 def test_it_can_be_shut_down_and_begun_again(num_ranks):
     for again, is_initialized, text, included, number, total in ranks_of(states.begun_again, num_ranks, "auto"):
         assert (again, is_initialized, included, number) == (True, False, None, 2)
-        assert text.startswith("PlanError: Horovod has not been initialized")
+        assert text.startswith("PlanError: Horovod is not initialized")
         assert total[1] == [1.0]

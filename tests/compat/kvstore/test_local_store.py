@@ -142,10 +142,10 @@ def test_a_pushed_tensor_may_change_afterwards(kv):
         (lambda kv: kv.is_capable("magic"), "only known capability is 'optimizer'"),
         (lambda kv: kvstore.create("nccl"), r"use create\('device'\)"),
         (lambda kv: kvstore.create("horovod"), r"counterpoint.compat.horovod.torch"),
-        (lambda kv: kvstore.create("dist_sync_async"), "a store is one of local"),
+        (lambda kv: kvstore.create("dist_sync_async"), "the types are local"),
         (lambda kv: kvstore.create("local", servers=2), "has no servers"),
         (lambda kv: kv._send_command_to_servers(0, ""), "servers take no commands"),
-        (lambda kv: kvstore.KVStoreServer, "servers run no script"),
+        (lambda kv: kvstore.KVStoreServer, "servers do not run the script"),
     ],
 )
 def test_a_call_that_does_not_fit_says_what_to_write(kv, use, text):

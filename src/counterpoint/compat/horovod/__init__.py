@@ -1,6 +1,6 @@
-"""Horovod's PyTorch face on Counterpoint's fabric: its scripts run when their import is changed, and nothing else.
+"""Horovod's PyTorch API: its scripts run after changing only their import.
 
-``torch.py`` is the face. Behind it, ``world.py`` holds the one connection of this process, ``collectives.py`` starts
-operations, ``handles.py`` waits for them, ``joining.py`` lets ranks that have run out of data follow the others,
-``gradients.py`` and ``optimizer.py`` are ``DistributedOptimizer``.
+``torch.py`` is the public API. ``world.py`` has the state of this process, ``collectives.py`` starts operations,
+``handles.py`` waits for them, ``join.py`` lets ranks without more data take part with zeros, and ``optimizer.py`` is
+``DistributedOptimizer``.
 """

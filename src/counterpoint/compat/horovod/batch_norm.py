@@ -1,4 +1,4 @@
-"""Batch normalization with the mean and the variance of all ranks' samples."""
+"""Batch normalization with the statistics of all ranks' samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from counterpoint.runtime.batch_norm.sync import RunningStats, sync_batch_norm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization whose statistics in training are those of the union of all ranks' batches, of any sizes.
+    """Batch normalization that trains with the statistics of all ranks' batches, which may differ in size.
 
     The arguments are those of ``torch.nn.BatchNorm2d``; inputs are ``(sample, channel, ...)``, on any device.
 
     Promise:
-        outputs, running statistics and gradients of inputs are those of ``BatchNorm`` on the union batch; gradients of
-        weight and bias are this rank's part of them, as of any other parameter.
+        outputs, running statistics and input gradients are those of ``BatchNorm`` on the union of the batches;
+        gradients of weight and bias are this rank's part of them, as for any other parameter.
 
     Cost:
-        one all-gather of ``2 channel + 1`` float64 per rank forwards, one all-reduce of ``2 channel`` backwards.
+        one all-gather of ``2 channel + 1`` float64 per rank in forward, one all-reduce of ``2 channel`` in backward.
 
     Source:
         Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -34,7 +34,7 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:
             raise DataError(
-                f"SyncBatchNorm was given a tensor with {input.dim()} dims; it needs (sample, channel, ...): reshape it"
+                f"SyncBatchNorm got a tensor with {input.dim()} dims; it needs (sample, channel, ...): reshape it"
             )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -53,22 +53,22 @@ class SyncBatchNorm(_BatchNorm):
         running = None
         if self.training and self.running_mean is not None and self.running_var is not None:
             running = RunningStats(self.running_mean, self.running_var, momentum)
-        everybody = WorldReducer()
-        return sync_batch_norm(input, self.weight, self.bias, running=running, eps=self.eps, group=everybody)
+        reducer = WorldReducer()
+        return sync_batch_norm(input, self.weight, self.bias, running=running, eps=self.eps, group=reducer)
 
 
 class WorldReducer:
-    """All ranks of Horovod's world."""
+    """Reducer of batch norm statistics over all ranks."""
 
     def gather(self, row: Tensor) -> Tensor:
-        """Return everybody's row."""
+        """Return the rows of all ranks."""
         world = current_world()
         return wait_tensor(
             collectives.all_gather(world, [row], NamedGroup("the statistics of SyncBatchNorm", world.all_ranks))
         )
 
     def all_reduce(self, sums: Tensor) -> None:
-        """Replace the tensor by its sum over everybody."""
+        """Replace the tensor by its sum over all ranks."""
         world = current_world()
-        among = NamedGroup("the gradient of SyncBatchNorm", world.all_ranks)
-        wait_tensor(collectives.all_reduce(world, [sums], among, ScaledReduction(ReductionOp.SUM)))
+        named_group = NamedGroup("the gradient of SyncBatchNorm", world.all_ranks)
+        wait_tensor(collectives.all_reduce(world, [sums], named_group, ScaledReduction(ReductionOp.SUM)))

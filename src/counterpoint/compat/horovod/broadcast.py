@@ -1,4 +1,4 @@
-"""All ranks start from the parameters and the optimizer state of one."""
+"""Broadcast of parameters and optimizer state from one rank."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """The tensors hold the root's numbers, on all members.
+    """Copy the root's values into the tensors of all members.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
-        root_rank: a rank of the whole job.
-        process_set: who takes part.
+        root_rank: a global rank.
+        process_set: members.
 
     Raises:
-        HorovodInternalError: the ranks have other names or shapes, or one is gone or late.
+        HorovodInternalError: the ranks have other names or shapes, or one has exited or is late.
         PlanError: ``params`` is something else.
     """
     named = sorted(params.items()) if isinstance(params, Mapping) else list(_iter_named_tensors(params))
@@ -41,7 +41,7 @@ def broadcast_parameters(
             continue
         if not isinstance(tensor, Tensor):
             raise PlanError(
-                f"broadcast_parameters: {name} is a {type(tensor).__name__}; it takes tensors: send other values by "
+                f"broadcast_parameters: {name} is a {type(tensor).__name__}; it takes tensors: send other values with "
                 "broadcast_object"
             )
         handles.append(collectives.broadcast(world, tensor.detach(), root_rank, NamedGroup(name, group)))
@@ -65,18 +65,18 @@ def broadcast_optimizer_state(
     model: object = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """The optimizer has the root's state and options, on all members; their parameters stay as they are.
+    """Copy the root's optimizer state and options to all members; parameters are not changed.
 
-    The root may have taken steps and the others none: what is missing is made. No step is taken for it.
+    State that exists only on the root is created; no step is taken for that.
 
     Args:
-        optimizer: any of torch's, or one that :func:`DistributedOptimizer` returned.
-        root_rank: a rank of the whole job.
-        model: Horovod's, for sparse parameters; not needed here.
-        process_set: who takes part.
+        optimizer: any of torch's, or one returned by :func:`DistributedOptimizer`.
+        root_rank: a global rank.
+        model: ignored; Horovod needs it for sparse parameters.
+        process_set: members.
 
     Raises:
-        HorovodInternalError: another rank is gone or late.
+        HorovodInternalError: another rank has exited or is late.
     """
     del model
     state = broadcast_object(optimizer.state_dict(), root_rank, "the state of the optimizer", process_set)

@@ -1,4 +1,4 @@
-"""What is done with a tensor before it travels and after."""
+"""Compression of tensors for communication."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class Compressor(Protocol):
-    """A pair of functions; any class that has both will do, a script's own, too."""
+    """A pair of functions; any class that has both can be used, including a script's own."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, object]:
-        """Return what travels, and what is needed to undo it."""
+        """Return the tensor to send, and the context to undo the compression."""
         ...
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: object) -> Tensor:
-        """Return the tensor as it was, but for what the compression has lost."""
+        """Return the tensor, up to the loss of the compression."""
         ...
 
 
 class NoneCompressor:
-    """Tensors travel as they are."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, object]:
@@ -38,21 +38,21 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Numbers with a fraction travel as float16, and are added up in it."""
+    """Floating-point tensors are sent and summed as float16."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, object]:
-        """Return the tensor in float16, and its dtype."""
+        """Return the tensor as float16, and its dtype."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: object) -> Tensor:
-        """Return the tensor in its dtype."""
+        """Return the tensor in its original dtype."""
         return tensor.to(ctx) if isinstance(ctx, torch.dtype) else tensor
 
 
 class Compression:
-    """The compressions that Horovod names."""
+    """The compressors that Horovod names."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Horovod's elastic training does not exist here; whoever asks for a part of it is told what does."""
+"""Horovod's elastic API, which is not supported: every name raises an error with the replacement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from counterpoint.compat.horovod.errors import HorovodUnsupportedError
 
 
 def __getattr__(name: str) -> object:
-    """Say what there is instead.
+    """Raise an error that names the replacement.
 
     Raises:
         HorovodUnsupportedError: always.
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     raise HorovodUnsupportedError(
-        f"hvd.elastic.{name} does not exist here: the ranks of a job are those it was started with; save state with "
-        "counterpoint.Trainer(...).fit(checkpoint_dir=..., resume=...), or your own, and start the job again with "
+        f"hvd.elastic.{name} is not supported: the ranks of a job are fixed at its start; save checkpoints with "
+        "counterpoint.Trainer(...).fit(checkpoint_dir=..., resume=...), or your own code, and restart the job with "
         "`counterpoint run` or `torchrun --max-restarts`"
     )

@@ -1,4 +1,4 @@
-"""The errors that scripts of Horovod catch by their built-in type, as ours."""
+"""Errors with the built-in types that Horovod scripts catch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from counterpoint.errors import CounterpointError, PeerError, PlanError
 
 
 class HorovodInternalError(PeerError, RuntimeError):
-    """A collective failed: another rank disagrees, is gone or late; Horovod raises its error of this name then."""
+    """A collective failed: another rank disagrees, has exited, or did not arrive in time."""
 
 
 class CallOrderError(CounterpointError, AssertionError):
@@ -17,12 +17,12 @@ class CallOrderError(CounterpointError, AssertionError):
 
 
 class HorovodUnsupportedError(PlanError, AttributeError):
-    """This part of Horovod does not exist here; the message says what does."""
+    """A part of Horovod is not supported; the message names a replacement."""
 
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """A failure of another rank is raised as Horovod's error.
+    """Raise the failure of another rank as Horovod's error.
 
     Raises:
         HorovodInternalError: another rank failed.

@@ -1,4 +1,4 @@
-"""``allgather``, ``broadcast`` and ``alltoall`` in all their forms; gradients flow through those that wait."""
+"""``allgather``, ``broadcast`` and ``alltoall`` in all their forms; the synchronous ones are differentiable."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def _average_grads(grads: Sequence[Tensor], named_group: NamedGroup) -> list[Ten
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, named_group: NamedGroup, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's own
-        """Return all members' rows of each tensor, one behind the other, ``(rows of all, ...)``."""
+        """Return the concatenated rows of all members for each tensor, ``(rows of all, ...)``."""
         ctx.named_group, ctx.lengths = named_group, [len(tensor) for tensor in tensors]
         return tuple(wait_tensors(collectives.all_gather(current_world(), tensors, named_group)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - torch's own
-        """Return the mean over the members of the gradient of what this rank gave, ``(own rows, ...)``."""
+        """Return the mean over the members of the gradient of this rank's rows, ``(own rows, ...)``."""
         world, among = current_world(), ctx.named_group
-        place = among.group.index(world.fabric.rank)
+        position = among.group.index(world.fabric.rank)
         lengths = world.all_gather_ints("allgather lengths", among.name, ctx.lengths, among.group)
-        starts = [sum(member[at] for member in lengths[:place]) for at in range(len(grads))]
+        starts = [sum(member[index] for member in lengths[:position]) for index in range(len(grads))]
         means = _average_grads(grads, among)
         return (
             None,
-            *(mean.narrow(0, at, length) for mean, at, length in zip(means, starts, ctx.lengths, strict=True)),
+            *(mean.narrow(0, index, length) for mean, index, length in zip(means, starts, ctx.lengths, strict=True)),
         )
 
 
 class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, named_group: NamedGroup, root: int, tensor: Tensor) -> Tensor:  # noqa: ANN401 - torch's own
-        """Return the root's numbers; the tensor stays as it is."""
+        """Return the root's values; the tensor is not changed."""
         ctx.named_group, ctx.root = named_group, root
         return wait_tensor(collectives.broadcast(current_world(), clone_detached([tensor])[0], root, named_group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401 - torch's own
-        """Return the mean of all members' gradients on the root, and zeros elsewhere."""
+        """Return the mean of all members' gradients on the root, and zeros on the others."""
         (mean,) = _average_grads([grad], ctx.named_group)
         return None, None, mean if current_world().fabric.rank == ctx.root else torch.zeros_like(mean)
 
@@ -75,7 +75,7 @@ class _AllToAll(Function):
         splits: Sequence[int],
         tensor: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the rows that all members sent to this rank, and how many came from each."""
+        """Return the rows that all members sent to this rank, and how many each sent."""
         result = wait_result(collectives.all_to_all(current_world(), tensor, splits, named_group))
         assert isinstance(result, tuple)
         ctx.named_group, ctx.splits = named_group, result[1].tolist()
@@ -84,17 +84,17 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # noqa: ANN401 - torch's own
-        """Return the gradient of what this rank sent, from those it went to."""
+        """Return the gradient of the rows that this rank sent."""
         result = wait_result(collectives.all_to_all(current_world(), grad, ctx.splits, ctx.named_group))
         assert isinstance(result, tuple)
         return None, None, result[0]
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return all members' tensors, one behind the other along the first dim, in which they may differ.
+    """Return all members' tensors, concatenated along the first dim, in which they may differ.
 
     Raises:
-        HorovodInternalError: they differ in something else, or another rank is gone or late.
+        HorovodInternalError: they differ in other dims or dtype, or another rank has exited or is late.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -102,14 +102,14 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return all members' tensors, each list place by itself."""
+    """Return all members' tensors, concatenated for each position of the list."""
     return list(_AllGather.apply(_named_group(name, process_set), *tensors))  # type: ignore[no-untyped-call]
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> HorovodHandle:
-    """Return the handle of an allgather; it waits here until all members have told the shapes of their tensors."""
+    """Return the handle of an allgather; the shapes are exchanged before it returns."""
     return grouped_allgather_async([tensor], name, process_set)
 
 
@@ -123,7 +123,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the root's tensor; this rank's stays as it is."""
+    """Return the root's tensor; this rank's tensor is not changed."""
     result: Tensor = _Broadcast.apply(_named_group(name, process_set), root_rank, tensor)  # type: ignore[no-untyped-call]
     return result
 
@@ -147,7 +147,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensor, which holds the root's numbers."""
+    """Broadcast into the tensor itself, and return it."""
     wait_result(broadcast_async_(tensor, root_rank, name, process_set))
     return tensor
 
@@ -155,13 +155,14 @@ def broadcast_(
 def _resolve_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, named_group: NamedGroup) -> list[int]:
     if splits is not None:
         return splits.tolist() if isinstance(splits, Tensor) else list(splits)
-    each, left = divmod(len(tensor), len(named_group.group))
-    if left:
+    num_rows, remainder = divmod(len(tensor), len(named_group.group))
+    if remainder:
         raise PlanError(
-            f"alltoall of {named_group.name}: {len(tensor)} rows cannot be split evenly among {len(named_group.group)} ranks; "
+            f"alltoall of {named_group.name}: {len(tensor)} rows cannot be split evenly among {len(named_group.group)} "
+            "ranks; "
             "give splits, one count per rank"
         )
-    return [each] * len(named_group.group)
+    return [num_rows] * len(named_group.group)
 
 
 def alltoall(
@@ -170,17 +171,17 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:  # noqa: ANN401 - a tensor, or two
-    """Return the rows that all members send to this one; where splits are given, also how many each has sent.
+    """Return the rows that all members send to this rank; if splits are given, also how many each sent.
 
     Args:
-        tensor: rows for all members, in their order; all but the first dim are the same everywhere.
-        splits: how many rows go to each; evenly many where left out.
+        tensor: rows for all members, in their order; the other dims are the same on all members.
+        splits: number of rows for each member; equal by default.
         name: for errors and the timeline.
-        process_set: who takes part.
+        process_set: members.
 
     Raises:
-        HorovodInternalError: the tensors do not fit, or another rank is gone or late.
-        PlanError: the splits do not cut the tensor.
+        HorovodInternalError: the tensors do not match, or another rank has exited or is late.
+        PlanError: the splits do not match the tensor.
     """
     among = _named_group(name, process_set)
     rows, received = _AllToAll.apply(among, _resolve_splits(tensor, splits, among), tensor)  # type: ignore[no-untyped-call]
@@ -193,9 +194,9 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> HorovodHandle:
-    """Return the handle of an alltoall, whose result is the rows and how many each has sent.
+    """Return the handle of an alltoall, whose result is the rows and how many each member sent.
 
-    It waits here until all members have told how they split.
+    The splits are exchanged before it returns.
     """
     among = _named_group(name, process_set)
     return collectives.all_to_all(current_world(), tensor, _resolve_splits(tensor, splits, among), among)
@@ -204,23 +205,23 @@ def alltoall_async(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: ReductionOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Return what ``synchronize`` takes: all members' entries of a sparse tensor together, or their mean.
+    """Return a function for ``synchronize`` that returns the sum or mean of all members' sparse tensors.
 
     Args:
-        tensor: in coordinate form.
+        tensor: in COO format.
         name: for errors and the timeline.
         op: Sum or Average.
-        process_set: who takes part.
+        process_set: members.
     """
     among = _named_group(name, process_set)
-    given = tensor.coalesce()
-    parts = [given.indices().T.contiguous(), given.values()]
-    starting = collectives.all_gather(current_world(), parts, among)
+    coalesced = tensor.coalesce()
+    parts = [coalesced.indices().T.contiguous(), coalesced.values()]
+    handle = collectives.all_gather(current_world(), parts, among)
 
-    def gathered() -> Tensor:
-        indices, values = wait_tensors(starting)
+    def wait_sparse() -> Tensor:
+        indices, values = wait_tensors(handle)
         if op == ReductionOp.AVERAGE:
             values = values / len(among.group)
         return torch.sparse_coo_tensor(indices.T, values, tensor.shape, check_invariants=False)
 
-    return gathered
+    return wait_sparse

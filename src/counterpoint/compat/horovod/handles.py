@@ -1,4 +1,4 @@
-"""Operations that go on: who started them keeps a handle, asks whether they are over, and waits for them."""
+"""Handles of asynchronous operations."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class JoinableCollective:
     """A collective of the fabric that ranks without data can take part in, with zeros.
 
     Args:
-        verb: of a sum over ranks; ``gather`` collects one row of every rank.
-        label: as the fabric is told it.
-        dtype: of the tensor, by its name in torch.
-        shape: of the tensor; of a row where rows are collected.
+        op: reduction over ranks; ``gather`` collects one row of every rank.
+        label: of the collective in the fabric.
+        dtype: torch's name of the tensor's dtype.
+        shape: of the tensor; of one row for a gather.
     """
 
     op: Reduction | Literal["gather"]
@@ -37,13 +37,13 @@ class JoinableCollective:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """An operation as the program asked for it.
+    """An operation requested by the program.
 
     Args:
         kind: ``allreduce`` and so on.
         name: of the tensor.
-        group: among whom.
-        parts: what ranks that have joined do meanwhile; None where they cannot.
+        group: members.
+        joinable: collectives that joined ranks take part in; None if they cannot.
     """
 
     kind: str
@@ -52,21 +52,21 @@ class OpRequest:
     joinable: tuple[JoinableCollective, ...] | None = None
 
     def __str__(self) -> str:
-        """Read as in an error."""
+        """Return the operation as shown in errors."""
         return f"{self.kind} of {self.name}"
 
 
 class HorovodHandle:
-    """What an asynchronous operation returns: for ``poll`` and ``synchronize``, and kept until then.
+    """Handle of an asynchronous operation, for ``poll`` and ``synchronize``.
 
     Args:
-        call: what was asked for.
-        works: what is under way.
-        finish: returns the result, when all that is complete.
-        turn: the operations of all ranks that were started before; -1 where not all ranks take part.
+        request: of the operation.
+        works: pending collectives.
+        finish: returns the result after all are complete.
+        sequence: number of earlier operations of all ranks; -1 if not all ranks take part.
 
     Attributes:
-        asked_since_s: when a program first asked whether it is over and was told that it is not; None before.
+        first_polled_s: when the program first polled the operation before it was complete; None otherwise.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class HorovodHandle:
         return self._finish is None
 
     def poll(self) -> bool:
-        """Return whether it is over; where it is, waiting returns at once."""
+        """Return whether it is complete, so that waiting returns at once."""
         with translate_peer_errors():
             while self._works and self._works[0].completes_within(0.0):
                 self._works.pop(0)
         return not self._works
 
     def wait(self, wait_for_work: Callable[[Work, OpRequest], None]) -> Result:
-        """Return the result, when it is there.
+        """Wait for the result and return it.
 
         Args:
-            patiently: waits for one collective of the fabric.
+            wait_for_work: waits for one collective of the fabric.
         """
         if self._finish is not None:
             with translate_peer_errors(), torch.no_grad():
@@ -108,10 +108,10 @@ class HorovodHandle:
 
 
 class HandleTable:
-    """The operations of this rank that nobody has waited for; their tensors live as long.
+    """Operations of this rank that have not been waited for; it keeps their tensors alive.
 
     Args:
-        patiently: waits for one collective of the fabric.
+        wait_for_work: waits for one collective of the fabric.
     """
 
     def __init__(self, wait_for_work: Callable[[Work, OpRequest], None]) -> None:
@@ -120,12 +120,12 @@ class HandleTable:
         self._handles: dict[HorovodHandle, float] = {}
 
     def add(self, handle: HorovodHandle) -> HorovodHandle:
-        """Remember it."""
+        """Register a handle and return it."""
         self._handles[handle] = self.timeline.now_us() if self.timeline is not None else 0.0
         return handle
 
     def finish(self, handle: HorovodHandle) -> Result:
-        """Return its result, when it is there."""
+        """Wait for the result of a handle and return it."""
         if handle.is_done:
             return handle.wait(self._wait_for_work)
         timeline = self.timeline
@@ -139,10 +139,10 @@ class HandleTable:
                 timeline.record(handle.request.name, handle.request.kind.upper(), started_us)
 
     def finish_all(self) -> None:
-        """Nothing is under way."""
+        """Wait for all operations."""
         while self._handles:
             self.finish(next(iter(self._handles)))
 
     def global_handles(self) -> list[HorovodHandle]:
-        """Return the operations in which all ranks take part, in the order in which they were started."""
+        """Return the operations of all ranks, in the order in which they were started."""
         return [handle for handle in self._handles if handle.sequence >= 0]

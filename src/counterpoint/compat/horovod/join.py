@@ -1,9 +1,13 @@
-"""Ranks that have run out of data follow the others, with zeros, until all have.
+"""Ranks without more data take part in the other ranks' operations with zeros, until all have joined.
 
-A rank cannot know that another has joined before it waits for it; so nothing is said or asked until a rank has waited
-for longer than a moment. Then it looks at a board: if somebody has joined, it posts there what it has started and, from
-then on, whatever it starts; those that have joined read it and take part. A program in which no rank ever joins before
-the others pays nothing.
+A rank cannot know that another has joined before it waits for it. So a rank checks a key-value store on rank 0 only
+after it has waited for some time. If a rank has joined, it writes there what it has started and, from then on, whatever
+it starts; joined ranks read it and take part:
+
+    rank 0: allreduce(a) starts, waits 20 ms, finds that rank 1 has joined, writes call/0 = allreduce(a)
+    rank 1: join() reads call/0, takes part with zeros, then reads call/1 ... until all have joined
+
+A program in which all ranks join at the same time pays nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +26,22 @@ from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.shared_store import SharedStore
 
-FIRST_POLL_S: Final = 0.02  # so long a rank waits before it looks at the board
-MAX_POLL_S: Final = 0.5  # between two looks, in the end
-JOINED_POLL_S: Final = 0.0005  # between two looks of a rank that has joined
-STALL_WARNING_S: Final = 60.0  # then a rank that waits says so
+FIRST_POLL_S: Final = 0.02  # wait of a rank before it checks the store
+MAX_POLL_S: Final = 0.5  # longest time between two checks
+JOINED_POLL_S: Final = 0.0005  # between two checks of a joined rank
+STALL_WARNING_S: Final = 60.0  # wait after which a warning is logged
 
 
 class JoinState:
-    """What one rank knows of those that have joined.
+    """What a rank knows about joined ranks.
 
     Args:
         fabric: of this rank.
-        board: opens the board when it is needed for the first time; None where there is none.
-        started: the operations of all ranks that this rank has started and not waited for.
+        open_store: opens the store on first use; returns None if there is none.
+        started: returns the operations of all ranks that this rank has started and not waited for.
 
     Attributes:
-        board: as given.
+        open_store: as given.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class JoinState:
         self._last_checked_s = time.monotonic()
 
     def announce(self, request: OpRequest, sequence: int) -> None:
-        """Those that have joined know what this rank is about to start.
+        """Tell joined ranks about an operation that this rank is about to start.
 
         Raises:
             HorovodInternalError: they cannot take part in it.
@@ -63,27 +67,27 @@ class JoinState:
             self._publish(request, sequence)
 
     def wait(self, work: Work, request: OpRequest) -> None:
-        """The collective is complete.
+        """Wait until the collective is complete.
 
         Raises:
-            HorovodInternalError: the deadline has passed, or a member has joined and cannot take part.
-            PeerError: the members disagree, or one of them is gone.
+            HorovodInternalError: the timeout has passed, or a member has joined and cannot take part.
+            PeerError: the members disagree, or one has exited.
         """
         if work.completes_within(FIRST_POLL_S):
             return
-        began, pause_s, has_stalled = time.monotonic(), FIRST_POLL_S, False
+        started_s, pause_s, has_stalled = time.monotonic(), FIRST_POLL_S, False
         while not work.completes_within(pause_s):
-            waited_s = self._check_deadline(request, began)
+            waited_s = self._check_timeout(request, started_s)
             if waited_s > STALL_WARNING_S and not has_stalled:
                 self._report_stall(request, waited_s)
                 has_stalled = True
             pause_s = min(2 * pause_s, MAX_POLL_S)
             self._check_joined_ranks(request)
-        if has_stalled and (board := self.open_store()) is not None:
-            board.delete(f"stalled/{self._fabric.rank}")
+        if has_stalled and (store := self.open_store()) is not None:
+            store.delete(f"stalled/{self._fabric.rank}")
 
     def poll(self, handle: HorovodHandle) -> bool:
-        """Return whether it is over; a program that asks again and again is told in the end what is wrong.
+        """Return whether the operation is complete; repeated polling raises the errors of :meth:`wait`.
 
         Raises:
             HorovodInternalError: as :meth:`wait`.
@@ -93,126 +97,131 @@ class JoinState:
         now = time.monotonic()
         if handle.first_polled_s is None:
             handle.first_polled_s = now
-        self._check_deadline(handle.request, handle.first_polled_s)
+        self._check_timeout(handle.request, handle.first_polled_s)
         if now - self._last_checked_s > FIRST_POLL_S:
             self._last_checked_s = now
             self._check_joined_ranks(handle.request)
         return False
 
     def join(self, sequence: int, contribute_zeros: Callable[[Sequence[JoinableCollective]], None]) -> tuple[int, int]:
-        """Return the rank that joined last, and the turn: all have joined, and this one has followed them until then.
+        """Take part with zeros until all ranks have joined; return the last rank to join, and the next sequence number.
 
         Args:
-            turn: the operations of all ranks that this one has started; all are complete.
-            mirror: takes part in an operation, with zeros.
+            sequence: number of operations of all ranks that this rank has started; all are complete.
+            contribute_zeros: takes part in an operation.
 
         Raises:
-            HorovodInternalError: the others do what this rank cannot follow, or nothing within the deadline.
+            HorovodInternalError: the others start an operation that joined ranks cannot take part in, or nothing before
+                the timeout.
         """
-        board, rank, num_ranks = self.open_store(), self._fabric.rank, self._fabric.num_ranks
+        store, rank, num_ranks = self.open_store(), self._fabric.rank, self._fabric.num_ranks
         if num_ranks == 1:
             return 0, sequence
-        if board is None:
+        if store is None:
             raise HorovodInternalError(
-                "join needs a port at which rank 0 can be reached, and none could be opened; pad the data instead, so "
-                "that all ranks have the same number of batches, or give a MASTER_ADDR that is an address of its host"
+                "join needs a reachable port on rank 0, and none could be opened; pad the data so "
+                "that all ranks have the same number of batches, or set MASTER_ADDR to an address of rank 0's host"
             )
-        place = f"join/{self._round}"
-        board.set(f"{place}/here/{rank}", "here")
-        if board.increment(f"{place}/count") == num_ranks:
-            board.set(f"{place}/last", str(rank))
-        for at in count(sequence):
-            parts = self._next_operation(board, place, at)
-            if parts is None:
+        prefix = f"join/{self._round}"
+        store.set(f"{prefix}/here/{rank}", "here")
+        if store.increment(f"{prefix}/count") == num_ranks:
+            store.set(f"{prefix}/last", str(rank))
+        for index in count(sequence):
+            collectives = self._next_operation(store, prefix, index)
+            if collectives is None:
                 break
-            contribute_zeros(parts)
-            sequence = at + 1
-        last = int(board.get(f"{place}/last") or 0)
-        self._fabric.barrier(tuple(range(num_ranks)))  # nobody leaves while another may still look at the board
+            contribute_zeros(collectives)
+            sequence = index + 1
+        last = int(store.get(f"{prefix}/last") or 0)
+        self._fabric.barrier(tuple(range(num_ranks)))  # rank 0 serves the store until all have read it
         self._round += 1
         self._has_joined_ranks = False
         return last, sequence
 
-    def _check_deadline(self, request: OpRequest, began_s: float) -> float:
-        """Return how long this rank has waited; an error where that is too long."""
+    def _check_timeout(self, request: OpRequest, began_s: float) -> float:
+        """Return how long this rank has waited; raise an error after the timeout."""
         waited_s = time.monotonic() - began_s
         if waited_s > self._fabric.timeout_s:
             raise self._fail(
-                f"rank {self._fabric.rank} waited {waited_s:.1f} s for {request} with {format_ranks(self._other_members(request))}: "
-                f"the deadline of {self._fabric.timeout_s:.1f} s has passed; every member must start it: look at "
-                "what the others did instead, or raise the deadline with `counterpoint run --deadline` where they "
+                f"rank {self._fabric.rank} waited {waited_s:.1f} s for {request} with "
+                f"{format_ranks(self._other_members(request))}: "
+                f"the timeout of {self._fabric.timeout_s:.1f} s has passed; every member must start it: check "
+                "what the others do instead, or raise the timeout with `counterpoint run --timeout` if they "
                 "are only slow"
             )
         return waited_s
 
-    def _next_operation(self, store: SharedStore, place: str, sequence: int) -> list[JoinableCollective] | None:
-        """Return the operation whose turn it is, when somebody has started it; None when all have joined instead."""
-        end = time.monotonic() + self._fabric.timeout_s
+    def _next_operation(self, store: SharedStore, prefix: str, sequence: int) -> list[JoinableCollective] | None:
+        """Wait for the operation with this sequence number and return it; None when all ranks have joined instead."""
+        deadline = time.monotonic() + self._fabric.timeout_s
         pause_s = JOINED_POLL_S
         while True:
-            have_all_joined = store.get(f"{place}/last") is not None
-            words = store.get(f"{place}/call/{sequence}")
-            if words is not None:
-                return [JoinableCollective(**{**part, "shape": tuple(part["shape"])}) for part in json.loads(words)]
+            have_all_joined = store.get(f"{prefix}/last") is not None
+            encoded = store.get(f"{prefix}/call/{sequence}")
+            if encoded is not None:
+                return [
+                    JoinableCollective(**{**collective, "shape": tuple(collective["shape"])})
+                    for collective in json.loads(encoded)
+                ]
             if have_all_joined:
                 return None
-            failure = store.get(f"{place}/failed")
+            failure = store.get(f"{prefix}/failed")
             if failure is not None:
-                store.set(f"{place}/heard/{self._fabric.rank}", "heard")
+                store.set(f"{prefix}/seen/{self._fabric.rank}", "seen")
                 raise HorovodInternalError(f"rank {self._fabric.rank}, which has joined, was stopped: {failure}")
             if store.is_lost:
-                self._fabric.barrier(tuple(range(self._fabric.num_ranks)))  # the fabric knows why rank 0 has ended
-            if time.monotonic() > end:
+                self._fabric.barrier(tuple(range(self._fabric.num_ranks)))  # raises why rank 0 has exited
+            if time.monotonic() > deadline:
                 missing = sorted(set(range(self._fabric.num_ranks)) - set(self._joined_ranks(store)))
                 raise self._fail(
                     f"rank {self._fabric.rank} has joined and waited {self._fabric.timeout_s:.1f} s for "
-                    f"{format_ranks(missing)} to go on or to join; every rank must call join: look at what "
-                    f"{format_ranks(missing)} did instead"
+                    f"{format_ranks(missing)} to continue or to join; every rank must call join: check what "
+                    f"{format_ranks(missing)} do instead"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, FIRST_POLL_S / 4)
 
     def _check_joined_ranks(self, request: OpRequest) -> None:
-        """If somebody has joined, those who have know what this rank has started."""
-        board = None if self._has_joined_ranks and len(request.group) == self._fabric.num_ranks else self.open_store()
-        if board is None or board.get(f"join/{self._round}/count") is None:
+        """If a rank has joined, publish what this rank has started."""
+        store = None if self._has_joined_ranks and len(request.group) == self._fabric.num_ranks else self.open_store()
+        if store is None or store.get(f"join/{self._round}/count") is None:
             return
-        absent = sorted(set(self._joined_ranks(board)) & set(request.group))
+        joined = sorted(set(self._joined_ranks(store)) & set(request.group))
         if len(request.group) < self._fabric.num_ranks:
-            if absent:
-                raise self._reject(
-                    board, request, f"{format_ranks(absent)} joined; a rank that has joined follows only"
-                )
+            if joined:
+                raise self._reject(store, request, f"{format_ranks(joined)} joined; a joined rank takes part only in")
             return
         self._has_joined_ranks = True
         for handle in self._started():
             self._publish(handle.request, handle.sequence)
         if request.joinable is None:
-            raise self._reject(board, request, f"{format_ranks(absent)} joined; a rank that has joined follows only")
+            raise self._reject(store, request, f"{format_ranks(joined)} joined; a joined rank takes part only in")
 
     def _publish(self, request: OpRequest, sequence: int) -> None:
-        board = self.open_store()
-        if board is None or sequence < 0:
+        store = self.open_store()
+        if store is None or sequence < 0:
             return
         if request.joinable is None:
             raise self._reject(
-                board, request, f"{format_ranks(self._joined_ranks(board))} joined; a rank that has joined follows only"
+                store, request, f"{format_ranks(self._joined_ranks(store))} joined; a joined rank takes part only in"
             )
-        board.set(f"join/{self._round}/call/{sequence}", json.dumps([asdict(part) for part in request.joinable]))
+        store.set(
+            f"join/{self._round}/call/{sequence}", json.dumps([asdict(collective) for collective in request.joinable])
+        )
 
-    def _reject(self, store: SharedStore, request: OpRequest, why: str) -> HorovodInternalError:
+    def _reject(self, store: SharedStore, request: OpRequest, reason: str) -> HorovodInternalError:
         text = (
-            f"rank {self._fabric.rank} starts {request} among {format_ranks(request.group)} after {why} "
+            f"rank {self._fabric.rank} starts {request} among {format_ranks(request.group)} after {reason} "
             "allreduce, grouped_allreduce and barrier of all ranks; call it before any rank joins, or pad the data so "
             "that all ranks have the same number of batches"
         )
-        place = f"join/{self._round}"
-        store.set(f"{place}/failed", text)
-        end = time.monotonic() + MAX_POLL_S
-        while any(store.get(f"{place}/heard/{other}") is None for other in self._joined_ranks(store)):
-            if time.monotonic() > end:
+        prefix = f"join/{self._round}"
+        store.set(f"{prefix}/failed", text)
+        deadline = time.monotonic() + MAX_POLL_S
+        while any(store.get(f"{prefix}/seen/{other}") is None for other in self._joined_ranks(store)):
+            if time.monotonic() > deadline:
                 break
-            time.sleep(JOINED_POLL_S)  # the board is gone when rank 0 ends
+            time.sleep(JOINED_POLL_S)  # the store is lost when rank 0 exits
         return self._fail(text)
 
     def _fail(self, text: str) -> HorovodInternalError:
@@ -220,19 +229,19 @@ class JoinState:
         return HorovodInternalError(text)
 
     def _joined_ranks(self, store: SharedStore) -> Group:
-        everybody = range(self._fabric.num_ranks)
-        return tuple(rank for rank in everybody if store.get(f"join/{self._round}/here/{rank}") is not None)
+        all_ranks = range(self._fabric.num_ranks)
+        return tuple(rank for rank in all_ranks if store.get(f"join/{self._round}/here/{rank}") is not None)
 
     def _other_members(self, request: OpRequest) -> list[int]:
         return [member for member in request.group if member != self._fabric.rank]
 
     def _report_stall(self, request: OpRequest, waited_s: float) -> None:
-        """Say who is not there, as far as it is known: those that do not wait for the same."""
-        board = self.open_store()
-        if board is None:
+        """Log which members are not waiting for the same operation."""
+        store = self.open_store()
+        if store is None:
             return
-        board.set(f"stalled/{self._fabric.rank}", str(request))
-        missing = [other for other in self._other_members(request) if board.get(f"stalled/{other}") != str(request)]
+        store.set(f"stalled/{self._fabric.rank}", str(request))
+        missing = [other for other in self._other_members(request) if store.get(f"stalled/{other}") != str(request)]
         logging.getLogger("counterpoint.horovod").warning(
             "rank %d has waited %.0f s for %s; %s not waiting for it: look at what they do instead",
             self._fabric.rank, waited_s, request, f"{format_ranks(missing)} {'is' if len(missing) == 1 else 'are'}",

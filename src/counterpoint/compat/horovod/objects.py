@@ -1,4 +1,4 @@
-"""Objects travel as data: JSON beside raw tensors. Nothing is pickled, so nothing that arrives can run code."""
+"""Objects encoded as JSON and raw tensors; nothing is pickled, so received data cannot run code."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def encode_object(value: object, where: str = "the object") -> Tensor:
     """Return the value as bytes: None, numbers, text, bytes, lists, tuples, sets, dicts, dtypes, tensors and arrays.
 
     Args:
-        value: what travels.
-        where: what it is called, for the error.
+        value: to encode.
+        where: name of the value in errors.
 
     Raises:
-        DataError: a part of it is something else.
+        DataError: a part of it has another type.
 
     Example:
         >>> decode_object(encode_object({"epoch": 3, 7: (1.5, None)}))
@@ -41,7 +41,7 @@ def encode_object(value: object, where: str = "the object") -> Tensor:
 
 
 def decode_object(raw: Tensor) -> Any:  # noqa: ANN401 - whatever was encoded
-    """Return the value, its tensors in memory of their own."""
+    """Return the value; its tensors own their memory."""
     start = 8 + int(raw[:8].clone().view(torch.int64))
     tree = json.loads(raw[8:start].numpy().tobytes())
     return _from_tree(tree, raw[start:])
@@ -52,7 +52,7 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def _to_tree(value: object, where: str, payload: list[Tensor]) -> object:
-    """Return JSON in which all but plain values say what they are; tensors are added to the payload."""
+    """Return JSON in which all but plain values are tagged with their type; append tensors to ``payload``."""
     match value:
         case None | bool() | str():
             return value
@@ -80,14 +80,14 @@ def _to_tree(value: object, where: str, payload: list[Tensor]) -> object:
             return [kind, array.dtype.str, list(array.shape), *_append_tensor(raw, payload)]
         case _:
             raise DataError(
-                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel between ranks; "
-                "objects travel as data and are never pickled: send numbers, text, lists, tuples, sets, dicts, tensors "
-                "and numpy arrays, such as its state_dict(), and build the object from them on the other side"
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent; "
+                "objects are never pickled: send numbers, text, lists, tuples, sets, dicts, tensors "
+                "and numpy arrays, such as its state_dict(), and rebuild the object on the other ranks"
             )
 
 
 def _append_tensor(tensor: Tensor, payload: list[Tensor]) -> list[object]:
-    """Return dtype, shape and where its bytes are in the payload, where they now are."""
+    """Append a tensor to ``payload``, and return its dtype, shape, offset and length."""
     whole = tensor.contiguous()
     start = sum(len(part) for part in payload)
     raw = whole.reshape(-1).view(torch.uint8) if whole.numel() else _bytes(b"")
@@ -121,23 +121,23 @@ def _from_tree(tree: Any, payload: Tensor) -> Any:  # noqa: ANN401 - one line fo
 
 
 def broadcast_object(
-    obj: Any = None,  # noqa: ANN401 - whatever can travel
+    obj: Any = None,  # noqa: ANN401 - any supported object
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:  # noqa: ANN401
-    """Return the root's object: the root itself its own, all others an equal one.
+    """Return the root's object; the root gets its own, the others an equal one.
 
     Args:
-        obj: None, numbers, text, bytes, lists, tuples, sets, dicts, dtypes, tensors and numpy arrays, nested at will;
-            what the other ranks give is not looked at.
-        root_rank: a rank of the whole job.
+        obj: None, numbers, text, bytes, lists, tuples, sets, dicts, dtypes, tensors and numpy arrays, nested; ignored
+            on the other ranks.
+        root_rank: a global rank.
         name: for errors.
-        process_set: who takes part.
+        process_set: members.
 
     Raises:
-        DataError: a part of the object is of another type; it names which. The other ranks are told, too.
-        HorovodInternalError: another rank is gone or late.
+        DataError: a part of the object has another type; the error names it, also on the other ranks.
+        HorovodInternalError: another rank has exited or is late.
     """
     world, group = current_world(), member_group(process_set)
     name = name or "an object"
@@ -153,15 +153,15 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: Any,  # noqa: ANN401 - whatever can travel
+    obj: Any,  # noqa: ANN401 - any supported object
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return all members' objects, in the order of their ranks; the types are those of :func:`broadcast_object`.
+    """Return all members' objects, in rank order; the types are those of :func:`broadcast_object`.
 
     Raises:
-        DataError: a part of the own object is of another type.
-        HorovodInternalError: another rank is gone or late, or has an object that cannot travel.
+        DataError: a part of this rank's object has another type.
+        HorovodInternalError: another rank has exited or is late, or its object cannot be encoded.
     """
     world, group = current_world(), member_group(process_set)
     name = name or "an object"
@@ -180,12 +180,12 @@ def _try_encode(value: object) -> tuple[Tensor, DataError | None]:
 
 
 def _check_all_encoded(sizes: list[list[int]], group: tuple[int, ...], name: str, own: DataError | None) -> None:
-    """All objects can travel; the rank whose does not says why, and the others say whose it is."""
+    """Raise unless all objects could be encoded; other ranks' errors name the rank."""
     if own is not None:
         raise own
     for member, (size,) in zip(group, sizes, strict=True):
         if size < 0:
             raise DataError(
-                f"{name} of rank {member} cannot travel between ranks; objects travel as data and are never pickled: "
-                f"the error of rank {member} says which part it is"
+                f"{name} of rank {member} cannot be sent; objects are never pickled: "
+                f"the error of rank {member} names the part"
             )

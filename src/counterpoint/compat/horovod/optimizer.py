@@ -1,6 +1,11 @@
-"""Gradients of many ranks become one while the backward pass still runs: in buckets, in an order all agree on.
+"""``DistributedOptimizer``: a torch optimizer whose gradients are reduced over all ranks.
 
-``DistributedOptimizer``: an optimizer of torch whose gradients are those of all ranks.
+The gradients are reduced in buckets while the backward pass still runs, in an order that all ranks agree on in the
+first step:
+
+    backward        grad 3 | grad 2 | grad 1 | grad 0
+    buckets                 [3, 2] starts     [1, 0] starts
+    step                                             waits for both, then updates
 """
 
 from __future__ import annotations
@@ -39,11 +44,11 @@ class ReductionSettings:
     """How gradients are reduced.
 
     Args:
-        compression: what is done to each before and after.
-        reduce: the reduction of a bucket.
-        process_set: among whom.
-        groups: parameters that are reduced together, as numbers in their list; None: as many as fit.
-        sparse_as_dense: whether sparse gradients travel with their zeros.
+        compression: of each gradient.
+        reduce: reduction of a bucket.
+        process_set: members.
+        groups: indices of parameters to reduce together; None fills buckets up to the fusion threshold.
+        sparse_as_dense: whether sparse gradients are sent as dense.
     """
 
     compression: type[Compressor]
@@ -55,12 +60,12 @@ class ReductionSettings:
 
 @dataclass(slots=True)
 class GradientBucket:
-    """Gradients that travel as one; each has its place in one flat tensor.
+    """Gradients that are reduced in one flat tensor.
 
     Args:
-        members: numbers of the parameters, in the order in which their gradients are ready.
-        flat: their compressed gradients, back to back.
-        slots: the place of each, in its compressed shape.
+        members: parameter indices, in the order in which their gradients become ready.
+        flat: the compressed gradients, concatenated.
+        slots: view of each gradient in ``flat``, in its compressed shape.
         name: for errors and the timeline.
     """
 
@@ -74,15 +79,15 @@ class GradientBucket:
 
 
 class GradientReducer:
-    """The gradients of one optimizer, reduced among the members of its process set.
+    """Reducer of an optimizer's gradients over the members of a process set.
 
-    The first time, they are reduced after the backward pass; by then it is known in which order they become ready and
-    which are sparse, and the ranks agree on buckets. From then on a bucket is started as soon as it is full and those
-    before it have been started. A gradient that a rank does not have counts as zeros.
+    In the first step they are reduced after the backward pass; by then the order in which they become ready and which
+    are sparse is known, and the ranks agree on buckets. Later, a bucket starts as soon as it is full and all buckets
+    before it have started. A gradient that a rank does not have counts as zeros.
 
     Args:
-        named: the parameters, with different names.
-        settings: how.
+        named_parameters: with distinct names.
+        settings: of the reduction.
     """
 
     def __init__(self, named_parameters: NamedParameters, settings: ReductionSettings) -> None:
@@ -97,18 +102,20 @@ class GradientReducer:
         self._sparse: list[int] = []
         self._next = 0
         self.has_accumulated = False
-        facts = [(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._named]
-        ends = f"{facts[0][0]} to {facts[-1][0]}, " if facts else ""
-        self._label = f"{BUCKET_ORDER_LABEL} of {len(facts)} parameters, {ends}{digest(*facts).hex()[:8]}"
-        own = weakref.ref(self)
-        for number, (_, param) in enumerate(self._named):
-            param.register_post_accumulate_grad_hook(_make_hook(own, number))  # type: ignore[no-untyped-call]
+        descriptions = [(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._named]
+        first_and_last = f"{descriptions[0][0]} to {descriptions[-1][0]}, " if descriptions else ""
+        self._label = (
+            f"{BUCKET_ORDER_LABEL} of {len(descriptions)} parameters, {first_and_last}{digest(*descriptions).hex()[:8]}"
+        )
+        weak_self = weakref.ref(self)
+        for index, (_, param) in enumerate(self._named):
+            param.register_post_accumulate_grad_hook(_make_hook(weak_self, index))  # type: ignore[no-untyped-call]
 
     def check_known(self, params: Iterable[Tensor]) -> None:
-        """All trained parameters are known here.
+        """Check that all trained parameters are registered.
 
         Raises:
-            CallOrderError: some came later, and their gradients would be those of this rank alone.
+            CallOrderError: some were added later, and their gradients would not be reduced.
         """
         unknown = [param for param in params if param.requires_grad and id(param) not in self._known_ids]
         if unknown:
@@ -119,12 +126,12 @@ class GradientReducer:
             )
 
     def set_passes(self, passes: int) -> None:
-        """A step has so many backward passes from now on; what was counted is forgotten."""
+        """Set the number of backward passes per step, and reset their counts."""
         self.passes = passes
         self._passes_left = [passes] * len(self._named)
 
     def reset(self) -> None:
-        """Nothing is ready, as before a step."""
+        """Reset to the state before a step."""
         self._passes_left = [self.passes] * len(self._named)
         self._ready.clear()
         self._next = 0
@@ -133,47 +140,47 @@ class GradientReducer:
             bucket.pending = set(bucket.members)
             bucket.handle = None
 
-    def on_grad_accumulated(self, number: int) -> None:
-        """A backward pass has added to this gradient.
+    def on_grad_accumulated(self, index: int) -> None:
+        """Count a backward pass that has accumulated this gradient; start its bucket when that is full.
 
         Raises:
-            CallOrderError: that was one too many.
+            CallOrderError: there were more passes than ``backward_passes_per_step``.
         """
-        if self._passes_left[number] <= 0:
+        if self._passes_left[index] <= 0:
             raise CallOrderError(
-                f"the gradient of {self._named[number][0]} was computed more than backward_passes_per_step="
-                f"{self.passes} times before step(); it is being reduced already, so this pass would be lost: call "
+                f"the gradient of {self._named[index][0]} was computed more than backward_passes_per_step="
+                f"{self.passes} times before step(); it is already being reduced, so this pass would be lost: call "
                 "step() or synchronize() first, or raise backward_passes_per_step to accumulate gradients locally"
             )
         self.has_accumulated = True
-        self._passes_left[number] -= 1
-        if self._passes_left[number] == 0:
-            self._ready.append(number)
-            bucket = self._bucket_of.get(number)
+        self._passes_left[index] -= 1
+        if self._passes_left[index] == 0:
+            self._ready.append(index)
+            bucket = self._bucket_of.get(index)
             if bucket is not None:
-                self._copy_into_bucket(bucket, number)
+                self._copy_into_bucket(bucket, index)
                 self._start_full_buckets()
 
     def finish(self) -> None:
-        """Every parameter has the gradient of all members together."""
+        """Start all remaining buckets, wait for them, and store the reduced gradients."""
         if self._buckets is None:
             self._agree_on_buckets()
         assert self._buckets is not None
         for bucket in self._buckets:
-            for number in list(bucket.pending):
-                self._copy_into_bucket(bucket, number)
+            for index in list(bucket.pending):
+                self._copy_into_bucket(bucket, index)
         self._start_full_buckets()
-        sparse = [(number, self._start_sparse(number)) for number in self._sparse]
+        sparse = [(index, self._start_sparse(index)) for index in self._sparse]
         for bucket in self._buckets:
             assert bucket.handle is not None
             wait_result(bucket.handle)
             self._copy_from_bucket(bucket)
-        for number, gathered in sparse:
-            self._named[number][1].grad = gathered()
+        for index, wait_sparse in sparse:
+            self._named[index][1].grad = wait_sparse()
         self.reset()
 
     def _start_full_buckets(self) -> None:
-        """Buckets that are full are on their way, in the order that all members agree on."""
+        """Start full buckets in the agreed order."""
         buckets = self._buckets or []
         while self._next < len(buckets) and not buckets[self._next].pending:
             bucket = buckets[self._next]
@@ -182,124 +189,129 @@ class GradientReducer:
             self._next += 1
 
     @torch.no_grad()
-    def _copy_into_bucket(self, bucket: GradientBucket, number: int) -> None:
-        """The gradient, or zeros, stands in its place."""
-        param, slot = self._named[number][1], bucket.slots[number]
+    def _copy_into_bucket(self, bucket: GradientBucket, index: int) -> None:
+        """Copy the gradient, or zeros, into its slot."""
+        param, slot = self._named[index][1], bucket.slots[index]
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        given = param.grad.to_dense() if param.grad.is_sparse else param.grad
-        if given.data_ptr() != slot.data_ptr():
-            compressed, bucket.contexts[number] = self._settings.compression.compress(given)
+        dense_grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        if dense_grad.data_ptr() != slot.data_ptr():
+            compressed, bucket.contexts[index] = self._settings.compression.compress(dense_grad)
             slot.copy_(compressed)
-        bucket.pending.discard(number)
+        bucket.pending.discard(index)
 
     @torch.no_grad()
     def _copy_from_bucket(self, bucket: GradientBucket) -> None:
-        """Each parameter's gradient is the reduced one, where it lies if it was not compressed."""
-        for number, slot in bucket.slots.items():
-            param = self._named[number][1]
+        """Set each parameter's gradient to the reduced one, as a view of the bucket unless compressed."""
+        for index, slot in bucket.slots.items():
+            param = self._named[index][1]
             was_sparse = param.grad is not None and param.grad.is_sparse
-            reduced = self._settings.compression.decompress(slot, bucket.contexts.get(number))
-            whole = reduced.view(param.shape)
-            param.grad = whole.to_sparse(1) if was_sparse and self._settings.sparse_as_dense else whole
+            reduced = self._settings.compression.decompress(slot, bucket.contexts.get(index))
+            grad = reduced.view(param.shape)
+            param.grad = grad.to_sparse(1) if was_sparse and self._settings.sparse_as_dense else grad
 
-    def _start_sparse(self, number: int) -> Callable[[], Tensor]:
-        name, param = self._named[number]
+    def _start_sparse(self, index: int) -> Callable[[], Tensor]:
+        name, param = self._named[index]
         grad = param.grad
         if grad is None:
             grad = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape
             )
-        given = grad if grad.is_sparse else grad.to_sparse(1)
-        return sparse_allreduce_async(given, name, self._settings.reduce.op, self._settings.process_set)
+        sparse_grad = grad if grad.is_sparse else grad.to_sparse(1)
+        return sparse_allreduce_async(sparse_grad, name, self._settings.reduce.op, self._settings.process_set)
 
     def _agree_on_buckets(self) -> None:
-        """All members have the same buckets, in the same order."""
+        """Agree with all members on the same buckets in the same order."""
         world, group = current_world(), member_group(self._settings.process_set)
-        facts = torch.zeros(2, len(self._named) + 1, dtype=torch.int64)
-        own = self._grad_checksum()
-        facts[0, -1], facts[1, -1] = own, -own  # so that the largest of both tell whether all are the same
-        for place, number in enumerate(self._ready):
-            facts[0, number] = place + 1
+        local_facts = torch.zeros(2, len(self._named) + 1, dtype=torch.int64)
+        checksum = self._grad_checksum()
+        local_facts[0, -1], local_facts[1, -1] = (
+            checksum,
+            -checksum,
+        )  # MAX of x and of -x are opposite if all ranks have the same x
+        for position, index in enumerate(self._ready):
+            local_facts[0, index] = position + 1
         if not self._settings.sparse_as_dense:
-            for number, (_, param) in enumerate(self._named):
-                facts[1, number] = int(param.grad is not None and param.grad.is_sparse)
-        agreed = world.joined_results.pop(self._label, None)  # this rank had joined when the others agreed
+            for index, (_, param) in enumerate(self._named):
+                local_facts[1, index] = int(param.grad is not None and param.grad.is_sparse)
+        agreed = world.joined_results.pop(self._label, None)  # this rank had joined when the others agreed on the order
         if agreed is None:
             agreed = wait_tensor(
-                collectives.all_reduce(world, [facts], NamedGroup(self._label, group), ScaledReduction(ReductionOp.MAX))
+                collectives.all_reduce(
+                    world, [local_facts], NamedGroup(self._label, group), ScaledReduction(ReductionOp.MAX)
+                )
             )
-        (*places, most), (*flags, least) = agreed.tolist()
-        if own and most == -least and len(group) > 1 and world.fabric.rank == group[0]:
+        (*positions, max_checksum), (*sparse_flags, max_negated_checksum) = agreed.tolist()
+        if checksum and max_checksum == -max_negated_checksum and len(group) > 1 and world.fabric.rank == group[0]:
             warn_identical_gradients(group)
         count = len(self._named)
-        order = sorted(range(count), key=lambda number: (places[number] or count + 1, -number))
-        self._sparse = [number for number in order if flags[number]]
-        dense = [number for number in order if not flags[number]]
-        self._buckets = [self._make_bucket(numbers) for numbers in self._assign_buckets(dense, world.fusion_bytes)]
-        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.members}
+        order = sorted(range(count), key=lambda index: (positions[index] or count + 1, -index))
+        self._sparse = [index for index in order if sparse_flags[index]]
+        dense = [index for index in order if not sparse_flags[index]]
+        self._buckets = [self._make_bucket(indices) for indices in self._assign_buckets(dense, world.fusion_bytes)]
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.members}
 
     def _grad_checksum(self) -> int:
-        """Return a number that is the same for the same gradients; 0 for those of zeros."""
-        found = 0
+        """Return a checksum of the gradients; 0 for zeros."""
+        checksum = 0
         for _, param in self._named:
             if param.grad is not None:
                 grad = param.grad.coalesce() if param.grad.is_sparse else param.grad
                 for part in (grad.indices(), grad.values()) if grad.is_sparse else (grad,):
-                    found = (31 * found + sum_bits(part.contiguous())) % (1 << 48)
-        return found
+                    checksum = (31 * checksum + sum_bits(part.contiguous())) % (1 << 48)
+        return checksum
 
     def _assign_buckets(self, order: Sequence[int], fusion_bytes: int) -> list[list[int]]:
-        """Return the members of each bucket: of one dtype, as many as fit; in the order in which buckets are full."""
+        """Return the members of each bucket (one dtype, up to ``fusion_bytes``) in the order in which buckets fill."""
         groups = self._settings.groups
-        lots = {number: at for at, group in enumerate(groups or ()) for number in group}
+        group_of = {index: group_index for group_index, group in enumerate(groups or ()) for index in group}
         open_: dict[object, list[int]] = {}
         sizes: dict[object, int] = {}
-        cut: list[list[int]] = []
-        for number in order:
-            example = self._wire_example(number)
+        buckets: list[list[int]] = []
+        for index in order:
+            example = self._wire_example(index)
             size = example.numel() * example.element_size()
-            key = (example.dtype, lots.get(number, -1 - number) if groups is not None else None)
+            key = (example.dtype, group_of.get(index, -1 - index) if groups is not None else None)
             if groups is None and key in open_ and sizes[key] + size > fusion_bytes:
-                cut.append(open_.pop(key))
+                buckets.append(open_.pop(key))
             sizes[key] = size + (sizes[key] if key in open_ else 0)
-            open_.setdefault(key, []).append(number)
-        rank_of = {number: place for place, number in enumerate(order)}
-        return sorted([*cut, *open_.values()], key=lambda members: rank_of[members[-1]])
+            open_.setdefault(key, []).append(index)
+        position_of = {index: position for position, index in enumerate(order)}
+        return sorted([*buckets, *open_.values()], key=lambda members: position_of[members[-1]])
 
-    def _wire_example(self, number: int) -> Tensor:
-        """Return what a gradient looks like when it travels."""
-        return self._settings.compression.compress(torch.zeros_like(self._named[number][1]).detach())[0]
+    def _wire_example(self, index: int) -> Tensor:
+        """Return a tensor with the dtype and shape of the compressed gradient."""
+        return self._settings.compression.compress(torch.zeros_like(self._named[index][1]).detach())[0]
 
-    def _make_bucket(self, numbers: list[int]) -> GradientBucket:
-        examples = {number: self._wire_example(number) for number in numbers}
-        dtype = examples[numbers[0]].dtype
+    def _make_bucket(self, indices: list[int]) -> GradientBucket:
+        examples = {index: self._wire_example(index) for index in indices}
+        dtype = examples[indices[0]].dtype
         flat = current_world().fabric.empty(sum(example.numel() for example in examples.values()), dtype)
         parts = torch.split(flat, [example.numel() for example in examples.values()])
-        slots = {number: part.view(examples[number].shape) for number, part in zip(numbers, parts, strict=True)}
-        names = [self._named[number][0] for number in numbers]
+        slots = {index: part.view(examples[index].shape) for index, part in zip(indices, parts, strict=True)}
+        names = [self._named[index][0] for index in indices]
         name = names[0] if len(names) == 1 else f"gradients of {len(names)} parameters, {names[0]} to {names[-1]}"
-        return GradientBucket(numbers, flat, slots, name, pending=set(numbers))
+        return GradientBucket(indices, flat, slots, name, pending=set(indices))
 
 
 def warn_identical_gradients(group: Sequence[int]) -> None:
-    """Warn that ranks have come to the same gradient, bit for bit, from what each was fed."""
+    """Warn that ranks have bit-identical gradients, so they probably train on the same samples."""
     warnings.warn(
-        f"{format_ranks(group)} came to the same gradient in their first step, bit for bit, so they were fed the same "
+        f"{format_ranks(group)} have bit-identical gradients in their first step, so they trained on the same "
         f"samples: {len(group)} ranks do the work of one, and an epoch is read {len(group)} times; give each rank "
-        "samples of its own, for a DataLoader with DistributedSampler(dataset, hvd.size(), hvd.rank())",
+        "its own samples, with a DataLoader of DistributedSampler(dataset, hvd.size(), hvd.rank())",
         RuntimeWarning,
         stacklevel=5,
     )
 
 
-def _make_hook(owner: weakref.ref[GradientReducer], number: int) -> Callable[[Tensor], None]:
-    """Return a hook that does nothing when the optimizer is gone."""
+def _make_hook(owner: weakref.ref[GradientReducer], index: int) -> Callable[[Tensor], None]:
+    """Return a gradient hook that does nothing after the optimizer has been freed."""
 
     def accumulated(_: Tensor) -> None:
-        gradients = owner()
-        if gradients is not None:
-            gradients.on_grad_accumulated(number)
+        reducer = owner()
+        if reducer is not None:
+            reducer.on_grad_accumulated(index)
 
     return accumulated
 
@@ -310,7 +322,7 @@ Closure = Callable[[], Any]
 
 
 class _DistributedMixin:
-    """What ``DistributedOptimizer`` adds to the class of an optimizer: gradients are reduced before a step."""
+    """Methods that ``DistributedOptimizer`` adds to an optimizer class: it reduces gradients before a step."""
 
     _reducer: GradientReducer | None
     _is_synchronized: bool
@@ -319,23 +331,23 @@ class _DistributedMixin:
     param_groups: list[dict[str, Any]]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """A step has so many backward passes from now on."""
+        """Set the number of backward passes per step."""
         self.backward_passes_per_step = passes
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
     def load_state_dict(self, state_dict: Any) -> None:  # noqa: ANN401 - torch's own
-        """The optimizer is as it was saved, before a step."""
+        """Load the state, and reset to the state before a step."""
         if self._reducer is not None:
             self._reducer.reset()
         self._is_synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def synchronize(self) -> None:
-        """Every parameter's gradient is that of all members; ``step`` need not do it again.
+        """Reduce all gradients now; ``step`` need not do it again.
 
         Raises:
-            HorovodInternalError: another rank has other parameters, is gone or late.
+            HorovodInternalError: another rank has other parameters, has exited or is late.
         """
         if self._reducer is not None:
             self._reducer.check_known(param for group in self.param_groups for param in group["params"])
@@ -344,7 +356,7 @@ class _DistributedMixin:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step`` takes the gradients as they are: they have been synchronized, and perhaps clipped since then."""
+        """Make ``step`` use the gradients as they are: they were synchronized, and may have been clipped."""
         self._should_synchronize = False
         try:
             yield
@@ -352,10 +364,10 @@ class _DistributedMixin:
             self._should_synchronize = True
 
     def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - what the closure returns
-        """The parameters have been updated with the gradients of all members.
+        """Reduce the gradients over all members and update the parameters.
 
         Args:
-            closure: computes the loss and its gradients; they are synchronized each time it is called.
+            closure: computes the loss and its gradients; they are reduced after each call.
         """
         if closure is not None:
             return super().step(self._with_synchronize(closure))  # type: ignore[misc]
@@ -371,15 +383,15 @@ class _DistributedMixin:
         return super().step()  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's own
-        """The gradients are gone, or zeros.
+        """Clear the gradients.
 
         Raises:
-            CallOrderError: a backward pass has fed them, and they may be on their way to the other ranks.
+            CallOrderError: a backward pass has accumulated gradients, and they may be in flight.
         """
         if self._reducer is not None and self._reducer.has_accumulated:
             raise CallOrderError(
-                "zero_grad() was called after backward() and before step() or synchronize(); the gradients are on "
-                "their way to the other ranks: call it before backward(), or after step()"
+                "zero_grad() was called after backward() and before step() or synchronize(); the gradients are "
+                "being reduced: call it before backward(), or after step()"
             )
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
@@ -395,7 +407,7 @@ class _DistributedMixin:
 
 
 class _DistributedAdasumMixin:
-    """What ``DistributedOptimizer(op=Adasum)`` adds: each rank steps alone, and the steps are combined by Adasum."""
+    """Methods that ``DistributedOptimizer(op=Adasum)`` adds: each rank steps locally, and the deltas are combined."""
 
     _named: NamedParameters
     _compression: type[Compressor]
@@ -403,27 +415,27 @@ class _DistributedAdasumMixin:
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """A step has so many backward passes from now on."""
+        """Set the number of backward passes per step."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Nothing is done: what is combined are the steps, not the gradients."""
+        """Do nothing: the deltas are combined, not the gradients."""
         return
 
     def skip_synchronize(self) -> None:
-        """Refuse.
+        """Reject the call.
 
         Raises:
             CallOrderError: always.
         """
         raise CallOrderError(
-            "skip_synchronize() with op=Adasum: each rank's step is combined after it was taken, so no gradients are "
-            "synchronized that could be skipped; use op=Average to clip gradients of all ranks"
+            "skip_synchronize() with op=Adasum: the ranks' steps are combined, so no gradients are "
+            "synchronized; use op=Average to clip reduced gradients"
         )
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:  # noqa: ANN401 - what the closure returns
-        """The parameters have moved by the Adasum of all members' steps."""
+        """Move the parameters by the Adasum of all members' steps."""
         params = [param for _, param in self._named if param.requires_grad]
         before = [param.detach().clone() for param in params]
         loss = super().step(closure)  # type: ignore[misc]
@@ -448,37 +460,36 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> O:
-    """Return an optimizer of the same class, with the same parameters, options and state, that all ranks step together.
+    """Return an optimizer of the same class, parameters, options and state that reduces gradients over all ranks.
 
     Args:
-        optimizer: any of torch's; use what is returned instead of it.
+        optimizer: any of torch's; use the returned optimizer instead of it.
         named_parameters: ``model.named_parameters()``, for errors and the timeline.
-        compression: what is done to gradients on the wire.
-        backward_passes_per_step: gradients are accumulated over so many passes before they are reduced.
+        compression: of gradients in messages.
+        backward_passes_per_step: passes that are accumulated before the gradients are reduced.
         op: Average or Sum of gradients, or Adasum of the ranks' steps.
-        gradient_predivide_factor: with Average, gradients are divided by it before they are added up, and by what is
-            left of the number of ranks afterwards.
+        gradient_predivide_factor: with Average, divides gradients before the sum; the rest of the division follows it.
         num_groups: Horovod's older name for ``groups``.
-        groups: into how many groups the parameters are split, or the groups themselves; each is reduced as one. Left
-            out, as many gradients as fit into HOROVOD_FUSION_THRESHOLD are.
-        sparse_as_dense: sparse gradients travel with their zeros, and are sparse again afterwards.
-        process_set: who takes part; on the other ranks the optimizer steps alone.
+        groups: number of groups of parameters, or the groups; each is reduced as one. By default buckets are filled up
+            to HOROVOD_FUSION_THRESHOLD.
+        sparse_as_dense: send sparse gradients as dense, and convert them back.
+        process_set: members; on other ranks the optimizer steps locally.
 
     Raises:
-        PlanError: the parameters or options contradict each other; it says which.
+        PlanError: the parameters or options contradict each other.
 
     Cost:
-        bytes on the wire per rank and step: those of a ring all-reduce of the compressed gradients. Gradients are
-        copied once, into memory that the ranks of a host share.
+        bytes sent per rank and step: those of a ring all-reduce of the compressed gradients. Gradients are copied once,
+        into memory shared by the ranks of a host.
     """
     named = _name_parameters(optimizer, named_parameters)
     _check_options(op, gradient_predivide_factor, backward_passes_per_step)
     is_adasum = op == ReductionOp.ADASUM and current_world().fabric.num_ranks > 1
-    face = _DistributedAdasumMixin if is_adasum else _DistributedMixin
-    kind = type(type(optimizer).__name__, (face, type(optimizer)), {})
-    new: Any = object.__new__(kind)
+    mixin = _DistributedAdasumMixin if is_adasum else _DistributedMixin
+    optimizer_class = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
+    new: Any = object.__new__(optimizer_class)
     state = dict(optimizer.__dict__)
-    state.pop("step", None)  # a scheduler's wrapper of the step of the old one
+    state.pop("step", None)  # a scheduler's wrapper of the old optimizer's step
     new.__dict__.update(state)
     new.backward_passes_per_step = backward_passes_per_step
     if is_adasum:
@@ -487,77 +498,75 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     new._is_synchronized, new._should_synchronize, new._reducer = False, True, None  # noqa: SLF001
     if process_set.included() and current_world().fabric.num_ranks > 1:
         reduce = ScaledReduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
-        grouped = _resolve_groups(groups if groups is not None else num_groups or None, named)
-        new._reducer = GradientReducer(
-            named, ReductionSettings(compression, reduce, process_set, grouped, sparse_as_dense)
-        )  # noqa: SLF001
+        resolved_groups = _resolve_groups(groups if groups is not None else num_groups or None, named)
+        settings = ReductionSettings(compression, reduce, process_set, resolved_groups, sparse_as_dense)
+        new._reducer = GradientReducer(named, settings)  # noqa: SLF001
         new._reducer.set_passes(backward_passes_per_step)  # noqa: SLF001
     return cast("O", new)
 
 
 def _check_options(op: ReductionOp, predivide_factor: float, passes: int) -> None:
     if op not in {ReductionOp.AVERAGE, ReductionOp.SUM, ReductionOp.ADASUM}:
-        raise PlanError(
-            f"DistributedOptimizer with op={op!r}: gradients are averaged or added; give Average, Sum, Adasum"
-        )
+        raise PlanError(f"DistributedOptimizer with op={op!r}: give Average, Sum or Adasum")
     if predivide_factor != 1.0 and op != ReductionOp.AVERAGE:
         raise PlanError(
-            f"gradient_predivide_factor={predivide_factor} with op={ReductionOp(op).name}: it splits the division of a mean; "
-            "leave it out, or use op=Average"
+            f"gradient_predivide_factor={predivide_factor} with op={ReductionOp(op).name}: it splits the division of a "
+            "mean; "
+            "omit it, or use op=Average"
         )
     if not predivide_factor > 0:
         raise PlanError(f"gradient_predivide_factor={predivide_factor} divides gradients; give a number above 0")
     if passes <= 0:
-        raise PlanError(f"backward_passes_per_step={passes} leaves nothing to step with; give a number from 1")
+        raise PlanError(f"backward_passes_per_step={passes} is not a positive count; give 1 or more")
 
 
-def _name_parameters(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> NamedParameters:
+def _name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> NamedParameters:
     """Return every parameter of the optimizer once, with its name.
 
     Raises:
-        PlanError: names or parameters are missing or there twice.
+        PlanError: a name or a parameter is missing or duplicated.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if given is None:
-        return [(f"parameter {number}", param) for number, param in enumerate(params)]
-    named: list[Any] = list(given)
+    if named_parameters is None:
+        return [(f"parameter {index}", param) for index, param in enumerate(params)]
+    named: list[Any] = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise PlanError(
-            "named_parameters holds something that is no pair of name and parameter; give model.named_parameters()"
+            "named_parameters has an item that is not a pair of name and parameter; give model.named_parameters()"
         )
     names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise PlanError(f"named_parameters has {', '.join(twice)} more than once; every name must be given once")
-    of = {id(param): name for name, param in named}
-    unnamed = [number for number, param in enumerate(params) if id(param) not in of]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise PlanError(f"named_parameters has {', '.join(duplicates)} more than once; names must be unique")
+    name_of = {id(param): name for name, param in named}
+    unnamed = [index for index, param in enumerate(params) if id(param) not in name_of]
     if unnamed:
         raise PlanError(
-            f"named_parameters leaves out {len(unnamed)} of the optimizer's {len(params)} parameters, the first with "
-            f"shape {tuple(params[unnamed[0]].shape)}; name all of them, or leave named_parameters out"
+            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(params)} parameters, the first with "
+            f"shape {tuple(params[unnamed[0]].shape)}; name all of them, or omit named_parameters"
         )
-    return [(of[id(param)], cast("nn.Parameter", param)) for param in params]
+    return [(name_of[id(param)], cast("nn.Parameter", param)) for param in params]
 
 
 def _resolve_groups(
     groups: int | Sequence[Sequence[Tensor]] | None, named: NamedParameters
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return the groups as numbers of the parameters that are trained.
+    """Return the groups as indices of the trained parameters.
 
     Raises:
-        PlanError: there is no such number of groups, or a parameter is in two.
+        PlanError: the number of groups is invalid, or a parameter is in two groups.
     """
     if groups is None:
         return None
     trained = [param for _, param in named if param.requires_grad]
     if isinstance(groups, int):
         if groups <= 0:
-            raise PlanError(f"groups={groups}; give a number of groups from 1, or lists of parameters")
-        edges = [len(trained) * at // groups for at in range(groups + 1)]
-        return tuple(tuple(range(start, stop)) for start, stop in pairwise(edges))
-    numbers = {id(param): number for number, param in enumerate(trained)}
-    found = [tuple(numbers[id(param)] for param in group if id(param) in numbers) for group in groups]
-    flat = [number for group in found for number in group]
+            raise PlanError(f"groups={groups}; give at least 1 group, or lists of parameters")
+        bounds = [len(trained) * index // groups for index in range(groups + 1)]
+        return tuple(tuple(range(start, stop)) for start, stop in pairwise(bounds))
+    index_of = {id(param): position for position, param in enumerate(trained)}
+    resolved = [tuple(index_of[id(param)] for param in group if id(param) in index_of) for group in groups]
+    flat = [position for group in resolved for position in group]
     if len(set(flat)) != len(flat):
-        raise PlanError("groups has a parameter in two groups; a gradient is reduced once: give each parameter once")
-    return tuple(found)
+        raise PlanError("groups has a parameter in two groups; give each parameter once")
+    return tuple(resolved)

@@ -1,4 +1,4 @@
-"""``allreduce`` and ``reducescatter`` in all their forms; gradients flow through those that wait."""
+"""``allreduce`` and ``reducescatter`` in all their forms; the synchronous ones are differentiable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNNAMED = "an unnamed tensor"
 
 @dataclass(frozen=True, slots=True)
 class ReduceCall:
-    """What a call asks for, apart from its tensors."""
+    """Arguments of a reduction, without its tensors."""
 
     name: str
     process_set: ProcessSet
@@ -35,50 +35,50 @@ class ReduceCall:
         return NamedGroup(self.name, member_group(self.process_set))
 
     def start_all_reduce(self, outputs: Sequence[Tensor]) -> HorovodHandle:
-        """Start to replace the tensors."""
+        """Start to reduce the tensors in place."""
         return collectives.all_reduce(current_world(), outputs, self.named_group(), self.reduce)
 
     def start_reduce_scatter(self, tensors: Sequence[Tensor]) -> HorovodHandle:
-        """Start to reduce the tensors, and to give each member its rows."""
+        """Start to reduce the tensors and give each member its rows."""
         return collectives.reduce_scatter(current_world(), tensors, self.named_group(), self.reduce)
 
     def gather_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of what was reduced, from those of the rows: a sum gave every rank's numbers to all."""
+        """Return the gradients of the unreduced tensors from those of all members' rows."""
         factor = self.reduce.prescale * self.reduce.postscale
         if self.reduce.op == ReductionOp.SUM:
             factor *= len(member_group(self.process_set))
-        given = [grad * factor for grad in grads]
-        return wait_tensors(collectives.all_gather(current_world(), given, self.named_group()))
+        scaled = [grad * factor for grad in grads]
+        return wait_tensors(collectives.all_gather(current_world(), scaled, self.named_group()))
 
 
 def clone_detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors with the same numbers, without gradients."""
+    """Return detached contiguous copies."""
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, call: ReduceCall, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's own
-        """Return what the members make of copies of the tensors; these stay as they are."""
+        """Return the reduction of copies of the tensors."""
         ctx.call = call
         return tuple(wait_tensors(call.start_all_reduce(clone_detached(tensors))))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - torch's own
-        """Return what the members make of the gradients, in the same way."""
+        """Return the same reduction of the gradients."""
         return (None, *wait_tensors(ctx.call.start_all_reduce(clone_detached(grads))))
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, call: ReduceCall, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's own
-        """Return this rank's rows of what the members make of the tensors."""
+        """Return this rank's rows of the reduction."""
         ctx.call = call
         return tuple(wait_tensors(call.start_reduce_scatter(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - torch's own
-        """Return the gradients of the whole tensors, from all members' rows."""
+        """Return the gradients of the whole tensors from all members' rows."""
         return (None, *ctx.call.gather_grads(grads))
 
 
@@ -92,21 +92,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return what becomes of all ranks' tensors; gradients flow back the same way.
+    """Return the reduction of all ranks' tensors; differentiable.
 
     Args:
-        tensor: of one shape and dtype on all ranks; it stays as it is.
-        average: Horovod's older way to say ``op=Average`` (True) or ``op=GradSource`` (False).
-        name: for errors and the timeline; ranks that name different tensors are told so.
-        compression: what is done before and after.
-        op: Average where it is left out.
-        prescale_factor: every rank's numbers are multiplied by it before.
-        postscale_factor: the result is multiplied by it.
-        process_set: who takes part.
+        tensor: of one shape and dtype on all ranks; not changed.
+        average: deprecated by Horovod: ``op=Average`` (True) or ``op=Sum`` (False).
+        name: for errors and the timeline; ranks that pass different names get an error.
+        compression: of the tensor in messages.
+        op: Average by default.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after the reduction.
+        process_set: members.
 
     Raises:
-        HorovodInternalError: the ranks disagree, or one is gone or late.
-        PlanError: both ``average`` and ``op`` are given, or the set is not known.
+        HorovodInternalError: the ranks disagree, or one has exited or is late.
+        PlanError: both ``average`` and ``op`` are given, or the set was not added.
     """
     results = grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -124,12 +124,12 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return what becomes of all ranks' tensors, each with its own; those of one dtype travel as one message."""
-    asked = ReduceCall(
+    """Return the reduction of each of the tensors; those of one dtype are sent as one message."""
+    call = ReduceCall(
         name or UNNAMED, process_set, ScaledReduction(resolve_op(op, average), prescale_factor, postscale_factor)
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = _AllReduce.apply(asked, *(compressed for compressed, _ in pairs))  # type: ignore[no-untyped-call]
+    results = _AllReduce.apply(call, *(compressed for compressed, _ in pairs))  # type: ignore[no-untyped-call]
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
 
@@ -156,7 +156,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> HorovodHandle:
-    """Return the handle of an allreduce in the tensor itself, which nobody may touch until it is over."""
+    """Return the handle of an in-place allreduce; the tensor must not be used until it is complete."""
     return grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -169,7 +169,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the tensor, which holds what becomes of all ranks'."""
+    """Reduce the tensor in place and return it."""
     wait_result(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
     return tensor
 
@@ -197,7 +197,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> HorovodHandle:
-    """Return the handle of a grouped allreduce in the tensors themselves."""
+    """Return the handle of an in-place grouped allreduce."""
     reduce = ScaledReduction(resolve_op(op, average), prescale_factor, postscale_factor)
     return ReduceCall(name or UNNAMED, process_set, reduce).start_all_reduce([tensor.detach() for tensor in tensors])
 
@@ -211,7 +211,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the tensors, which hold what becomes of all ranks'."""
+    """Reduce the tensors in place and return them."""
     wait_result(grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set))
     return list(tensors)
 
@@ -225,7 +225,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of what becomes of all ranks' tensors; the first ranks have one more where need be."""
+    """Return this rank's rows of the reduction; the first ranks get one more if they do not divide."""
     results = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
     return results[0]
 
@@ -239,12 +239,12 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return this rank's rows of what becomes of all ranks' tensors, each with its own."""
-    asked = ReduceCall(
+    """Return this rank's rows of the reduction of each of the tensors."""
+    call = ReduceCall(
         name or UNNAMED, process_set, ScaledReduction(resolve_op(op, None), prescale_factor, postscale_factor)
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = _ReduceScatter.apply(asked, *(compressed for compressed, _ in pairs))  # type: ignore[no-untyped-call]
+    results = _ReduceScatter.apply(call, *(compressed for compressed, _ in pairs))  # type: ignore[no-untyped-call]
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
 
@@ -256,7 +256,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> HorovodHandle:
-    """Return the handle of a reducescatter; the tensor stays as it is."""
+    """Return the handle of a reducescatter; the tensor is not changed."""
     return grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
 
 

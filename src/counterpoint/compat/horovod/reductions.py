@@ -1,4 +1,4 @@
-"""How numbers of several ranks become one, by Horovod's names."""
+"""Horovod's reductions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from counterpoint.fabric.torch_backend.collectives import TorchReduction, plan_r
 
 
 class ReductionOp(IntEnum):
-    """Horovod's reductions; the numbers are Horovod's, too."""
+    """Horovod's reductions, with Horovod's numbers."""
 
     AVERAGE = 0
     SUM = 1
@@ -40,9 +40,9 @@ class ScaledReduction:
     """A reduction with its factors.
 
     Args:
-        op: which.
-        prescale: what every rank's numbers are multiplied by before.
-        postscale: what the result is multiplied by.
+        op: of the reduction.
+        prescale: factor before the reduction.
+        postscale: factor after the reduction.
     """
 
     op: ReductionOp = ReductionOp.AVERAGE
@@ -50,40 +50,39 @@ class ScaledReduction:
     postscale: float = 1.0
 
     def fabric_reduction(self, dtype: torch.dtype) -> TorchReduction | None:
-        """Return how the fabric does it; None for Adasum, which needs every rank's tensor at once.
+        """Return the reduction of the fabric; None for Adasum, which needs every rank's tensor.
 
         Raises:
-            PlanError: Adasum of whole numbers.
+            PlanError: Adasum of integers.
         """
         if self.op == ReductionOp.ADASUM:
             if not dtype.is_floating_point:
                 raise PlanError(
-                    f"Adasum of {dtype}: it scales by fractions, which whole numbers cannot hold; convert the tensor "
-                    "to a floating point type, or use op=Sum"
+                    f"Adasum of {dtype}: it scales by fractions, so it needs a floating-point dtype; convert the "
+                    "tensor, "
+                    "or use op=Sum"
                 )
             return None
         return plan_reduction(TORCH_OPS[self.op], dtype)
 
 
 def resolve_op(op: ReductionOp | None, average: bool | None) -> ReductionOp:
-    """Return the reduction that a call asks for; the mean where it does not say.
+    """Return the reduction requested by a call; Average by default.
 
     Raises:
-        PlanError: both arguments are given, or the reduction is none.
+        PlanError: both arguments are given, or the reduction is unknown.
     """
     if op is not None and average is not None:
-        raise PlanError(f"op={op!r} and average={average} are both given; they say the same thing: give op alone")
+        raise PlanError(f"op={op!r} and average={average} are both given; they have the same meaning: give op only")
     if op is None:
         return ReductionOp.SUM if average is False else ReductionOp.AVERAGE
     if op not in set(ReductionOp):
-        raise PlanError(
-            f"op={op!r} is no reduction; there are Average, Sum, Adasum, Min, Max and Product: give one of them"
-        )
+        raise PlanError(f"op={op!r} is not a reduction; give Average, Sum, Adasum, Min, Max or Product")
     return ReductionOp(op)
 
 
 def scale_in_place(tensor: Tensor, factor: float) -> None:
-    """The tensor is multiplied, in place; whole numbers are rounded towards zero, as Horovod does."""
+    """Multiply the tensor in place; integers are rounded towards zero, as in Horovod."""
     if factor == 1.0:
         return
     if tensor.is_floating_point():
@@ -93,12 +92,12 @@ def scale_in_place(tensor: Tensor, factor: float) -> None:
 
 
 def reduce_rows(rows: Tensor, reduction: TorchReduction | None, sizes: list[int]) -> Tensor:
-    """Return what becomes of one flat row per rank.
+    """Return the reduction of one flat row per rank.
 
     Args:
         rows: one per rank.
-        reduction: of the fabric, one that it does not do by itself; None for Adasum.
-        sizes: of the tensors that lie in a row back to back: each has an Adasum of its own.
+        reduction: that the fabric cannot do by itself; None for Adasum.
+        sizes: of the tensors concatenated in a row: each has a separate Adasum.
     """
     if reduction is not None:
         return reduction.combine_rows(rows)

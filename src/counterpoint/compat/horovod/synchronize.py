@@ -1,4 +1,4 @@
-"""``poll`` and ``synchronize``, and what else waits for other ranks."""
+"""``poll``, ``synchronize``, ``join`` and ``barrier``."""
 
 from __future__ import annotations
 
@@ -18,68 +18,68 @@ from counterpoint.compat.horovod.world import current_world
 
 
 def wait_result(handle: HorovodHandle) -> Result:
-    """Return the result of the operation, when it is there."""
+    """Wait for the result of an operation and return it."""
     return current_world().handles.finish(handle)
 
 
 def wait_tensor(handle: HorovodHandle) -> Tensor:
-    """Return the one tensor that the operation results in."""
+    """Wait for an operation with one tensor as result and return it."""
     result = wait_result(handle)
     assert isinstance(result, Tensor)
     return result
 
 
 def wait_tensors(handle: HorovodHandle) -> list[Tensor]:
-    """Return the tensors that the operation results in."""
+    """Wait for the tensors that an operation returns."""
     result = wait_result(handle)
     return [result] if isinstance(result, Tensor) else list(result or [])
 
 
 def synchronize(handle: HorovodHandle | Callable[[], Tensor]) -> Any:  # noqa: ANN401 - a tensor, or several
-    """Return the result of an asynchronous operation, when it is there.
+    """Wait for the result of an asynchronous operation and return it.
 
     Raises:
-        HorovodInternalError: another rank disagrees, is gone or late.
+        HorovodInternalError: another rank disagrees, has exited or is late.
     """
     return wait_result(handle) if isinstance(handle, HorovodHandle) else handle()
 
 
 def poll(handle: HorovodHandle) -> bool:
-    """Return whether the operation is over, so that ``synchronize`` returns at once; it goes on while it is asked.
+    """Return whether the operation is complete, so that ``synchronize`` returns at once.
 
     Raises:
-        HorovodInternalError: another rank disagrees or is gone, or this was asked for longer than the deadline.
+        HorovodInternalError: another rank disagrees or has exited, or the operation was polled longer than the timeout.
     """
     with translate_peer_errors():
         return current_world().join_state.poll(handle)
 
 
 def join(device: int = -1) -> int:
-    """Return the rank that was last to call this: this one has no more data, and takes part with zeros until then.
+    """Take part in the other ranks' operations with zeros until all ranks have joined; return the last rank to join.
 
-    While ranks have joined, the others may call ``allreduce``, ``grouped_allreduce`` and ``barrier`` of all ranks, and
-    step a ``DistributedOptimizer`` with dense gradients; a mean still divides by the number of all ranks, as Horovod's
-    does, so the last gradients are smaller than those of the ranks that are left.
+    After a rank has joined, the others may call ``allreduce``, ``grouped_allreduce`` and ``barrier`` of all ranks, and
+    step a ``DistributedOptimizer`` with dense gradients. As in Horovod, a mean still divides by the number of all
+    ranks, so the last gradients are smaller than those of the remaining ranks.
 
     Args:
-        device: where Horovod would make the zeros.
+        device: ignored; where Horovod would allocate the zeros.
 
     Raises:
-        HorovodInternalError: the others do what this rank cannot follow, or nothing within the deadline.
+        HorovodInternalError: the others call something else, or nothing before the timeout.
 
     Cost:
-        nothing in programs that do not call it. The first operation after a rank has joined waits 20 ms until that is
-        seen; every later one costs each rank one word on a board that rank 0 keeps, until all have joined.
+        none in programs that do not call it. The first operation after a rank has joined waits 20 ms until that is
+        noticed; every later one costs each rank one write to a store on rank 0, until all have joined.
     """
     del device
     return current_world().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """All members have come to this point.
+    """Wait until all members have called this.
 
     Raises:
-        HorovodInternalError: one of them has not within the deadline.
+        HorovodInternalError: one has not before the timeout.
     """
     arrived = torch.zeros(1, dtype=torch.int32)
     wait_result(

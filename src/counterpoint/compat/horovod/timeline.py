@@ -1,4 +1,4 @@
-"""When each operation was started and finished, as a Chrome trace: chrome://tracing and ui.perfetto.dev show it."""
+"""Start and end of each operation as a Chrome trace, for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class HorovodTimeline:
-    """A file that grows by one line per operation; it can be read at any time.
+    """A trace file that grows by one line per operation; it can be read at any time.
 
     Args:
         path: of the file, which is replaced.
-        rank: who writes it.
+        rank: that writes it.
     """
 
     def __init__(self, path: str | Path, rank: int) -> None:
@@ -24,11 +24,11 @@ class HorovodTimeline:
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
     def now_us(self) -> float:
-        """Return the time since the timeline was started."""
+        """Return the time since the start of the timeline."""
         return (time.perf_counter() - self._began) * 1e6
 
     def record(self, tensor: str, phase: str, since_us: float) -> None:
-        """The tensor was in this phase from then until now; every tensor has a track of its own."""
+        """Record that the tensor was in this phase since ``since_us``; every tensor has its own track."""
         if tensor not in self._tracks:
             self._tracks[tensor] = len(self._tracks) + 1
             self._write({"name": "thread_name", "ph": "M", "tid": self._tracks[tensor], "args": {"name": tensor}})
@@ -37,7 +37,7 @@ class HorovodTimeline:
         self._write({"name": phase, "ph": "X", "tid": track, "ts": since_us, "dur": until_us - since_us})
 
     def close(self) -> None:
-        """The file is complete."""
+        """Complete the file."""
         self._file.write("{}]\n")
         self._file.close()
 

@@ -1,8 +1,8 @@
-"""Horovod's face for PyTorch: ``import counterpoint.compat.horovod.torch as hvd``, and a script of Horovod runs.
+"""Horovod's API for PyTorch: ``import counterpoint.compat.horovod.torch as hvd``.
 
-Ranks are started by ``counterpoint run -n 2 train.py`` or by torchrun. Names, arguments and results are Horovod's;
-``docs/horovod.md`` lists what differs. Collectives are started in the same order on all ranks of a process set; ranks
-that do not are both named, with what each of them started, before anything is added up.
+Start ranks with ``counterpoint run -n 2 train.py`` or torchrun. Names, arguments and results are Horovod's;
+``docs/horovod.md`` lists the differences. All ranks of a process set must start collectives in the same order; if they
+do not, the error names the ranks and what each of them started, before anything is reduced.
 """
 
 from __future__ import annotations
@@ -83,24 +83,23 @@ __all__ = [
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """This process is a rank among those that its launcher started; alone where none did. A second call does nothing.
+    """Join the ranks that the launcher started; a single rank without a launcher. A second call does nothing.
 
     Args:
-        comm: ranks that take part; all of them, or none for all.
-        process_sets: sets that are known from the start; ``"dynamic"`` is understood, and changes nothing: sets can
-            always be added.
+        comm: ranks that take part: all of them, or None for all.
+        process_sets: sets to add; ``"dynamic"`` is accepted and ignored, since sets can always be added.
 
     Raises:
-        LaunchError: what the launcher told contradicts itself.
-        PeerError: the other ranks do not come within the deadline.
+        LaunchError: the launcher's variables contradict each other.
+        PeerError: the other ranks do not arrive before the timeout.
         PlanError: ``comm`` is not all ranks.
     """
     if PROCESS.world is None:
         world = open_process_world()
         if comm and sorted(comm) != list(world.all_ranks):
             raise PlanError(
-                f"init(comm={list(comm)}) among {len(world.all_ranks)} ranks: all ranks take part here; start as many "
-                "as you need, or name some of them by a ProcessSet"
+                f"init(comm={list(comm)}) among {len(world.all_ranks)} ranks: all ranks must take part; start as many "
+                "as you need, or use a ProcessSet for some of them"
             )
         PROCESS.world = world
         atexit.register(shutdown)
@@ -110,9 +109,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """The functions act on no ranks any more, and the timeline is written; ``init`` may follow.
+    """Leave the ranks and complete the timeline; ``init`` may be called again.
 
-    Nobody is waited for: what should be complete is to be synchronized before. A second call does nothing.
+    It does not wait: synchronize pending operations first. A second call does nothing.
     """
     world, PROCESS.world = PROCESS.world, None
     atexit.unregister(shutdown)
@@ -123,12 +122,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init`` was called, and ``shutdown`` not since then."""
+    """Return whether ``init`` was called, and ``shutdown`` was not called after it."""
     return PROCESS.world is not None
 
 
 def rank() -> int:
-    """Return which rank this process is."""
+    """Return the rank of this process."""
     return current_world().fabric.rank
 
 
@@ -138,7 +137,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the place of this rank among those of its host."""
+    """Return the index of this rank on its host."""
     places = current_world().topology
     return places.local_ranks[places.rank]
 
@@ -150,13 +149,13 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the place of this rank among those that have its place on their hosts."""
+    """Return the index of this rank among those with the same local rank."""
     places = current_world().topology
     return places.cross_ranks.index(places.rank)
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank at this one's place."""
+    """Return the number of hosts that have this rank's local rank."""
     return len(current_world().topology.cross_ranks)
 
 
@@ -166,55 +165,55 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
-    """Rank 0 writes from now on when each operation was started and finished, as a Chrome trace.
+    """Start to write a Chrome trace of all operations on rank 0.
 
     Args:
-        file_path: the file, which is replaced.
-        mark_cycles: Horovod's; there are no cycles here, so nothing is marked.
+        file_path: of the file, which is replaced.
+        mark_cycles: ignored; there are no cycles.
 
     Raises:
-        PlanError: a timeline is being written already.
+        PlanError: a timeline is active already.
     """
     del mark_cycles
     outstanding = current_world().handles
     if outstanding.timeline is not None:
-        raise PlanError("start_timeline: a timeline is being written already; call stop_timeline before")
+        raise PlanError("start_timeline: a timeline is active already; call stop_timeline first")
     if rank() == 0:
         outstanding.timeline = HorovodTimeline(file_path, rank())
 
 
 def stop_timeline() -> None:
-    """The timeline is complete; nothing where there is none."""
+    """Complete the timeline, if there is one."""
     current_world().close_timeline()
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: there is no MPI here."""
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: ranks talk through Counterpoint's fabric."""
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_built() -> bool:
-    """Return False: there is no MPI here."""
+    """Return False: MPI is not used."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Return True: scripts take it to mean that no MPI is needed."""
+    """Return True: scripts read it as not needing MPI."""
     return True
 
 
 def gloo_built() -> bool:
-    """Return True: scripts take it to mean that no MPI is needed."""
+    """Return True: scripts read it as not needing MPI."""
     return True
 
 
 def nccl_built() -> int:
-    """Return 0: no NCCL is used."""
+    """Return 0: NCCL is not used."""
     return 0
 
 
@@ -229,7 +228,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return False: tensors are reduced in the memory of the host."""
+    """Return False: tensors are reduced in host memory."""
     return False
 
 

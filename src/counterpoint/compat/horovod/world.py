@@ -1,4 +1,4 @@
-"""The one connection of this process: Horovod's functions act on the process, so this is the only state they share."""
+"""The state that Horovod's functions share in a process: one connection to the other ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from counterpoint.launchers.environment import detect
 from counterpoint.launchers.variables import horovod_variables
 from counterpoint.training.distributed_world import open_world
 
-DEADLINE_S = 600.0  # Horovod waits for ever; scripts may save or evaluate on one rank for a while
+TIMEOUT_S = 600.0  # Horovod has no timeout; scripts may save or evaluate on one rank for a while
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """Where each rank is: its place on its host, and how many are there.
+    """Placement of the ranks on hosts.
 
     Args:
-        local_ranks: by rank.
-        local_sizes: by rank.
-        rank: the own rank.
+        local_ranks: index of each rank on its host.
+        local_sizes: number of ranks on the host of each rank.
+        rank: this rank.
     """
 
     local_ranks: tuple[int, ...]
@@ -40,19 +40,19 @@ class RankTopology:
 
     @property
     def cross_ranks(self) -> list[int]:
-        """The ranks that have this one's place on their hosts."""
-        own = self.local_ranks[self.rank]
-        return [rank for rank, place in enumerate(self.local_ranks) if place == own]
+        """The ranks with this rank's local rank."""
+        local_rank = self.local_ranks[self.rank]
+        return [rank for rank, other_local_rank in enumerate(self.local_ranks) if other_local_rank == local_rank]
 
 
 class HorovodWorld:
-    """One rank's connection to the others, its process sets and what is under way.
+    """One rank's connection to the others, its process sets and its pending operations.
 
     Args:
         fabric: of this rank.
-        places: of all ranks.
-        fusion_bytes: the largest bucket of gradients.
-        board: opens the board of all ranks; None where they need none.
+        topology: of all ranks.
+        fusion_bytes: maximum size of a gradient bucket.
+        open_store: opens the store of all ranks; returns None if there is none.
     """
 
     def __init__(
@@ -76,61 +76,61 @@ class HorovodWorld:
     def start(
         self, request: OpRequest, works: Callable[[], Sequence[Work]], finish: Callable[[], Result]
     ) -> HorovodHandle:
-        """Return the handle of an operation that has been started.
+        """Start an operation and return its handle.
 
         Args:
-            call: what it is.
+            request: of the operation.
             works: starts the fabric's collectives.
-            finish: returns the result, when they are complete.
+            finish: returns the result after they are complete.
 
         Raises:
-            HorovodInternalError: another rank failed, or one that has joined cannot take part.
+            HorovodInternalError: another rank failed, or a joined rank cannot take part.
         """
-        turn = -1
+        sequence = -1
         if request.group == self.all_ranks:
-            turn = self._next_sequence
+            sequence = self._next_sequence
             self._next_sequence += 1
         with translate_peer_errors(), torch.no_grad():
-            self.join_state.announce(request, turn)
-            return self.handles.add(HorovodHandle(request, works(), finish, turn))
+            self.join_state.announce(request, sequence)
+            return self.handles.add(HorovodHandle(request, works(), finish, sequence))
 
-    def all_gather_ints(self, what: str, name: str, local: Sequence[int], group: Group) -> list[list[int]]:
-        """Return every member's numbers, when they are there; all give equally many."""
+    def all_gather_ints(self, operation: str, name: str, local: Sequence[int], group: Group) -> list[list[int]]:
+        """Return every member's ints; all members pass the same number of them."""
         count = len(local)
-        whole = torch.zeros(count * len(group), dtype=torch.int64)
-        bounds = [count * place for place in range(len(group) + 1)]
-        place = group.index(self.fabric.rank)
-        whole[bounds[place] : bounds[place + 1]] = torch.tensor(local, dtype=torch.int64)
-        call = OpRequest(what, name, group)
+        gathered = torch.zeros(count * len(group), dtype=torch.int64)
+        bounds = [count * position for position in range(len(group) + 1)]
+        position = group.index(self.fabric.rank)
+        gathered[bounds[position] : bounds[position + 1]] = torch.tensor(local, dtype=torch.int64)
+        call = OpRequest(operation, name, group)
         handle = self.start(
-            call, lambda: [self.fabric.all_gather(f"{what} of {name}", whole, bounds, group)], lambda: whole
+            call, lambda: [self.fabric.all_gather(f"{operation} of {name}", gathered, bounds, group)], lambda: gathered
         )
         self.handles.finish(handle)
-        return [[int(number) for number in row] for row in whole.view(len(group), count).tolist()]
+        return [[int(number) for number in row] for row in gathered.view(len(group), count).tolist()]
 
     def join(self) -> int:
-        """Return the rank that joined last: this rank has nothing more to give, and all have come to this point."""
+        """Wait for all pending operations, then take part with zeros until all have joined; return the last to join."""
         self.handles.finish_all()
         with translate_peer_errors():
             last, self._next_sequence = self.join_state.join(self._next_sequence, self._contribute_zeros)
         return last
 
     @torch.no_grad()
-    def _contribute_zeros(self, parts: Sequence[JoinableCollective]) -> None:
-        """Take part with zeros; what becomes of whole numbers is kept, for ranks agree by them."""
+    def _contribute_zeros(self, collectives: Sequence[JoinableCollective]) -> None:
+        """Take part with zeros; keep the reduced bucket orders, which this rank needs later."""
         works: list[Work] = []
-        for part in parts:
-            dtype = getattr(torch, part.dtype)
-            if part.op == "gather":
-                size = torch.Size(part.shape).numel()
-                bounds = [size * place for place in range(len(self.all_ranks) + 1)]
+        for collective in collectives:
+            dtype = getattr(torch, collective.dtype)
+            if collective.op == "gather":
+                size = torch.Size(collective.shape).numel()
+                bounds = [size * index for index in range(len(self.all_ranks) + 1)]
                 rows = torch.zeros(bounds[-1], dtype=dtype)
-                works.append(self.fabric.all_gather(part.label, rows, bounds, self.all_ranks))
+                works.append(self.fabric.all_gather(collective.label, rows, bounds, self.all_ranks))
             else:
-                zeros = torch.zeros(part.shape, dtype=dtype)
-                works.append(self.fabric.all_reduce(part.label, zeros, self.all_ranks, part.op))
-                if part.label.startswith(BUCKET_ORDER_LABEL):
-                    self.joined_results[part.label] = zeros
+                zeros = torch.zeros(collective.shape, dtype=dtype)
+                works.append(self.fabric.all_reduce(collective.label, zeros, self.all_ranks, collective.op))
+                if collective.label.startswith(BUCKET_ORDER_LABEL):
+                    self.joined_results[collective.label] = zeros
         for work in works:
             work.wait()
 
@@ -138,7 +138,7 @@ class HorovodWorld:
         self.join_state.wait(work, call)
 
     def close_timeline(self) -> None:
-        """The timeline is complete; nothing where there is none."""
+        """Complete the timeline, if there is one."""
         timeline, self.handles.timeline = self.handles.timeline, None
         if timeline is not None:
             timeline.close()
@@ -149,11 +149,11 @@ BUCKET_ORDER_LABEL = "the order of gradients"
 
 @dataclass(slots=True)
 class ProcessState:
-    """Where the world of this process is kept; it changes with ``init`` and ``shutdown``.
+    """The world of this process, set by ``init`` and ``shutdown``.
 
     Attributes:
-        world: the one that functions act on.
-        past: those that were left; what they had under way may still use their tensors.
+        world: used by all functions.
+        closed_worlds: earlier worlds; their pending operations may still use their tensors.
     """
 
     world: HorovodWorld | None = None
@@ -164,43 +164,47 @@ PROCESS = ProcessState()
 
 
 def open_process_world() -> HorovodWorld:
-    """Return the world of the job that this process is a rank of; of one rank where no launcher started it."""
+    """Return the world of this process's job; of one rank without a launcher."""
     environment = detect()
     variables = horovod_variables()
     size = 1 if environment is None else environment.world_size
-    fabric = open_world(environment, size, DEADLINE_S).fabrics[0]
-    own = (0, 1, 0) if environment is None else (environment.local_rank, environment.local_world_size, 0)
+    fabric = open_world(environment, size, TIMEOUT_S).fabrics[0]
+    local = (0, 1, 0) if environment is None else (environment.local_rank, environment.local_world_size, 0)
     if size == 1 or environment is None:
         world = HorovodWorld(fabric, RankTopology((0,), (1,), 0), variables.fusion_bytes)
     else:
-        host, kept = environment.master_addr, None
+        host, served_store = environment.master_addr, None
         if fabric.rank == 0:
-            kept = _serve_store(host, fabric.timeout_s)
-            own = (*own[:2], kept.port if kept is not None else 0)
-        told: list[Any] = fabric.gather_values("places of ranks", [*own, variables.fusion_bytes], tuple(range(size)))
-        local_ranks, local_sizes, ports, fusion = zip(*told, strict=True)
-        places = RankTopology(local_ranks, local_sizes, fabric.rank)
-        board = functools.cache(lambda: kept if kept is not None else _connect_store(host, ports[0], fabric.timeout_s))
-        world = HorovodWorld(fabric, places, fusion[0], board)
+            served_store = _serve_store(host, fabric.timeout_s)
+            local = (*local[:2], served_store.port if served_store is not None else 0)
+        gathered: list[Any] = fabric.gather_values(
+            "topology of ranks", [*local, variables.fusion_bytes], tuple(range(size))
+        )
+        local_ranks, local_sizes, ports, fusion = zip(*gathered, strict=True)
+        topology = RankTopology(local_ranks, local_sizes, fabric.rank)
+        open_store = functools.cache(
+            lambda: served_store if served_store is not None else _connect_store(host, ports[0], fabric.timeout_s)
+        )
+        world = HorovodWorld(fabric, topology, fusion[0], open_store)
     if variables.timeline is not None and fabric.rank == 0:
         world.handles.timeline = HorovodTimeline(variables.timeline, fabric.rank)
     return world
 
 
-def _serve_store(host: str, deadline_s: float) -> SharedStore | None:
-    """Return a new board; None where this host cannot listen at the address by which it is known."""
+def _serve_store(host: str, timeout_s: float) -> SharedStore | None:
+    """Return a new store; None if this host cannot listen at its advertised address."""
     try:
-        return SharedStore.serve(host, deadline_s)
+        return SharedStore.serve(host, timeout_s)
     except LaunchError:
         return None
 
 
-def _connect_store(host: str, port: int, deadline_s: float) -> SharedStore | None:
-    """Return the board of rank 0; None where there is none, or that rank has ended, which the fabric will tell."""
+def _connect_store(host: str, port: int, timeout_s: float) -> SharedStore | None:
+    """Return rank 0's store; None if there is none, or rank 0 has exited, which the fabric reports."""
     if port == 0:
         return None
     try:
-        return SharedStore.connect(host, port, deadline_s)
+        return SharedStore.connect(host, port, timeout_s)
     except RuntimeError:
         return None
 
@@ -209,10 +213,8 @@ def current_world() -> HorovodWorld:
     """Return the world of this process.
 
     Raises:
-        PlanError: there is none yet, or no more.
+        PlanError: ``init`` was not called, or ``shutdown`` was.
     """
     if PROCESS.world is None:
-        raise PlanError(
-            "Horovod has not been initialized; its functions need to know the other ranks: call hvd.init() first"
-        )
+        raise PlanError("Horovod is not initialized; call hvd.init() first")
     return PROCESS.world
