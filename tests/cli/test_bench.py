@@ -58,14 +58,14 @@ def test_a_missed_bar_is_told_and_ends_with_1(folder):
 
 
 def test_an_unknown_claim_suggests_the_nearest(folder):
-    with pytest.raises(LaunchError, match=r"no claim 'sun'; did you mean sum\? the claims of .* are sum"):
+    with pytest.raises(LaunchError, match=r"unknown claim 'sun'; did you mean sum\? the claims of .* are sum"):
         find_claim(folder, "sun")
     assert run("bench", "sun").exit_code == 1
 
 
 def test_a_claim_with_an_unknown_field_names_it(folder):
     (folder / "sum" / "claim.yaml").write_text(CLAIM + "colour: blue\n")
-    with pytest.raises(DataError, match=r"claim.yaml is no claim[\s\S]*colour"):
+    with pytest.raises(DataError, match=r"claim.yaml is not a valid claim[\s\S]*colour"):
         read_claim(folder / "sum" / "claim.yaml")
 
 
