@@ -50,7 +50,7 @@ def test_the_table_says_what_a_step_is_made_of_and_why_the_second_loses():
     lines = result.output.splitlines()
     assert lines[0].endswith("for -n 4 that can take 16 samples in a step; predicted, not measured")
     assert " ".join(lines[2].split()) == "plan micros step ms compute comm idle update sent memory why not"
-    assert any(" comes second to " in line and " more of " in line for line in lines)
+    assert any(" is second to " in line and " more of " in line for line in lines)
     assert len(rows_of(result)) == int(lines[0].split()[0])
 
 
@@ -82,7 +82,7 @@ def test_a_job_is_traced_and_its_microbatches_divide_its_batch():
 
 def test_what_cannot_be_carried_out_is_listed_with_its_reason():
     result = plan("-n", "2", "--blocks", "2", "--width", "5")
-    assert "1 plan cannot be carried out:" in result.output
+    assert "1 plan cannot be run:" in result.output
     assert "  tensor(2): tensor(2) cannot shard hidden of block0: 5 is not divisible by 2" in result.output
 
 
@@ -176,7 +176,7 @@ def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
 
 def test_a_budget_that_is_no_time_is_refused():
     result = plan("-n", "2", "--blocks", "2", "--search", "--time-budget", "soon")
-    assert result.output == "PlanError: --time-budget soon is no time; give seconds, as 10s\n"
+    assert result.output == "PlanError: --time-budget soon is not a time; give seconds, as 10s\n"
 
 
 def test_a_budget_of_time_ends_the_list_too_and_what_was_not_looked_at_is_told():
@@ -228,7 +228,7 @@ def test_plans_are_predicted_by_the_seconds_of_a_timing(tmp_path):
 def test_a_timing_of_another_model_is_refused_before_plans_are_ranked(tmp_path, words):
     done = plan("-n", 2, "--blocks", 3, "--width", 16, "--profile", timing_in(tmp_path, 8), *words)
     assert done.exit_code == 1
-    assert done.output.startswith("PlanError: the timing is of Chain, and this is another model")
+    assert done.output.startswith("PlanError: the profile is of Chain, but this is another model")
 
 
 def test_a_profile_is_planned_for_and_the_stages_of_its_best_pipeline_are_named():
@@ -256,7 +256,7 @@ def test_a_plan_is_written_with_its_timing_and_predicted_alike_where_it_is_read_
     assert (tmp_path / "plan.profile.json").read_text() == (tmp_path / "timing.json").read_text()
     assert json.loads(plan(*words, "--plan", tmp_path / "plan.yaml").stdout)["plans"] == first["plans"]
     other = plan("-n", 2, "--blocks", 3, "--width", 4, "--plan", tmp_path / "plan.yaml")
-    assert f"{tmp_path}/plan.yaml:7: the timing is of Chain, and this is another model" in other.output
+    assert f"{tmp_path}/plan.yaml:7: the profile is of Chain, but this is another model" in other.output
 
 
 def test_an_edited_plan_is_ranked_beside_the_others(tmp_path):

@@ -27,23 +27,22 @@ def tried(*times):
 
 def test_it_says_what_is_taken_and_why():
     assert explain_choice(chosen()) == [
-        "data(2) is taken: it is predicted within 10 % of zero(2, level=1), the fastest that keeps the numbers, and "
-        "simpler"
+        "data(2) was chosen: it is predicted within 10 % of zero(2, level=1), the fastest synchronous plan, and simpler"
     ]
     assert explain_choice(tried(2.0, 1.0)) == [
-        "zero(2, level=1) is taken: of the plans that keep the numbers it is measured fastest",
+        "zero(2, level=1) was chosen: it was measured to be the fastest synchronous plan",
         "zero(2, level=2) could not be tried: the model has hooks",
     ]
 
 
 def test_ranks_that_hold_different_amounts_are_named():
     (said, held) = explain_choice(chosen([Plan.parse("pipeline(2)", num_microbatches=2)]))
-    assert said.startswith("pipeline(2) with 2 microbatches is taken")
+    assert said.startswith("pipeline(2) with 2 microbatches was chosen")
     first, second = predict_plan(
         Plan.parse("pipeline(2)", num_microbatches=2), layers(4), Cluster(), batch_size=16
     ).rank_bytes
     assert first != second
-    assert held.startswith("its ranks hold ")
+    assert held.startswith("its ranks need ")
     assert held.endswith(" on rank 1")
 
 
@@ -69,7 +68,7 @@ def test_a_page_has_a_row_for_each_plan_and_steps_of_what_is_taken_and_of_the_be
 
 def test_the_first_figures_are_the_plan_and_its_step():
     assert [one.name for one in stat_cards(tried(2.0, 1.0))] == [
-        "plan", "plans weighed", "predicted step", "measured step", "memory of a rank"
+        "plan", "plans compared", "predicted step", "measured step", "memory of a rank"
     ]  # fmt: skip
 
 

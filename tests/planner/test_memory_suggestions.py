@@ -19,7 +19,7 @@ WEIGHTS = layers(4, cost=1e9)
 def heavy_between(num_blocks=4, output_bytes=64_000):
     """Small weights, large activations."""
     model = layers(num_blocks, width=8)
-    pieces = [replace(piece, output_bytes=output_bytes, split=None) for piece in model.layers]
+    pieces = [replace(piece, output_bytes=output_bytes, tp=None) for piece in model.layers]
     return replace(model, blocks=tuple(Block((piece,), at) for at, piece in enumerate(pieces)))
 
 
@@ -37,7 +37,7 @@ def test_it_says_by_how_many_bytes_the_leanest_plan_is_too_large():
     with pytest.raises(PlanError) as caught:
         choose_plan_from([Plan.parse("data(2)"), Plan.parse("zero3(2)")], WEIGHTS, memory(5000), batch_size=16)
     said = (
-        f"no plan fits: zero(2, level=3) holds least, {least} of 5000 bytes on its fullest rank, {least - 5000} bytes"
+        f"no plan fits: zero(2, level=3) needs least, {least} of 5000 bytes on the rank with most, {least - 5000} bytes"
     )
     assert str(caught.value).startswith(said)
 
@@ -60,7 +60,7 @@ def test_another_level_of_zero_comes_first_where_only_data_was_asked_for():
 def test_large_activations_are_recomputed_cut_up_or_left_to_a_smaller_batch():
     _, found = remedies(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
     changes = [remedy.change for remedy in found]
-    assert "recomputing what backwards need" in changes
+    assert "activation recomputation" in changes
     assert "2 microbatches instead of 1" in changes
     assert "a batch of 12 samples instead of 16" in changes
 

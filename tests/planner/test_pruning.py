@@ -65,8 +65,8 @@ def test_what_ranks_of_a_host_send_counts_as_one_after_the_other():
     for is_shared in (True, False):
         network = Level("network", 2, Link(0.0, 1e6), is_shared=is_shared)
         replays[is_shared] = build_simulator(MODELS["layers"], Cluster(levels=(CARDS.levels[0], network)), 48)
-    each, together = replays[False].least_s(apart), replays[True].least_s(apart)
-    assert 1.5 * each < together <= replays[True].figures(apart).step_s
+    each, together = replays[False].lower_bound_s(apart), replays[True].lower_bound_s(apart)
+    assert 1.5 * each < together <= replays[True].summary(apart).step_s
 
 
 def test_plans_are_ranked_alike_in_whatever_order_they_are_asked_for():
@@ -88,7 +88,7 @@ def test_plans_that_were_left_out_are_told():
     plans = [Plan.parse("data(4)"), Plan(), Plan.parse("data(2)")]
     ranking = rank_with_simulator(plans, replay, tolerance=1.1)
     assert ranking.pruned == (Plan(), Plan.parse("data(2)"))
-    told = "solo and 1 more plans of the list are surely slower: what one of the ranks does alone, or"
+    told = "solo and 1 more plans of the list are certainly slower: a lower bound of its step, from the work of one rank or"
     assert explain_skipped(ranking)[0].startswith(told)
 
 

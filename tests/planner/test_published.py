@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
 @pytest.mark.parametrize("index", range(len(TABLES)), ids=[build.__name__ for build in TABLES])
 def test_every_published_figure_comes_out_or_has_a_reason(index):
-    assert TABLES[index]().wrong() == []
+    assert TABLES[index]().find_errors() == []
 
 
 def test_the_page_says_what_the_code_does(golden):

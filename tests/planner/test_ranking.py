@@ -135,19 +135,19 @@ def test_the_choice_is_what_fits_when_memory_is_short():
 
 def test_the_choice_keeps_the_numbers():
     asp = Plan.parse("asp(2)")
-    with pytest.raises(PlanError, match="no synchronous plan among those"):
+    with pytest.raises(PlanError, match="none of the given plans is synchronous"):
         choose_plan_from([asp], HEAVY, Cluster(), batch_size=16)
     assert choose_plan_from([asp, Plan.parse("data(3)")], HEAVY, Cluster(), batch_size=18) == Plan.parse("data(3)")
 
 
 def test_where_nothing_fits_the_smallest_plan_is_named_with_its_bytes():
-    with pytest.raises(PlanError, match=r"no plan fits: .* holds least, \d+ of 1000 bytes"):
+    with pytest.raises(PlanError, match=r"no plan fits: .* needs least, \d+ of 1000 bytes"):
         choose_plan(2, HEAVY, memory(1000), 16)
 
 
 def test_where_nothing_divides_the_nearest_sizes_are_named():
     whole = replace(HEAVY, blocks=layers(1, width=5).blocks, params=layers(1, width=5).params)
-    with pytest.raises(PlanError, match=r"data\(4\), for one: a batch of 5 .* batch_size=4 or 8"):
+    with pytest.raises(PlanError, match=r"data\(4\), for example: a batch of 5 .* batch_size=4 or 8"):
         choose_plan(4, whole, Cluster(), 5)
 
 

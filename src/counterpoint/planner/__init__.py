@@ -1,1 +1,1 @@
-"""Many plans, scored by the simulator, the best first and every one with its reasons."""
+"""Rank plans by simulating them, and choose one with reasons."""

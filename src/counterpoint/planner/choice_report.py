@@ -1,4 +1,4 @@
-"""The choice of a plan in words and figures: why it was taken, what each of the others loses, what was measured."""
+"""Report the choice of a plan: why it was chosen, what each of the others loses, what was measured."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from counterpoint.viz.page import StatCard
 from counterpoint.viz.plan_comparison import ComparedPlan, PlanComparison
 
 COLUMNS = ("plan", "micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory", "why not")
-"""What :func:`cells` has of a plan; times are in milliseconds, memory is that of the fullest rank or of all."""
+"""Columns of :func:`table_row`; times are in milliseconds, memory is that of the ranks that need least and most."""
 TEXT_COLUMNS = frozenset({"plan", "why not"})
-"""Those of them that are words, and not figures."""
+"""Columns that hold text instead of numbers."""
 
 TRIAL_COLUMNS = ("plan", "predicted ms", "measured ms", "measured / predicted", "of the best")
-"""What :func:`trial_rows` has of a plan that was tried."""
+"""Columns of :func:`trial_rows`."""
 
 MAX_ROWS = 20
-"""A page has so many plans in its table, beside those that were tried."""
+"""Plans in the table of a page, in addition to those that were tried."""
 
 
 def table_row(prediction: Prediction, first: Prediction) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def table_row(prediction: Prediction, first: Prediction) -> tuple[str, ...]:
 
 
 def format_memory(prediction: Prediction) -> str:
-    """Return what ranks hold: one figure where all hold the same, else the least and the most."""
+    """Return the peak memory of ranks: one size if all are equal, otherwise the least and the most."""
     least, most = (
         format_bytes(min(prediction.rank_bytes, default=prediction.memory_bytes)),
         format_bytes(prediction.memory_bytes),
@@ -62,7 +62,7 @@ def format_memory(prediction: Prediction) -> str:
 
 
 def format_ms(seconds: float) -> str:
-    """Write a time in milliseconds with three digits."""
+    """Format a time in milliseconds with three digits."""
     return format_number(float(f"{1e3 * seconds:.3g}"))
 
 
@@ -71,23 +71,24 @@ def trial_rows(choice: PlanChoice) -> Iterator[tuple[str, ...]]:
     trials = sorted(choice.trials, key=lambda trial: trial.step_s)
     for trial in trials:
         predicted = choice.find_prediction(trial.plan)
-        foretold = (format_ms(predicted.step_s), f"{trial.step_s / predicted.step_s:.2f}") if predicted else ("", "")
-        times = (foretold[0], format_ms(trial.step_s), foretold[1], f"{trial.step_s / trials[0].step_s:.2f}")
+        comparison = (format_ms(predicted.step_s), f"{trial.step_s / predicted.step_s:.2f}") if predicted else ("", "")
+        times = (comparison[0], format_ms(trial.step_s), comparison[1], f"{trial.step_s / trials[0].step_s:.2f}")
         yield format_plan(trial.plan), *times
 
 
 def explain_choice(choice: PlanChoice) -> list[str]:
-    """Return what is taken and why, and what could not be tried."""
+    """Return which plan was chosen and why, and what could not be tried."""
+    reason = _measured_reason(choice) if choice.trials else _predicted_reason(choice)
     return [
-        f"{format_plan(choice.plan)} is taken: {_measured_reason(choice) if choice.trials else _predicted_reason(choice)}",
+        f"{format_plan(choice.plan)} was chosen: {reason}",
         *_explain_memory(choice),
-        *(f"{format_plan(one.plan)} could not be tried: {one.reason}" for one in choice.failed_trials),
+        *(f"{format_plan(failed.plan)} could not be tried: {failed.reason}" for failed in choice.failed_trials),
         *explain_skipped(choice.ranking),
     ]
 
 
 def explain_skipped(ranking: PlanRanking) -> list[str]:
-    """Return which plans nobody has looked at to the end, if there are any."""
+    """Return which plans were not fully evaluated, if any."""
     return [*_explain_pruned(ranking), *_explain_not_evaluated(ranking)]
 
 
@@ -97,8 +98,8 @@ def _explain_pruned(ranking: PlanRanking) -> list[str]:
     first, *others = map(format_plan, ranking.pruned)
     rest = f" and {len(others)} more plans of the list" if others else ""
     verb = "are" if others else "is"
-    least = "what one of the ranks does alone, or what those of one host send through its card"
-    return [f"{first}{rest} {verb} surely slower: {least}, takes longer than the fastest step"]
+    bound = "a lower bound of its step, from the work of one rank or the traffic of one host,"
+    return [f"{first}{rest} {verb} certainly slower: {bound} exceeds the fastest step"]
 
 
 def _explain_not_evaluated(ranking: PlanRanking) -> list[str]:
@@ -106,42 +107,43 @@ def _explain_not_evaluated(ranking: PlanRanking) -> list[str]:
         return []
     first, *others = map(format_plan, ranking.not_evaluated)
     rest = f" and {len(others)} more plans of the list were" if others else " was"
-    return [f"the time was over before {first}{rest} looked at; a longer --time-budget looks at all of them"]
+    return [f"the time budget ended before {first}{rest} evaluated; a larger --time-budget evaluates all of them"]
 
 
 def _explain_memory(choice: PlanChoice) -> list[str]:
-    """Return what each rank holds under the plan that is taken, where ranks hold different amounts."""
+    """Return the peak memory of each rank under the chosen plan, if ranks differ."""
     predicted = choice.find_prediction(choice.plan)
-    sizes = predicted.rank_bytes if predicted is not None else ()
-    if len(set(sizes)) < 2:
+    rank_bytes = predicted.rank_bytes if predicted is not None else ()
+    if len(set(rank_bytes)) < 2:
         return []
-    alike: dict[int, list[int]] = {}
-    for rank, size in enumerate(sizes):
-        alike.setdefault(size, []).append(rank)
-    told = (
+    ranks_by_size: dict[int, list[int]] = {}
+    for rank, size in enumerate(rank_bytes):
+        ranks_by_size.setdefault(size, []).append(rank)
+    parts = (
         f"{format_bytes(size)} on rank{'s' if len(ranks) > 1 else ''} {format_group(tuple(ranks))}"
-        for size, ranks in alike.items()
+        for size, ranks in ranks_by_size.items()
     )
-    return [f"its ranks hold {', '.join(told)}"]
+    return [f"its ranks need {', '.join(parts)}"]
 
 
 def _predicted_reason(choice: PlanChoice) -> str:
     best = choice.ranking.eligible[0].plan
     if choice.plan == best:
-        return "of the plans that keep the numbers it is predicted fastest"
+        return "it is predicted to be the fastest synchronous plan"
     return f"it is predicted within {_percent(PREDICTED_TOLERANCE)} of {_describe_fastest(best)}, and simpler"
 
 
 def _measured_reason(choice: PlanChoice) -> str:
-    best, taken = min(choice.trials, key=lambda trial: trial.step_s), choice.find_trial(choice.plan)
-    if taken is None or taken == best:
-        return "of the plans that keep the numbers it is measured fastest"
-    if taken.step_s <= MEASURED_TOLERANCE * best.step_s:
-        return f"it is measured within {_percent(MEASURED_TOLERANCE)} of {_describe_fastest(best.plan)}, and simpler"
-    if is_pure_data_parallel(taken.plan):
-        return f"it is measured within {_percent(DATA_PARALLEL_TOLERANCE)} of {_describe_fastest(best.plan)}, as runs differ, and simpler"
+    best, chosen = min(choice.trials, key=lambda trial: trial.step_s), choice.find_trial(choice.plan)
+    if chosen is None or chosen == best:
+        return "it was measured to be the fastest synchronous plan"
+    if chosen.step_s <= MEASURED_TOLERANCE * best.step_s:
+        return f"it was measured within {_percent(MEASURED_TOLERANCE)} of {_describe_fastest(best.plan)}, and simpler"
+    if is_pure_data_parallel(chosen.plan):
+        percent = _percent(DATA_PARALLEL_TOLERANCE)
+        return f"it was measured within {percent} of {_describe_fastest(best.plan)}, as runs differ, and simpler"
     percent = _percent(NOISY_TOLERANCE)
-    return f"it is measured within {percent} of {_describe_fastest(best.plan)}, as fast in some turns, and simpler"
+    return f"it was measured within {percent} of {_describe_fastest(best.plan)}, as fast in some rounds, and simpler"
 
 
 def _percent(times: float) -> str:
@@ -149,19 +151,19 @@ def _percent(times: float) -> str:
 
 
 def _describe_fastest(plan: Plan) -> str:
-    return f"{format_plan(plan)}, the fastest that keeps the numbers"
+    return f"{format_plan(plan)}, the fastest synchronous plan"
 
 
 def build_comparison(choice: PlanChoice, num_plans: int = 3) -> PlanComparison:
     """Return the choice as a page shows it, with the timelines of so many of the best plans."""
-    found, replay = choice.ranking.predictions, simulator_for_problem(choice.problem)
+    predictions, simulator = choice.ranking.predictions, simulator_for_problem(choice.problem)
     tried = {trial.plan: trial for trial in choice.trials}
-    shown = [
-        attribute_time(one, replay)
-        for at, one in enumerate(found)
-        if at < MAX_ROWS or one.plan in tried or one.plan == choice.plan
+    attributed = [
+        attribute_time(prediction, simulator)
+        for index, prediction in enumerate(predictions)
+        if index < MAX_ROWS or prediction.plan in tried or prediction.plan == choice.plan
     ]
-    rows = [_with_trial(choice, table_row(one, shown[0]), one.plan) for one in shown]
+    rows = [_with_trial(choice, table_row(prediction, attributed[0]), prediction.plan) for prediction in attributed]
     titles = COLUMNS if not tried else (*COLUMNS[:3], "measured ms", *COLUMNS[3:])
     return PlanComparison(
         tuple(explain_choice(choice)), titles, tuple(rows), TEXT_COLUMNS, tuple(_compared_plans(choice, num_plans))
@@ -176,23 +178,23 @@ def _with_trial(choice: PlanChoice, row: tuple[str, ...], plan: Plan) -> tuple[s
 
 
 def _compared_plans(choice: PlanChoice, num_plans: int) -> Iterator[ComparedPlan]:
-    """Yield the plan that is taken, then those that were tried, or else those predicted to be fastest."""
-    question = choice.problem
-    kept = [found.plan for found in choice.ranking.eligible]
+    """Yield the chosen plan, then those that were tried, or else those predicted to be fastest."""
+    problem = choice.problem
+    eligible = [prediction.plan for prediction in choice.ranking.eligible]
     tried = [trial.plan for trial in sorted(choice.trials, key=lambda trial: trial.step_s)]
-    wanted = dict.fromkeys([choice.plan, *(tried or kept)])
-    for plan in islice(wanted, num_plans):
+    plans = dict.fromkeys([choice.plan, *(tried or eligible)])
+    for plan in islice(plans, num_plans):
         trial = choice.find_trial(plan)
         simulated = predict_trace(
-            plan, question.model, question.cluster, batch_size=question.batch_size, profile=question.profile
+            plan, problem.model, problem.cluster, batch_size=problem.batch_size, profile=problem.profile
         )
         yield ComparedPlan(format_plan(plan), simulated, trial.trace if trial is not None else None)
 
 
 def stat_cards(choice: PlanChoice) -> Sequence[StatCard]:
-    """Return the numbers to see first of a choice."""
+    """Return the most important numbers of a choice."""
     predicted, trial = choice.find_prediction(choice.plan), choice.find_trial(choice.plan)
-    found = [StatCard("plan", format_plan(choice.plan)), StatCard("plans weighed", len(choice.ranking.predictions))]
+    cards = [StatCard("plan", format_plan(choice.plan)), StatCard("plans compared", len(choice.ranking.predictions))]
     times = [
         ("predicted step", predicted.step_s if predicted is not None else None),
         ("measured step", trial.step_s if trial is not None else None),
@@ -200,7 +202,7 @@ def stat_cards(choice: PlanChoice) -> Sequence[StatCard]:
     for name, seconds in times:
         if seconds is not None:
             value, unit = format_seconds(seconds).split()
-            found.append(StatCard(name, value, unit))
+            cards.append(StatCard(name, value, unit))
     if predicted is not None:
-        found.append(StatCard("memory of a rank", format_memory(predicted)))
-    return found
+        cards.append(StatCard("memory of a rank", format_memory(predicted)))
+    return cards

@@ -1,4 +1,4 @@
-"""A moment by which planning has to come to its end."""
+"""The time by which planning has to end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long plans may still be looked at.
+    """Moment after which no further plan is evaluated.
 
     Args:
-        until_s: a moment of :func:`time.perf_counter`.
+        at_s: a value of :func:`time.perf_counter`.
 
     Example:
-        >>> ENDLESS.is_over, Limit.within(0.0).is_over
+        >>> NO_DEADLINE.is_past, Deadline.after(0.0).is_past
         (False, True)
     """
 
@@ -23,17 +23,17 @@ class Deadline:
 
     @staticmethod
     def after(seconds: float) -> Deadline:
-        """Return the moment so many seconds from now."""
+        """Return the deadline so many seconds from now."""
         return Deadline(time.perf_counter() + seconds)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until then, none if it is over."""
+        """Seconds until then; 0 if it is past."""
         return max(0.0, self.at_s - time.perf_counter())
 
     @property
     def is_past(self) -> bool:
-        """Whether the moment has come."""
+        """Whether the deadline has passed."""
         return self.remaining_s <= 0.0
 
 

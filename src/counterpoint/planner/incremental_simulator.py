@@ -1,14 +1,14 @@
-"""Who speaks for whom where only the first of many copies and slices is written down.
+"""Simulate many plans, building and analysing only those rank programs that no earlier plan had.
 
-What a step takes at least, whatever ranks wait for: what one of them does alone, or one host's card carries.
+Rank programs are built by the strategies themselves, so that nothing about a strategy is repeated here. Three things
+save work:
 
-Simulate one plan after the other, and build and look at only those rows that none before has had.
+* The program of a stage depends on its own blocks and on the shape of the plan, not on the partition of other stages;
+  it is cached by these.
+* Replicas differ only in rank numbers; only the first replica is stored.
+* What one rank program determines by itself (times, bytes, which ranks it communicates with) is computed once.
 
-Rows are made by the strategies themselves, so that nothing is said here about what a strategy does. Three things
-save the work. A row of a stage depends on its own blocks and on the shape of the plan, not on how the other stages
-are cut: it is kept by these. Copies of all that differ in the numbers of their ranks alone: the first is written
-down. What a row says by itself (seconds, bytes, whom it meets) is worked out once. The clock then plays all of it, as
-it does for any program, because a change in one row may move every other one.
+The event simulator then runs all of it, as for any program, because a change in one rank may affect every other one.
 """
 
 from __future__ import annotations
@@ -49,171 +49,182 @@ _NOT_STORED = -1
 
 @dataclass(frozen=True, slots=True)
 class SymmetricPrograms:
-    """Rows that ranks have in common: rank ``(copy * num_seats + seat) * num_slices + slice`` has that of its seat.
+    """Rank programs that replicas and tensor-parallel ranks have in common.
+
+    Rank ``(replica * num_slots + slot) * tp_degree + tp_rank`` has the program of its slot.
 
     Args:
-        rows: of each seat of the first copy, as its first slice has it.
-        num_slices: how many ranks are slices of one seat.
-        num_ranks: how many ranks there are.
+        slots: the programs of the slots of the first replica, as the first tensor-parallel rank has them.
+        tp_degree: the tensor-parallel degree.
+        num_ranks: the number of ranks.
     """
 
-    rows: Sequence[CachedRankProgram]
-    num_slices: int
+    slots: Sequence[CachedRankProgram]
+    tp_degree: int
     num_ranks: int
 
     @property
     def num_stored(self) -> int:
-        """How many ranks a copy has, of which the first slices are written down."""
-        return len(self.rows) * self.num_slices
+        """Ranks of one replica, of which only the first tensor-parallel ranks are stored."""
+        return len(self.slots) * self.tp_degree
 
     @property
-    def num_copies(self) -> int:
-        """How many copies there are."""
+    def num_replicas(self) -> int:
+        """Number of replicas."""
         return self.num_ranks // self.num_stored
 
-    def row(self, rank: int) -> CachedRankProgram:
-        """Return the row of a rank, but for the numbers of ranks and microbatches that it names."""
-        return self.rows[rank // self.num_slices % len(self.rows)]
+    def program_of(self, rank: int) -> CachedRankProgram:
+        """Return the program of a rank, except for the numbers of ranks and microbatches in it."""
+        return self.slots[rank // self.tp_degree % len(self.slots)]
 
     def instructions(self) -> list[Instructions]:
-        """Return the words of every rank, but for those numbers."""
-        return [self.row(rank).instructions for rank in range(self.num_ranks)]
+        """Return the instructions of every rank, except for these numbers."""
+        return [self.program_of(rank).instructions for rank in range(self.num_ranks)]
 
     def find_representatives(self, topology: TopologyKeys) -> Representatives | None:
-        """Return who meets whom, and who speaks for each rank; None where that is a rank that is not written down.
+        """Return matches and representatives; None if a rank that is not stored would represent others.
 
-        Copies and slices do the same things at the same times where all ranks are alike: each meets what is at the same
-        place of its own copy and slice, or is alike. Else it is looked at where every rank stands.
+        On a uniform cluster replicas and tensor-parallel ranks do the same at the same time, so that matching within
+        the stored ranks is enough. Otherwise the locations of all ranks matter.
         """
-        partners = self._match_stored()
+        stored = self._match_stored()
         if not topology.groups and len(set(topology.rank_keys)) < 2:
-            outlines = [_NOT_STORED] * self.num_stored
-            outlines[:: self.num_slices] = [row.signature for row in self.rows]
-            first = {rank: group[0] for group in refine_classes(outlines, partners) for rank in group}
-            copy = [first[rank - rank % self.num_slices] for rank in range(self.num_stored)]
-            return Representatives(partners, copy * self.num_copies)
-        everywhere = self._replicate(partners)
-        speaker = [0] * self.num_ranks
-        for group in refine_classes([self.row(rank).signature for rank in range(self.num_ranks)], everywhere, topology):
-            if group[0] >= self.num_stored or group[0] % self.num_slices:
+            signatures = [_NOT_STORED] * self.num_stored
+            signatures[:: self.tp_degree] = [cached.signature for cached in self.slots]
+            first = {rank: group[0] for group in refine_classes(signatures, stored) for rank in group}
+            replica = [first[rank - rank % self.tp_degree] for rank in range(self.num_stored)]
+            return Representatives(stored, replica * self.num_replicas)
+        matches = self._replicate(stored)
+        representative = [0] * self.num_ranks
+        for group in refine_classes(
+            [self.program_of(rank).signature for rank in range(self.num_ranks)], matches, topology
+        ):
+            if group[0] >= self.num_stored or group[0] % self.tp_degree:
                 return None
             for rank in group:
-                speaker[rank] = group[0]
-        return Representatives(everywhere, speaker)
+                representative[rank] = group[0]
+        return Representatives(matches, representative)
 
     def _match_stored(self) -> CommMatches:
-        """Return who meets whom among those that are written down."""
-        words: list[Instructions] = [()] * self.num_stored
-        kinds: list[TypeIndices] = [index_by_type(())] * self.num_stored
-        words[:: self.num_slices] = [row.instructions for row in self.rows]
-        kinds[:: self.num_slices] = [row.kinds for row in self.rows]
-        return match_communication(words, kinds)
+        """Return the communication matches among the stored ranks."""
+        instructions: list[Instructions] = [()] * self.num_stored
+        type_indices: list[TypeIndices] = [index_by_type(())] * self.num_stored
+        instructions[:: self.tp_degree] = [cached.instructions for cached in self.slots]
+        type_indices[:: self.tp_degree] = [cached.type_indices for cached in self.slots]
+        return match_communication(instructions, type_indices)
 
-    def _replicate(self, partners: CommMatches) -> CommMatches:
-        """Return who meets whom among all ranks, given who does among those that are written down."""
-        spread = CommMatches()
-        for copy, at in product(range(self.num_copies), range(self.num_slices)):
-            by = copy * self.num_stored + at
-            for (rank, index), (other, there) in partners.producer.items():
-                spread.producer[rank + by, index] = (other + by, there)
-        sets: dict[Group, list[tuple[Group, list[int]]]] = {}
-        for members in partners.participants:
+    def _replicate(self, stored: CommMatches) -> CommMatches:
+        """Return the communication matches among all ranks, given those among the stored ranks."""
+        matches = CommMatches()
+        for replica, tp_rank in product(range(self.num_replicas), range(self.tp_degree)):
+            offset = replica * self.num_stored + tp_rank
+            for (rank, index), (producer_rank, producer_index) in stored.producer.items():
+                matches.producer[rank + offset, index] = (producer_rank + offset, producer_index)
+        groups: dict[Group, list[tuple[Group, list[int]]]] = {}
+        for members in stored.participants:
             group, index_of = self._group(members[0]), dict(members)
-            if group not in sets:
-                sets[group] = list(self._matching_groups(group))
-            for ranks, written in sets[group]:
-                places = list(zip(ranks, map(index_of.__getitem__, written), strict=True))
-                spread.collective_id.update(dict.fromkeys(places, len(spread.participants)))
-                spread.participants.append(places)
-        return spread
+            if group not in groups:
+                groups[group] = list(self._matching_groups(group))
+            for ranks, stored_ranks in groups[group]:
+                locations = list(zip(ranks, map(index_of.__getitem__, stored_ranks), strict=True))
+                matches.collective_id.update(dict.fromkeys(locations, len(matches.participants)))
+                matches.participants.append(locations)
+        return matches
 
     def _matching_groups(self, group: Group) -> Iterator[tuple[Group, list[int]]]:
-        """Yield a group of ranks as each set of copies and slices has it, and who is written down for its ranks."""
-        inside = {(rank // self.num_stored, rank % self.num_slices) for rank in group}
-        written = [self._stored_rank(rank) for rank in group]
-        made: set[tuple[int, int]] = set()
-        for copy, at in product(range(self.num_copies), range(self.num_slices)):
-            if (copy, at) not in made:
-                made |= {(one + copy, other + at) for one, other in inside}
-                by = copy * self.num_stored + at
-                yield tuple(rank + by for rank in group), written
+        """Yield a group as each replica and tensor-parallel rank has it, with the stored rank of each member."""
+        group_offsets = {(rank // self.num_stored, rank % self.tp_degree) for rank in group}
+        stored_ranks = [self._stored_rank(rank) for rank in group]
+        yielded: set[tuple[int, int]] = set()
+        for replica, tp_rank in product(range(self.num_replicas), range(self.tp_degree)):
+            if (replica, tp_rank) not in yielded:
+                yielded |= {
+                    (group_replica + replica, group_tp_rank + tp_rank) for group_replica, group_tp_rank in group_offsets
+                }
+                offset = replica * self.num_stored + tp_rank
+                yield tuple(rank + offset for rank in group), stored_ranks
 
     def _group(self, location: Location) -> Group:
-        word = self.row(location[0]).instructions[location[1]]
-        assert isinstance(word, Collective | Commit), "it is a call"
-        return word.group
+        instruction = self.program_of(location[0]).instructions[location[1]]
+        assert isinstance(instruction, Collective | Commit), "only collectives have groups"
+        return instruction.group
 
     def _stored_rank(self, rank: int) -> int:
-        """Return the rank that is written down for one."""
-        inside = rank % self.num_stored
-        return inside - inside % self.num_slices
+        """Return the stored rank that has the program of a rank."""
+        rank_in_replica = rank % self.num_stored
+        return rank_in_replica - rank_in_replica % self.tp_degree
 
 
 def step_lower_bound_s(programs: SymmetricPrograms, cache: PlanModelCache) -> float:
-    """Return what no step of these rows is shorter than, without playing them.
+    """Return a lower bound of the step, without simulation.
 
     Args:
-        fold: the rows.
-        cut: where they are known.
+        programs: of a plan.
+        cache: where they are cached.
     """
     return max(
-        _nic_lower_bound_s(programs, cache), *(cache.instruction_times(row, 0).lower_bound_s for row in programs.rows)
+        _nic_lower_bound_s(programs, cache),
+        *(cache.instruction_times(cached, 0).lower_bound_s for cached in programs.slots),
     )
 
 
 def _nic_lower_bound_s(programs: SymmetricPrograms, cache: PlanModelCache) -> float:
-    """Return for how long the busiest card is taken by ranks of one host; 0 where hosts and copies do not line up.
+    """Return for how long the busiest network card is used; 0 if hosts and replicas are not aligned.
 
-    A group of copies has as many members on a host as the first of them on its own, or fewer: it begins there.
+    A group of replicas has as many members on a host as the first of them on its own host, or fewer: it starts there.
     """
-    cluster, slices = cache.cluster, programs.num_slices
+    cluster, tp_degree = cache.cluster, programs.tp_degree
     if len(cluster.levels) < 2 or not cluster.levels[1].is_shared:
         return 0.0
-    width, written = cluster.levels[0].count, programs.num_stored
-    if max(width, written) % min(width, written) or max(width, slices) % min(width, slices):
+    width, num_stored = cluster.levels[0].count, programs.num_stored
+    if max(width, num_stored) % min(width, num_stored) or max(width, tp_degree) % min(width, tp_degree):
         return 0.0
     seconds = [
-        _shared_link_s(row, seat * slices, cache) for seat, row in enumerate(programs.rows) for _ in range(slices)
+        _shared_link_s(cached, slot * tp_degree, cache)
+        for slot, cached in enumerate(programs.slots)
+        for _ in range(tp_degree)
     ]
-    if written <= width:
-        return sum(seconds) * (min(width, programs.num_ranks) // written)
-    return max(sum(seconds[at : at + width]) for at in range(0, written, width))
+    if num_stored <= width:
+        return sum(seconds) * (min(width, programs.num_ranks) // num_stored)
+    return max(sum(seconds[index : index + width]) for index in range(0, num_stored, width))
 
 
 def _shared_link_s(cached: CachedRankProgram, rank: int, cache: PlanModelCache) -> float:
-    """Return a rank's part of the seconds in which what it sends is on its host's card, alone."""
+    """Return a rank's part of the seconds for which its communication uses its host's card, without contention."""
     key = cached.signature, cached.rank
     if key not in cache.shared_link_s:
         times = cache.instruction_times(cached, 0)
         seconds: defaultdict[Group, float] = defaultdict(float)
-        for word, crossing_s in zip(cached.instructions, times.shared_link_s, strict=True):
-            if crossing_s:
-                assert isinstance(word, Collective | P2PInstruction), "nothing else crosses"
-                seconds[word.group if isinstance(word, Collective) else (rank, word.peer)] += crossing_s
+        for instruction, link_s in zip(cached.instructions, times.shared_link_s, strict=True):
+            if link_s:
+                assert isinstance(instruction, Collective | P2PInstruction), "nothing else uses links"
+                seconds[instruction.group if isinstance(instruction, Collective) else (rank, instruction.peer)] += (
+                    link_s
+                )
         cache.shared_link_s[key] = sum(
-            _nic_fraction(ranks, rank, cache.cluster) * own_s for ranks, own_s in seconds.items()
+            _nic_fraction(ranks, rank, cache.cluster) * seconds_of_group for ranks, seconds_of_group in seconds.items()
         )
     return cache.shared_link_s[key]
 
 
 def _nic_fraction(ranks: Group, rank: int, cluster: Cluster) -> float:
-    """Return the part of its host's card that one of some ranks answers for while something between them crosses."""
-    together = Counter(map(cluster.host, ranks))[cluster.host(rank)]
-    return cluster.link_among(ranks).bytes_per_s / cluster.link_at(1, (rank,)).bytes_per_s / together
+    """Return the fraction of its host's card that one rank of a group accounts for."""
+    num_on_host = Counter(map(cluster.host, ranks))[cluster.host(rank)]
+    return cluster.link_among(ranks).bytes_per_s / cluster.link_at(1, (rank,)).bytes_per_s / num_on_host
 
 
 ROUNDING = 1e-9
-"""Sums of the same seconds in another order differ by less than this part of them."""
+"""Sums of the same seconds in another order differ by less than this fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanParts:
-    """The strategies of a plan whose rows can be kept.
+    """The strategies of a plan whose rank programs can be cached.
 
     Args:
-        slices: tensor, or nothing.
-        stages: the pipeline; None for none.
-        copies: data and zero, whose copies are alike.
+        tensor: tensor parallelism, or nothing.
+        pipeline: the pipeline; None for none.
+        replicas: data parallelism and ZeRO, whose replicas are equal.
     """
 
     tensor: tuple[Strategy, ...]
@@ -221,35 +232,35 @@ class PlanParts:
     replicas: tuple[Strategy, ...]
 
     @property
-    def num_slices(self) -> int:
-        """How many ranks share each of the other ones' rows but for their slice."""
+    def tp_degree(self) -> int:
+        """The tensor-parallel degree."""
         return self.tensor[0].degree if self.tensor else 1
 
     @staticmethod
     def from_plan(plan: Plan) -> PlanParts | None:
-        """Return the parts of a plan; None where it has others, or steps that are not all alike."""
-        rest = [strategy for strategy in plan.strategies if strategy.degree > 1]
-        slices = (rest.pop(0),) if rest and isinstance(rest[0], Tensor) else ()
-        first = rest.pop(0) if rest and isinstance(rest[0], Pipeline) else None
-        stages = first if isinstance(first, Pipeline) else None
-        is_known = (
-            all(isinstance(strategy, Data | Zero) for strategy in rest) and len(plan.sync_schedule.step_fractions) == 1
+        """Return the parts of a plan; None if it has others, or several step variants."""
+        outer = [strategy for strategy in plan.strategies if strategy.degree > 1]
+        tensor = (outer.pop(0),) if outer and isinstance(outer[0], Tensor) else ()
+        first = outer.pop(0) if outer and isinstance(outer[0], Pipeline) else None
+        pipeline = first if isinstance(first, Pipeline) else None
+        has_known_outer = (
+            all(isinstance(strategy, Data | Zero) for strategy in outer) and len(plan.sync_schedule.step_fractions) == 1
         )
-        is_stream = stages is not None and stages.is_async
-        is_replayed = is_known and not is_stream and not plan.sync_schedule.staleness
-        return PlanParts(slices, stages, tuple(rest)) if is_replayed else None
+        is_async = pipeline is not None and pipeline.is_async
+        is_supported = has_known_outer and not is_async and not plan.sync_schedule.staleness
+        return PlanParts(tensor, pipeline, tuple(outer)) if is_supported else None
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSimResult:
-    """What was found out about a plan.
+    """Result of simulating a plan.
 
     Args:
-        plan: as it runs, with its cut.
+        plan: with its partition.
         samples: of one microbatch.
-        spent: on each cluster.
-        sent_bytes: what the busiest rank sends.
-        rank_bytes: what each rank holds at most.
+        breakdowns: of a step, on each cluster.
+        sent_bytes: sent by the rank that sends most.
+        rank_bytes: peak memory of each rank.
     """
 
     plan: Plan
@@ -261,13 +272,13 @@ class PlanSimResult:
 
 @dataclass(frozen=True, slots=True)
 class PlanRankPrograms:
-    """The rows of a plan.
+    """The rank programs of a plan.
 
     Args:
-        plan: as it runs, with its cut.
-        cut: of the model, where its rows are known.
-        fold: the rows.
-        least_s: what no step of theirs is shorter than.
+        plan: with its partition.
+        cache: of the model, where its rank programs are cached.
+        programs: the rank programs.
+        lower_bound_s: lower bound of the step.
     """
 
     plan: Plan
@@ -277,17 +288,17 @@ class PlanRankPrograms:
 
 
 class StepTooSlow(Exception):  # noqa: N818 - not an error: that much was asked
-    """What ranks of a plan do by themselves takes longer than a step of it may, so that it is not played."""
+    """The lower bound of a plan's step exceeds the given maximum, so that it is not simulated."""
 
 
 class IncrementalSimulator:
-    """What plans for one model, clusters and batch take, each as a simulation of it alone would say.
+    """Simulator of plans for one model, clusters and batch; results equal those of separate simulations.
 
     Args:
         model: in its finest blocks.
-        clusters: where it runs; on others than the first, links are others, and ranks are where they are on it.
+        clusters: where it runs; they differ only in their links.
         batch_size: samples of one global batch.
-        timing: of the model's pieces; None where their work is only counted.
+        profile: measured times of the model's layers; None to use operation counts.
     """
 
     def __init__(
@@ -303,20 +314,20 @@ class IncrementalSimulator:
         self.built: dict[Plan, PlanRankPrograms | None] = {}
 
     def summary(self, plan: Plan) -> StepSummary:
-        """Return the figures of a plan with one kind of step.
+        """Return the predictions for a plan with a single step variant.
 
         Raises:
-            PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
+            PlanError: it cannot be compiled for this model or this batch, or the profile is of another model.
         """
-        played = self.simulate(plan)
-        if played is None:
+        result = self.simulate(plan)
+        if result is None:
             return summarize_step(plan, self.model, self.cluster, batch_size=self.batch_size, profile=self.profile)
         return StepSummary(
-            step_s=played.breakdowns[0].step_s,
-            compute_s=played.breakdowns[0].compute_s,
-            update_s=played.breakdowns[0].update_s,
-            sent_bytes=played.sent_bytes,
-            memory_bytes=max(played.rank_bytes),
+            step_s=result.breakdowns[0].step_s,
+            compute_s=result.breakdowns[0].compute_s,
+            update_s=result.breakdowns[0].update_s,
+            sent_bytes=result.sent_bytes,
+            memory_bytes=max(result.rank_bytes),
         )
 
     @property
@@ -327,60 +338,62 @@ class IncrementalSimulator:
     def simulate(
         self, plan: Plan, max_step_s: float = math.inf, at: Sequence[int] | None = None
     ) -> PlanSimResult | None:
-        """Return what a plan takes; None for one that has rows which are not kept, or not its clusters' alone to say.
+        """Return the result for a plan; None if its rank programs cannot be cached, or ranks are not symmetric.
 
-        None is also for one of which :meth:`step_lower_bound_s` has found that it cannot be carried out.
+        The result is also None if :meth:`lower_bound_s` has found that the plan cannot be executed.
 
         Args:
-            plan: which one.
-            most_s: what a step may take on the first of the clusters.
-            at: on which of the clusters it is played; None for all.
+            plan: the plan.
+            max_step_s: upper limit of a step on the first cluster.
+            at: indices of the clusters to simulate; None for all.
 
         Raises:
-            Slower: what its ranks do by themselves takes longer.
-            PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
+            StepTooSlow: the lower bound of a step exceeds ``max_step_s``.
+            PlanError: it cannot be compiled for this model or this batch, or the profile is of another model.
         """
-        written = self.built.pop(plan) if plan in self.built else self._build(plan)
-        if written is None:
+        built = self.built.pop(plan) if plan in self.built else self._build(plan)
+        if built is None:
             return None
-        if written.lower_bound_s > max_step_s * (1 + ROUNDING):
+        if built.lower_bound_s > max_step_s * (1 + ROUNDING):
             raise StepTooSlow
-        return self._simulate(written, range(len(self.clusters)) if at is None else at)
+        return self._simulate(built, range(len(self.clusters)) if at is None else at)
 
     def lower_bound_s(self, plan: Plan) -> float:
-        """Return what a step of a plan takes at least; 0 where nothing is known of it, or it cannot be carried out.
+        """Return a lower bound of the step; 0 if nothing is known of the plan, or it cannot be executed.
 
-        What has been found out is kept until the plan is played.
+        The rank programs are kept until the plan is simulated.
         """
         try:
-            written = self.built[plan] = self._build(plan)
+            built = self.built[plan] = self._build(plan)
         except PlanError:
-            written = self.built[plan] = None
-        return 0.0 if written is None else written.lower_bound_s
+            built = self.built[plan] = None
+        return 0.0 if built is None else built.lower_bound_s
 
     def _build(self, plan: Plan) -> PlanRankPrograms | None:
-        """Return the rows of a plan; None for what :meth:`played` returns None for."""
+        """Return the rank programs of a plan; None as for :meth:`simulate`."""
         if self.profile is None and plan.profile is not None:
             return None
         plan.require_batch(self.batch_size)
-        given = self._prepared_model(plan)
-        plan = balance_by_speed(plan, given, self.cluster)
-        plan = plan if self.profile is None else with_explicit_partition(plan, given)
+        prepared = self._prepared_model(plan)
+        plan = balance_by_speed(plan, prepared, self.cluster)
+        plan = plan if self.profile is None else with_explicit_partition(plan, prepared)
         parts = PlanParts.from_plan(plan)
         if parts is None:
             return None
-        cut = self._model_cache(plan, parts, given)
+        cache = self._model_cache(plan, parts, prepared)
         if (
-            has_divisible_backward(cut.model)
+            has_divisible_backward(cache.model)
             and "overlap" in plan.passes
             and self.cluster.link_at(0, (0,)).is_shared_memory
         ):
-            return None  # sums in memory that members see stay whole, and who sees whose depends on where each stands
-        fold = SymmetricPrograms(self._rank_programs(plan, parts, cut), parts.num_slices, plan.num_ranks)
-        return PlanRankPrograms(plan, cut, fold, step_lower_bound_s(fold, cut))
+            return (
+                None  # reductions in shared memory are not split, and which ranks share memory depends on their hosts
+            )
+        programs = SymmetricPrograms(self._rank_programs(plan, parts, cache), parts.tp_degree, plan.num_ranks)
+        return PlanRankPrograms(plan, cache, programs, step_lower_bound_s(programs, cache))
 
     def _prepared_model(self, plan: Plan) -> ModelSpec:
-        """Return the model as a plan gets it; plans that get the same get one and the same."""
+        """Return the model as a plan gets it, the same object for plans that get equal ones."""
         samples = self.batch_size // plan.global_num_microbatches
         key = plan.granularity, samples if self.profile is not None else 0
         if key not in self.prepared_models:
@@ -388,62 +401,68 @@ class IncrementalSimulator:
         return self.prepared_models[key]
 
     def _simulate(self, built: PlanRankPrograms, at: Sequence[int]) -> PlanSimResult | None:
-        """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
-        plan, cut, fold = built.plan, built.cache, built.programs
+        """Return the result for built programs; None if a rank that is not stored would represent others."""
+        plan, cache, programs = built.plan, built.cache, built.programs
         if plan.num_ranks not in self.topologies:
             self.topologies[plan.num_ranks] = topology_keys(self.cluster, plan.num_ranks)
-        cast = fold.find_representatives(self.topologies[plan.num_ranks])
+        representatives = programs.find_representatives(self.topologies[plan.num_ranks])
         try:
-            spent = None if cast is None else _run_clusters(fold, cast, cut, at)
+            breakdowns = None if representatives is None else _run_clusters(programs, representatives, cache, at)
         except SymmetryBroken:
             return None
-        if spent is None:
+        if breakdowns is None:
             return None
-        sent_bytes = int(max(cut.footprint(row).sent_bytes for row in fold.rows))
-        rank_bytes = tuple(cut.footprint(fold.row(rank)).memory_bytes for rank in range(plan.num_ranks))
-        return PlanSimResult(plan, cut.samples, spent, sent_bytes, rank_bytes)
+        sent_bytes = int(max(cache.footprint(cached).sent_bytes for cached in programs.slots))
+        rank_bytes = tuple(cache.footprint(programs.program_of(rank)).memory_bytes for rank in range(plan.num_ranks))
+        return PlanSimResult(plan, cache.samples, breakdowns, sent_bytes, rank_bytes)
 
-    def _model_cache(self, plan: Plan, parts: PlanParts, given: ModelSpec) -> PlanModelCache:
-        """Return the model with the blocks of a plan; plans with equal blocks and microbatches get the same."""
-        key = (id(given), parts.tensor, parts.pipeline)
+    def _model_cache(self, plan: Plan, parts: PlanParts, prepared: ModelSpec) -> PlanModelCache:
+        """Return the cache of a plan's model; plans with equal blocks and microbatches share it."""
+        key = (id(prepared), parts.tensor, parts.pipeline)
         if key not in self.models:
-            model = given
+            model = prepared
             inner = (*parts.tensor, parts.pipeline) if parts.pipeline is not None else parts.tensor
             for strategy in inner:
                 model = strategy.split_model(model)
-            same = (known for known in self.models.values() if known == model)
-            self.models[key] = next(same, model)
+            equal_models = (cached for cached in self.models.values() if cached == model)
+            self.models[key] = next(equal_models, model)
         model = self.models[key]
         samples = self.batch_size // plan.global_num_microbatches
         if (id(model), samples) not in self.caches:
-            timing = fit_profile(plan, self.model, self.profile)
+            profile = fit_profile(plan, self.model, self.profile)
             self.caches[id(model), samples] = PlanModelCache(
-                model, self.clusters, samples, plan.global_num_microbatches, timing
+                model, self.clusters, samples, plan.global_num_microbatches, profile
             )
         return self.caches[id(model), samples]
 
     def _rank_programs(self, plan: Plan, parts: PlanParts, cache: PlanModelCache) -> list[CachedRankProgram]:
-        """Return the rows of all seats, those of the first slice and copy; those that are not known yet are made."""
-        asked = plan.recomputation
-        again = cache.blocks_to_recompute(asked) if asked is not None else frozenset[int]()
-        how = (asked.whole_stage, asked.exempts_next_backward) if asked is not None else None
-        around = (parts.replicas, "overlap" in plan.passes, how)
-        seats = self._slots(plan, parts, cache)
-        keys = [(key, around, again.intersection(blocks) if again else again) for key, blocks in seats]
-        missing = [seat for seat, key in enumerate(keys) if key not in cache.rank_programs]
+        """Return the programs of all slots of the first replica and tensor-parallel rank, building new ones."""
+        recomputation = plan.recomputation
+        recomputed = cache.blocks_to_recompute(recomputation) if recomputation is not None else frozenset[int]()
+        recompute_options = (
+            (recomputation.whole_stage, recomputation.exempts_next_backward) if recomputation is not None else None
+        )
+        outer_key = (parts.replicas, "overlap" in plan.passes, recompute_options)
+        slots = self._slots(plan, parts, cache)
+        keys = [
+            (key, outer_key, recomputed.intersection(blocks) if recomputed else recomputed) for key, blocks in slots
+        ]
+        missing = [slot for slot, key in enumerate(keys) if key not in cache.rank_programs]
         if missing:
-            self._build_stages(plan, parts, cache, {seat: seats[seat][0] for seat in missing})
-            written = [
-                cache.stage_programs[key] if seat in missing else RankProgram(()) for seat, (key, _) in enumerate(seats)
+            self._build_stages(plan, parts, cache, {slot: slots[slot][0] for slot in missing})
+            stage_programs = [
+                cache.stage_programs[key] if slot in missing else RankProgram(()) for slot, (key, _) in enumerate(slots)
             ]
-            made = self._apply_outer(written, plan, parts, cache)
-            for seat in missing:
-                finer = cache.split_backward(made[seat], plan.buckets)
-                cache.rank_programs[keys[seat]] = cache.cache_program(made[seat], seat * parts.num_slices, finer)
+            rank_programs = self._apply_outer(stage_programs, plan, parts, cache)
+            for slot in missing:
+                split = cache.split_backward(rank_programs[slot], plan.buckets)
+                cache.rank_programs[keys[slot]] = cache.cache_program(
+                    rank_programs[slot], slot * parts.tp_degree, split
+                )
         return [cache.rank_programs[key] for key in keys]
 
     def _slots(self, plan: Plan, parts: PlanParts, cache: PlanModelCache) -> list[tuple[Hashable, Collection[int]]]:
-        """Return for each seat of the pipeline on what its row depends, and its blocks."""
+        """Return for each slot of the pipeline what its program depends on, and its blocks."""
         if parts.pipeline is None:
             return [((plan.num_microbatches, parts.tensor), range(cache.model.num_blocks))]
         chunks = self._stage_chunks(parts.pipeline, cache)
@@ -452,14 +471,14 @@ class IncrementalSimulator:
             parts.tensor,
             replace(parts.pipeline, balance=(), split_points=(), recompute="never"),
         )
-        rest = None if cache.is_chain else chunks.block_ranges
-        seats: list[tuple[Hashable, Collection[int]]] = []
+        other_stages = None if cache.is_chain else chunks.block_ranges
+        slots: list[tuple[Hashable, Collection[int]]] = []
         for stage, count in enumerate(parts.pipeline.stage_ranks):
-            seats += [
-                ((shape, len(seats) + twin, chunks.chunks_of(stage), rest), chunks.blocks_of(stage))
-                for twin in range(count)
+            slots += [
+                ((shape, len(slots) + replica, chunks.chunks_of(stage), other_stages), chunks.blocks_of(stage))
+                for replica in range(count)
             ]
-        return seats
+        return slots
 
     def _stage_chunks(self, stages: Pipeline, cache: PlanModelCache) -> Chunks:
         key = id(cache.model), stages
@@ -468,42 +487,49 @@ class IncrementalSimulator:
         return self.chunks[key]
 
     def _build_stages(self, plan: Plan, parts: PlanParts, cache: PlanModelCache, keys: Mapping[int, Hashable]) -> None:
-        """Write the rows of some seats as slices and stages leave them, by their keys."""
-        new = [seat for seat, key in keys.items() if key not in cache.stage_programs]
+        """Build and cache the programs of some slots after tensor parallelism and the pipeline."""
+        new = [slot for slot, key in keys.items() if key not in cache.stage_programs]
         inner = cache.inner_program(plan.num_microbatches, parts.tensor)
         if parts.pipeline is None:
-            cache.stage_programs |= {keys[seat]: inner.rank_programs[0] for seat in new}
+            cache.stage_programs |= {keys[slot]: inner.rank_programs[0] for slot in new}
         elif new:
-            rows = parts.pipeline.stage_programs(inner, cache.model, new)
-            cache.stage_programs |= {keys[seat]: rows[seat][0] for seat in new}
+            stage_programs = parts.pipeline.stage_programs(inner, cache.model, new)
+            cache.stage_programs |= {keys[slot]: stage_programs[slot][0] for slot in new}
 
     def _apply_outer(
         self, rank_programs: Sequence[RankProgram], plan: Plan, parts: PlanParts, cache: PlanModelCache
     ) -> list[RankProgram]:
-        """Return what copies and passes make of the rows of all seats, of which some may be empty."""
-        spread = [row if not at else RankProgram(()) for row in rank_programs for at in range(parts.num_slices)]
-        program = Program(tuple(spread), num_identical_copies=1)
+        """Return the programs of all slots, some of which may be empty, after replication and passes."""
+        expanded = [
+            rank_program if not tp_rank else RankProgram(())
+            for rank_program in rank_programs
+            for tp_rank in range(parts.tp_degree)
+        ]
+        program = Program(tuple(expanded), num_identical_copies=1)
         for strategy in parts.replicas:
             program = strategy.lower(program, cache.model)
         if "overlap" in plan.passes:
             program = overlap(program)
-        asked = plan.recomputation
-        if asked is not None:
-            program = recompute(program, asked, cache.blocks_to_recompute(asked))
-        return list(program.rank_programs[:: parts.num_slices])
+        recomputation = plan.recomputation
+        if recomputation is not None:
+            program = recompute(program, recomputation, cache.blocks_to_recompute(recomputation))
+        return list(program.rank_programs[:: parts.tp_degree])
 
 
 def _run_clusters(
     programs: SymmetricPrograms, representatives: Representatives, cache: PlanModelCache, at: Sequence[int]
 ) -> tuple[StepBreakdown, ...] | None:
-    """Return what the clock says of rows that ranks have in common, on some clusters; None where they never end."""
-    every, places = programs.instructions(), SharedResources(cache.cluster, representatives.representative)
-    speakers = list(dict.fromkeys(representatives.representative))
-    found = []
+    """Return the breakdowns of programs on some clusters; None if they stall."""
+    rank_instructions, resources = (
+        programs.instructions(),
+        SharedResources(cache.cluster, representatives.representative),
+    )
+    ranks = list(dict.fromkeys(representatives.representative))
+    breakdowns = []
     for cluster in at:
-        times = {rank: cache.instruction_times(programs.row(rank), cluster) for rank in speakers}
-        clock = run_simulator(every, representatives, times, cache.costs[cluster], places)
-        if clock.stalled_ranks:
+        times = {rank: cache.instruction_times(programs.program_of(rank), cluster) for rank in ranks}
+        simulator = run_simulator(rank_instructions, representatives, times, cache.costs[cluster], resources)
+        if simulator.stalled_ranks:
             return None
-        found.append(compute_breakdown(every, representatives.representative, clock))
-    return tuple(found)
+        breakdowns.append(compute_breakdown(rank_instructions, representatives.representative, simulator))
+    return tuple(breakdowns)

@@ -1,4 +1,4 @@
-"""What to change where a model fits nowhere: each remedy is a plan that was compiled, and what it holds is counted."""
+"""Suggest changes if no plan fits into memory; each suggestion is a compiled plan whose memory was counted."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from counterpoint.strategies.zero import Zero
 from counterpoint.world.cluster import Cluster
 
 NUM_SMALLEST = 6
-"""So many of the plans that hold least are changed, to see which change makes them fit."""
+"""Plans with the least memory that are modified, to see which change makes them fit."""
 STATE_COPIES = 3
-"""Values of each parameter that stay on some rank from step to step: the weight, and the two states of Adam."""
+"""Values per parameter that some rank keeps between steps: the weight, and the two states of Adam."""
 MAX_RANKS_FACTOR = 8
-"""Ranks are added until there are so many times as many as the kept values alone need."""
+"""Ranks are added up to so many times the number that the kept values need."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """What a plan is wanted for.
+    """What a plan is for.
 
     Args:
         model: in its finest blocks.
         cluster: where it would run.
         batch_size: samples of one global batch.
-        timing: of the model's pieces; None where their work is only counted.
+        profile: measured times of the model's layers; None to use operation counts.
     """
 
     model: ModelSpec
@@ -46,7 +46,7 @@ class PlanningProblem:
 
 
 def resolve_partitions(plans: Iterable[Plan], problem: PlanningProblem) -> tuple[Plan, ...]:
-    """Return plans as they are ranked, each once: with their cuts in them where the question decides about these."""
+    """Return plans without duplicates, with explicit partitions where the problem determines them."""
     return tuple(dict.fromkeys(_resolve(plan, problem) for plan in plans))
 
 
@@ -55,7 +55,7 @@ def _resolve(plan: Plan, problem: PlanningProblem) -> Plan:
     try:
         return resolve_partition(plan, model, cluster, batch_size=problem.batch_size, profile=problem.profile)
     except PlanError:
-        return plan  # the ranking says why it cannot be carried out
+        return plan  # the ranking reports why it cannot be executed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class MemorySuggestion:
     """A change after which a model fits.
 
     Args:
-        change: in words.
+        change: as text.
         plan: the plan that fits then.
         batch_size: samples of the global batch then.
-        memory_bytes: what its fullest rank holds then.
+        memory_bytes: peak memory of the rank that needs most then.
     """
 
     change: str
@@ -75,24 +75,24 @@ class MemorySuggestion:
     memory_bytes: int
 
     def __str__(self) -> str:
-        """Write the change, the plan and its bytes."""
+        """Format the change, the plan and its bytes."""
         passes = "".join(f" + {name}" for name in self.plan.passes if name not in DEFAULT_PASSES)
         return f"{self.change} ({format_plan(self.plan)}{passes}: {self.memory_bytes} bytes)"
 
 
-def explain_no_fit(found: Sequence[Prediction], plans: Sequence[Plan], problem: PlanningProblem) -> str:
-    """Return by how much nothing fits, and what would.
+def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], problem: PlanningProblem) -> str:
+    """Return by how much nothing fits, and what would fit.
 
     Args:
-        found: what was predicted of plans that keep the numbers, one at least.
-        plans: those that there were to choose from.
-        question: what a plan is wanted for.
+        predictions: of synchronous plans, at least one.
+        plans: all plans to choose from.
+        problem: what a plan is for.
     """
-    least = min(found, key=lambda one: one.memory_bytes)
+    least = min(predictions, key=lambda prediction: prediction.memory_bytes)
     excess = least.memory_bytes - least.capacity_bytes
-    remedies = list(suggest_changes(found, plans, problem))
-    if remedies:
-        first, *others = map(str, remedies)
+    suggestions = list(suggest_changes(predictions, plans, problem))
+    if suggestions:
+        first, *others = map(str, suggestions)
         advice = f"the smallest change that fits: {'; or '.join([first, *others])}"
     else:
         advice = (
@@ -100,110 +100,119 @@ def explain_no_fit(found: Sequence[Prediction], plans: Sequence[Plan], problem: 
             "take devices with more memory, or a smaller model"
         )
     return (
-        f"no plan fits: {least.plan} holds least, {least.memory_bytes} of {least.capacity_bytes} bytes on its fullest "
-        f"rank, {excess} bytes too many; {advice}"
+        f"no plan fits: {least.plan} needs least, {least.memory_bytes} of {least.capacity_bytes} bytes on the rank "
+        f"with most, {excess} bytes too many; {advice}"
     )
 
 
 def suggest_changes(
-    found: Sequence[Prediction], plans: Sequence[Plan], problem: PlanningProblem
+    predictions: Sequence[Prediction], plans: Sequence[Plan], problem: PlanningProblem
 ) -> Iterator[MemorySuggestion]:
-    """Yield what would fit, the smallest change first: another plan, recomputing, microbatches, batch, ranks.
+    """Yield what would fit, the smallest change first: another plan, recomputation, microbatches, batch, ranks.
 
     Args:
-        found: what was predicted of plans that keep the numbers, one at least.
-        plans: those that there were to choose from.
-        question: what a plan is wanted for.
+        predictions: of synchronous plans, at least one.
+        plans: all plans to choose from.
+        problem: what a plan is for.
     """
-    lean = [one.plan for one in sorted(found, key=lambda one: one.memory_bytes)[:NUM_SMALLEST]]
-    again = [replace(plan, passes=(*plan.passes, RECOMPUTE_PASS)) for plan in lean if plan.recomputation is None]
-    yield from _smallest("another plan", _other_plans(lean[0], plans, problem), problem)
-    yield from _smallest("recomputing what backwards need", again, problem)
+    smallest = [
+        prediction.plan
+        for prediction in sorted(predictions, key=lambda prediction: prediction.memory_bytes)[:NUM_SMALLEST]
+    ]
+    recomputing = [
+        replace(plan, passes=(*plan.passes, RECOMPUTE_PASS)) for plan in smallest if plan.recomputation is None
+    ]
+    yield from _smallest("another plan", _other_plans(smallest[0], plans, problem), problem)
+    yield from _smallest("activation recomputation", recomputing, problem)
     for change in (_more_microbatches, _smaller_batch):
-        alone = list(change(lean, problem))
-        yield from alone or change(again, problem)
-    may_slice = any(isinstance(one, Tensor) for plan in plans for one in plan.strategies)
-    yield from _more_ranks(lean[0], problem, slices=may_slice)
+        suggestions = list(change(smallest, problem))
+        yield from suggestions or change(recomputing, problem)
+    has_tensor_parallelism = any(isinstance(strategy, Tensor) for plan in plans for strategy in plan.strategies)
+    yield from _more_ranks(smallest[0], problem, has_tensor_parallelism=has_tensor_parallelism)
 
 
 def _smallest(change: str, plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
-    """Yield the one of the plans that holds least, if it fits."""
-    held = {plan: size for plan in plans if (size := _fitting_peak_bytes(plan, problem)) is not None}
-    if held:
-        plan = min(held, key=held.__getitem__)
-        yield MemorySuggestion(change, plan, problem.batch_size, held[plan])
+    """Yield the plan with the least memory, if it fits."""
+    fitting = {plan: size for plan in plans if (size := _fitting_peak_bytes(plan, problem)) is not None}
+    if fitting:
+        plan = min(fitting, key=fitting.__getitem__)
+        yield MemorySuggestion(change, plan, problem.batch_size, fitting[plan])
 
 
 def _more_microbatches(plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
-    """Yield the plan that fits with fewest microbatches more."""
-    for times in _powers(problem.batch_size):
-        more = (replace(plan, num_microbatches=times * plan.num_microbatches) for plan in plans)
-        for remedy in _smallest("", more, problem):
-            count = remedy.plan.num_microbatches
-            yield replace(remedy, change=f"{count} microbatches instead of {count // times}")
+    """Yield the plan that fits with the fewest additional microbatches."""
+    for factor in _powers(problem.batch_size):
+        more = (replace(plan, num_microbatches=factor * plan.num_microbatches) for plan in plans)
+        for suggestion in _smallest("", more, problem):
+            count = suggestion.plan.num_microbatches
+            yield replace(suggestion, change=f"{count} microbatches instead of {count // factor}")
             return
 
 
 def _smaller_batch(plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
-    """Yield the plan that fits with the largest batch below the one that is wanted."""
+    """Yield the plan that fits with the largest smaller batch."""
     best: MemorySuggestion | None = None
     for plan in plans:
-        low, high = (
-            0,
-            -(-problem.batch_size // plan.global_num_microbatches),
-        )  # samples of a microbatch that fit, that do not
-        kept = 0
+        # bisection between samples of a microbatch that fit and that do not
+        low, high = 0, -(-problem.batch_size // plan.global_num_microbatches)
+        peak_bytes = 0
         while high - low > 1:
             middle = (low + high) // 2
             size = _fitting_peak_bytes(plan, replace(problem, batch_size=middle * plan.global_num_microbatches))
-            low, high, kept = (middle, high, size) if size is not None else (low, middle, kept)
+            low, high, peak_bytes = (middle, high, size) if size is not None else (low, middle, peak_bytes)
         batch_size = low * plan.global_num_microbatches
         if low and (best is None or batch_size > best.batch_size):
             best = MemorySuggestion(
-                f"a batch of {batch_size} samples instead of {problem.batch_size}", plan, batch_size, kept
+                f"a batch of {batch_size} samples instead of {problem.batch_size}", plan, batch_size, peak_bytes
             )
     if best is not None:
         yield best
 
 
 def _other_plans(lean: Plan, plans: Sequence[Plan], problem: PlanningProblem) -> Iterator[Plan]:
-    """Yield what there was not to choose from: stages, shares and copies in other compositions."""
+    """Yield plans that were not among those to choose from: stages, shards and replicas in other compositions."""
     known = {plan.strategies for plan in plans}
-    plain = (
+    candidates = (
         replace(plan, passes=lean.passes)
         for plan in enumerate_plans(lean.num_ranks, problem.model)
-        if all(isinstance(one, Zero) or one in {Data(one.degree), Pipeline(one.degree)} for one in plan.strategies)
+        if all(
+            isinstance(strategy, Zero) or strategy in {Data(strategy.degree), Pipeline(strategy.degree)}
+            for strategy in plan.strategies
+        )
     )
-    yield from (plan for plan in resolve_partitions(plain, problem) if plan.strategies not in known)
+    yield from (plan for plan in resolve_partitions(candidates, problem) if plan.strategies not in known)
 
 
-def _more_ranks(lean: Plan, problem: PlanningProblem, *, slices: bool) -> Iterator[MemorySuggestion]:
-    """Yield the plan that fits with fewest ranks more, among those that spread what is kept over all of them."""
+def _more_ranks(lean: Plan, problem: PlanningProblem, *, has_tensor_parallelism: bool) -> Iterator[MemorySuggestion]:
+    """Yield the plan that fits with the fewest additional ranks, among those that shard all kept values."""
     kept_bytes = STATE_COPIES * sum(param.num_bytes for param in problem.model.params)
     least = max(lean.num_ranks + 1, math.ceil(kept_bytes / problem.cluster.device.memory_bytes))
     for count in range(least, MAX_RANKS_FACTOR * least):
-        spread = [Plan((Zero(count, level=3),)), *(Plan((Pipeline(count),), times * count) for times in (1, 2, 4))]
-        spread += [Plan((Tensor(count),))] if slices else []
-        passed = (replace(plan, passes=lean.passes) for plan in spread)
-        for remedy in _smallest(f"{count} ranks instead of {lean.num_ranks}", passed, problem):
-            yield remedy
+        candidates = [
+            Plan((Zero(count, level=3),)),
+            *(Plan((Pipeline(count),), factor * count) for factor in (1, 2, 4)),
+        ]
+        candidates += [Plan((Tensor(count),))] if has_tensor_parallelism else []
+        with_passes = (replace(plan, passes=lean.passes) for plan in candidates)
+        for suggestion in _smallest(f"{count} ranks instead of {lean.num_ranks}", with_passes, problem):
+            yield suggestion
             return
 
 
 def _fitting_peak_bytes(plan: Plan, problem: PlanningProblem) -> int | None:
-    """Return what the fullest rank holds; None where that is too much, or the plan cannot be carried out."""
+    """Return the peak memory of the rank that needs most; None if it does not fit or cannot be executed."""
     try:
-        held = predict_rank_bytes(
+        rank_bytes = predict_rank_bytes(
             plan, problem.model, problem.cluster, batch_size=problem.batch_size, profile=problem.profile
         )
-        size = max(held)
+        size = max(rank_bytes)
     except PlanError:
         return None
     return size if size <= problem.cluster.device.memory_bytes else None
 
 
 def _powers(most: int) -> Iterator[int]:
-    times = 2
-    while times <= most:
-        yield times
-        times *= 2
+    factor = 2
+    while factor <= most:
+        yield factor
+        factor *= 2

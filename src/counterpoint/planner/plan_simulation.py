@@ -1,7 +1,4 @@
-"""A compiled plan on the simulator's clock: what its words cost, how long its steps take, and what they look like.
-
-What one simulation of a plan says, in a few figures: enough to tell plans apart.
-"""
+"""Simulate a compiled plan: costs of its instructions, the duration of its steps, and their traces."""
 
 from __future__ import annotations
 
@@ -35,35 +32,40 @@ def build_costs(
     global_num_microbatches: int,
     profile: ModelProfile | None = None,
 ) -> list[CostModel]:
-    """Return what the words of a program cost on each cluster.
+    """Return the cost model of a program on each cluster.
 
     Args:
         clusters: where it runs.
         model: with the blocks that the program names.
         samples: of one microbatch.
-        num_micros: microbatches of a step, of all ranks.
-        timing: of the model's own pieces; None where their work is only counted.
+        global_num_microbatches: microbatches of a step, of all ranks.
+        profile: measured times of the model's layers; None to use operation counts.
     """
-    sizes = message_size_fn(model, samples)
-    counted = [analytic_costs(model, one, sizes, samples_per_microbatch=samples) for one in clusters]
+    size_of = message_size_fn(model, samples)
+    analytic = [analytic_costs(model, cluster, size_of, samples_per_microbatch=samples) for cluster in clusters]
     if profile is None:
-        return counted
+        return analytic
     return [
         measured_costs(
-            model, profile, one, sizes, samples_per_microbatch=samples, global_num_microbatches=global_num_microbatches
+            model,
+            profile,
+            link_costs,
+            size_of,
+            samples_per_microbatch=samples,
+            global_num_microbatches=global_num_microbatches,
         )
-        for one in counted
+        for link_costs in analytic
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSimulation:
-    """A compiled plan that is to be played.
+    """A compiled plan that can be simulated.
 
     Args:
         compiled: the plan's program.
         samples: of one microbatch.
-        timing: of the model's own pieces; None where their work is only counted.
+        profile: measured times of the model's layers; None to use operation counts.
     """
 
     compiled: CompiledPlan
@@ -71,94 +73,103 @@ class PlanSimulation:
     profile: ModelProfile | None = None
 
     def simulate_steps(self, clusters: Sequence[Cluster]) -> list[StepBreakdown]:
-        """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run.
+        """Return the breakdown of a step on each cluster, averaged over step variants by frequency.
 
-        Ranks are on hosts, and in each other's way, as on the first one.
+        Hosts and shared resources are those of the first cluster.
         """
         costs = self._costs(clusters)
-        played = []
-        for turn in self.compiled.step_variants:
-            if turn.frequency:
-                shown, costing, _ = self._split_for_overlap(turn, costs, clusters[0])
-                played.append((float(turn.frequency), simulate_breakdown(shown, costing, clusters[0])))
-        return [_weighted_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
+        simulated = []
+        for variant in self.compiled.step_variants:
+            if variant.frequency:
+                split_variant, split_costs, _ = self._split_for_overlap(variant, costs, clusters[0])
+                simulated.append(
+                    (float(variant.frequency), simulate_breakdown(split_variant, split_costs, clusters[0]))
+                )
+        return [
+            _weighted_mean([(frequency, breakdowns[index]) for frequency, breakdowns in simulated])
+            for index in range(len(clusters))
+        ]
 
     def simulate_trace(self, cluster: Cluster) -> Trace:
-        """Return a step word by word; of steps that are not all alike the last kind."""
-        turn = self.compiled.step_variants[-1]
-        shown, (costing,), origins = self._split_for_overlap(turn, self._costs((cluster,)), cluster)
-        trace = simulate_variant(shown, costing, cluster)
-        if not origins:
+        """Return the trace of one step, of the last of several step variants."""
+        variant = self.compiled.step_variants[-1]
+        split_variant, (cost_model,), source_indices = self._split_for_overlap(
+            variant, self._costs((cluster,)), cluster
+        )
+        trace = simulate_variant(split_variant, cost_model, cluster)
+        if not source_indices:
             return trace
         events = []
         for event in trace.events:
-            index = origins[event.rank][event.index]
-            text = format_instruction(turn.program.rank_programs[event.rank].body[index])
-            events.append(replace(event, index=index, words=text))
+            index = source_indices[event.rank][event.index]
+            text = format_instruction(variant.program.rank_programs[event.rank].body[index])
+            events.append(replace(event, index=index, text=text))
         return replace(trace, events=tuple(events))
 
     def _costs(self, clusters: Sequence[Cluster]) -> list[CostModel]:
-        model, micros = self.compiled.model, self.compiled.plan.global_num_microbatches
-        return build_costs(clusters, model, samples=self.samples, global_num_microbatches=micros, profile=self.profile)
+        model, num_microbatches = self.compiled.model, self.compiled.plan.global_num_microbatches
+        return build_costs(
+            clusters, model, samples=self.samples, global_num_microbatches=num_microbatches, profile=self.profile
+        )
 
     def _split_for_overlap(
         self, variant: StepVariant, costs: Sequence[CostModel], cluster: Cluster
     ) -> tuple[StepVariant, list[CostModel], tuple[tuple[int, ...], ...]]:
-        """Return a kind of step as it is played, its costs, and where its words come from if it was made finer."""
+        """Return the simulated step variant, its costs, and its source indices if its backward was split."""
         model = self.compiled.model
         if not has_divisible_backward(model):
             return variant, list(costs), ()
-        portions = backward_slices(model, costs[0], self.compiled.plan.buckets, self.samples, self.profile)
-        finer = split_backward(variant, portions, cluster)
-        if finer is None:
+        slices = backward_slices(model, costs[0], self.compiled.plan.buckets, self.samples, self.profile)
+        split = split_backward(variant, slices, cluster)
+        if split is None:
             return variant, list(costs), ()
-        return finer.variant, [finer.cost_model(one) for one in costs], finer.source_indices
+        return split.variant, [split.cost_model(cost_model) for cost_model in costs], split.source_indices
 
 
 def has_divisible_backward(model: ModelSpec) -> bool:
-    """Tell whether the backward of a model is one word for several pieces, so that sums may begin inside of it."""
+    """Return whether one instruction is the backward of several layers, so that reductions may overlap it."""
     return model.num_blocks == 1 and len(model.layers) > 1
 
 
 def backward_slices(
     model: ModelSpec, costs: CostModel, buckets: BucketConfig, samples: int, profile: ModelProfile | None
 ) -> tuple[BackwardSlice, ...]:
-    """Return the portions of the backward of a model in one block, by what its pieces take or, untimed, cost.
+    """Return the slices of the backward of a model in one block, by the times or operation counts of its layers.
 
     Args:
         model: in one block.
-        costs: of its words.
-        buckets: of its sums.
+        costs: of its instructions.
+        buckets: of its reductions.
         samples: of one microbatch.
-        timing: of the model's own pieces; None where their work is only counted.
+        profile: measured times of the model's layers; None to use operation counts.
     """
     whole_s = costs.compute_s(Backward(0, 0), Fraction(1))
     if profile is None:
-        work = [piece.cost for piece in model.layers]
+        work = [layer.cost for layer in model.layers]
     else:
-        work = [piece.backward_s for piece in profile.at_microbatch_size(samples).layers]
+        work = [layer.backward_s for layer in profile.at_microbatch_size(samples).layers]
     total = sum(work)
-    return slice_backward(model, [whole_s * one / total for one in work] if total else work, buckets)
+    return slice_backward(model, [whole_s * layer_work / total for layer_work in work] if total else work, buckets)
 
 
 def _weighted_mean(parts: Sequence[tuple[float, StepBreakdown]]) -> StepBreakdown:
     return StepBreakdown(
-        sum(share * spent.step_s for share, spent in parts),
-        sum(share * spent.compute_s for share, spent in parts),
-        sum(share * spent.update_s for share, spent in parts),
+        sum(weight * breakdown.step_s for weight, breakdown in parts),
+        sum(weight * breakdown.compute_s for weight, breakdown in parts),
+        sum(weight * breakdown.update_s for weight, breakdown in parts),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What a plan whose steps are all alike takes.
+    """Predictions for a plan with a single step variant.
 
     Args:
         step_s: seconds of one step.
-        compute_s: seconds of forward and backward on a rank, on average.
-        update_s: seconds that a rank updates weights, on average.
-        sent_bytes: what the busiest rank sends.
-        memory_bytes: what the fullest rank holds at most.
+        compute_s: seconds of forward and backward, averaged over ranks.
+        update_s: seconds of updates, averaged over ranks.
+        sent_bytes: sent by the rank that sends most.
+        memory_bytes: peak memory of the rank that needs most.
     """
 
     step_s: float
@@ -171,18 +182,18 @@ class StepSummary:
 def summarize_step(
     plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, profile: ModelProfile | None = None
 ) -> StepSummary:
-    """Return the figures of a plan that has one kind of step, compiled and played from nothing.
+    """Return the predictions for a plan with a single step variant, compiled and simulated from scratch.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
+        PlanError: it cannot be compiled for this model or this batch, or the profile is of another model.
     """
     profile = fit_profile(plan, model, profile)
     compiled, samples = compile_for(plan, model, cluster, batch_size, profile)
-    (spent,) = PlanSimulation(compiled, samples, profile).simulate_steps((cluster,))
+    (breakdown,) = PlanSimulation(compiled, samples, profile).simulate_steps((cluster,))
     return StepSummary(
-        step_s=spent.step_s,
-        compute_s=spent.compute_s,
-        update_s=spent.update_s,
+        step_s=breakdown.step_s,
+        compute_s=breakdown.compute_s,
+        update_s=breakdown.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
         memory_bytes=max(
             peak_memory_bytes(compiled.step_variants[-1].full_program, storage_sizes(compiled.model, samples, profile))

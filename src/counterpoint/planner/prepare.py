@@ -1,9 +1,4 @@
-"""Where the stages of a plan begin, written into the plan, so that what was ranked runs wherever the plan is read.
-
-Stages on ranks of different speed: each gets as many blocks as it can run while the others run theirs.
-
-A plan and a model as they run together: cut, with a batch of so many samples, and by a timing if there is one.
-"""
+"""Prepare a plan and a model for a cluster: partition pipelines, apply a measured profile, compile."""
 
 from __future__ import annotations
 
@@ -26,27 +21,28 @@ from counterpoint.world.cluster import Cluster
 
 
 def with_explicit_partition(plan: Plan, model: ModelSpec) -> Plan:
-    """Return the plan with the cut in it that its pipeline would choose for a model; one that has a cut keeps it.
+    """Return the plan with the partition that its pipeline would choose; an explicit partition is kept.
 
-    A cut between blocks is written as ``balance=``; one inside a block as ``split_points=``, by the modules that begin there.
+    A partition between blocks is written as ``balance=``, one inside a block as ``split_points=``, by the modules that
+    start there. So the plan that was ranked runs the same wherever it is read.
 
     Args:
-        plan: whose pipeline chooses by what blocks cost.
+        plan: whose pipeline partitions by the cost of blocks.
         model: the model as the plan gets it.
 
     Raises:
-        PlanError: there are more chunks than blocks, or no such slices.
+        PlanError: there are more chunks than blocks, or the model cannot be split by tensor parallelism like this.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> print(settled(Plan.parse("pipeline(2) * data(2)"), chain(8)))
+        >>> from counterpoint.model.spec import linear_chain
+        >>> print(with_explicit_partition(Plan.parse("pipeline(2) * data(2)"), linear_chain(8)))
         pipeline(2, balance=(4,4)) * data(2)
     """
     strategies: list[Strategy] = []
     for given in plan.strategies:
-        strategy = _fix_partition(given, model) if isinstance(given, Pipeline) else given
-        strategies.append(strategy)
-        model = strategy.split_model(model)
+        partitioned = _fix_partition(given, model) if isinstance(given, Pipeline) else given
+        strategies.append(partitioned)
+        model = partitioned.split_model(model)
     return replace(plan, strategies=tuple(strategies))
 
 
@@ -57,41 +53,40 @@ def _fix_partition(pipeline: Pipeline, model: ModelSpec) -> Pipeline:
     counts = pipeline.blocks_per_chunk(refined)
     if refined.blocks == model.blocks:
         return replace(pipeline, balance=counts)
-    heads = [refined.blocks[at] for at in list(accumulate(counts))[:-1]]
-    named = replace(pipeline, split_points=tuple(map(_first_module, heads)))
+    starts = [refined.blocks[index] for index in list(accumulate(counts))[:-1]]
+    explicit = replace(pipeline, split_points=tuple(map(_first_module, starts)))
     try:
-        is_same = named.split_model(model).blocks == refined.blocks and named.blocks_per_chunk(refined) == counts
-    except PlanError:  # a module that begins in two places, or a stage without parameters
+        is_same = explicit.split_model(model).blocks == refined.blocks and explicit.blocks_per_chunk(refined) == counts
+    except PlanError:  # a module that starts in two places, or a stage without parameters
         is_same = False
-    return named if is_same else pipeline
+    return explicit if is_same else pipeline
 
 
 def _first_module(block: Block) -> str:
-    """Return the outermost module that a block begins with."""
+    """Return the outermost module that a block starts with."""
     first = block.layers[0]
     return next((name for name in first.modules_started if name), first.name)
 
 
 def balance_by_speed(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
-    """Return the plan with its pipeline cut by the speeds of the ranks; one that is cut already stays as it is.
+    """Return the plan with its pipeline partitioned by the speeds of ranks; an explicit partition is kept.
 
-    Slices of a stage wait for the slowest of them, and so do replicas of a whole pipeline, which are all cut alike;
-    the replicas of a stage take turns, so that a stage is as fast as all of them together.
+    Each stage gets as many blocks as it can run while the others run theirs. The slowest rank of a tensor-parallel
+    group determines its speed, and the slowest of several replicas of a whole pipeline, which have the same partition;
+    replicas of one stage share its microbatches, so that their speeds add up.
 
     Args:
         plan: whose ranks are those of the cluster, in order.
-        model: what is cut.
-        cluster: how fast they are.
+        model: what is partitioned.
+        cluster: speeds of the ranks.
 
     Raises:
         PlanError: there are more stages than blocks.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> from counterpoint.plan.plan import Plan
-        >>> from counterpoint.planner.prepare import balanced
+        >>> from counterpoint.model.spec import linear_chain
         >>> from counterpoint.world.cluster import Cluster
-        >>> print(balanced(Plan.parse("pipeline(2)"), chain(8), Cluster(speeds=(3.0, 1.0))))
+        >>> print(balance_by_speed(Plan.parse("pipeline(2)"), linear_chain(8), Cluster(speeds=(3.0, 1.0))))
         pipeline(2, balance=(6,2))
     """
     if len(set(cluster.speeds)) < 2:
@@ -109,15 +104,15 @@ def balance_by_speed(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
 
 
 def _balance_pipeline(pipeline: Pipeline, model: ModelSpec, cluster: Cluster, *, ranks: tuple[int, int]) -> Pipeline:
-    """Return the pipeline with its balance; ``ranks`` are those of one replica of a stage, and all there are."""
+    """Return the pipeline with its balance; ``ranks`` are those of one stage replica, and all there are."""
     inner, total = ranks
     width = pipeline.num_ranks(inner)
     speeds = []
     for stage, count in enumerate(pipeline.stage_ranks):
-        seats = range(sum(pipeline.stage_ranks[:stage]), sum(pipeline.stage_ranks[:stage]) + count)
+        slots = range(sum(pipeline.stage_ranks[:stage]), sum(pipeline.stage_ranks[:stage]) + count)
         speeds.append(
             min(
-                sum(min(cluster.speed(first + seat * inner + index) for index in range(inner)) for seat in seats)
+                sum(min(cluster.speed(first + slot * inner + index) for index in range(inner)) for slot in slots)
                 for first in range(0, total, width)
             )
         )
@@ -129,10 +124,12 @@ def _balance_pipeline(pipeline: Pipeline, model: ModelSpec, cluster: Cluster, *,
 def compile_for(
     plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int, profile: ModelProfile | None = None
 ) -> tuple[CompiledPlan, int]:
-    """Return a plan's program, unproved, and the samples of its microbatches; with a timing, cut by its seconds.
+    """Return a plan's program, not verified, and the samples of its microbatches.
+
+    With a profile, pipelines are partitioned by its seconds.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
+        PlanError: it cannot be compiled for this model or this batch, or the profile is of another model.
     """
     plan, given, samples = partition_for_run(plan, model, cluster, batch_size, profile)
     return compile(plan, given, samples_per_micro=samples, verified=False), samples
@@ -141,10 +138,10 @@ def compile_for(
 def resolve_partition(
     plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, profile: ModelProfile | None = None
 ) -> Plan:
-    """Return the plan with its cut written into it where that depends on more than the model: on speeds, or a timing.
+    """Return the plan with its partition written into it if that depends on speeds or on a profile.
 
     Raises:
-        PlanError: it cannot be cut for this model or this batch, or the timing is of another model.
+        PlanError: it cannot be partitioned for this model or this batch, or the profile is of another model.
     """
     return partition_for_run(plan, model, cluster, batch_size, fit_profile(plan, model, profile))[0]
 
@@ -152,7 +149,7 @@ def resolve_partition(
 def partition_for_run(
     plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int, profile: ModelProfile | None
 ) -> tuple[Plan, ModelSpec, int]:
-    """Return a plan with its cut, the model as it gets it, and the samples of its microbatches."""
+    """Return a plan with its partition, the model as it gets it, and the samples of its microbatches."""
     plan.require_batch(batch_size)
     samples = batch_size // plan.global_num_microbatches
     given = model_for(plan, model, samples, profile)
@@ -161,10 +158,10 @@ def partition_for_run(
 
 
 def fit_profile(plan: Plan, model: ModelSpec, profile: ModelProfile | None) -> ModelProfile | None:
-    """Return the times of the pieces of a model as a plan gets it: those given, or else those that the plan came with.
+    """Return the profile for the model as a plan gets it: the given one, or else the plan's own.
 
     Raises:
-        PlanError: the timing is of another model.
+        PlanError: the profile is of another model.
     """
     if profile is None and plan.profile is not None:
         with plan_error_at(plan.source, "profile"):
@@ -173,14 +170,14 @@ def fit_profile(plan: Plan, model: ModelSpec, profile: ModelProfile | None) -> M
 
 
 def model_for(plan: Plan, model: ModelSpec, samples: int, profile: ModelProfile | None = None) -> ModelSpec:
-    """Return a model as a plan gets it: in one block where nothing has to be cut, with seconds where it was timed.
+    """Return a model as a plan gets it: in one block if it is not partitioned, with the seconds of a profile if given.
 
     Raises:
-        PlanError: the timing is of another model.
+        PlanError: the profile is of another model.
     """
-    given = _finest_model(plan, model)
-    weighed = given if profile is None else profile.with_measured_costs(given, samples)
-    return weighed if plan.granularity != "whole" else as_single_block(weighed)
+    finest = _finest_model(plan, model)
+    measured = finest if profile is None else profile.with_measured_costs(finest, samples)
+    return measured if plan.granularity != "whole" else as_single_block(measured)
 
 
 def _finest_model(plan: Plan, model: ModelSpec) -> ModelSpec:
@@ -188,24 +185,26 @@ def _finest_model(plan: Plan, model: ModelSpec) -> ModelSpec:
 
 
 def as_single_block(model: ModelSpec) -> ModelSpec:
-    """Return the model as one block, as the runtime takes it where nothing has to be cut."""
+    """Return the model as one block, as the runtime runs it without partitioning."""
     return replace(model, blocks=(Block(model.layers, 0),))
 
 
 def storage_sizes(model: ModelSpec, samples: int, profile: ModelProfile | None = None) -> SizeFn:
-    """Return the bytes of values where they are kept: for its backward, a block keeps what was seen to stay.
+    """Return the bytes of tensors where they are stored; for its backward, a block saves what was measured.
 
-    Where nothing was, it keeps what each of its pieces gave.
+    Without a profile it saves the output of each of its layers.
     """
-    point = profile.at_microbatch_size(samples) if profile is not None else None
+    layer_times = profile.at_microbatch_size(samples) if profile is not None else None
 
     @cache
-    def size_of(value: TensorRef, code: str) -> int:
-        if value.name == "g":
-            block = model.blocks[value.blocks[0]]
-            if point is not None:
-                return int(point.block_time(block).saved_bytes)
-            return samples * sum(piece.output_bytes for piece in block.layers)
-        return value_bytes(value, model, samples, code)
+    def size_of(tensor: TensorRef, codec: str) -> int:
+        if tensor.name == "g":
+            block = model.blocks[tensor.blocks[0]]
+            if layer_times is not None:
+                return int(layer_times.block_time(block).saved_bytes)
+            return samples * sum(layer.output_bytes for layer in block.layers)
+        return value_bytes(tensor, model, samples, codec)
 
-    return lambda value, code="": size_of(TensorRef(value.name, value.blocks), code)  # the microbatch changes no size
+    return lambda tensor, codec="": size_of(
+        TensorRef(tensor.name, tensor.blocks), codec
+    )  # sizes do not depend on the microbatch

@@ -1,4 +1,4 @@
-"""What is worked out once and kept: a model as slices and stages leave it, and all that one row says by itself."""
+"""Cache what many plans have in common: partitioned models, rank programs, and their times and memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from counterpoint.world.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class RankFootprint:
-    """What rows hold and send that are equal but for ranks and microbatches."""
+    """What rank programs need and send that are equal but for ranks and microbatches."""
 
     sent_bytes: Fraction
     memory_bytes: int
@@ -50,20 +50,20 @@ class RankFootprint:
 
 @dataclass(frozen=True, slots=True)
 class CachedRankProgram:
-    """A row of a program, with all that can be said about it without the other rows.
+    """A rank program with all that is known of it without the other ranks.
 
     Args:
-        words: what the rank does.
-        kinds: the places of words of each kind.
-        outline: a number that rows have in common which are equal but for ranks and microbatches, and cost alike.
-        place: the rank whose row it is, where ranks differ.
-        row: what it is before its words are made finer, which is what holds and sends.
-        own: the outline of that.
-        costs: of its words, on each cluster.
+        instructions: of the rank, split if its backward is.
+        type_indices: indices of instructions by type.
+        signature: number of a class of rank programs that are equal but for ranks and microbatches, and cost the same.
+        rank: whose program it is, if ranks differ.
+        unsplit: the rank program before its backward is split, which determines memory and traffic.
+        unsplit_signature: the signature of that.
+        costs: of its instructions, on each cluster.
     """
 
     instructions: Instructions
-    kinds: TypeIndices
+    type_indices: TypeIndices
     signature: int
     rank: int
     unsplit: RankProgram
@@ -73,18 +73,18 @@ class CachedRankProgram:
 
 @dataclass(frozen=True, slots=True)
 class CachedCosts:
-    """Costs that are worked out once for all microbatches.
+    """Costs that are computed once for all microbatches.
 
     Args:
-        costs: which.
-        found: what has been asked for.
+        costs: the cost model.
+        cache: values by instruction.
     """
 
     costs: CostModel
     cache: dict[Hashable, float] = field(default_factory=dict)
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return what the costs say."""
+        """Return the cached cost."""
         if isinstance(instruction, Update):
             key: Hashable = (Update, instruction.unit, fraction.numerator, fraction.denominator)
         else:
@@ -94,23 +94,23 @@ class CachedCosts:
         return self.cache[key]
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return what the costs say."""
+        """Return the cost."""
         return self.costs.launch_overhead_s(instruction)
 
     def grad_accumulate_s(self, block: int) -> float:
-        """Return what the costs say."""
+        """Return the cost."""
         return self.costs.grad_accumulate_s(block)
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return what the costs say."""
+        """Return the cached cost."""
         key = ("link", _key_without_microbatch(instruction), fraction.numerator, fraction.denominator, rank)
         if key not in self.cache:
             self.cache[key] = self.costs.link_s(instruction, fraction, rank)
         return self.cache[key]
 
     def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return what the costs say."""
-        key = ("crossing", _key_without_microbatch(instruction), fraction.numerator, fraction.denominator, rank)
+        """Return the cached cost."""
+        key = ("shared_link", _key_without_microbatch(instruction), fraction.numerator, fraction.denominator, rank)
         if key not in self.cache:
             self.cache[key] = self.costs.shared_link_s(instruction, fraction, rank)
         return self.cache[key]
@@ -118,9 +118,9 @@ class CachedCosts:
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return what the costs say."""
+        """Return the cached cost."""
         key = (
-            "hand",
+            "cpu",
             _key_without_microbatch(instruction),
             fraction.numerator,
             fraction.denominator,
@@ -132,11 +132,11 @@ class CachedCosts:
         return self.cache[key]
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell what the costs say."""
+        """Return whether the message is streamed."""
         return self.costs.is_streamed(instruction, rank)
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
-        """Return what the costs say."""
+        """Return the cached cost."""
         key = (
             "pass",
             _key_without_microbatch(instruction)
@@ -148,33 +148,33 @@ class CachedCosts:
         return self.cache[key]
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
-        """Return what the costs say."""
+        """Return the cost."""
         return self.costs.server_update_s(unit, server, worker)
 
 
 def _key_without_microbatch(instruction: CommInstruction) -> Hashable:
-    """Return all that a word's cost depends on, but for the part of its value that is at hand."""
+    """Return all that the cost of an instruction depends on, except the fraction that it communicates."""
     match instruction:
-        case Collective(_, value, group):
-            return instruction.op_name, value.name, value.blocks, group
-        case Send(value, peer, code) | Push(value, peer, code) | Recv(value, peer, code):
-            return type(instruction), value.name, value.blocks, peer, code
-        case Pull(value, peer):
-            return type(instruction), value.name, value.blocks, peer
+        case Collective(_, tensor, group):
+            return instruction.op_name, tensor.name, tensor.blocks, group
+        case Send(tensor, peer, codec) | Push(tensor, peer, codec) | Recv(tensor, peer, codec):
+            return type(instruction), tensor.name, tensor.blocks, peer, codec
+        case Pull(tensor, peer):
+            return type(instruction), tensor.name, tensor.blocks, peer
         case Commit(group):
             return group
 
 
 @dataclass(slots=True)
 class PlanModelCache:
-    """A model with the blocks that a plan needs, for microbatches of so many samples, and what is known of its rows.
+    """A model with the blocks of a plan, for one microbatch size, and all that is known of its rank programs.
 
     Args:
         model: with these blocks.
-        clusters: where it runs; ranks are where they are on the first one.
+        clusters: where it runs; hosts are those of the first one.
         samples: of one microbatch.
-        num_micros: microbatches of a step, of all ranks.
-        timing: of the model's own pieces; None where their work is only counted.
+        global_num_microbatches: microbatches of a step, of all ranks.
+        profile: measured times of the model's layers; None to use operation counts.
     """
 
     model: ModelSpec
@@ -215,12 +215,12 @@ class PlanModelCache:
         """The first of the clusters."""
         return self.clusters[0]
 
-    def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:
-        """Return the program of one stage that runs everything: solo's, or the first slice beside empty rows."""
-        key = num_microbatches, slices
+    def inner_program(self, num_microbatches: int, tensor: tuple[Strategy, ...]) -> Program:
+        """Return the single-device program, or its first tensor-parallel rank with empty other ranks."""
+        key = num_microbatches, tensor
         if key not in self.inner_programs:
             program = single_device_program(self.model, num_microbatches)
-            for strategy in slices:
+            for strategy in tensor:
                 first, *others = strategy.lower(program, self.model).rank_programs
                 program = Program((first, *(RankProgram(()) for _ in others)))
             self.inner_programs[key] = program
@@ -230,43 +230,45 @@ class PlanModelCache:
         """Return the blocks that are recomputed.
 
         Raises:
-            PlanError: none is of that name.
+            PlanError: no block matches.
         """
         if recomputation not in self.recomputed_blocks:
             self.recomputed_blocks[recomputation] = recomputation.select_blocks(self.model)
         return self.recomputed_blocks[recomputation]
 
     def cache_program(self, rank_program: RankProgram, rank: int, split: SplitBackward | None) -> CachedRankProgram:
-        """Return the row of a rank with all that it says by itself; its words are those of what is played, finer."""
-        own = self._signature_id(rank_program, ())
-        shown, outline, costs = rank_program, own, tuple[CostModel, ...](self.costs)
+        """Return the rank program of a rank with all that it determines; its instructions are split if given."""
+        unsplit_signature = self._signature_id(rank_program, ())
+        simulated, signature, costs = rank_program, unsplit_signature, tuple[CostModel, ...](self.costs)
         if split is not None:
-            (shown,) = split.variant.program.rank_programs
-            outline = self._signature_id(shown, split.slices)
-            costs = tuple(split.cost_model(one) for one in self.costs)
-        place = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
-        return CachedRankProgram(shown.body, index_by_type(shown.body), outline, place, rank_program, own, costs)
+            (simulated,) = split.variant.program.rank_programs
+            signature = self._signature_id(simulated, split.slices)
+            costs = tuple(split.cost_model(cost_model) for cost_model in self.costs)
+        rank_key = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
+        return CachedRankProgram(
+            simulated.body, index_by_type(simulated.body), signature, rank_key, rank_program, unsplit_signature, costs
+        )
 
     def footprint(self, cached: CachedRankProgram) -> RankFootprint:
-        """Return what a row holds and sends."""
+        """Return the memory and traffic of a rank program."""
         if cached.unsplit_signature not in self.footprints:
-            alone = Program((cached.unsplit,))
+            program = Program((cached.unsplit,))
             self.footprints[cached.unsplit_signature] = RankFootprint(
-                sent_bytes(alone, self.sizes)[0], peak_memory_bytes(alone, self.storage_sizes)[0]
+                sent_bytes(program, self.sizes)[0], peak_memory_bytes(program, self.storage_sizes)[0]
             )
         return self.footprints[cached.unsplit_signature]
 
-    def instruction_times(self, cached: CachedRankProgram, at: int) -> InstructionTimes:
-        """Return what the words of a row take on one of the clusters."""
-        key = cached.signature, cached.rank, at
+    def instruction_times(self, cached: CachedRankProgram, cluster_index: int) -> InstructionTimes:
+        """Return the times of a rank program's instructions on one of the clusters."""
+        key = cached.signature, cached.rank, cluster_index
         if key not in self.times:
             self.times[key] = time_instructions(
-                cached.instructions, cached.costs[at], rank=cached.rank, cluster=self.cluster
+                cached.instructions, cached.costs[cluster_index], rank=cached.rank, cluster=self.cluster
             )
         return self.times[key]
 
     def split_backward(self, rank_program: RankProgram, buckets: BucketConfig) -> SplitBackward | None:
-        """Return a step in which all ranks have rows like this with early sums in buckets; None without such sums."""
+        """Return a step in which all ranks have equal programs with split backwards; None if nothing can be split."""
         if not has_divisible_backward(self.model):
             return None
         if buckets not in self.backward_slices:
@@ -282,14 +284,14 @@ class PlanModelCache:
 
 
 def _is_chain(model: ModelSpec) -> bool:
-    """Tell whether each block hands on to the next one alone and no two share weights.
+    """Return whether each block sends to the next one only, and no two blocks share weights.
 
-    What a stage does then depends on where the others begin only in the names of what it sends and receives.
+    Then a stage's program depends on the partition of other stages only in the names of what it sends and receives.
     """
-    strands = model.edges
-    links = [strand.endpoints for strand in strands if strand.grad_bytes is not None]
+    edges = model.edges
+    chain_edges = [edge.endpoints for edge in edges if edge.grad_bytes is not None]
     return (
-        len(strands) == len(links)
-        and links == [(block, block + 1) for block in range(model.num_blocks - 1)]
+        len(edges) == len(chain_edges)
+        and chain_edges == [(block, block + 1) for block in range(model.num_blocks - 1)]
         and all(len(unit) == 1 for unit in model.units)
     )

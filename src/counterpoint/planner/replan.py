@@ -1,6 +1,6 @@
-"""What each rank keeps from step to step under a plan, so that plans can be compared by what has to move.
+"""Choose another plan when ranks or hosts come or go: nearly the fastest, and of those the cheapest to move to.
 
-Another plan when ranks or hosts come or go: nearly the fastest, and of those the cheapest to move to.
+What has to move follows from what each rank keeps between steps under the old and the new plan.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from counterpoint.viz.number_format import format_seconds
 from counterpoint.world.cluster import Cluster
 
 FractionRange: TypeAlias = tuple[Fraction, Fraction]
-"""A part of something that begins at 0 and ends at 1."""
+"""A part of a parameter or a unit, from 0 to 1."""
 
 FULL_RANGE: FractionRange = (Fraction(0), Fraction(1))
 NUM_STATES = 2
-"""Values that an optimizer keeps per parameter: two for Adam."""
+"""Values per parameter that an optimizer keeps: two for Adam."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedState:
-    """What one rank keeps of each parameter, by its name.
+    """What one rank keeps of each parameter between steps, by the parameter's name.
 
     Args:
         weights: the part of the weight.
-        states: the part of which it keeps the optimizer's states.
-        sizes: the bytes of each whole parameter.
+        optimizer_states: the part whose optimizer states it keeps.
+        param_bytes: the bytes of each whole parameter.
     """
 
     weights: Mapping[str, FractionRange]
@@ -53,20 +53,20 @@ class OwnedState:
 def find_owned_state(compiled: CompiledPlan) -> list[OwnedState]:
     """Return what each rank keeps from one step to the next.
 
-    A rank keeps the weights that it reads or updates, in part where it gathers them first, and the states of what it
-    updates, in part where its gradient was shared out. Parts are by position in what is shared out together.
+    A rank keeps the weights that it reads or updates, only its shard if it gathers them first, and the states of what
+    it updates, only a shard if its gradient is reduce-scattered. Parts are positions in the flat unit.
     """
     model = compiled.model
-    units, sizes = model.units, {param.name: param.num_bytes for param in model.params}
-    rows = compiled.step_variants[-1].program.rank_programs
-    return [_owned_by(rank, row, model, units, sizes) for rank, row in enumerate(rows)]
+    units, param_bytes = model.units, {param.name: param.num_bytes for param in model.params}
+    rank_programs = compiled.step_variants[-1].program.rank_programs
+    return [_owned_by(rank, rank_program, model, units, param_bytes) for rank, rank_program in enumerate(rank_programs)]
 
 
 def missing_bytes(needed: OwnedState, owned: OwnedState | None) -> int:
-    """Return the bytes of weights and states that a rank needs and does not have; None for one that has nothing."""
-    had = owned if owned is not None else OwnedState({}, {}, {})
-    weights = _missing(needed.weights, had.weights, needed.param_bytes)
-    return round(weights + NUM_STATES * _missing(needed.optimizer_states, had.optimizer_states, needed.param_bytes))
+    """Return the bytes of weights and states that a rank needs and does not own; None for a rank that owns nothing."""
+    present = owned if owned is not None else OwnedState({}, {}, {})
+    weights = _missing(needed.weights, present.weights, needed.param_bytes)
+    return round(weights + NUM_STATES * _missing(needed.optimizer_states, present.optimizer_states, needed.param_bytes))
 
 
 def _missing(
@@ -87,56 +87,58 @@ def _owned_by(
     sizes: Mapping[str, int],
 ) -> OwnedState:
     users = {block: [unit for unit in units if block in unit] for block in range(model.num_blocks)}
-    slices = {name for block in model.blocks if block.tp is not None for name, _ in block.tp.sharded_dims}
-    own = (Fraction(rank_program.tp_rank, rank_program.tp_degree), Fraction(1, rank_program.tp_degree))
+    sharded = {name for block in model.blocks if block.tp is not None for name, _ in block.tp.sharded_dims}
+    shard = (Fraction(rank_program.tp_rank, rank_program.tp_degree), Fraction(1, rank_program.tp_degree))
     weights: dict[str, FractionRange] = {}
-    states: dict[str, FractionRange] = {}
-    for unit, part in _owned_weights(rank, rank_program.body, users):
-        weights.update(_param_ranges(units[unit], part, sizes))
-    for unit, part in _owned_optimizer_states(rank, rank_program.body):
-        states.update(_param_ranges(units[unit], part, sizes))
-    return OwnedState(_to_full_params(weights, slices, own), _to_full_params(states, slices, own), sizes)
+    optimizer_states: dict[str, FractionRange] = {}
+    for unit, fraction_range in _owned_weights(rank, rank_program.body, users):
+        weights.update(_param_ranges(units[unit], fraction_range, sizes))
+    for unit, fraction_range in _owned_optimizer_states(rank, rank_program.body):
+        optimizer_states.update(_param_ranges(units[unit], fraction_range, sizes))
+    return OwnedState(
+        _to_full_params(weights, sharded, shard), _to_full_params(optimizer_states, sharded, shard), sizes
+    )
 
 
 def _owned_weights(
     rank: int, instructions: Instructions, users: Mapping[int, list[Unit]]
 ) -> Iterator[tuple[Unit, FractionRange]]:
     gathered = {unit: _shard_range(rank, group) for unit, group in sharded_units(instructions, users)}
-    for word in instructions:
-        match word:
+    for instruction in instructions:
+        match instruction:
             case Forward(block):
                 yield from ((unit, gathered.get(unit, FULL_RANGE)) for unit in users[block])
             case Update(unit):  # also on a server, which has no forwards
                 yield unit, gathered.get(unit, FULL_RANGE)
-            case ApplyPushes(served):
-                yield from ((unit, FULL_RANGE) for unit in served)
+            case ApplyPushes(served_units):
+                yield from ((unit, FULL_RANGE) for unit in served_units)
             case _:
                 pass
 
 
 def _owned_optimizer_states(rank: int, instructions: Instructions) -> Iterator[tuple[Unit, FractionRange]]:
-    shared: dict[Unit, FractionRange] = {}
-    for word in instructions:
-        match word:
+    reduce_scattered: dict[Unit, FractionRange] = {}
+    for instruction in instructions:
+        match instruction:
             case Collective("reduce_scatter", TensorRef("grad", unit), group):
-                shared[unit] = _shard_range(rank, group)
+                reduce_scattered[unit] = _shard_range(rank, group)
             case Update(unit):
-                yield unit, shared.get(unit, FULL_RANGE)
-            case ApplyPushes(served) if word.applies_gradients:
-                yield from ((unit, FULL_RANGE) for unit in served)
+                yield unit, reduce_scattered.get(unit, FULL_RANGE)
+            case ApplyPushes(served_units) if instruction.applies_gradients:
+                yield from ((unit, FULL_RANGE) for unit in served_units)
             case _:
                 pass
 
 
 def _shard_range(rank: int, group: tuple[int, ...]) -> FractionRange:
-    place = group.index(rank)
-    return Fraction(place, len(group)), Fraction(place + 1, len(group))
+    position = group.index(rank)
+    return Fraction(position, len(group)), Fraction(position + 1, len(group))
 
 
 def _param_ranges(
     names: tuple[str, ...], part: FractionRange, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, FractionRange]]:
-    """Yield for each parameter of a unit, which lie one behind the other, its part of a part of them all."""
+    """Yield for each parameter of a flat unit its part of a part of the unit."""
     total = sum(sizes[name] for name in names)
     low, high = (edge * total for edge in part)
     start = 0
@@ -150,7 +152,7 @@ def _param_ranges(
 def _to_full_params(
     spans: Mapping[str, FractionRange], slices: set[str], own: FractionRange
 ) -> dict[str, FractionRange]:
-    """Return parts of slices as parts of whole parameters; ``own`` is where the slice begins, and its length."""
+    """Return parts of tensor-parallel shards as parts of whole parameters; ``own`` is the shard's start and length."""
     begin, length = own
     return {
         name: (begin + low * length, begin + high * length) if name in slices else (low, high)
@@ -160,13 +162,13 @@ def _to_full_params(
 
 @dataclass(frozen=True, slots=True)
 class ReplanResult:
-    """A plan for other ranks than before.
+    """A plan after a change of ranks.
 
     Args:
         plan: the new one.
-        moved_bytes: weights and optimizer states that ranks need under it and do not have from the old one.
+        moved_bytes: weights and optimizer states that ranks need under it and do not own under the old one.
         step_s: the predicted seconds of a step.
-        why: what it was preferred to, and for what.
+        reason: which plan it was preferred to, and why.
     """
 
     plan: Plan
@@ -185,23 +187,22 @@ def replan(  # noqa: PLR0913 - what there was, what there will be, and what is k
     survivors: Mapping[int, int] | None = None,
     profile: ModelProfile | None = None,
 ) -> ReplanResult:
-    """Return the plan for a cluster that has changed: of those within 2 % of the fastest the cheapest to move to.
+    """Return the plan for a changed cluster: of those within 2 % of the fastest the cheapest to move to.
 
-    Of plans to which equally many bytes move the simplest is taken; the old plan, where it still fits the ranks, moves
-    none.
+    Of equally cheap plans the simplest is chosen; the old plan, if it still fits the ranks, moves nothing.
 
     Args:
-        plan: what the ranks have trained under.
+        plan: the old plan.
         model: in its finest blocks.
-        old_cluster: where they did.
-        new_cluster: where they will; its levels say how many ranks there are, or else its speeds.
+        old_cluster: where the old plan ran.
+        new_cluster: the present one; its levels, or else its speeds, say how many ranks there are.
         batch_size: samples of one global batch, as before.
-        survivors: for each new rank that was there before the rank that it was; by default every rank that both have
-            is the same.
-        timing: of the model's pieces, by whose seconds plans are ranked and cut; None where their work is only counted.
+        survivors: the old rank of each new rank that existed before; by default ranks keep their numbers.
+        profile: measured times of the model's layers, by which plans are ranked and partitioned; None to use operation
+            counts.
 
     Raises:
-        PlanError: the new cluster does not say how many ranks it has, or no plan fits it, or the timing is of another
+        PlanError: the new cluster does not say how many ranks it has, no plan fits it, or the profile is of another
             model.
     """
     num_ranks = new_cluster.num_ranks or len(new_cluster.speeds)
@@ -209,58 +210,66 @@ def replan(  # noqa: PLR0913 - what there was, what there will be, and what is k
         raise PlanError(
             "the new cluster does not say how many ranks it has; give it levels, or a speed for each of its ranks"
         )
-    stays = survivors if survivors is not None else {rank: rank for rank in range(min(num_ranks, plan.num_ranks))}
-    question = PlanningProblem(model, new_cluster, batch_size, profile)
-    before = _owned_under(plan, replace(question, cluster=old_cluster))
-    choice = rank_and_choose(_candidates(plan, num_ranks, question), question)
-    near = _nearly_fastest(choice)
-    after = {one.plan: _owned_under(one.plan, question) for one in near}
-    moved = {one: _moved_bytes(before, held, stays) for one, held in after.items()}
-    order = {one: at for at, one in enumerate(choice.by_simplicity)}
-    taken = min(near, key=lambda one: (moved[one.plan], order.get(one.plan, len(order))))
-    return ReplanResult(taken.plan, moved[taken.plan], taken.step_s, _explain_choice(taken, near, moved))
+    old_ranks = survivors if survivors is not None else {rank: rank for rank in range(min(num_ranks, plan.num_ranks))}
+    problem = PlanningProblem(model, new_cluster, batch_size, profile)
+    before = _owned_under(plan, replace(problem, cluster=old_cluster))
+    choice = rank_and_choose(_candidates(plan, num_ranks, problem), problem)
+    nearly_fastest = _nearly_fastest(choice)
+    after = {prediction.plan: _owned_under(prediction.plan, problem) for prediction in nearly_fastest}
+    moved = {prediction: _moved_bytes(before, owned, old_ranks) for prediction, owned in after.items()}
+    order = {prediction: index for index, prediction in enumerate(choice.by_simplicity)}
+    chosen = min(
+        nearly_fastest, key=lambda prediction: (moved[prediction.plan], order.get(prediction.plan, len(order)))
+    )
+    return ReplanResult(chosen.plan, moved[chosen.plan], chosen.step_s, _explain_choice(chosen, nearly_fastest, moved))
 
 
 def _candidates(plan: Plan, num_ranks: int, problem: PlanningProblem) -> Iterator[Plan]:
-    """Yield the old plan, if it fits the ranks, then those of the enumeration, then stages with cuts of their own."""
+    """Yield the old plan, if it fits the ranks, then enumerated plans, then pipelines with replicated stages."""
     if plan.num_ranks == num_ranks:
         yield replace(plan, source=None)
-    model, size, timing = problem.model, problem.batch_size, problem.profile
-    staged = find_pipeline_plans(
-        num_ranks, model.without_tp, problem.cluster, size, SYNCHRONOUS_SCHEDULES, profile=timing
+    model, batch_size, profile = problem.model, problem.batch_size, problem.profile
+    pipeline_plans = find_pipeline_plans(
+        num_ranks, model.without_tp, problem.cluster, batch_size, SYNCHRONOUS_SCHEDULES, profile=profile
     )
-    for one in (*enumerate_plans(num_ranks, model), *staged):
-        yield replace(one, passes=plan.passes)
+    for candidate in (*enumerate_plans(num_ranks, model), *pipeline_plans):
+        yield replace(candidate, passes=plan.passes)
 
 
 def _nearly_fastest(choice: PlanChoice) -> list[Prediction]:
-    kept = [found for found in choice.ranking.predictions if found.is_synchronous and found.fits]
-    return [found for found in kept if found.step_s <= MEASURED_TOLERANCE * kept[0].step_s]
+    eligible = choice.ranking.eligible
+    return [prediction for prediction in eligible if prediction.step_s <= MEASURED_TOLERANCE * eligible[0].step_s]
 
 
 def _owned_under(plan: Plan, problem: PlanningProblem) -> list[OwnedState]:
-    """Return what each rank keeps from step to step under a plan."""
-    timing = fit_profile(plan, problem.model, problem.profile)
-    compiled, _ = compile_for(plan, problem.model, problem.cluster, problem.batch_size, timing)
+    """Return what each rank keeps between steps under a plan."""
+    profile = fit_profile(plan, problem.model, problem.profile)
+    compiled, _ = compile_for(plan, problem.model, problem.cluster, problem.batch_size, profile)
     return find_owned_state(compiled)
 
 
-def _moved_bytes(before: Sequence[OwnedState], after: Sequence[OwnedState], stays: Mapping[int, int]) -> int:
-    return sum(missing_bytes(needs, before[stays[rank]] if rank in stays else None) for rank, needs in enumerate(after))
+def _moved_bytes(before: Sequence[OwnedState], after: Sequence[OwnedState], old_ranks: Mapping[int, int]) -> int:
+    return sum(
+        missing_bytes(needed, before[old_ranks[rank]] if rank in old_ranks else None)
+        for rank, needed in enumerate(after)
+    )
 
 
-def _explain_choice(taken: Prediction, near: Sequence[Prediction], moved: Mapping[Plan, int]) -> str:
-    """Return what the plan was preferred to: the fastest, if it is another one, or else the next cheapest."""
-    told = f"{format_plan(taken.plan)}: {format_seconds(taken.step_s)} a step, {moved[taken.plan]} bytes to move"
-    fastest = near[0]
-    if fastest.plan != taken.plan:
-        slower, more = 100 * (taken.step_s / fastest.step_s - 1), moved[fastest.plan]
-        return f"{told}; {slower:.1f} % slower than {format_plan(fastest.plan)}, for which {more} bytes would move"
-    others = sorted((one for one in near if one.plan != taken.plan), key=lambda one: moved[one.plan])
+def _explain_choice(chosen: Prediction, nearly_fastest: Sequence[Prediction], moved: Mapping[Plan, int]) -> str:
+    """Return which plan was preferred to which: the fastest, if it is another one, or else the next cheapest."""
+    summary = f"{format_plan(chosen.plan)}: {format_seconds(chosen.step_s)} a step, {moved[chosen.plan]} bytes to move"
+    fastest = nearly_fastest[0]
+    if fastest.plan != chosen.plan:
+        slower, more = 100 * (chosen.step_s / fastest.step_s - 1), moved[fastest.plan]
+        return f"{summary}; {slower:.1f} % slower than {format_plan(fastest.plan)}, for which {more} bytes would move"
+    others = sorted(
+        (prediction for prediction in nearly_fastest if prediction.plan != chosen.plan),
+        key=lambda prediction: moved[prediction.plan],
+    )
     if not others:
-        return f"{told}; no other plan is within 2 % of it"
+        return f"{summary}; no other plan is within 2 % of it"
     other = others[0]
     return (
-        f"{told}; the fastest, and for {format_plan(other.plan)}, which is within 2 % of it, "
+        f"{summary}; the fastest, and for {format_plan(other.plan)}, which is within 2 % of it, "
         f"{moved[other.plan]} bytes would move"
     )

@@ -179,9 +179,9 @@ def test_what_cannot_be_read_is_named(text, message):
 
 
 def test_layers_in_a_circle():
-    """Layers that read each other in a circle cannot be cut."""
+    """Layers that the layer graph has a cycle cannot be cut."""
     row = chain_graph(GraphNode(name, "Layer", 1.0, 1.0, 1.0, 1.0) for name in "ab")
-    with pytest.raises(PlanError, match="read each other in a circle"):
+    with pytest.raises(PlanError, match="the layer graph has a cycle"):
         find_cuts(LayerGraph(row.nodes, (*row.edges, ("b", "a"))))
 
 
@@ -194,5 +194,5 @@ def test_too_many_branches():
 
 def test_a_level_without_links():
     """A level without parts or without speed is refused."""
-    with pytest.raises(PlanError, match="at least 1 part by links of more than 0 bytes/s, not Level"):
+    with pytest.raises(PlanError, match="at least 1 part and links of more than 0 bytes/s, not PartitionLevel"):
         PartitionLevel(2, 0.0)

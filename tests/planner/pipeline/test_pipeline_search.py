@@ -19,10 +19,10 @@ FLUSHED = 4
 """Under a flush a step has so many times the microbatches that the replicas of the reference share at least."""
 
 
-def cases(most_ranks):
+def cases(max_ranks):
     """All cases, those for more ranks as slow ones."""
     marks = [
-        [pytest.mark.slow] if len(case["machines"]) > 1 or max(case["machines"]) > most_ranks else [] for case in CASES
+        [pytest.mark.slow] if len(case["machines"]) > 1 or max(case["machines"]) > max_ranks else [] for case in CASES
     ]
     return [pytest.param(case, marks=mark, id=case_name(case)) for case, mark in zip(CASES, marks, strict=True)]
 
@@ -41,7 +41,7 @@ def wanted(profile, num_ranks, order="pipedream", num_microbatches=None, cluster
 
 def every_staging(pipeline):
     """All stages of a chain over all ranks."""
-    last = pipeline.states.count - 1
+    last = pipeline.cuts.count - 1
     for count in range(1, min(last, pipeline.num_ranks) + 1):
         inner = combinations(range(1, last), count - 1)
         for cuts, replicas in product(inner, product(range(1, pipeline.num_ranks + 1), repeat=count)):
@@ -109,7 +109,7 @@ def test_where_nothing_fits_what_misses_least_is_found():
 def test_replicas_share_the_microbatches_there_are():
     profile = chain_of((6.0, 0.0, 0.0), (2.0, 0.0, 0.0))
     assert find_pipeline(wanted(profile, 4, "one_f_one_b", 8)).layout.replicas in {(2, 2), (4,)}
-    with pytest.raises(PlanError, match="no stages over 3 ranks have replicas that can share 1 microbatches"):
+    with pytest.raises(PlanError, match="no numbers of replicas on 3 ranks can share 1 microbatches"):
         find_pipeline(wanted(chain_of((1.0, 0.0, 0.0)), 3, "one_f_one_b", 1))
 
 

@@ -27,9 +27,9 @@ def transformer(num_layers: int, width: int = 64) -> ModelSpec:
     for at, piece in enumerate(plain.layers):
         assert piece.tp is not None
         dim, is_end = "heads" if at % 2 else "hidden", at in {0, 2 * num_layers + 1}
-        split = None if is_end else replace(piece.tp, dim=dim, size=8)
+        split = None if is_end else replace(piece.tp, dim=dim, dim_size=8)
         name = f"layers.{(at - 1) // 2}.{dim}"
-        pieces.append(replace(piece, name=name, split=split, cost=1e6 * (1 + at % 3), can_start_stage=not is_end))
+        pieces.append(replace(piece, name=name, tp=split, cost=1e6 * (1 + at % 3), can_start_stage=not is_end))
     ends = [0, *range(1, len(pieces), 2), len(pieces)]
     return replace(plain, blocks=tuple(Block(tuple(pieces[a:b]), a) for a, b in pairwise(ends)))
 

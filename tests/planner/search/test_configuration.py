@@ -50,7 +50,7 @@ def test_a_block_is_named_by_the_module_that_it_is():
 def test_names_with_signs_of_patterns_match_themselves_alone():
     model = linear_chain(3)
     odd = replace(model.blocks[1].layers[0], name="a[0]*")
-    model = replace(model, blocks=(model.blocks[0], replace(model.blocks[1], pieces=(odd,)), model.blocks[2]))
+    model = replace(model, blocks=(model.blocks[0], replace(model.blocks[1], layers=(odd,)), model.blocks[2]))
     name = recompute_pass(model, frozenset({1}))
     assert Recomputation.from_pass(name).select_blocks(model) == {1}
 

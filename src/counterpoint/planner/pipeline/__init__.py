@@ -1,1 +1,1 @@
-"""Pipelines with replicated stages: layer graphs, the dynamic program that partitions them, and a search over stage layouts."""
+"""Find pipelines with replicated stages: layer graphs, partitions, and a search over stage layouts."""

@@ -1,13 +1,11 @@
-"""The pipeline whose simulated step is least: from the dynamic program's partitions, changed as long as that helps.
+"""Find the pipeline with the fastest simulated step: partitions of the dynamic program, improved by local search.
 
-The program knows how fast the slowest stage is, and nothing of the order in which stages take up microbatches, of
-messages that wait for each other, of how far stages are from each other, and of what a rank can hold. So its
-partitions, as several objectives count, are starts; an estimate says which changes of them are worth simulating; and
-what is simulated is the program that would run.
+The dynamic program minimizes the time of the slowest stage; it models neither the schedule, nor waiting for messages,
+nor distances between stages, nor memory. So its partitions, under several objectives, are starting points; estimates
+select the neighbours worth simulating; and what is simulated is the program that would run.
 
-Source: ours; the starts are those of :mod:`counterpoint.planner.pipeline.partition`.
-
-Pipelines with cuts and replicas from the dynamic program, as plans among others: for models and for profiles.
+Source:
+    Ours; the starting points are those of :mod:`counterpoint.planner.pipeline.partition`.
 """
 
 from __future__ import annotations
@@ -61,26 +59,26 @@ OBJECTIVES: tuple[StageObjective, ...] = (
     AsyncPipelineObjective(),
     WithoutReplicas(AsyncPipelineObjective()),
 )
-"""How the dynamic program counts for the partitions that are starts."""
+"""Objectives of the dynamic program whose partitions are starting points."""
 MAX_INITIAL = 8
-"""Of what the estimate has made of the starts, so many are simulated."""
+"""Improved starting points that are simulated."""
 MAX_NEIGHBOURS = 6
-"""Of the changes of the best one, so many are simulated before it is decided how to go on."""
+"""Neighbours of the best layout that are simulated in each iteration."""
 MAX_SIMULATED = 60
-"""In all."""
+"""Simulated layouts in total."""
 MAX_CHANGES = 100
-"""A start is changed so often at most by the estimate."""
+"""Iterations of the local search from one starting point."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPipeline:
-    """What the simulator says about a staging.
+    """Simulation of a layout.
 
     Args:
-        staging: which one.
-        step_s: seconds of a step for each of its microbatches.
-        memory_bytes: what the fullest rank holds at most.
-        missing_bytes: by how much that is more than it can hold.
+        layout: the layout.
+        step_s: seconds of a step per microbatch.
+        memory_bytes: peak memory of the rank that needs most.
+        missing_bytes: by how much that exceeds its memory.
     """
 
     layout: StageLayout
@@ -90,37 +88,41 @@ class SimulatedPipeline:
 
     @property
     def sort_key(self) -> tuple[int, float, StageLayout]:
-        """By what the better one comes first: that it fits, then that it is fast."""
+        """Better layouts come first: those that fit, then those that are fast."""
         return self.missing_bytes, self.step_s, self.layout
 
 
 def find_pipeline(query: PipelineQuery, starts: Iterable[StageLayout] = ()) -> SimulatedPipeline:
-    """Return the staging whose simulated step is least of all that were simulated; the same wherever it is computed.
+    """Return the layout with the fastest step of all that were simulated; independent of the machine.
 
     Args:
-        wanted: what is looked for.
-        starts: stagings that are simulated beside those of the dynamic program.
+        query: the pipeline to be found.
+        starts: layouts that are simulated in addition to those of the dynamic program.
 
     Raises:
-        PlanError: no number of replicas can share the microbatches.
+        PlanError: no numbers of replicas can share the microbatches.
     """
-    estimates = LayoutEstimator(query)
-    first = [*starts, *initial_layouts(query)]
-    settled = improve_layouts(estimates, first)
-    allowed = (one for one in first if query.is_allowed(one))
-    known = {one: simulate_layout(query, one) for one in dict.fromkeys((*allowed, *settled[:MAX_INITIAL]))}
-    if not known:
+    estimator = LayoutEstimator(query)
+    initial = [*starts, *initial_layouts(query)]
+    improved = improve_layouts(estimator, initial)
+    allowed = (layout for layout in initial if query.is_allowed(layout))
+    simulated = {
+        layout: simulate_layout(query, layout) for layout in dict.fromkeys((*allowed, *improved[:MAX_INITIAL]))
+    }
+    if not simulated:
         raise PlanError(
-            f"no stages over {query.num_ranks} ranks have replicas that can share {query.num_microbatches} "
+            f"no numbers of replicas on {query.num_ranks} ranks can share {query.num_microbatches} "
             f"microbatches; give a multiple of {query.num_ranks}"
         )
-    best = min(known.values(), key=lambda one: one.sort_key)
-    while len(known) < MAX_SIMULATED:
-        near = (one for one in query.neighbours(best.layout) if one not in known)
-        hopeful = [one for one in near if best.missing_bytes or estimates.lower_bound_s(one) < best.step_s]
-        tried = sorted(hopeful, key=lambda one: (estimates.estimate(one), one))[:MAX_NEIGHBOURS]
-        known |= {one: simulate_layout(query, one) for one in tried}
-        better = min((known[one] for one in tried), key=lambda one: one.sort_key, default=best)
+    best = min(simulated.values(), key=lambda layout: layout.sort_key)
+    while len(simulated) < MAX_SIMULATED:
+        neighbours = (layout for layout in query.neighbours(best.layout) if layout not in simulated)
+        promising = [
+            layout for layout in neighbours if best.missing_bytes or estimator.lower_bound_s(layout) < best.step_s
+        ]
+        candidates = sorted(promising, key=lambda layout: (estimator.estimate(layout), layout))[:MAX_NEIGHBOURS]
+        simulated |= {layout: simulate_layout(query, layout) for layout in candidates}
+        better = min((simulated[layout] for layout in candidates), key=lambda layout: layout.sort_key, default=best)
         if better.sort_key >= best.sort_key:
             break
         best = better
@@ -128,22 +130,26 @@ def find_pipeline(query: PipelineQuery, starts: Iterable[StageLayout] = ()) -> S
 
 
 def improve_layouts(estimator: LayoutEstimator, starts: Iterable[StageLayout]) -> list[StageLayout]:
-    """Return what starts become by changes that the estimate likes, the best first; all of them are allowed."""
-    settled = {local_search(estimator, one) for one in starts}
-    allowed = (one for one in settled if estimator.query.is_allowed(one))
-    return sorted(allowed, key=lambda one: (estimator.estimate(one), one))
+    """Return the results of local searches from starting points, the best first; all of them are allowed."""
+    improved = {local_search(estimator, layout) for layout in starts}
+    allowed = (layout for layout in improved if estimator.query.is_allowed(layout))
+    return sorted(allowed, key=lambda layout: (estimator.estimate(layout), layout))
 
 
 def local_search(estimator: LayoutEstimator, layout: StageLayout) -> StageLayout:
-    """Return what a staging becomes when it is changed as long as the estimate is less by it.
+    """Return the local optimum of the estimate that is reached from a layout.
 
-    One that is not allowed becomes the best that is allowed near it, if any is.
+    A layout that is not allowed is first replaced by its best allowed neighbour, if it has one.
     """
-    wanted, best = estimator.query, layout
-    if not wanted.is_allowed(best):
-        best = min(wanted.neighbours(best), key=lambda one: (estimator.estimate(one), one), default=best)
+    query, best = estimator.query, layout
+    if not query.is_allowed(best):
+        best = min(
+            query.neighbours(best), key=lambda neighbour: (estimator.estimate(neighbour), neighbour), default=best
+        )
     for _ in range(MAX_CHANGES):
-        better = min(wanted.neighbours(best), key=lambda one: (estimator.estimate(one), one), default=best)
+        better = min(
+            query.neighbours(best), key=lambda neighbour: (estimator.estimate(neighbour), neighbour), default=best
+        )
         if estimator.estimate(better) >= estimator.estimate(best):
             break
         best = better
@@ -151,66 +157,66 @@ def local_search(estimator: LayoutEstimator, layout: StageLayout) -> StageLayout
 
 
 def initial_layouts(query: PipelineQuery) -> Iterator[StageLayout]:
-    """Yield the partitions of the dynamic program, as several objectives count, by levels and flat, and one stage."""
-    states, cluster = _with_updates(query), query.cluster
+    """Yield the partitions of the dynamic program under several objectives, by levels and flat, and a single stage."""
+    cuts, cluster = _with_updates(query), query.cluster
     flat = {level.link.bytes_per_s for level in cluster.levels} or {cluster.link.bytes_per_s}
     networks = [[PartitionLevel(query.num_ranks, speed)] for speed in sorted(flat)]
     if prod(level.count for level in cluster.levels) == query.num_ranks and len(cluster.levels) > 1:
         networks.insert(0, [PartitionLevel(level.count, level.link.bytes_per_s) for level in cluster.levels])
     for network, objective in product(networks, OBJECTIVES):
-        found = find_partition(states, network, objective)
-        if found.slowest_s < inf:
-            yield StageLayout.from_partition(found)
-    yield StageLayout((0, states.num_cuts - 1), (query.num_ranks,))
+        partition = find_partition(cuts, network, objective)
+        if partition.slowest_s < inf:
+            yield StageLayout.from_partition(partition)
+    yield StageLayout((0, cuts.num_cuts - 1), (query.num_ranks,))
 
 
 def _with_updates(query: PipelineQuery) -> GraphCuts:
-    """Return the states with the updates of weights as a part of the seconds backward."""
-    profile, device = query.cuts.graph, query.cluster.device
-    layers = tuple(
-        replace(layer, backward_s=layer.backward_s + update_s(layer.weight_bytes, device)) for layer in profile.nodes
+    """Return the cuts with the time of updates added to that of backwards."""
+    graph, device = query.cuts.graph, query.cluster.device
+    nodes = tuple(
+        replace(node, backward_s=node.backward_s + update_s(node.weight_bytes, device)) for node in graph.nodes
     )
-    return GraphCuts(LayerGraph(layers, profile.edges), query.cuts.layer_sets)
+    return GraphCuts(LayerGraph(nodes, graph.edges), query.cuts.layer_sets)
 
 
 def simulate_layout(query: PipelineQuery, layout: StageLayout) -> SimulatedPipeline:
-    """Return what the simulator says about a staging, with one block for each stage."""
+    """Return the simulation of a layout with one block per stage."""
     model = stage_model(query, layout)
     plan = plan_for_layout(query, layout, (1,) * layout.num_stages)
     compiled = compile(plan, model, verified=False)
     costs = analytic_costs(compiled.model, query.cluster, message_size_fn(compiled.model, 1))
-    (turn,) = compiled.step_variants
-    (spent,) = simulate_breakdown(turn, [costs], query.cluster)
-    memory_bytes = max(peak_memory_bytes(turn.full_program, storage_sizes(compiled.model, 1)))
-    missing = max(0, memory_bytes - query.cluster.device.memory_bytes)
-    return SimulatedPipeline(layout, spent.step_s / plan.global_num_microbatches, memory_bytes, missing)
+    (variant,) = compiled.step_variants
+    (breakdown,) = simulate_breakdown(variant, [costs], query.cluster)
+    memory_bytes = max(peak_memory_bytes(variant.full_program, storage_sizes(compiled.model, 1)))
+    missing_bytes = max(0, memory_bytes - query.cluster.device.memory_bytes)
+    return SimulatedPipeline(layout, breakdown.step_s / plan.global_num_microbatches, memory_bytes, missing_bytes)
 
 
 def stage_model(query: PipelineQuery, layout: StageLayout) -> ModelSpec:
-    """Return the model with one block for each stage."""
+    """Return the model with one block per stage."""
     model = model_from_graph(linearize(query.cuts, layout.cuts[1:]), query.cluster)
     return merge_blocks(model, layout.layers_per_stage(query.cuts))
 
 
 def plan_for_layout(query: PipelineQuery, layout: StageLayout, balance: tuple[int, ...]) -> Plan:
-    """Return the plan of a staging for a model whose blocks are so many for each stage; one stage alone is data."""
-    micros, only = query.step_microbatches(layout), layout.replicas[0]
+    """Return the plan of a layout for a model with so many blocks per stage; a single stage is data parallelism."""
+    num_microbatches, num_replicas = query.step_microbatches(layout), layout.replicas[0]
     if layout.num_stages > 1:
-        return Plan((query.pipeline(layout, balance),), micros)
-    strategies: tuple[Strategy, ...] = (Data(only),) if only > 1 else ()
-    return Plan(strategies, micros // only)
+        return Plan((query.pipeline(layout, balance),), num_microbatches)
+    strategies: tuple[Strategy, ...] = (Data(num_replicas),) if num_replicas > 1 else ()
+    return Plan(strategies, num_microbatches // num_replicas)
 
 
 REPLICABLE_SCHEDULES = ("one_f_one_b", "gpipe", "pipedream", "pipedream_2bw")
-"""Those in which stages may have replicas."""
+"""Schedules whose stages may have replicas."""
 SYNCHRONOUS_SCHEDULES = ("one_f_one_b",)
 DEFAULT_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, "pipedream")
 MICROBATCHES_PER_RANK = 4
-"""So many at most under a flush, and at least half of one."""
+"""Upper limit of synchronous pipelines; the lower limit is half a microbatch per rank."""
 MAX_MICROBATCH_COUNTS = 10
-"""So many numbers of microbatches are tried."""
+"""Numbers of microbatches that are tried."""
 MAX_PLANS_PER_SCHEDULE = 4
-"""Of each order those that promise most are worth a simulation, so many of them."""
+"""The most promising plans of each schedule are worth simulating, at most so many."""
 
 
 def find_pipeline_plans(  # noqa: PLR0913 - what is planned for, and how long
@@ -223,50 +229,52 @@ def find_pipeline_plans(  # noqa: PLR0913 - what is planned for, and how long
     profile: ModelProfile | None = None,
     deadline: Deadline = NO_DEADLINE,
 ) -> tuple[Plan, ...]:
-    """Return pipelines with the cuts and replicas that promise most by the estimate, a few for each order.
+    """Return the most promising pipelines with partitions and replicas by estimate, a few per schedule.
 
     Args:
-        num_ranks: ranks there are, all of which get work.
-        model: its blocks are what is cut.
+        num_ranks: all of them get work.
+        model: its blocks are distributed to stages.
         cluster: where it runs.
         batch_size: samples of a global batch, which the microbatches divide.
-        orders: of the pipelines.
-        timing: of the model's pieces, by whose seconds it is then cut; None where their work is only counted.
-        limit: when to end; what is found by then is returned.
+        schedules: of the pipelines.
+        profile: measured times of the model's layers, by which it is partitioned; None to use operation counts.
+        deadline: when to end; what was found by then is returned.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> [str(plan) for plan in staged_plans(1, chain(4), Cluster(), 8)]
+        >>> from counterpoint.model.spec import linear_chain
+        >>> [str(plan) for plan in find_pipeline_plans(1, linear_chain(4), Cluster(), 8)]
         []
     """
     if num_ranks < 2 or model.num_blocks < 2:
         return ()
     plans: dict[Plan, None] = {}
     profile = None if profile is None else profile.match_to(model)
-    for order in schedules:
-        hopes: dict[Plan, LayoutEstimate] = {}
+    for schedule in schedules:
+        estimates: dict[Plan, LayoutEstimate] = {}
         for samples in (
             _microbatch_sizes(num_ranks, batch_size)
-            if order not in ASYNC_SCHEDULES
+            if schedule not in ASYNC_SCHEDULES
             else [max(1, batch_size // num_ranks)]
         ):
             if deadline.is_past:
                 break
-            hopes |= _estimate_plans(num_ranks, model, cluster, _ScheduleSpec(order, batch_size, samples), profile)
-        plans |= dict.fromkeys(sorted(hopes, key=hopes.__getitem__)[:MAX_PLANS_PER_SCHEDULE])
+            estimates |= _estimate_plans(
+                num_ranks, model, cluster, _ScheduleSpec(schedule, batch_size, samples), profile
+            )
+        plans |= dict.fromkeys(sorted(estimates, key=estimates.__getitem__)[:MAX_PLANS_PER_SCHEDULE])
     return tuple(plans)
 
 
 def _microbatch_sizes(num_ranks: int, batch_size: int) -> list[int]:
-    """Return for some numbers of microbatches, most of them divisible, the samples of each."""
-    numbers = range(max(2, num_ranks // 2), MICROBATCHES_PER_RANK * num_ranks + 1)
-    found = [batch_size // count for count in numbers if batch_size % count == 0]
-    return found[:: -(-len(found) // MAX_MICROBATCH_COUNTS)] if found else []
+    """Return the samples of a microbatch for some numbers of microbatches."""
+    counts = range(max(2, num_ranks // 2), MICROBATCHES_PER_RANK * num_ranks + 1)
+    sizes = [batch_size // count for count in counts if batch_size % count == 0]
+    return sizes[:: -(-len(sizes) // MAX_MICROBATCH_COUNTS)] if sizes else []
 
 
 @dataclass(frozen=True, slots=True)
 class _ScheduleSpec:
-    """One way to take up microbatches: the order, the samples of a global batch, and those of a microbatch."""
+    """A schedule with the samples of a global batch and of a microbatch."""
 
     name: str
     batch_size: int
@@ -274,120 +282,130 @@ class _ScheduleSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """How many replicas have to share; in a stream, where each is a batch of its own, what divides the batch."""
+        """Microbatches that replicas share; of an asynchronous pipeline, where each is a batch, the samples."""
         return self.batch_size if self.name in ASYNC_SCHEDULES else self.batch_size // self.samples
 
 
 def _estimate_plans(
     num_ranks: int, model: ModelSpec, cluster: Cluster, schedule: _ScheduleSpec, profile: ModelProfile | None
 ) -> dict[Plan, LayoutEstimate]:
-    """Return plans with what the estimate says of each, for a sample."""
-    states = prefix_cuts(graph_from_model(model, cluster, samples=schedule.samples, profile=profile))
-    wanted = PipelineQuery(states, cluster, num_ranks, schedule.name, schedule.num_microbatches, min_stages=2)
-    estimates = LayoutEstimator(wanted)
-    found: dict[Plan, LayoutEstimate] = {}
-    settled = improve_layouts(estimates, initial_layouts(wanted))
-    if schedule.name in ASYNC_SCHEDULES and settled:  # of which the estimate knows less
-        near = sorted(wanted.neighbours(settled[0]), key=lambda one: (estimates.estimate(one), one))
-        settled = list(dict.fromkeys((*settled, *near[:MAX_PLANS_PER_SCHEDULE])))
-    for staging in settled:
-        if _keeps_units_together(model, staging, is_async=schedule.name in ASYNC_SCHEDULES):
-            missing, seconds = estimates.estimate(staging)
-            pipeline = wanted.pipeline(staging, staging.layers_per_stage(states))
+    """Return plans with their estimates per sample."""
+    cuts = prefix_cuts(graph_from_model(model, cluster, samples=schedule.samples, profile=profile))
+    query = PipelineQuery(cuts, cluster, num_ranks, schedule.name, schedule.num_microbatches, min_stages=2)
+    estimator = LayoutEstimator(query)
+    estimates_by_plan: dict[Plan, LayoutEstimate] = {}
+    layouts = improve_layouts(estimator, initial_layouts(query))
+    if schedule.name in ASYNC_SCHEDULES and layouts:  # whose estimates are less accurate
+        neighbours = sorted(
+            query.neighbours(layouts[0]), key=lambda neighbour: (estimator.estimate(neighbour), neighbour)
+        )
+        layouts = list(dict.fromkeys((*layouts, *neighbours[:MAX_PLANS_PER_SCHEDULE])))
+    for layout in layouts:
+        if _keeps_units_together(model, layout, is_async=schedule.name in ASYNC_SCHEDULES):
+            missing_bytes, seconds = estimator.estimate(layout)
+            pipeline = query.pipeline(layout, layout.layers_per_stage(cuts))
             plan = plan_for_layout(
-                wanted, staging, _explicit_balance(pipeline, model) if profile is None else pipeline.balance
+                query, layout, _explicit_balance(pipeline, model) if profile is None else pipeline.balance
             )
-            found[plan] = LayoutEstimate(missing, seconds / schedule.samples)
-    return found
+            estimates_by_plan[plan] = LayoutEstimate(missing_bytes, seconds / schedule.samples)
+    return estimates_by_plan
 
 
 def _explicit_balance(pipeline: Pipeline, model: ModelSpec) -> tuple[int, ...]:
-    """Return the balance of a pipeline, empty where it would cut the model so by itself."""
-    bare = replace(pipeline, balance=())
-    is_same = bare.split_model(model).blocks == model.blocks and bare.blocks_per_chunk(model) == pipeline.balance
+    """Return the balance of a pipeline, empty if it equals the default partition."""
+    default = replace(pipeline, balance=())
+    is_same = default.split_model(model).blocks == model.blocks and default.blocks_per_chunk(model) == pipeline.balance
     return () if is_same else pipeline.balance
 
 
 def _keeps_units_together(model: ModelSpec, layout: StageLayout, *, is_async: bool) -> bool:
-    """Return whether no weights lie in two stages, which those of a stream may not share."""
+    """Return whether no unit belongs to two stages, which asynchronous pipelines do not support."""
     stops = layout.cuts[1:]
     return not is_async or all(
-        len({next(at for at, stop in enumerate(stops) if block < stop) for block in unit}) == 1 for unit in model.units
+        len({next(stage for stage, stop in enumerate(stops) if block < stop) for block in unit}) == 1
+        for unit in model.units
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRanking:
-    """The plans for a profile.
+    """The plans for a layer graph.
 
     Args:
-        ranking: the plans, whose balances count layers of the profile.
-        profiles: for each pipeline the layers in an order in which its stages are runs.
+        ranking: the plans, whose balances count layers of the graph.
+        graphs: for each pipeline the graph in an order in which its stages are contiguous.
     """
 
     ranking: PlanRanking
-    profiles: dict[Plan, LayerGraph]
+    graphs: dict[Plan, LayerGraph]
 
     def describe(self) -> Iterator[str]:
-        """Yield what each stage of the best pipeline runs, a line each."""
-        best = next((one.plan for one in self.ranking.predictions if one.plan in self.profiles), None)
+        """Yield a line for each stage of the best pipeline."""
+        best = next(
+            (prediction.plan for prediction in self.ranking.predictions if prediction.plan in self.graphs), None
+        )
         pipeline = best.strategies[0] if best is not None else None
         if best is None or not isinstance(pipeline, Pipeline):
             return
         yield f"{best} is"
         stops = list(accumulate(pipeline.balance, initial=0))
-        firsts = list(accumulate(pipeline.stage_ranks, initial=0))
+        first_ranks = list(accumulate(pipeline.stage_ranks, initial=0))
         for stage, (start, stop) in enumerate(pairwise(stops)):
-            run = self.profiles[best].nodes[start:stop]
+            stage_layers = self.graphs[best].nodes[start:stop]
             ranks = (
-                f"{firsts[stage]}-{firsts[stage + 1] - 1}" if pipeline.stage_ranks[stage] > 1 else f"{firsts[stage]}"
+                f"{first_ranks[stage]}-{first_ranks[stage + 1] - 1}"
+                if pipeline.stage_ranks[stage] > 1
+                else f"{first_ranks[stage]}"
             )
+            first, last = stage_layers[0], stage_layers[-1]
             yield (
-                f"  stage {stage} on rank {ranks}: {run[0].name} {run[0].description} to {run[-1].name} {run[-1].description}, "
-                f"{format_seconds(sum(layer.seconds for layer in run))} for a minibatch"
+                f"  stage {stage} on rank {ranks}: {first.name} {first.description} to {last.name} {last.description}, "
+                f"{format_seconds(sum(layer.seconds for layer in stage_layers))} for a minibatch"
             )
 
 
 def rank_graph(graph: LayerGraph, cluster: Cluster, num_ranks: int, batch_size: int) -> GraphRanking:
-    """Return the pipelines of every order whose simulated step is least, the best without replicas, and data and zero.
+    """Return the fastest pipeline of every schedule, the best without replicas, data parallelism and ZeRO, ranked.
 
     Args:
-        profile: what is planned for; layers that only load data are left out.
+        graph: layers with times; nodes that only load data are skipped.
         cluster: where it runs.
-        num_ranks: how many ranks it has.
-        batch_size: minibatches of the profile in a step; in a pipeline each is a microbatch.
+        num_ranks: number of ranks.
+        batch_size: minibatches of the graph in a step; in a pipeline each is a microbatch.
 
     Raises:
-        PlanError: the profile cannot be cut, or no plan can share the minibatches.
+        PlanError: the graph cannot be cut, or no plan can share the minibatches.
     """
-    states = find_cuts(graph.without_inputs())
-    profiles: dict[Plan, LayerGraph] = {}
+    cuts = find_cuts(graph.without_inputs())
+    graphs: dict[Plan, LayerGraph] = {}
     predictions: list[Prediction] = []
-    for order in REPLICABLE_SCHEDULES:
-        wanted = PipelineQuery(states, cluster, num_ranks, order, batch_size, min_stages=2)
-        for staging in _best_layouts(wanted):
-            plan = plan_for_layout(wanted, staging, staging.layers_per_stage(states))
-            short = plan_for_layout(wanted, staging, (1,) * staging.num_stages)
-            found = predict_plan(
-                replace(short, num_microbatches=batch_size),
-                stage_model(wanted, staging),
+    for schedule in REPLICABLE_SCHEDULES:
+        query = PipelineQuery(cuts, cluster, num_ranks, schedule, batch_size, min_stages=2)
+        for layout in _best_layouts(query):
+            plan = plan_for_layout(query, layout, layout.layers_per_stage(cuts))
+            stage_plan = plan_for_layout(query, layout, (1,) * layout.num_stages)
+            prediction = predict_plan(
+                replace(stage_plan, num_microbatches=batch_size),
+                stage_model(query, layout),
                 cluster,
                 batch_size=batch_size,
             )
             plan = replace(plan, num_microbatches=batch_size)
-            profiles[plan] = linearize(states, staging.cuts[1:])
-            predictions.append(replace(found, plan=plan))
-    only = StageLayout((0, states.num_cuts - 1), (num_ranks,))
-    copies = [Plan((Data(num_ranks),)), *(Plan((Zero(num_ranks, level=level),)) for level in (1, 2, 3))]
-    model = stage_model(wanted, only)
-    rest = rank_plans(copies if num_ranks > 1 else [Plan()], model, cluster, batch_size=batch_size)
-    return GraphRanking(merge_rankings(PlanRanking(tuple(predictions), ()), rest), profiles)
+            graphs[plan] = linearize(cuts, layout.cuts[1:])
+            predictions.append(replace(prediction, plan=plan))
+    single_stage = StageLayout((0, cuts.num_cuts - 1), (num_ranks,))
+    replicated = [Plan((Data(num_ranks),)), *(Plan((Zero(num_ranks, level=level),)) for level in (1, 2, 3))]
+    model = stage_model(query, single_stage)
+    other_ranking = rank_plans(replicated if num_ranks > 1 else [Plan()], model, cluster, batch_size=batch_size)
+    return GraphRanking(merge_rankings(PlanRanking(tuple(predictions), ()), other_ranking), graphs)
 
 
 def _best_layouts(query: PipelineQuery) -> Iterator[StageLayout]:
-    """Yield the best pipeline, and the best of the starts in which no stage has replicas."""
+    """Yield the best pipeline, and the best starting point in which no stage has replicas."""
     if query.num_ranks < 2 or query.cuts.num_cuts < 3:
         return
     best = find_pipeline(query).layout
-    straight = [one for one in initial_layouts(query) if one.num_stages == query.num_ranks and query.is_allowed(one)]
-    yield from dict.fromkeys((best, *straight[:1]))
+    unreplicated = [
+        layout for layout in initial_layouts(query) if layout.num_stages == query.num_ranks and query.is_allowed(layout)
+    ]
+    yield from dict.fromkeys((best, *unreplicated[:1]))

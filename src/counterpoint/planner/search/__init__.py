@@ -1,1 +1,1 @@
-"""Plans found by chance: one thing is changed at a time, and only what it touches is built again."""
+"""Search for plans by random walks that change one thing at a time."""

@@ -1,4 +1,4 @@
-"""What a search decides: the stage of every block, what is recomputed, what is sliced, and what copies share out."""
+"""Configurations of the search: stages of blocks, recomputation, tensor parallelism, ZeRO and data parallelism."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from counterpoint.strategies.zero import Zero
 
 @dataclass(frozen=True, slots=True)
 class SearchConfiguration:
-    """A plan as a search sees it: each part may be changed by itself, and parts of one rank are left out of the plan.
+    """A plan as the search sees it: each part can be changed separately; parts of degree 1 are not in the plan.
+
+    FlexFlow's dimensions of parallelism in brackets.
 
     Args:
-        slices: attribute and parameter: into how many slices layers go, and along which of their dims.
-        stages: operator: which blocks each stage runs, on how many replicas of its own, in which order.
-        shards: sample: copies that share out states, and which of them.
-        copies: sample: copies of all that, and the code in which they sum gradients.
-        recomputed: the blocks of the model, as it came, whose forwards are computed again.
+        tensor: degree and dims of tensor parallelism (attribute and parameter).
+        pipeline: blocks, replicas and schedule of stages (operator).
+        zero: replicas that shard states, and which states (sample).
+        data: replicas of all that, and the compression of their gradients (sample).
+        recomputed: blocks of the unpartitioned model whose forwards are recomputed.
         num_microbatches: of the innermost program.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> found = Configuration(stages=Pipeline(2), copies=Data(4), recomputed=frozenset({1}))
-        >>> plan = found.plan(chain(4))
+        >>> from counterpoint.model.spec import linear_chain
+        >>> configuration = SearchConfiguration(pipeline=Pipeline(2), data=Data(4), recomputed=frozenset({1}))
+        >>> plan = configuration.plan(linear_chain(4))
         >>> str(plan), plan.passes
         ('pipeline(2) * data(4)', ('recompute:block1',))
     """
@@ -46,90 +48,97 @@ class SearchConfiguration:
 
     @staticmethod
     def from_plan(plan: Plan, model: ModelSpec) -> SearchConfiguration | None:
-        """Return a plan as a configuration of a model; None for one that has other parts than a search changes."""
-        found: dict[type[Strategy], Strategy] = {type(strategy): strategy for strategy in plan.strategies}
+        """Return a plan as a configuration of a model; None if it has parts that the search does not change."""
+        remaining: dict[type[Strategy], Strategy] = {type(strategy): strategy for strategy in plan.strategies}
         parts = (Tensor(1), Pipeline(1), Zero(1), Data(1))
-        slices, stages, shards, copies = (found.pop(type(part), part) for part in parts)
-        assert isinstance(slices, Tensor) and isinstance(stages, Pipeline), "found by their types"  # noqa: PT018
-        assert isinstance(shards, Zero) and isinstance(copies, Data), "found by their types"  # noqa: PT018
-        asked = [name for name in plan.passes if name.partition(":")[0] == RECOMPUTE_PASS]
-        blocks = Recomputation.from_pass(asked[0]).select_blocks(model) if asked else frozenset[int]()
-        made = SearchConfiguration(slices, stages, shards, copies, blocks, plan.num_microbatches)
-        is_whole = not found and not stages.is_async and not stages.split_points and made.strategies == plan.strategies
-        return made if is_whole else None
+        tensor, pipeline, zero, data = (remaining.pop(type(part), part) for part in parts)
+        assert isinstance(tensor, Tensor) and isinstance(pipeline, Pipeline), "found by their types"  # noqa: PT018
+        assert isinstance(zero, Zero) and isinstance(data, Data), "found by their types"  # noqa: PT018
+        recompute_passes = [name for name in plan.passes if name.partition(":")[0] == RECOMPUTE_PASS]
+        blocks = (
+            Recomputation.from_pass(recompute_passes[0]).select_blocks(model) if recompute_passes else frozenset[int]()
+        )
+        configuration = SearchConfiguration(tensor, pipeline, zero, data, blocks, plan.num_microbatches)
+        is_complete = (
+            not remaining
+            and not pipeline.is_async
+            and not pipeline.split_points
+            and configuration.strategies == plan.strategies
+        )
+        return configuration if is_complete else None
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """The parts that spread over more than one rank, from the inside out."""
+        """The parts of degree greater than 1, from the inside out."""
         parts: tuple[Strategy, ...] = (self.tensor, self.pipeline, self.zero, self.data)
         return tuple(part for part in parts if part.degree > 1)
 
     def plan(self, model: ModelSpec, passes: tuple[str, ...] = ()) -> Plan:
-        """Return the plan that says the same.
+        """Return the plan of the configuration.
 
         Args:
             model: whose blocks are recomputed.
-            passes: what is done to the program besides.
+            passes: other passes of the plan.
 
         Raises:
-            PlanError: the parts do not go together.
+            PlanError: the parts cannot be combined.
         """
-        asked = (recompute_pass(model, self.recomputed),) if self.recomputed else ()
-        return Plan(self.strategies, self.num_microbatches, passes + asked)
+        recompute_passes = (recompute_pass(model, self.recomputed),) if self.recomputed else ()
+        return Plan(self.strategies, self.num_microbatches, passes + recompute_passes)
 
     def blocks_per_chunk(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return how many blocks each chunk of its stages has, of those that its slices leave.
+        """Return the number of blocks of each chunk of its stages, after tensor parallelism.
 
         Raises:
-            PlanError: there are more chunks than blocks, or layers do not divide into these slices.
+            PlanError: there are more chunks than blocks, or layers cannot be split by this degree.
         """
         return tuple(map(len, self.pipeline.chunks(self.tensor.split_model(model)).block_ranges))
 
     def with_balance(self, counts: Iterable[int]) -> SearchConfiguration:
-        """Return the configuration with its stages cut like that."""
-        return replace(self, stages=replace(self.pipeline, balance=tuple(counts)))
+        """Return the configuration with this balance of its stages."""
+        return replace(self, pipeline=replace(self.pipeline, balance=tuple(counts)))
 
     def with_tensor(self, tensor: Tensor, model: ModelSpec) -> SearchConfiguration:
-        """Return the configuration with other slices, and its stages cut at the places next to those of before.
+        """Return the configuration with other tensor parallelism, and stages that start as close as possible to before.
 
         Raises:
-            PlanError: layers do not divide into these slices.
+            PlanError: layers cannot be split by this degree.
         """
-        made = replace(self, slices=tensor)
+        configuration = replace(self, tensor=tensor)
         if not self.pipeline.balance:
-            return made
-        firsts = [block.first_layer for block in self.tensor.split_model(model).blocks]
-        heads = [firsts[at] for at in accumulate(self.pipeline.balance[:-1])]
+            return configuration
+        first_layers = [block.first_layer for block in self.tensor.split_model(model).blocks]
+        starts = [first_layers[index] for index in accumulate(self.pipeline.balance[:-1])]
         blocks = tensor.split_model(model).blocks
-        begun = [0, *(sum(block.first_layer < head for block in blocks) for head in heads), len(blocks)]
-        counts = [stop - start for start, stop in pairwise(begun)]
-        return made.with_balance(counts if min(counts) > 0 else ())
+        bounds = [0, *(sum(block.first_layer < head for block in blocks) for head in starts), len(blocks)]
+        counts = [stop - start for start, stop in pairwise(bounds)]
+        return configuration.with_balance(counts if min(counts) > 0 else ())
 
 
 def recompute_pass(model: ModelSpec, blocks: frozenset[int]) -> str:
-    """Return the pass that recomputes these blocks; of blocks with names in common it takes all.
+    """Return the pass that recomputes these blocks; of blocks with common names it recomputes all.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> pass_for(chain(4), frozenset({0, 2})), pass_for(chain(2), frozenset({0, 1}))
+        >>> from counterpoint.model.spec import linear_chain
+        >>> recompute_pass(linear_chain(4), frozenset({0, 2})), recompute_pass(linear_chain(2), frozenset({0, 1}))
         ('recompute:block0+block2', 'recompute')
     """
     if len(blocks) == model.num_blocks:
         return RECOMPUTE_PASS
-    names = dict.fromkeys(name for at in sorted(blocks) for name in _block_patterns(model, at))
+    names = dict.fromkeys(name for block in sorted(blocks) for name in _block_patterns(model, block))
     return f"{RECOMPUTE_PASS}:{PATTERN_SEPARATOR.join(map(_escape_pattern, names))}"
 
 
-def _block_patterns(model: ModelSpec, at: int) -> Iterator[str]:
-    """Yield the path of the module that a block is, or the names of its pieces where other blocks are of it, too."""
-    parts = [name.split(".") for piece in model.blocks[at].layers for name in piece.name.split("..")]
+def _block_patterns(model: ModelSpec, block_index: int) -> Iterator[str]:
+    """Yield the path of the module that a block is, or the names of its layers if other blocks belong to it, too."""
+    parts = [name.split(".") for layer in model.blocks[block_index].layers for name in layer.name.split("..")]
     steps = takewhile(lambda step: len(set(step)) == 1, zip(*parts, strict=False))
-    whole = ".".join(step[0] for step in steps)
-    others = [block for place, block in enumerate(model.blocks) if place != at]
-    if whole and not any(_is_inside(piece.name, whole) for block in others for piece in block.layers):
-        yield whole
+    path = ".".join(step[0] for step in steps)
+    others = [block for index, block in enumerate(model.blocks) if index != block_index]
+    if path and not any(_is_inside(layer.name, path) for block in others for layer in block.layers):
+        yield path
     else:
-        yield from (piece.name for piece in model.blocks[at].layers)
+        yield from (layer.name for layer in model.blocks[block_index].layers)
 
 
 def _is_inside(name: str, path: str) -> bool:
@@ -137,5 +146,5 @@ def _is_inside(name: str, path: str) -> bool:
 
 
 def _escape_pattern(name: str) -> str:
-    """Return a name as a pattern that matches it alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+    """Return a name as a pattern that matches only this name."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)

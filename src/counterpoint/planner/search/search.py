@@ -1,8 +1,7 @@
-"""How much memory a plan takes at least, before anything is compiled: what is too large is not simulated.
+"""Search for plans with several Metropolis walks, from data parallelism and from the best enumerated plans.
 
-A random walk among configurations: what is faster is always taken, what is slower sometimes, the less the slower.
-
-Plans that nobody has listed: several random walks, from where other ways of planning have come to.
+A walk proposes one random change at a time. Faster configurations are always accepted, slower ones sometimes, with a
+probability that decreases with their cost. Plans whose memory has too large a lower bound are not simulated.
 """
 
 from __future__ import annotations
@@ -37,26 +36,24 @@ from counterpoint.world.cluster import Cluster
 
 
 def memory_lower_bound(plan: Plan, model: ModelSpec) -> int:
-    """Return bytes that the fullest rank of a plan holds at least: of weights, gradients and states, and on average.
+    """Return a lower bound of the memory of the rank that needs most: weights, gradients and states, averaged.
 
     Args:
-        plan: any plan; of strategies that are not known here nothing is counted.
-        model: whose parameters they are.
+        plan: any plan; 0 is returned for unknown strategies.
+        model: with the parameters.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> [
-        ...     least_bytes(Plan.parse(text), chain(4, width=16))
-        ...     for text in ("data(2)", "pipeline(2)", "zero(2, level=3)")
-        ... ]
+        >>> from counterpoint.model.spec import linear_chain
+        >>> model = linear_chain(4, width=16)
+        >>> [memory_lower_bound(Plan.parse(text), model) for text in ("data(2)", "pipeline(2)", "zero(2, level=3)")]
         [16384, 8192, 6144]
     """
-    known = (Data, Zero, Pipeline, Tensor, Server)
-    if not all(isinstance(strategy, known) for strategy in plan.strategies):
+    known_strategies = (Data, Zero, Pipeline, Tensor, Server)
+    if not all(isinstance(strategy, known_strategies) for strategy in plan.strategies):
         return 0
     used = {name for names in model.units.values() for name in names}
-    whole = sum(param.num_bytes for param in model.params if param.name in used)
-    own = whole / prod(one.degree for one in plan.strategies if isinstance(one, Pipeline | Tensor))
+    total_bytes = sum(param.num_bytes for param in model.params if param.name in used)
+    rank_bytes = total_bytes / prod(one.degree for one in plan.strategies if isinstance(one, Pipeline | Tensor))
     weights = gradients = 1.0
     states = float(ADAM_STATES)
     for strategy in plan.strategies:
@@ -68,32 +65,32 @@ def memory_lower_bound(plan: Plan, model: ModelSpec) -> int:
             gradients = 0.0 if strategy.level > 1 else gradients
         elif isinstance(strategy, Data) and strategy.update == "sharded":
             states /= strategy.degree
-    return int(own * (weights + gradients + states))
+    return int(rank_bytes * (weights + gradients + states))
 
 
 EvaluateFn: TypeAlias = Callable[[SearchConfiguration], StepSummary | None]
-"""Returns what a configuration takes; None where it cannot be carried out."""
+"""Returns the predictions for a configuration; None if it cannot be executed."""
 
 BETA = 50.0
-"""A configuration that is slower by 2 % of the best one is taken once in e times."""
+"""Inverse temperature: a configuration that is slower by 2 % of the best one is accepted once in e times."""
 EXCESS_PENALTY = 4.0
-"""Twice the memory that there is counts as a step that takes five times as long."""
+"""With twice the available memory a step counts as five times as long."""
 
 
 def penalized_step_s(summary: StepSummary, capacity_bytes: int) -> float:
-    """Return the seconds of a step, more of them the less it fits, so that a walk finds its way back to what does.
+    """Return the seconds of a step, increased by the excess of memory, so that a walk returns to what fits.
 
     Example:
-        >>> cost_s(Figures(1.0, 1.0, 0.0, 0, memory_bytes=150), room_bytes=100)
+        >>> penalized_step_s(StepSummary(1.0, 1.0, 0.0, 0, memory_bytes=150), capacity_bytes=100)
         3.0
     """
     return summary.step_s * (1 + EXCESS_PENALTY * max(0.0, summary.memory_bytes / capacity_bytes - 1))
 
 
 def acceptance(cost: float, proposed: float, best: float) -> float:
-    """Return how likely a proposal is taken: ``min(1, exp(beta (cost - proposed) / best))``.
+    """Return the probability of accepting a proposal: ``min(1, exp(beta (cost - proposed) / best))``.
 
-    Differences are counted in parts of the best cost, so that neither the unit nor the size of a model matters.
+    Differences are relative to the best cost, so that neither the unit nor the size of a model matters.
 
     Example:
         >>> round(acceptance(10.0, 10.2, 10.0), 3), acceptance(10.2, 10.0, 10.0)
@@ -108,13 +105,13 @@ def acceptance(cost: float, proposed: float, best: float) -> float:
 
 @dataclass(slots=True)
 class MetropolisWalk:
-    """One walk, as far as it has come.
+    """State of one walk.
 
     Args:
-        space: what there is to choose from.
-        judge: what configurations take.
-        room_bytes: what a rank can hold.
-        draw: where chance comes from.
+        space: the configurations of the search.
+        evaluate: returns the predictions for a configuration.
+        capacity_bytes: memory of a rank.
+        rng: source of randomness.
     """
 
     space: SearchSpace
@@ -127,13 +124,13 @@ class MetropolisWalk:
     best: float = field(init=False, default=math.inf)
 
     def start(self, configuration: SearchConfiguration) -> None:
-        """Stand at a configuration, which need not be one that can be carried out."""
+        """Start at a configuration, which need not be executable."""
         self.current = configuration
         self.cost, self.fits = self._evaluate_cost(configuration)
         self.best = self.cost
 
     def step(self) -> bool:
-        """Propose one change and take it or not; return whether it is the best so far."""
+        """Propose one change and accept it or not; return whether it is the best so far."""
         proposed = propose(self.current, self.space, self.rng, saves_memory=not self.fits)
         cost, fits = self._evaluate_cost(proposed)
         chance = self.rng.random()
@@ -146,26 +143,26 @@ class MetropolisWalk:
 
     def _evaluate_cost(self, configuration: SearchConfiguration) -> tuple[float, bool]:
         """Return the cost, and whether it fits."""
-        figures = self.evaluate(configuration)
-        if figures is None:
+        summary = self.evaluate(configuration)
+        if summary is None:
             return math.inf, False
-        return penalized_step_s(figures, self.capacity_bytes), figures.memory_bytes <= self.capacity_bytes
+        return penalized_step_s(summary, self.capacity_bytes), summary.memory_bytes <= self.capacity_bytes
 
 
 MAX_STARTS = 2
-"""So many of the best plans of an enumeration are walked from."""
+"""Best enumerated plans from which walks start."""
 MAX_RANKED = 16
-"""So many of the best plans that a search has met are ranked in the end, with what their time goes to."""
+"""Best plans of a search that are ranked in the end, with attributed time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchBudget:
-    """How long a search goes on.
+    """Limits of a search.
 
     Args:
-        steps: proposals in all; None for no bound.
-        time_s: seconds in all; None for no bound. With steps alone the result is the same wherever it is computed.
-        seed: where chance begins.
+        steps: proposals in total; None for no limit.
+        time_s: seconds in total; None for no limit. With steps only, the result does not depend on the machine.
+        seed: of the random numbers.
     """
 
     steps: int | None = None
@@ -176,8 +173,8 @@ class SearchBudget:
         bounds = [bound for bound in (self.steps, self.time_s) if bound is not None]
         if not bounds or not all(0 <= bound < math.inf for bound in bounds):
             raise PlanError(
-                f"a search of {self.steps} steps and {self.time_s} seconds has no end or none that can be; give 0 or "
-                "more steps, or seconds"
+                f"a search of {self.steps} steps and {self.time_s} seconds has no valid limit; give 0 or more "
+                "steps, or seconds"
             )
 
 
@@ -189,61 +186,66 @@ def search_plans(
     starts: Sequence[Plan] | None = None,
     profile: ModelProfile | None = None,
 ) -> PlanRanking:
-    """Return the best plans that random walks have met, the fastest first, with what their time goes to.
+    """Return the best plans that random walks have visited, the fastest first, with attributed time.
 
-    One walk begins with data parallelism on all ranks, and one at each start. A walk ends when half of its part of the
-    budget has gone by without a better plan; what is left goes to the others. Starts are ranked with what was found,
-    so that the first is never slower than they are predicted to be.
+    One walk starts with data parallelism on all ranks, and one at each given start. A walk ends when half of its share
+    of the budget has passed without a better plan; the remainder goes to the other walks. Starts are ranked with the
+    plans that were found, so that the first one is never slower than they are predicted to be.
 
     Args:
-        space: what there is to choose from.
+        space: the configurations of the search.
         cluster: where it runs.
-        budget: how long it goes on, with the ranking in the end.
-        starts: plans from elsewhere; by default the best of an enumeration, which takes at most half of the time.
-        timing: of the model's pieces; None where their work is only counted.
+        budget: limits of the search, including the final ranking.
+        starts: plans to start from; by default the best enumerated ones, which take at most half of the time.
+        profile: measured times of the model's layers; None to use operation counts.
 
     Source:
         Jia, Zaharia and Aiken, Beyond Data and Model Parallelism for Deep Neural Networks (FlexFlow), MLSys 2019,
         section 6.2.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> space = Space(chain(4), num_ranks=2, batch_size=8)
-        >>> len(search(space, Cluster(), budget=Budget(steps=20)).predictions) > 1
+        >>> from counterpoint.model.spec import linear_chain
+        >>> space = SearchSpace(linear_chain(4), num_ranks=2, batch_size=8)
+        >>> len(search_plans(space, Cluster(), budget=SearchBudget(steps=20)).predictions) > 1
         True
     """
-    met, spent = _Visited(space, cluster, profile), _BudgetMeter(budget)
-    limit = NO_DEADLINE if budget.time_s is None else Deadline.after(budget.time_s)
+    visited, meter = _Visited(space, cluster, profile), _BudgetMeter(budget)
+    deadline = NO_DEADLINE if budget.time_s is None else Deadline.after(budget.time_s)
     if starts is None:
-        met.evaluate(_enumerated_plans(space, cluster), spent)
-        starts = met.best()[:MAX_STARTS]
-    given = (SearchConfiguration.from_plan(plan, space.model) for plan in starts)
-    begin = [SearchConfiguration(data=Data(space.num_ranks)), *(one for one in given if one is not None)]
-    begin = list(dict.fromkeys(begin))
-    draw = Random(budget.seed)
-    for number, at in enumerate(begin):
-        if limit.is_past:
+        visited.evaluate(_enumerated_plans(space, cluster), meter)
+        starts = visited.best()[:MAX_STARTS]
+    configurations = (SearchConfiguration.from_plan(plan, space.model) for plan in starts)
+    walk_starts = [
+        SearchConfiguration(data=Data(space.num_ranks)),
+        *(configuration for configuration in configurations if configuration is not None),
+    ]
+    walk_starts = list(dict.fromkeys(walk_starts))
+    rng = Random(budget.seed)
+    for walk_index, start in enumerate(walk_starts):
+        if deadline.is_past:
             break
-        walk = MetropolisWalk(space, met.summary_of_configuration, cluster.device.memory_bytes, Random(draw.random()))
-        walk.start(at)
-        spent.start_walk(walks_left=len(begin) - number)
-        while spent.should_continue and limit.remaining_s > met.ranking_s:
-            spent.count(is_best=walk.step())
-    found = dict.fromkeys([*starts, *met.best()])
-    return rank_plans(found, space.model, cluster, batch_size=space.batch_size, profile=profile, deadline=limit)
+        walk = MetropolisWalk(
+            space, visited.summary_of_configuration, cluster.device.memory_bytes, Random(rng.random())
+        )
+        walk.start(start)
+        meter.start_walk(walks_left=len(walk_starts) - walk_index)
+        while meter.should_continue and deadline.remaining_s > visited.ranking_s:
+            meter.count(is_best=walk.step())
+    candidates = dict.fromkeys([*starts, *visited.best()])
+    return rank_plans(candidates, space.model, cluster, batch_size=space.batch_size, profile=profile, deadline=deadline)
 
 
 def _enumerated_plans(space: SearchSpace, cluster: Cluster) -> Iterator[Plan]:
-    """Yield the plans of the enumeration that keep the numbers, can be sliced, and are not too large for certain."""
+    """Yield the enumerated plans that are synchronous, in the space, and not certainly too large."""
     for plan in enumerate_plans(space.num_ranks, space.model, batch_size=space.batch_size):
-        is_sliced = any(isinstance(strategy, Tensor) for strategy in plan.strategies)
-        is_wanted = not is_asynchronous(plan) and (space.dims or not is_sliced)
-        if is_wanted and memory_lower_bound(plan, space.model) <= cluster.device.memory_bytes:
+        has_tensor_parallelism = any(isinstance(strategy, Tensor) for strategy in plan.strategies)
+        is_in_space = not is_asynchronous(plan) and (space.dims or not has_tensor_parallelism)
+        if is_in_space and memory_lower_bound(plan, space.model) <= cluster.device.memory_bytes:
             yield replace(plan, passes=space.passes)
 
 
 class _Visited:
-    """The plans that walks have met, each simulated once."""
+    """The plans that walks have visited, each simulated once."""
 
     def __init__(self, space: SearchSpace, cluster: Cluster, profile: ModelProfile | None) -> None:
         self.space, self.capacity_bytes = space, cluster.device.memory_bytes
@@ -260,14 +262,14 @@ class _Visited:
             self.summary(plan)
 
     def summary_of_configuration(self, configuration: SearchConfiguration) -> StepSummary | None:
-        """Return what a configuration takes; None where it cannot be carried out."""
+        """Return the predictions for a configuration; None if it cannot be executed."""
         plan = self.plans.get(configuration)
         if plan is None:
             plan = self.plans[configuration] = configuration.plan(self.space.model, self.space.passes)
         return self.summary(plan)
 
     def summary(self, plan: Plan) -> StepSummary | None:
-        """Return what a plan takes; None where it cannot be carried out."""
+        """Return the predictions for a plan; None if it cannot be executed."""
         if plan not in self.summaries:
             began_s = time.perf_counter()
             try:
@@ -279,20 +281,23 @@ class _Visited:
 
     @property
     def ranking_s(self) -> float:
-        """About how long it takes to rank the best of them in the end, each on links as they are and on free ones."""
+        """Expected seconds of ranking the best plans in the end, each with real and with free links."""
         return 2 * MAX_RANKED * self.simulation_s / max(1, len(self.summaries))
 
     def best(self) -> list[Plan]:
-        """Return the best of them, those that fit first."""
-        found = [(plan, figures) for plan, figures in self.summaries.items() if figures is not None]
-        found.sort(
-            key=lambda one: (one[1].memory_bytes > self.capacity_bytes, penalized_step_s(one[1], self.capacity_bytes))
+        """Return the best plans, those that fit first."""
+        visited = [(plan, summary) for plan, summary in self.summaries.items() if summary is not None]
+        visited.sort(
+            key=lambda entry: (
+                entry[1].memory_bytes > self.capacity_bytes,
+                penalized_step_s(entry[1], self.capacity_bytes),
+            )
         )
-        return [plan for plan, _ in found[:MAX_RANKED]]
+        return [plan for plan, _ in visited[:MAX_RANKED]]
 
 
 class _BudgetMeter:
-    """How much of a budget is spent, and whether a walk may go on.
+    """Consumption of a budget by all walks, and of a walk's share of it.
 
     Args:
         budget: of all walks.
@@ -305,34 +310,34 @@ class _BudgetMeter:
         self.best_at = 0.0
 
     def start_walk(self, *, walks_left: int) -> None:
-        """Give the next walk an equal part of what is left for so many of them."""
-        bounds = zip((self.budget.steps, self.budget.time_s), self._used(), strict=True)
+        """Give the next walk an equal share of the remaining budget."""
+        limits = zip((self.budget.steps, self.budget.time_s), self._used(), strict=True)
         self.walk_budgets = tuple(
-            (used, (bound - used) / walks_left if bound is not None else math.inf) for bound, used in bounds
+            (used, (limit - used) / walks_left if limit is not None else math.inf) for limit, used in limits
         )
         self.best_at = 0.0
 
     def count(self, *, is_best: bool) -> None:
-        """Take note of a step."""
+        """Count a step."""
         self.steps += 1
         if is_best:
             self.best_at = self._walk_fraction
 
     @property
     def is_half_spent(self) -> bool:
-        """Whether half of the time is over."""
+        """Whether half of the time has passed."""
         return self.budget.time_s is not None and self._used()[1] >= self.budget.time_s / 2
 
     @property
     def should_continue(self) -> bool:
-        """Whether the walk has something left of its part, and has found something in the last half of it."""
+        """Whether the walk has some of its share left, and has improved during the last half of it."""
         return self._walk_fraction < 1 and self._walk_fraction - self.best_at < 1 / 2
 
     @property
     def _walk_fraction(self) -> float:
-        """How much of its part a walk has used."""
+        """The consumed fraction of the walk's share."""
         used = zip(self._used(), self.walk_budgets, strict=True)
-        return max((now - before) / room if room > 0 else 1.0 for now, (before, room) in used)
+        return max((now - start) / share if share > 0 else 1.0 for now, (start, share) in used)
 
     def _used(self) -> tuple[float, float]:
         return self.steps, time.perf_counter() - self.began_s
