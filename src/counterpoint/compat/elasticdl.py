@@ -2,7 +2,7 @@
 
 Synchronous training averages ``grads_to_wait`` minibatch gradients per update: that is a batch of ``grads_to_wait *
 minibatch_size`` samples in as many data slices. Gradients of an older version, which ElasticDL recomputes, are not
-computed in the first place. Asynchronous training makes an update of every gradient.
+computed at all. Asynchronous training makes an update of every gradient.
 
 Example:
     >>> import torch

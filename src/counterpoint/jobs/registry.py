@@ -48,7 +48,7 @@ JOBS: dict[str, TrainingJob] = {
         build_model=with_seed(partial(GPT, GPTShape())),
         build_data=partial(split_text, held_out_limit=256),
         loss=sequence_loss,
-        # RAdam is AdamW that warms up by itself: no schedule has to be kept beside the optimizer
+        # RAdam is AdamW with built-in warm-up, so the job needs no learning rate schedule
         optimizer=partial(RAdam, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, decoupled_weight_decay=True),
         batch_size=24,
         epochs=1,

@@ -115,7 +115,7 @@ class _ModuleSerializer:
 
     def _module(self, module: nn.Module, where: str) -> Tree:
         if id(module) in self.modules:
-            return ["again", self.modules[id(module)]]
+            return ["shared", self.modules[id(module)]]
         name = _import_path(type(module), where)
         self.modules[id(module)] = len(self.modules)
         self.keep_alive.append(module)
@@ -154,7 +154,7 @@ class _ModuleDeserializer:
     def _constructors(self) -> dict[str, Callable[..., Any]]:
         return {
             "module": self._module,
-            "again": self.modules.__getitem__,
+            "shared": self.modules.__getitem__,
             "tensor": self._tensor,
             "dtype": partial(getattr, torch),
             "device": torch.device,

@@ -180,8 +180,8 @@ class RankTask:
             if self.reader is not None:
                 self.reader(rows, folder)
 
-        told = run_task(BarrierTaskContext.get(), self.spec, prepare, SparkFiles.getRootDirectory())
-        yield from to_file_rows(told)
+        result = run_task(BarrierTaskContext.get(), self.spec, prepare, SparkFiles.getRootDirectory())
+        yield from to_file_rows(result)
 
 
 @dataclass(frozen=True, slots=True)

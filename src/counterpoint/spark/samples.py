@@ -142,15 +142,15 @@ class PartitionPacker:
 def inspect_partition(partition: int, messages: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
     """Yield the contents of a partition as JSON."""
     for _, text in messages:
-        parcel = parse_message(text)
+        message = parse_message(text)
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-        if parcel.kind is ShuffleMessageKind.REPORT:
-            info = PartitionInfo(0, "", (), failure=parcel.payload.decode(), **versions)
+        if message.kind is ShuffleMessageKind.REPORT:
+            info = PartitionInfo(0, "", (), failure=message.payload.decode(), **versions)
         else:
-            fields = decode_samples(parcel.payload)
+            fields = decode_samples(message.payload)
             field_types = tuple(f"{str(field.dtype).removeprefix('torch.')}{list(field.shape[1:])}" for field in fields)
             info = PartitionInfo(
-                len(fields[0]) if fields else 0, sample_digest(parcel.payload), field_types, **versions
+                len(fields[0]) if fields else 0, sample_digest(message.payload), field_types, **versions
             )
         yield partition, json.dumps(asdict(info))
 

@@ -390,6 +390,6 @@ def train_local(
     from counterpoint.spark.shuffle import LocalShuffle
 
     training = SparkTraining(model, loss, optimizer, options, len(partitions))
-    parcels = pack_local(partitions, training.layout.dtype)
-    recipe = training.make_spec(LocalBytes(training.constants))
-    return training.run(LocalShuffle(parcels), recipe, inspect_local(parcels), resume=resume)
+    samples = pack_local(partitions, training.layout.dtype)
+    spec = training.make_spec(LocalBytes(training.constants))
+    return training.run(LocalShuffle(samples), spec, inspect_local(samples), resume=resume)

@@ -138,20 +138,20 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the index of this rank on its host."""
-    places = current_world().topology
-    return places.local_ranks[places.rank]
+    topology = current_world().topology
+    return topology.local_ranks[topology.rank]
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    places = current_world().topology
-    return places.local_sizes[places.rank]
+    topology = current_world().topology
+    return topology.local_sizes[topology.rank]
 
 
 def cross_rank() -> int:
     """Return the index of this rank among those with the same local rank."""
-    places = current_world().topology
-    return places.cross_ranks.index(places.rank)
+    topology = current_world().topology
+    return topology.cross_ranks.index(topology.rank)
 
 
 def cross_size() -> int:

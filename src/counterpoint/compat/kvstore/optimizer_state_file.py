@@ -59,7 +59,7 @@ def load_states(path: Path) -> dict[Any, dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as opened:
             header = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
         if header.get("form") != FORMAT:
             raise CheckpointError(f"{path} has no kvstore states; give a file written by save_optimizer_states")
         entries = json.loads(header["keys"])

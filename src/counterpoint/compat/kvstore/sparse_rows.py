@@ -14,7 +14,7 @@ def is_row_sparse(what: str, tensor: Tensor) -> bool:
     """Return whether a tensor is sparse in its first dim.
 
     Raises:
-        PlanError: it is sparse in another way.
+        PlanError: it has another sparse layout.
     """
     if tensor.layout is torch.strided:
         return False

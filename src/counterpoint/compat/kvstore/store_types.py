@@ -52,14 +52,14 @@ def parse_store_type(name: object) -> StoreType:
     lower = name.lower()
     if lower in LOCAL or lower in DEVICE:
         return StoreType(lower, is_dist=False, is_async=False, is_device=lower in DEVICE)
-    words = lower.split("_")
+    parts = lower.split("_")
     if (
-        words[0] == DIST
-        and set(words) <= DIST_TYPE_WORDS
-        and len(set(words)) == len(words)
-        and not {"sync", "async"} <= set(words)
+        parts[0] == DIST
+        and set(parts) <= DIST_TYPE_WORDS
+        and len(set(parts)) == len(parts)
+        and not {"sync", "async"} <= set(parts)
     ):
-        return StoreType(lower, is_dist=True, is_async="async" in words, is_device="device" in words)
+        return StoreType(lower, is_dist=True, is_async="async" in parts, is_device="device" in parts)
     if lower in UNSUPPORTED_TYPES:
         raise PlanError(f"create({name!r}): this store is not supported; use {UNSUPPORTED_TYPES[lower]}")
     raise PlanError(

@@ -31,7 +31,7 @@ class RowState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as named tensors and numbers."""
-        named = {f"part{place}": part for place, part in enumerate(self.slots)}
+        named = {f"part{index}": slot for index, slot in enumerate(self.slots)}
         return {**named, "known": self.initialized, "step": self.step}
 
 
