@@ -67,9 +67,9 @@ def backward(steps, loss):
 
 
 def in_segments(cut, model, inputs, bounds=None, *, training=True):
-    """Return loss, gradients, buffers and output values of the model run piece by piece."""
+    """Return loss, gradients, buffers and output values of the model run layer by layer."""
     params, buffers = clone_tensors(model)
-    bounds = bounds or range(len(cut.spec.pieces) + 1)
+    bounds = bounds or range(len(cut.spec.layers) + 1)
     steps = forward(cut, bounds, inputs, params, buffers, training=training)
     loss = compute_loss(cut.unflatten_output(steps[-1][2], training=training))
     if loss.requires_grad:

@@ -1,4 +1,4 @@
-"""A model in pieces, detached between them, trains and evaluates as the model itself does."""
+"""A model in layers, detached between them, trains and evaluates as the model itself does."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ def test_losses_gradients_and_buffers_equal_those_of_the_model(name, granularity
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_evaluation_in_pieces_equals_evaluation(name):
+def test_evaluation_in_layers_equals_evaluation(name):
     model, inputs = ALL[name]()
     assert worst_of(partition_model(model, inputs, granularity="blocks"), model, inputs, training=False) <= 1e-12
 
 
 @pytest.mark.parametrize("bounds", [(0, 16), (0, 1, 16), (0, 6, 16), (0, 3, 4, 15, 16)])
-def test_any_run_of_pieces_may_be_one_segment(bounds):
+def test_any_run_of_layers_may_be_one_segment(bounds):
     model, inputs = gpt()
     assert worst_of(partition_model(model, inputs, granularity="blocks"), model, inputs, bounds) <= 1e-12
 
@@ -45,7 +45,7 @@ def test_batch_norm_counts_its_batches_in_the_buffers_it_was_given():
     assert int(model[1].num_batches_tracked) == 0
 
 
-def test_a_piece_takes_only_what_it_reads_itself():
+def test_a_layer_takes_only_what_it_reads_itself():
     cut = TracedPartition(*long_skip())
     made = cut.values(training=True)
     parts = [cut.segment(index, index + 1, training=True) for index in range(5)]
@@ -53,7 +53,7 @@ def test_a_piece_takes_only_what_it_reads_itself():
     assert [[made[at].consumers for at in part.outputs] for part in parts] == [[(1, 4)], [(2,)], [(3,)], [(4,)], []]
 
 
-def test_a_tied_parameter_has_its_first_name_in_both_of_its_pieces():
+def test_a_tied_parameter_has_its_first_name_in_both_of_its_layers():
     cut = TracedPartition(*gpt())
     assert "tok.weight" in cut.spec.blocks[0].params
     assert "tok.weight" in cut.spec.blocks[-1].params

@@ -10,7 +10,7 @@ from tests.partitioning.models import gpt, residual
 
 
 def places(model, inputs):
-    return [piece.modules_started[0] for piece in TracedPartition(model, inputs).spec.layers if piece.can_start_stage]
+    return [layer.modules_started[0] for layer in TracedPartition(model, inputs).spec.layers if layer.can_start_stage]
 
 
 def in_a_list(make):

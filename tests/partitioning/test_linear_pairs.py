@@ -12,7 +12,7 @@ from tests.partitioning.segment_runs import clone_tensors, forward, seed
 
 
 def splits(cut):
-    return {piece.name: piece.split for piece in cut.spec.pieces if piece.split}
+    return {layer.name: layer.tp for layer in cut.spec.layers if layer.tp}
 
 
 def run(part, values, params, buffers):
@@ -35,7 +35,7 @@ def test_attention_and_feed_forward_of_a_gpt_are_found():
     )
 
 
-def test_a_pair_over_the_end_of_a_block_is_taken_only_where_regions_go_first():
+def test_a_pair_over_the_end_of_a_block_is_taken_only_where_pairs_go_first():
     model, inputs = perceptron()
     assert not splits(TracedPartition(model, inputs))
     assert list(splits(TracedPartition(model, inputs, prefer="pairs"))) == ["0..2"]
@@ -48,10 +48,10 @@ def test_slices_add_up_forward_and_backward(make, num_slices):
     verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads", "hidden"), num_slices), params)
     steps = forward(cut, range(len(cut.spec.layers) + 1), inputs, params, buffers, training=True)
     checked = 0
-    for piece, (part, values, _) in zip(cut.spec.layers, steps, strict=True):
-        if piece.tp:
+    for layer, (part, values, _) in zip(cut.spec.layers, steps, strict=True):
+        if layer.tp:
             whole = run(part, values, params, buffers)
-            parts = [shard_params(params, piece.tp, place, num_slices) for place in range(num_slices)]
+            parts = [shard_params(params, layer.tp, place, num_slices) for place in range(num_slices)]
             sums = [sum(both) for both in zip(*(run(part, values, own, buffers) for own in parts), strict=True)]
             assert all(torch.allclose(ours, theirs, 1e-12, 1e-13) for ours, theirs in zip(sums, whole, strict=True))
             checked += 1
@@ -60,15 +60,15 @@ def test_slices_add_up_forward_and_backward(make, num_slices):
 
 def test_what_is_also_used_elsewhere_enters_a_region_under_a_name_of_its_own():
     cut = TracedPartition(*fixed_heads(), prefer="pairs")
-    index = next(place for place, piece in enumerate(cut.spec.layers) if piece.tp)
+    index = next(place for place, layer in enumerate(cut.spec.layers) if layer.tp)
     part = cut.segment(index, index + 1, training=True)
     assert part.inputs == part.partial_inputs
     assert cut.values(training=True)[part.inputs[0]].consumers == (index,)
 
 
 def test_the_bias_of_the_row_layer_belongs_to_the_next_piece():
-    first, entry, region, last = TracedPartition(*fixed_heads(), prefer="pairs").spec.layers
-    assert "out.weight" in region.params
+    first, entry, pair, last = TracedPartition(*fixed_heads(), prefer="pairs").spec.layers
+    assert "out.weight" in pair.params
     assert (first.params, entry.params, last.params) == (("norm.weight", "norm.bias"), (), ("out.bias",))
 
 
@@ -103,21 +103,21 @@ def test_a_weight_used_twice_is_not_sliced():
 def test_one_layer_for_query_key_and_value_is_refused_with_the_remedy():
     model, inputs = FusedAttention(), (torch.randn(3, 5, 8),)
     cut = TracedPartition(model, inputs, prefer="pairs")
-    with pytest.raises(PlanError, match=r"qkv..out does not run on slice 0 of 2 along heads: .* write separate"):
+    with pytest.raises(PlanError, match=r"qkv..out does not run on shard 0 of 2 along heads: .* write separate"):
         verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters()))
 
 
 def test_features_that_are_mixed_do_not_add_up():
     model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4))
     cut = TracedPartition(model, (torch.randn(3, 4),), prefer="pairs")
-    with pytest.raises(PlanError, match=r"2 slices of 0..2 along heads do not add up: the sum is off by"):
+    with pytest.raises(PlanError, match=r"2 shards of 0..2 along heads do not add up: the sum is off by"):
         verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters()))
 
 
 def test_slices_that_do_not_divide_the_heads_are_refused():
     model, inputs = gpt()
     cut = TracedPartition(model, inputs)
-    with pytest.raises(PlanError, match=r"has 4 heads, which 3 slices do not divide; .* use 2, 4 slices"):
+    with pytest.raises(PlanError, match=r"has 4 heads, which 3 ranks do not divide; .* use 2, 4 ranks"):
         verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 3), dict(model.named_parameters()))
 
 

@@ -40,7 +40,7 @@ def test_a_chain_is_described_alike_whether_it_is_traced_or_not(make):
     assert [(p.name, p.params, p.output_bytes) for p in eager.layers] == [
         (p.name, p.params, p.output_bytes) for p in traced.layers
     ]
-    assert [piece.cost for piece in eager.layers] == pytest.approx([piece.cost for piece in traced.layers])
+    assert [layer.cost for layer in eager.layers] == pytest.approx([layer.cost for layer in traced.layers])
 
 
 def test_a_layer_costs_two_operations_per_weight_and_sends_its_output():
@@ -57,7 +57,7 @@ def test_a_convolution_costs_two_operations_per_weight_and_place():
 def test_attention_counts_its_two_products_and_its_projections():
     model, inputs = gpt(num_layers=1)
     attention = next(
-        piece for piece in TracedPartition(model, inputs).spec.layers if piece.tp and piece.tp.dim == "heads"
+        layer for layer in TracedPartition(model, inputs).spec.layers if layer.tp and layer.tp.dim == "heads"
     )
     assert attention.cost == pytest.approx(8 * 4 * 2 * 16 * 16 + 2 * 2 * 8 * 8 * 16, rel=0.03)
 

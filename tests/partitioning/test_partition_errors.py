@@ -40,9 +40,9 @@ def test_a_branch_on_values_is_named_with_its_module_and_line():
         partition_model(Branching(), (torch.randn(3, 4),), granularity="blocks")
     text = str(refusal.value)
     assert "stopped in module 'gates.0' (Gate)" in text
-    assert "test_cannot_cut.py" in text
+    assert "test_partition_errors.py" in text
     assert "'if x.sum() > 0:'" in text
-    assert "train it with a strategy that needs no cut (data, zero of level 1 or 2, server)" in text
+    assert "train it with a strategy that keeps the model whole (data, zero of level 1 or 2, server)" in text
 
 
 def test_a_model_that_cannot_be_cut_runs_whole():
@@ -68,7 +68,7 @@ def test_a_missing_input_is_named(granularity):
 
 @pytest.mark.parametrize("granularity", ["whole", "blocks", "tensor_parallel"])
 def test_a_model_without_parameters_is_refused(granularity):
-    with pytest.raises(PlanError, match=r"ReLU has no parameters; .* register"):
+    with pytest.raises(PlanError, match=r"ReLU has no parameters, .* register"):
         partition_model(nn.ReLU(), (torch.randn(3, 4),), granularity=granularity)
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_runs_other_modules_in_evaluation_is_refused_there():
 
 def test_a_whole_model_has_one_piece():
     cut = partition_model(*perceptron(), granularity="whole")
-    with pytest.raises(PlanError, match=r"it has only piece 0; ask for segment\(0, 1\)"):
+    with pytest.raises(PlanError, match=r"which has only layer 0; ask for segment\(0, 1\)"):
         cut.segment(0, 2, training=True)
 
 
@@ -148,9 +148,9 @@ def test_a_mask_whose_values_torch_looks_at_is_to_be_told_by_is_causal():
 def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
     code = (
         "import torch\n"
-        "from counterpoint.partitioning.partition import cut_model\n"
+        "from counterpoint.partitioning.partition import partition_model\n"
         "from tests.partitioning.test_partition_errors import Branching\n"
-        "try: cut_model(Branching(), (torch.randn(3, 4),), granularity='blocks')\n"
+        "try: partition_model(Branching(), (torch.randn(3, 4),), granularity='blocks')\n"
         "except Exception as error: print(type(error).__name__)\n"
         "import logging; logging.getLogger('torch.fx.experimental.symbolic_shapes').warning('still heard')\n"
     )

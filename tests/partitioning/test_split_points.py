@@ -17,13 +17,13 @@ def sequential():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), inner, nn.Linear(4, 4)), (torch.randn(3, 4),)
 
 
-def by_pieces(cut, model, values):
-    *_, (_, _, gave) = forward(cut, range(len(cut.spec.pieces) + 1), values, *clone_tensors(model), training=True)
+def by_layers(cut, model, values):
+    *_, (_, _, gave) = forward(cut, range(len(cut.spec.layers) + 1), values, *clone_tensors(model), training=True)
     return gave[0]
 
 
 def starts(cut):
-    return [block.pieces[0].starts for block in cut.spec.blocks]
+    return [block.layers[0].modules_started for block in cut.spec.blocks]
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_a_graph_is_cut_inside_a_block_where_a_module_is_named():
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.execute, self.down = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)
+        self.up, self.act, self.down = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)
 
     def forward(self, x):
-        return self.down(self.execute(self.up(x)))
+        return self.down(self.act(self.up(x)))
 
 
 @pytest.mark.parametrize("granularity", ["blocks", "tensor_parallel"])
@@ -62,13 +62,13 @@ def test_a_child_of_a_sequential_is_opened_for_a_cut_inside_it(granularity):
     model, inputs = nn.Sequential(Wide(), Wide()), (torch.randn(3, 4),)
     cut = partition_model(model, inputs, granularity=granularity, split_points=("1.act",))
     assert ("1.act",) in starts(cut)
-    assert torch.equal(by_pieces(cut, model, inputs), model(*inputs))
+    assert torch.equal(by_layers(cut, model, inputs), model(*inputs))
 
 
-def test_every_piece_of_a_cut_model_gives_the_output_of_the_whole():
+def test_every_layer_of_a_cut_model_gives_the_output_of_the_whole():
     model, (x,) = gpt(dropout=0.0)
     cut = partition_model(model, (x,), granularity="blocks", split_points=("blocks.0.drop1", "blocks.1.attention.proj"))
-    assert torch.allclose(by_pieces(cut, model, (x,)), model(x))
+    assert torch.allclose(by_layers(cut, model, (x,)), model(x))
 
 
 class Passing(nn.Module):

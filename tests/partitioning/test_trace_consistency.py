@@ -98,10 +98,10 @@ class TwoPairs(nn.Module):
         return F.linear(F.relu(F.linear(x, self.c)), self.d)
 
 
-def test_two_pairs_in_one_module_are_two_pieces():
+def test_two_pairs_in_one_module_are_two_layers():
     model, inputs = TwoPairs(), (torch.randn(3, 6),)
     cut = TracedPartition(model, inputs)
-    assert [piece.params for piece in cut.spec.layers if piece.tp] == [("a", "b"), ("c", "d")]
+    assert [layer.params for layer in cut.spec.layers if layer.tp] == [("a", "b"), ("c", "d")]
     assert worst_of(cut, model, inputs) <= 1e-12
 
 
@@ -118,7 +118,7 @@ def test_random_numbers_drawn_between_the_layers_keep_a_pair_from_being_sliced()
 
     model, inputs = Draws(), (torch.randn(6, 6),)
     cut = TracedPartition(model, inputs, prefer="pairs")
-    assert not [piece for piece in cut.spec.layers if piece.tp]
+    assert not [layer for layer in cut.spec.layers if layer.tp]
     assert worst_of(cut, model, inputs) <= 1e-12
 
 
@@ -136,13 +136,13 @@ class Wide(nn.Module):
         return self.layers[3](torch.tanh(out + first if self.skips(self, x) else out))
 
 
-def test_other_pieces_in_evaluation_are_refused():
+def test_other_layers_in_evaluation_are_refused():
     cut = TracedPartition(Wide(lambda model, x: model.training), (torch.randn(3, 6),), prefer="pairs")
-    with pytest.raises(PlanError, match="other pieces in evaluation with 3 samples than in training with 3"):
+    with pytest.raises(PlanError, match="other layers in evaluation with 3 samples than in training with 3"):
         cut.segment(0, 1, training=False)
 
 
 def test_a_model_that_hands_on_other_values_for_a_batch_of_one_is_refused():
     cut = TracedPartition(model := Wide(lambda model, x: len(x) > 1), (torch.randn(3, 6),))
-    with pytest.raises(PlanError, match=r"for 1 samples the model hands on other values than for 3: tanh"):
+    with pytest.raises(PlanError, match=r"for 1 samples the model passes other values between layers than for 3: tanh"):
         cut.segment(2, 3, training=True)((torch.randn(1, 6), torch.randn(1, 6)), *clone_tensors(model), seed)
