@@ -1,4 +1,4 @@
-"""Models with tables, and how they are trained in the tests of tables; the tables are too large to be bound."""
+"""Models with embedding tables of more than 64 KiB, and how the tests train them."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ SPARSE_ADAM = partial(optim.SparseAdam, lr=0.1)
 
 
 class EmbeddingNet(nn.Module):
-    """A table of some kind, and a layer behind it."""
+    """A table, followed by a linear layer."""
 
     def __init__(self, table):
         super().__init__()
@@ -31,7 +31,7 @@ class EmbeddingNet(nn.Module):
 
 
 class RawEmbeddingNet(nn.Module):
-    """Nothing but a table, for optimizers that take sparse gradients only."""
+    """A table only, for optimizers that need sparse gradients."""
 
     def __init__(self, table):
         super().__init__()
@@ -42,7 +42,7 @@ class RawEmbeddingNet(nn.Module):
 
 
 class TiedEmbeddingNet(nn.Module):
-    """A table that is the output layer, too."""
+    """A table that is also the output layer."""
 
     def __init__(self, table):
         super().__init__()
@@ -53,7 +53,7 @@ class TiedEmbeddingNet(nn.Module):
 
 
 class EmbeddingBagNet(nn.Module):
-    """Bags of several lengths, one of them empty, told by where they begin."""
+    """Bags of several lengths, one of them empty, given by their offsets."""
 
     def __init__(self, table):
         super().__init__()
@@ -72,7 +72,7 @@ def batches(num_steps=4):
     tokens = torch.randint(0, NUM_ROWS, (num_steps, 8, 4), generator=random)
     tokens[:, ::2], tokens[:, :, 1], tokens[:, :3, 3] = tokens[:, 1::2].clone(), tokens[:, :, 2].clone(), 2
     targets = torch.randint(0, 3, (num_steps, 8), generator=random)
-    return [(tokens[at, : 1 if at == 2 else 8], targets[at, : 1 if at == 2 else 8]) for at in range(num_steps)]
+    return [(tokens[index, : 1 if index == 2 else 8], targets[index, : 1 if index == 2 else 8]) for index in range(num_steps)]
 
 
 def dataset():
@@ -92,20 +92,20 @@ def trained(strategy, build, table, optimizer, *, loss=F.cross_entropy, left_out
     """Return all weights, trained under a strategy."""
     model = build_seeded(build, table)
     with cp.parallelize(model, optimizer, loss, strategy=strategy, **options) as step:
-        for at, (tokens, targets) in enumerate(batches()):
-            if at != left_out:
+        for index, (tokens, targets) in enumerate(batches()):
+            if index != left_out:
                 step(tokens, targets)
     return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
 
 
 def max_difference(strategy, build, table, optimizer, **options):
-    """Return how far a strategy comes from solo, relative."""
-    mine, solo = (trained(one, build, table, optimizer, **options) for one in (strategy, "solo"))
-    return float((mine - solo).norm() / solo.norm())
+    """Return the relative difference to single-process training."""
+    weights, solo = (trained(plan, build, table, optimizer, **options) for plan in (strategy, "solo"))
+    return float((weights - solo).norm() / solo.norm())
 
 
 def train_cases(cases):
-    """Return what each case comes to, as one of the processes of a launch."""
+    """Return the weights of each case, in one process of a launch."""
     return [trained("data(2)", *CASES[case]) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""A row as calls: what runs together, where the model is cut for it, and what is left when nothing is learned."""
+"""A rank program as calls: what is fused, where segments end, and what evaluation keeps."""
 
 import pytest
 
@@ -48,11 +48,11 @@ def calls(text):
         ("x1.0<0 x1.1<0", ["x1.0<0", "x1.1<0"]),
     ],
 )
-def test_what_can_run_as_one_call_does_and_nothing_else(row, expected):
+def test_instructions_that_can_run_as_one_call_are_fused_and_no_others(row, expected):
     assert calls(row) == expected
 
 
-def test_every_kind_of_run_says_what_it_covers():
+def test_every_kind_of_run_has_the_range_that_it_covers():
     found = [
         call for call, _, _ in fuse(words("F1.2 F2.2 B2.2 B1.2 all_reduce(grad1)@0,1 all_reduce(grad2)@0,1 U1 U2"))
     ]
@@ -62,7 +62,7 @@ def test_every_kind_of_run_says_what_it_covers():
     assert found[3] == UpdateRun(((1,), (2,)))
 
 
-def test_a_server_serves_in_one_call():
+def test_a_server_applies_all_pushes_in_one_call():
     (call, *_), *rest = fuse(words("apply_and_reply(0)@0,1 apply_and_reply(1)@0,1"))
     assert isinstance(call, ApplyPushesRun)
     assert not rest
@@ -78,7 +78,7 @@ def test_a_server_serves_in_one_call():
         ("all_gather(weight0)@0,1 U0", []),
     ],
 )
-def test_the_model_is_cut_exactly_where_a_forward_or_a_backward_ends(row, expected):
+def test_segments_end_exactly_where_a_forward_or_a_backward_ends(row, expected):
     assert list(segment_boundaries(fuse(words(row)))) == expected
 
 
@@ -96,5 +96,5 @@ def test_the_model_is_cut_exactly_where_a_forward_or_a_backward_ends(row, expect
         ("F0.0 B0.0 reduce_scatter(grad0)@0,1 commit@0,1 U0 all_gather(weight0)@0,1", "F0.0"),
     ],
 )
-def test_when_nothing_is_learned_only_forwards_and_what_feeds_them_are_left(row, expected):
+def test_an_evaluation_keeps_only_forwards_and_what_they_need(row, expected):
     assert " ".join(map(format_instruction, forward_only(words(row)))) == expected

@@ -1,4 +1,4 @@
-"""Replicas of one host train without torch's compiler, which takes seconds and memory to load."""
+"""Replicas of one host train without importing torch's compiler, which takes seconds and memory."""
 
 import subprocess
 import sys
@@ -22,12 +22,12 @@ print("torch._dynamo" in sys.modules)
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_training_does_not_load_the_compiler():
+def test_training_does_not_import_the_compiler():
     done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
 
 
-def test_torch_is_afterwards_as_it_was():
+def test_torch_is_restored_afterwards():
     methods = [getattr(optim.Optimizer, name).__wrapped__ for name in OPTIMIZER_METHODS]
     before = [vars(method).get(DISABLE_CACHE_ATTRIBUTE) for method in methods]
     with without_dynamo_import():

@@ -1,4 +1,4 @@
-"""The step commit: every rank of a group decides the same from the same ballots."""
+"""The step commit: every rank of a group decides the same from the same reports."""
 
 import math
 
@@ -18,37 +18,37 @@ from counterpoint.runtime.step_commit import (
 CLIP, WATCH = StepGuard(clip_norm=1.0), StepGuard(check_finite="gradients")
 
 
-def sent(ballot):
-    return decode_report(torch.tensor(encode_report(ballot), dtype=torch.float64).tolist())
+def round_trip(report):
+    return decode_report(torch.tensor(encode_report(report), dtype=torch.float64).tolist())
 
 
-def verdict(*ballots, guard=CLIP):
-    """Decide from ballots that have travelled as numbers."""
-    return decide_step([sent(ballot) for ballot in ballots], range(len(ballots)), guard)
+def decide(*reports, guard=CLIP):
+    """Decide from reports that were round_trip as numbers."""
+    return decide_step([round_trip(report) for report in reports], range(len(reports)), guard)
 
 
 def test_the_loss_is_the_mean_over_all_samples_of_the_group():
-    found = verdict(
+    found = decide(
         make_step_report({0: 2.0, 1: 4.0}, {0: 3, 1: 1}, 0.0), make_step_report({2: 6.0, 3: 0.0}, {2: 4, 3: 0}, 0.0)
     )
     assert (found.loss, found.num_samples, found.skip_reason) == ((6 + 4 + 24) / 8, 8, "")
 
 
 def test_the_norm_is_the_root_of_all_squares_and_gradients_are_scaled_as_torch_does():
-    found = verdict(make_step_report({}, {}, 9.0), make_step_report({}, {}, 16.0))
+    found = decide(make_step_report({}, {}, 9.0), make_step_report({}, {}, 16.0))
     assert found.norm == 5.0
     assert found.scale == 1.0 / (5.0 + 1e-6)
-    assert verdict(make_step_report({}, {}, 0.25)).scale == 1.0
+    assert decide(make_step_report({}, {}, 0.25)).scale == 1.0
 
 
-def test_a_norm_that_nobody_asked_for_is_not_told():
-    found = verdict(make_step_report({0: 1.0}, {0: 1}, 0.0), guard=StepGuard())
+def test_a_norm_that_was_not_requested_is_nan():
+    found = decide(make_step_report({0: 1.0}, {0: 1}, 0.0), guard=StepGuard())
     assert math.isnan(found.norm)
     assert found.scale == 1.0
 
 
-def test_a_group_that_saw_no_sample_has_no_loss_and_no_fault():
-    found = verdict(make_step_report({}, {}, 0.0), make_step_report({}, {}, 0.0))
+def test_a_group_without_samples_has_no_loss_and_no_skip_reason():
+    found = decide(make_step_report({}, {}, 0.0), make_step_report({}, {}, 0.0))
     assert math.isnan(found.loss)
     assert (found.num_samples, found.skip_reason) == (0, "")
 
@@ -56,45 +56,45 @@ def test_a_group_that_saw_no_sample_has_no_loss_and_no_fault():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_first_rank_with_a_loss_that_is_not_finite_is_named_with_its_microbatch(bad):
     fine = make_step_report({0: 1.0}, {0: 2}, 0.0)
-    found = verdict(
+    found = decide(
         fine, make_step_report({3: bad, 2: 1.0}, {2: 2, 3: 2}, 0.0), make_step_report({4: bad}, {4: 2}, 0.0)
     )
     assert found.skip_reason == f"the loss of microbatch 3 on rank 1 is {bad}"
 
 
-def test_the_stages_of_a_stream_say_the_same_of_a_loss_that_is_not_finite_and_count_microbatches_in_its_batch():
-    """The last stage decides on microbatches 6 and 7 alone, two replicas of the first on each with another one."""
+def test_the_stages_of_an_async_pipeline_report_the_same_loss_that_is_not_finite_by_its_batch():
+    """The last stage decides on microbatches 6 and 7; two replicas of the first on one of them each, with another one."""
     bad, fine = make_step_report({6: math.nan, 7: 1.0}, {6: 2, 7: 2}, 0.0), make_step_report({7: 1.0}, {7: 2}, 0.0)
     last = decide_step([bad], (2,), CLIP, microbatches_per_batch=4)
     first = decide_step([fine, make_step_report({6: math.nan}, {6: 2}, 0.0)], (0, 1), CLIP, microbatches_per_batch=4)
     assert last.skip_reason == first.skip_reason == "the loss of microbatch 2 of batch 1 is nan"
 
 
-def test_the_remedy_for_a_stream_clips_by_stage():
+def test_the_remedy_for_an_async_pipeline_clips_by_stage():
     with pytest.raises(DataError, match=r"or clip with clip_norm=1.0, clip_by='stage', or pass nonfinite='skip'"):
         require_finite("it is nan", 7, 1, StepGuard(), is_async_pipeline=True)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_named_by_its_rank(bad):
-    found = verdict(make_step_report({0: 1.0}, {0: 1}, 1.0), make_step_report({}, {}, bad), guard=WATCH)
+    found = decide(make_step_report({0: 1.0}, {0: 1}, 1.0), make_step_report({}, {}, bad), guard=WATCH)
     assert found.skip_reason == "a gradient on rank 1 is not finite"
     assert found.scale == 1.0
 
 
-def test_norms_that_add_up_to_infinity_are_a_fault():
-    assert verdict(make_step_report({}, {}, 1e308), make_step_report({}, {}, 1e308)).skip_reason.startswith(
+def test_norms_that_add_up_to_infinity_skip_the_step():
+    assert decide(make_step_report({}, {}, 1e308), make_step_report({}, {}, 1e308)).skip_reason.startswith(
         "the gradients' norm is too"
     )
 
 
-def test_what_is_decided_does_not_depend_on_who_reads_the_ballots():
-    ballots = [make_step_report({0: 1 / 3}, {0: 3}, 0.1), make_step_report({1: 2 / 7}, {1: 2}, 0.2)]
-    assert decide_step(ballots, (0, 1), CLIP) == decide_step([sent(ballot) for ballot in ballots], (0, 1), CLIP)
+def test_the_result_does_not_depend_on_the_member():
+    reports = [make_step_report({0: 1 / 3}, {0: 3}, 0.1), make_step_report({1: 2 / 7}, {1: 2}, 0.2)]
+    assert decide_step(reports, (0, 1), CLIP) == decide_step([round_trip(report) for report in reports], (0, 1), CLIP)
 
 
-def test_a_fault_ends_the_run_or_is_skipped_until_there_are_too_many():
-    with pytest.raises(DataError, match=r"^step 7 cannot be applied: it is nan; the parameters are as they were"):
+def test_a_skip_reason_ends_the_run_or_skips_until_there_are_too_many():
+    with pytest.raises(DataError, match=r"^step 7 cannot be applied: it is nan; the parameters are unchanged"):
         require_finite("it is nan", 7, 1, StepGuard())
     skipping = StepGuard(nonfinite="skip", max_consecutive_skips=3)
     require_finite("it is nan", 7, 3, skipping)

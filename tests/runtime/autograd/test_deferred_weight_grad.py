@@ -1,4 +1,4 @@
-"""Parts of a backward: what only makes gradients of weights waits for the weight part, and comes out the same."""
+"""The weight part of a backward computes the deferred weight gradients, with the same results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.runtime.local_ranks import build_team
 
 
 class InBackward:
-    """Stands for a rank's parameters in the middle of a backward."""
+    """State of a rank in the middle of a step's backward."""
 
     in_backward = True
 
@@ -23,8 +23,8 @@ def intercept_with(module, queue):
     return InPlaceGradMode(GradSinks(places, places))
 
 
-class Kernels(TorchDispatchMode):
-    """Remembers what has been called."""
+class KernelRecorder(TorchDispatchMode):
+    """Records the names of all called operators."""
 
     def __init__(self):
         super().__init__()
@@ -35,12 +35,12 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_parts(module, x, times=1):
+def run_in_parts(module, x, times=1):
     """Run forward and both parts of the backward; return which weights had a gradient in between, and the jobs."""
-    desk = WeightGradQueue()
-    with intercept_with(module, desk):
+    queue = WeightGradQueue()
+    with intercept_with(module, queue):
         loss = sum(module(x).square().sum() for _ in range(times))
-        with desk.recording() as jobs:
+        with queue.recording() as jobs:
             run_backward([loss], [None])
     early = {name for name, param in module.named_parameters() if param.grad is not None}
     with torch.no_grad():
@@ -49,8 +49,8 @@ def in_parts(module, x, times=1):
     return early, jobs
 
 
-class Twisted(nn.Module):
-    """Its weight is used in a way of its own, and then as a layer's."""
+class TwiceUsedWeight(nn.Module):
+    """Uses its weight in a product, and then in a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -60,8 +60,8 @@ class Twisted(nn.Module):
         return F.linear(x @ self.weight, self.weight)
 
 
-class Tables(nn.Module):
-    """Looks up in two, one of which wants a sparse gradient."""
+class TwoTables(nn.Module):
+    """Looks up in two tables, one of them with sparse gradients."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ MODULES = {
     "table": (lambda: nn.Embedding(5, 3, padding_idx=1), lambda: torch.tensor(ROWS), set()),
     "bags": (lambda: nn.EmbeddingBag(5, 3), lambda: torch.tensor(ROWS), set()),
     "norm": (normed, lambda: torch.randn(3, 4), {"1.weight", "1.bias"}),
-    "a weight used in two ways": (Twisted, lambda: torch.randn(3, 4), {"weight"}),
+    "a weight used in two ways": (TwiceUsedWeight, lambda: torch.randn(3, 4), {"weight"}),
     "padding by name": (padded, lambda: torch.randn(1, 2, 5, 5), {"weight", "bias"}),
 }
 """A module, its input, and the weights whose gradients come with the input part."""
@@ -101,29 +101,29 @@ MODULES = {
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("name", MODULES)
-def test_both_parts_together_make_torchs_gradients_and_products_wait_for_the_second(name, times):
+def test_both_parts_together_give_torchs_gradients_and_products_run_in_the_second(name, times):
     build, draw, expected_early = MODULES[name]
     module, x = build().double(), draw()
     x = x.double().requires_grad_() if x.is_floating_point() else x
     wanted = [param for param in (x, *module.parameters()) if param.requires_grad]
     expected = torch.autograd.grad(sum(module(x).square().sum() for _ in range(times)), wanted)
-    early, jobs = in_parts(module, x, times)
+    early, jobs = run_in_parts(module, x, times)
     assert early == expected_early
     assert bool(jobs) == (name != "padding by name")
     for param, gradient in zip(wanted, expected, strict=True):
         assert torch.allclose(param.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_a_whole_backward_puts_nothing_off():
-    desk, module = WeightGradQueue(), nn.Linear(4, 3)
-    with intercept_with(module, desk):
+def test_a_whole_backward_defers_nothing():
+    queue, module = WeightGradQueue(), nn.Linear(4, 3)
+    with intercept_with(module, queue):
         run_backward([module(torch.randn(2, 4)).sum()], [None])
     assert module.weight.grad is not None
 
 
-def test_two_microbatches_add_up_whatever_order_their_weight_parts_come_in():
+def test_two_microbatches_add_up_in_any_order_of_their_weight_parts():
     module, x = nn.Linear(4, 3).double(), torch.randn(2, 4, dtype=torch.float64)
-    later = [in_parts(module, part)[1] for part in (x[:1], x[1:])]
+    later = [run_in_parts(module, part)[1] for part in (x[:1], x[1:])]
     module.zero_grad()
     for job in (*later[1], *later[0]):
         job()
@@ -133,28 +133,28 @@ def test_two_microbatches_add_up_whatever_order_their_weight_parts_come_in():
     assert torch.allclose(found, expected)
 
 
-def turned():
+def transposed():
     table = nn.Embedding(5, 3)
     table.weight = nn.Parameter(torch.randn(3, 5).t())
     return table
 
 
-@pytest.mark.parametrize("name", ["table", "bags", "turned table"])
-def test_rows_are_added_to_a_tables_own_gradient_without_one_more_of_its_size(name):
-    build, draw, _ = MODULES.get(name, (turned, lambda: torch.tensor(ROWS), set()))
+@pytest.mark.parametrize("name", ["table", "bags", "transposed table"])
+def test_rows_are_added_to_a_tables_gradient_without_another_one_of_its_size(name):
+    build, draw, _ = MODULES.get(name, (transposed, lambda: torch.tensor(ROWS), set()))
     module, x = build().double(), draw()
     (expected,) = torch.autograd.grad(2 * module(x).square().sum(), module.weight)
     ways = GradSinks({}, {id(module.weight): ParamGradSink(module.weight, InBackward())})
     for _ in range(2):
-        with InPlaceGradMode(ways), Kernels() as kernels:
+        with InPlaceGradMode(ways), KernelRecorder() as kernels:
             run_backward([module(x).square().sum()], [None])
     assert torch.allclose(module.weight.grad, expected, rtol=1e-12, atol=1e-12)
     assert not any(found.startswith(("embedding_dense", "_embedding_bag_dense")) for found in kernels.names)
 
 
 @pytest.mark.parametrize("plan", ["pipeline(2)", "pipedream(2)", "pipedream_2bw(2)"])
-def test_tables_of_every_version_are_known_and_others_are_not(plan):
-    model = nn.Sequential(Tables(), nn.Linear(4, 6)).double()
+def test_tables_of_every_version_have_sinks_and_others_do_not(plan):
+    model = nn.Sequential(TwoTables(), nn.Linear(4, 6)).double()
     with build_team(plan, model=model, num_microbatches=2) as one:
         store = one.ranks[0].interpreter.store
         read = (

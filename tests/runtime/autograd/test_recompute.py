@@ -152,7 +152,7 @@ class DataDependentSign(nn.Module):
 
 
 def test_a_model_that_cannot_be_partitioned_is_not_recomputed():
-    message = "recompute needs a model in blocks: .*; or leave out the pass recompute"
+    message = "recompute needs a model in blocks: .*; or omit the pass recompute"
     with pytest.raises(PlanError, match=message), build_team("solo", model=DataDependentSign().double(), passes=("recompute",)):
         pass
     with build_team("solo", model=DataDependentSign().double()):

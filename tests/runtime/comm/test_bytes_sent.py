@@ -1,4 +1,4 @@
-"""Bytes that really pass: sums are carried out as rings of messages, and every message is weighed."""
+"""Bytes that a step sends, with all-reduces run as rings of counted messages."""
 
 import math
 from fractions import Fraction
@@ -34,8 +34,8 @@ CLOSED = {
 """The bytes that a rank sends in a step on average, written out by hand."""
 
 
-class Weighing:
-    """A fabric on which sums and gathers are rings of messages."""
+class RingFabric:
+    """A fabric on which all-reduces and all-gathers are rings of counted messages."""
 
     def __init__(self, fabric):
         self.fabric, self.sent, self.rank = fabric, 0, fabric.rank
@@ -56,32 +56,32 @@ class Weighing:
         return CompletedWork()
 
     def all_gather(self, label, whole, bounds, group):
-        at, count = group.index(self.rank), len(group)
+        position, count = group.index(self.rank), len(group)
         for hop in range(count - 1):
-            mine, theirs = (at - hop) % count, (at - hop - 1) % count
-            self.send(group[(at + 1) % count], label, [whole[bounds[mine] : bounds[mine + 1]]])
-            (came,) = self.fabric.recv(group[at - 1], label)
-            whole[bounds[theirs] : bounds[theirs + 1]] = came
+            own_chunk, peer_chunk = (position - hop) % count, (position - hop - 1) % count
+            self.send(group[(position + 1) % count], label, [whole[bounds[own_chunk] : bounds[own_chunk + 1]]])
+            (received,) = self.fabric.recv(group[position - 1], label)
+            whole[bounds[peer_chunk] : bounds[peer_chunk + 1]] = received
         return CompletedWork()
 
 
-def weighed(plan, num_steps):
-    """Return the bytes that ranks have sent on average, and those that the plan says."""
-    with build_team(plan, model=chain(4), share_params_on_host=False) as one:
-        for rank in one.ranks.values():
-            rank.interpreter.communication.fabric = Weighing(rank.interpreter.fabric)
+def count_bytes(plan, num_steps):
+    """Return the mean bytes sent per rank, and those of the plan's formula."""
+    with build_team(plan, model=chain(4), share_params_on_host=False) as team:
+        for rank in team.ranks.values():
+            rank.interpreter.communication.fabric = RingFabric(rank.interpreter.fabric)
         for number in range(num_steps):
-            one.step(number, make_batch(N))
-        sent = [rank.interpreter.communication.fabric.sent for rank in one.ranks.values()]
-        return Fraction(sum(sent), N), num_steps * one.compiled.sent_bytes()[0]
+            team.step(number, make_batch(N))
+        sent = [rank.interpreter.communication.fabric.sent for rank in team.ranks.values()]
+        return Fraction(sum(sent), N), num_steps * team.compiled.sent_bytes()[0]
 
 
 @pytest.mark.parametrize("option", CLOSED)
-def test_messages_of_a_step_weigh_what_the_closed_formula_says(option):
-    sent, said = weighed(f"data({N}, {option})" if option else f"data({N})", num_steps=1)
-    assert sent == said == CLOSED[option]
+def test_a_step_sends_the_bytes_of_the_closed_formula(option):
+    sent, expected = count_bytes(f"data({N}, {option})" if option else f"data({N})", num_steps=1)
+    assert sent == expected == CLOSED[option]
 
 
-def test_eight_steps_without_synchronization_but_at_their_end_weigh_one_sum():
-    sent, said = weighed(f"data({N}, sync_every=8)", num_steps=8)
-    assert sent == said == CLOSED[""]
+def test_eight_steps_with_one_synchronization_send_one_all_reduce():
+    sent, expected = count_bytes(f"data({N}, sync_every=8)", num_steps=8)
+    assert sent == expected == CLOSED[""]

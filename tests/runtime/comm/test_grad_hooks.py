@@ -1,4 +1,4 @@
-"""Hooks that are put on and taken off: who else listens goes on to, and nothing is left."""
+"""Toggled hooks: other hooks of a parameter keep working, and none is left."""
 
 import pytest
 import torch
@@ -7,35 +7,35 @@ from torch import nn
 from counterpoint.runtime.comm.reducer import ToggledGradHooks
 
 
-def test_others_hear_as_before_whether_it_listens_or_not():
-    param, heard = nn.Parameter(torch.ones(2)), []
-    param.register_post_accumulate_grad_hook(lambda _: heard.append("other"))
-    listening = ToggledGradHooks([param], [lambda _: heard.append("own")])
+def test_other_hooks_are_called_whether_it_is_enabled_or_not():
+    param, calls = nn.Parameter(torch.ones(2)), []
+    param.register_post_accumulate_grad_hook(lambda _: calls.append("other"))
+    grad_hooks = ToggledGradHooks([param], [lambda _: calls.append("own")])
     param.sum().backward()
-    with listening.enabled():
+    with grad_hooks.enabled():
         param.sum().backward()
     param.sum().backward()
-    assert heard == ["other", "other", "own", "other"]
+    assert calls == ["other", "other", "own", "other"]
 
 
-def test_it_listens_again_and_again_to_each_parameter_with_its_own_hook():
-    params, heard = [nn.Parameter(torch.ones(1)) for _ in range(3)], []
+def test_it_can_be_enabled_repeatedly_with_a_hook_per_parameter():
+    params, calls = [nn.Parameter(torch.ones(1)) for _ in range(3)], []
 
     def hook(at):
-        return lambda _: heard.append(at)
+        return lambda _: calls.append(at)
 
-    listening = ToggledGradHooks(params, [hook(at) for at in range(3)])
+    grad_hooks = ToggledGradHooks(params, [hook(at) for at in range(3)])
     for param in reversed(params):
-        with listening.enabled():
+        with grad_hooks.enabled():
             param.sum().backward()
-    assert heard == [2, 1, 0]
+    assert calls == [2, 1, 0]
 
 
 def test_no_hook_is_left_after_an_error_inside():
     param = nn.Parameter(torch.ones(1))
-    heard: list[torch.Tensor] = []
-    with pytest.raises(ZeroDivisionError), ToggledGradHooks([param], [heard.append]).enabled():
+    calls: list[torch.Tensor] = []
+    with pytest.raises(ZeroDivisionError), ToggledGradHooks([param], [calls.append]).enabled():
         raise ZeroDivisionError
     param.sum().backward()
-    assert heard == []
+    assert calls == []
     assert not param._post_accumulate_grad_hooks

@@ -1,4 +1,4 @@
-"""A linear layer's output for few samples is what torch computes."""
+"""A linear layer's output for few samples is torch's, up to rounding."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_few_samples_give_what_torch_gives(samples, inputs, outputs):
     ],
     ids=["many", "float64", "not contiguous", "none"],
 )
-def test_all_others_are_torchs_own(x, weight, monkeypatch):
+def test_all_other_calls_are_torchs(x, weight, monkeypatch):
     monkeypatch.setattr(module, "byref", None)
     assert torch.equal(small_batch_linear(x, weight, None), F.linear(x, weight))
 

@@ -1,4 +1,4 @@
-"""A linear layer's weight gradient is written where it belongs, unless somebody wants it otherwise."""
+"""A linear layer's weight gradient is written to its sink, except where autograd needs it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode,
 
 
 class RecordingGradSink:
-    """A place for one gradient."""
+    """A sink for one gradient."""
 
     def __init__(self, weight):
         self.memory, self.is_used, self.accepts_grads = torch.full_like(weight, torch.nan), False, True
@@ -33,62 +33,62 @@ def expected(module, x, loss):
     return torch.autograd.grad(loss(module, x), [x, module.bias, module.weight])
 
 
-def once(module, x):
+def square_loss(module, x):
     return module(x).square().sum()
 
 
-def twice(module, x):
+def double_use_loss(module, x):
     return (module(x).sum() * module(2 * x)).square().sum()
 
 
-def recomputed(module, x):
+def checkpointed_loss(module, x):
     return checkpoint(module, x, use_reentrant=False).square().sum()
 
 
-@pytest.mark.parametrize("loss", [once, twice, recomputed])
+@pytest.mark.parametrize("loss", [square_loss, double_use_loss, checkpointed_loss])
 def test_gradients_are_torchs(loss):
-    module, spot, x = layer()
+    module, sink, x = layer()
     to_input, to_bias, to_weight = expected(module, x, loss)
-    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
+    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
         run_backward([loss(module, x)], [None])
     assert torch.allclose(x.grad, to_input)
     assert torch.allclose(module.bias.grad, to_bias)
     assert module.weight.grad is None
-    assert torch.allclose(spot.memory, to_weight)
+    assert torch.allclose(sink.memory, to_weight)
 
 
-def test_other_weights_are_left_alone():
+def test_weights_without_a_sink_are_torchs():
     module, _, x = layer()
     with InPlaceGradMode(GradSinks()):
         module(x).sum().backward()
     assert module.weight.grad is not None
 
 
-def test_a_gradient_that_is_differentiated_is_torchs_own():
-    module, spot, x = layer()
-    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
+def test_a_gradient_that_is_differentiated_is_torchs():
+    module, sink, x = layer()
+    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
         (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
-    found, spot.accepts_grads = module.weight.grad + (spot.memory if spot.is_used else 0), False
+    found, sink.accepts_grads = module.weight.grad + (sink.memory if sink.is_used else 0), False
     module.weight.grad = None
     (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
     slope.square().sum().backward()
     assert torch.allclose(found, module.weight.grad)
 
 
-def test_a_gradient_that_is_no_steps_is_handed_over():
-    module, spot, x = layer()
-    spot.accepts_grads = False
-    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
-        (found,) = torch.autograd.grad(once(module, x), module.weight)
-    assert not spot.is_used
-    assert torch.allclose(found, expected(module, x, once)[2])
+def test_a_gradient_outside_of_a_step_is_returned():
+    module, sink, x = layer()
+    sink.accepts_grads = False
+    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+        (found,) = torch.autograd.grad(square_loss(module, x), module.weight)
+    assert not sink.is_used
+    assert torch.allclose(found, expected(module, x, square_loss)[2])
 
 
-def test_a_graph_that_is_compiled_stays_one_graph():
-    module, spot, x = layer()
-    *_, to_weight = expected(module, x, once)
+def test_a_compiled_graph_stays_one_graph():
+    module, sink, x = layer()
+    *_, to_weight = expected(module, x, square_loss)
     whole = torch.compile(module, backend="eager", fullgraph=True)
-    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
-        run_backward([once(whole, x)], [None])
-    assert torch.allclose(spot.memory if spot.is_used else module.weight.grad, to_weight)
+    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+        run_backward([square_loss(whole, x)], [None])
+    assert torch.allclose(sink.memory if sink.is_used else module.weight.grad, to_weight)

@@ -1,4 +1,4 @@
-"""Coded sums of whole steps: the bytes that pass, what stays behind, and what a step that is left out changes."""
+"""Compressed all-reduces of whole steps: bytes sent, error feedback, and what a skipped step changes."""
 
 from fractions import Fraction
 
@@ -7,11 +7,11 @@ import torch
 
 from tests.runtime.local_ranks import build_team, chain, flat_params_of, make_batch
 
-CODES = ["fp16", "bf16", "int8", "twobit:0.01", "sign", "topk:0.1", "powersgd:2"]
+CODECS = ["fp16", "bf16", "int8", "twobit:0.01", "sign", "topk:0.1", "powersgd:2"]
 
 
-class Counting:
-    """A fabric that adds up what a ring sends of each gradient; all else is the fabric's own."""
+class RingCountingFabric:
+    """A fabric that counts the bytes that a ring would send of each gradient."""
 
     def __init__(self, fabric):
         self.fabric = fabric
@@ -29,87 +29,87 @@ class Counting:
         return self.fabric.all_gather(label, whole, bounds, group)
 
 
-def left_of(one):
-    """What every rank has left unsent, cloned."""
+def residuals_of(one):
+    """Return copies of all residuals."""
     return [
-        left.residual.clone()
+        error_feedback.residual.clone()
         for rank in one.ranks.values()
-        for arena in flat_params_of(rank)
-        for left in arena.left.values()
-        if left.residual is not None
+        for flat_params in flat_params_of(rank)
+        for error_feedback in flat_params.error_feedbacks.values()
+        if error_feedback.residual is not None
     ]
 
 
-def applied_in(plan, **options):
-    """The flat gradient with which rank 0 updates in its first step, and what all ranks have left unsent."""
+def first_update(plan, **options):
+    """Return the flat gradient of rank 0's first update, and the residuals of all ranks."""
     with build_team(plan, share_params_on_host=False, **options) as one:
-        interpreter, seen = one.ranks[0].interpreter, []
+        interpreter, grads = one.ranks[0].interpreter, []
         update = interpreter.update
 
         def watch(units):
-            seen.append(torch.cat([arena.collect_flat_grad().clone() for arena in flat_params_of(one.ranks[0])]))
+            grads.append(torch.cat([flat_params.collect_flat_grad().clone() for flat_params in flat_params_of(one.ranks[0])]))
             update(units)
 
         interpreter.update = watch
         one.step(0, make_batch(2))
-        return seen[0], left_of(one)
+        return grads[0], residuals_of(one)
 
 
 def weights(rank):
-    return torch.cat([arena.weights for arena in flat_params_of(rank)])
+    return torch.cat([flat_params.weights for flat_params in flat_params_of(rank)])
 
 
-@pytest.mark.parametrize("options", [*(f"compress={code}" for code in CODES), "reduce=adasum"])
-def test_the_bytes_that_pass_are_those_of_the_formula(options):
+@pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
+def test_the_bytes_sent_are_those_of_the_formula(options):
     with build_team(f"data(3, {options})") as one:
-        spies = [Counting(rank.interpreter.fabric) for rank in one.ranks.values()]
-        for rank, spy in zip(one.ranks.values(), spies, strict=True):
-            rank.interpreter.communication.fabric = spy
+        fabrics = [RingCountingFabric(rank.interpreter.fabric) for rank in one.ranks.values()]
+        for rank, fabric in zip(one.ranks.values(), fabrics, strict=True):
+            rank.interpreter.communication.fabric = fabric
         one.step(0, make_batch(3))
-        assert tuple(spy.sent for spy in spies) == one.compiled.cost.sent_bytes()
+        assert tuple(fabric.sent for fabric in fabrics) == one.compiled.cost.sent_bytes()
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_all_replicas_come_to_the_same_bits(code):
-    with build_team(f"data(3, compress={code})") as one:
+@pytest.mark.parametrize("codec", CODECS)
+def test_all_replicas_have_the_same_bits(codec):
+    with build_team(f"data(3, compress={codec})") as one:
         for number in range(4):
             one.step(number, make_batch(3, 7))
         first, *others = [weights(rank) for rank in one.ranks.values()]
         assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("code", CODES[2:])
-def test_what_is_applied_and_what_stays_is_what_the_replicas_had(code):
-    """The gradients of the first step are those of the same step without a code."""
-    plain, _ = applied_in("data(2)")
-    applied, unsent = applied_in(f"data(2, compress={code})")
-    assert len(unsent) == 2
-    assert torch.allclose(applied + unsent[0] + unsent[1], plain, rtol=0, atol=1e-16)
+@pytest.mark.parametrize("codec", CODECS[2:])
+def test_the_applied_gradient_plus_residuals_is_the_sum_of_gradients(codec):
+    """The gradients of the first step are those of the same step without compression."""
+    plain, _ = first_update("data(2)")
+    applied, residuals = first_update(f"data(2, compress={codec})")
+    assert len(residuals) == 2
+    assert torch.allclose(applied + residuals[0] + residuals[1], plain, rtol=0, atol=1e-16)
 
 
-@pytest.mark.parametrize("code", ["int8", "powersgd:1"])
-def test_a_step_that_is_left_out_leaves_what_was_unsent_as_it_was(code):
-    def train(broken):
-        with build_team(f"data(2, compress={code})", nonfinite="skip") as one:
+@pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
+def test_a_skipped_step_does_not_change_residuals(codec):
+    def train(*, is_broken):
+        with build_team(f"data(2, compress={codec})", nonfinite="skip") as one:
             for number, inputs in enumerate(
-                [make_batch(2), *([poisoned()] if broken else []), make_batch(2), make_batch(2)]
+                [make_batch(2), *([bad_batch()] if is_broken else []), make_batch(2), make_batch(2)]
             ):
                 one.step(number, inputs)
-            return [weights(rank) for rank in one.ranks.values()] + left_of(one)
+            return [weights(rank) for rank in one.ranks.values()] + residuals_of(one)
 
-    for mine, other in zip(train(broken=True), train(broken=False), strict=True):
-        assert torch.equal(mine, other)
+    for tensor, other in zip(train(is_broken=True), train(is_broken=False), strict=True):
+        assert torch.equal(tensor, other)
 
 
-def poisoned():
+def bad_batch():
     """A batch whose loss is not finite."""
-    broken = make_batch(2)
-    broken.batch[0][0] = float("nan")
-    return broken
+    batch = make_batch(2)
+    batch.batch[0][0] = float("nan")
+    return batch
 
 
-@pytest.mark.parametrize("options", [*(f"compress={code}" for code in CODES), "reduce=adasum"])
-def test_a_gradient_that_is_not_finite_is_seen_through_a_code(options):
+@pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
+def test_a_gradient_that_is_not_finite_is_seen_through_every_codec(options):
     with build_team(
         f"data(2, {options})", nonfinite="skip", check_finite="gradients", share_params_on_host=False
     ) as one:
@@ -120,20 +120,20 @@ def test_a_gradient_that_is_not_finite_is_seen_through_a_code(options):
         assert one.step(1, make_batch(2)).skip_reason == ""
 
 
-def test_clipping_is_by_the_norm_of_what_is_applied():
-    plain, _ = applied_in("data(2, compress=sign)")
-    clipped, _ = applied_in("data(2, compress=sign)", clip_norm=1e-3)
+def test_clipping_uses_the_norm_of_the_applied_gradient():
+    plain, _ = first_update("data(2, compress=sign)")
+    clipped, _ = first_update("data(2, compress=sign)", clip_norm=1e-3)
     assert torch.allclose(clipped, plain * 1e-3 / (plain.norm() + 1e-6), rtol=1e-12)
 
 
-def test_a_sum_with_no_code_keeps_nothing():
+def test_an_uncompressed_all_reduce_has_no_residual():
     with build_team("data(2)", share_params_on_host=False) as one:
         one.step(0, make_batch(2))
-        assert left_of(one) == []
+        assert residuals_of(one) == []
 
 
-def test_a_gradient_of_zeros_does_not_stop_a_factor_for_good():
-    """Its factors would stay zero ever after: the next step starts with fresh columns where one has become nothing."""
+def test_a_zero_gradient_does_not_keep_a_factor_zero_forever():
+    """Its factors would stay zero: the next step starts with new columns in place of zero ones."""
     model = chain(2)
     for layer in model:
         layer[0].bias.data.zero_()

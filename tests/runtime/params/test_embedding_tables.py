@@ -1,4 +1,4 @@
-"""Gradients of tables, shown and added up as rows: the weights are those of solo."""
+"""Gradients of embedding tables, published and added up as rows, give the weights of single-process training."""
 
 import pytest
 import torch
@@ -32,26 +32,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # tor
     ids=str,
 )
 @pytest.mark.parametrize("case", CASES)
-def test_replicas_that_look_up_rows_train_as_solo(case, options):
+def test_replicas_that_look_up_rows_train_as_a_single_process(case, options):
     assert max_difference("data(2)", *CASES[case], **options) <= BAR
 
 
 @pytest.mark.parametrize("strategy", ["zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)", "server(2)",
                                       "data(2, update=sharded) * data(2)", "zero(2, level=2) * data(2)"])  # fmt: skip
 @pytest.mark.parametrize("case", ["sgd", "momentum", "sparse adam"])
-def test_every_other_plan_trains_tables_as_solo(case, strategy):
+def test_every_other_plan_trains_tables_as_a_single_process(case, strategy):
     assert max_difference(strategy, *CASES[case]) <= BAR
 
 
 @pytest.mark.parametrize("strategy", ["data(2) * data(2)", "data(2) * server(2)"])
 @pytest.mark.parametrize("case", ["sgd", "dense", "momentum", "sparse adam"])
-def test_rows_that_are_brought_together_twice_are_those_of_solo(case, strategy):
+def test_rows_that_are_gathered_twice_are_those_of_a_single_process(case, strategy):
     assert max_difference(strategy, *CASES[case], share_params_on_host=False) <= BAR
 
 
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "pipeline(2) * data(2)"])
 @pytest.mark.parametrize("case", ["sgd", "dense", "adagrad"])
-def test_pipelines_train_tables_as_solo(case, strategy):
+def test_pipelines_train_tables_as_a_single_process(case, strategy):
     assert max_difference(strategy, *CASES[case]) <= BAR
 
 
@@ -65,27 +65,27 @@ def test_a_table_that_is_the_output_layer_too_gets_both_gradients(optimizer):
     [rows(padding_idx=2), rows(padding_idx=2, sparse=True), rows(padding_idx=-1), bags(mode="sum"),
      bags(mode="max"), bags(padding_idx=2), bags(mode="sum", sparse=True, padding_idx=2)],
 )  # fmt: skip
-def test_every_way_to_look_up_trains_as_solo(table):
+def test_every_kind_of_lookup_trains_as_a_single_process(table):
     assert max_difference("data(2)", EmbeddingNet, table, SGD) <= BAR
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_of_several_lengths_train_as_solo(mode, last):
+def test_bags_of_several_lengths_train_as_a_single_process(mode, last):
     assert max_difference("data(2)", EmbeddingBagNet, bags(mode=mode, include_last_offset=last), SGD) <= BAR
 
 
 @pytest.mark.process
-def test_real_processes_show_each_other_rows():
+def test_processes_read_each_others_rows():
     cases = ["sgd", "dense", "momentum", "sparse adam"]
     for found in run_forked(tables.train_cases, ranks=2, args=[cases]):
-        for case, mine in zip(cases, found, strict=True):
+        for case, weights in zip(cases, found, strict=True):
             solo = tables.trained("solo", *CASES[case])
-            assert float((mine - solo).norm() / solo.norm()) <= BAR
+            assert float((weights - solo).norm() / solo.norm()) <= BAR
 
 
 @pytest.mark.parametrize("case", ["dense", "momentum", "sparse adam"])
-def test_a_step_that_is_left_out_leaves_no_rows_behind(case):
+def test_a_skipped_step_leaves_no_rows(case):
     def poisoned(outputs, targets):
         found = F.cross_entropy(outputs, targets)
         return found * float("nan") if outputs.shape[0] == 1 else found  # the ranks with a sample of the third batch
@@ -97,7 +97,7 @@ def test_a_step_that_is_left_out_leaves_no_rows_behind(case):
 
 
 @pytest.mark.parametrize("case", ["sgd", "momentum", "adagrad", "sparse adam"])
-def test_a_run_with_tables_goes_on_bit_for_bit_from_a_checkpoint(case, tmp_path):
+def test_a_run_with_tables_resumes_bit_for_bit_from_a_checkpoint(case, tmp_path):
     found = []
     for name, resume, steps in [("a", None, 4), ("b", None, 2), ("b", tmp_path / "b", 4)]:
         build, table, optimizer = CASES[case]
@@ -109,16 +109,16 @@ def test_a_run_with_tables_goes_on_bit_for_bit_from_a_checkpoint(case, tmp_path)
     assert not torch.equal(found[0], found[1])
 
 
-def test_rows_are_added_to_a_range_and_nothing_beside_it():
+def test_rows_are_added_to_a_range_and_nothing_outside_of_it():
     flat = torch.zeros(10, dtype=torch.float64)
-    piece = RowGrad(torch.tensor([3, -1, 1, 3]), torch.arange(1.0, 5.0).double().view(2, 2), rows_per_value=2)
-    add_rows(flat[2:7], 3, [piece], 2.0)  # the second element of row 1 to the second of row 3
+    row_grad = RowGrad(torch.tensor([3, -1, 1, 3]), torch.arange(1.0, 5.0).double().view(2, 2), rows_per_value=2)
+    add_rows(flat[2:7], 3, [row_grad], 2.0)  # the second element of row 1 to the second of row 3
     assert flat.tolist() == [0, 0, 8.0, 0, 0, 0 + 2 + 6, 4 + 8.0, 0, 0, 0][:10]
-    clear_rows(flat[2:7], 3, [piece])
+    clear_rows(flat[2:7], 3, [row_grad])
     assert not flat.any()
 
 
-class Asking(EmbeddingNet):
+class OwnGradientPenalty(EmbeddingNet):
     """Asks autograd for the table's gradient by itself."""
 
     def forward(self, tokens):
@@ -129,5 +129,5 @@ class Asking(EmbeddingNet):
         return found + asked.sum()
 
 
-def test_a_gradient_that_somebody_asks_autograd_for_is_a_tensor_of_its_own():
-    assert max_difference("data(2)", Asking, rows(), SGD, num_microbatches=2) <= BAR
+def test_a_gradient_requested_from_autograd_is_a_tensor_of_its_own():
+    assert max_difference("data(2)", OwnGradientPenalty, rows(), SGD, num_microbatches=2) <= BAR

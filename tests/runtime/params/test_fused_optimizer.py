@@ -1,4 +1,4 @@
-"""One pass over memory does what torch's optimizers do."""
+"""A fused optimizer step gives the same results as torch's."""
 
 from functools import partial
 from typing import Any
@@ -31,38 +31,38 @@ RULES: dict[str, Any] = {
 }
 
 
-def both(rule, dtype, num_parts, num_steps=4):
-    """Take steps with the sum of some gradients in torch's way and in one pass; return both weights and optimizers."""
+def run_both(rule, dtype, num_parts, num_steps=4):
+    """Step with the sum of some gradients by torch and fused; return the weights and optimizers of run_both."""
     draw = torch.Generator().manual_seed(num_parts)
     start = torch.randn(5001, generator=draw, dtype=dtype)
-    theirs, ours = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    one, other = RULES[rule]([theirs]), RULES[rule]([ours])
+    reference, fused = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    one, other = RULES[rule]([reference]), RULES[rule]([fused])
     for _ in range(num_steps):
         parts = [torch.randn(5001, generator=draw, dtype=dtype) for _ in range(num_parts)]
-        theirs.grad = sum(parts[1:], parts[0])
+        reference.grad = sum(parts[1:], parts[0])
         one.step()
         with torch.no_grad():
-            update_tensor(other, other.param_groups[0], ours, [GradRange(0, ours.numel(), parts)])
-    return theirs, ours, one, other
+            update_tensor(other, other.param_groups[0], fused, [GradRange(0, fused.numel(), parts)])
+    return reference, fused, one, other
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_end_with_the_weights_of_torch(rule, num_parts):
-    theirs, ours, _, _ = both(rule, torch.float64, num_parts)
-    assert torch.allclose(ours, theirs, rtol=1e-13, atol=1e-14)
+def test_steps_give_the_weights_of_torch(rule, num_parts):
+    reference, fused, _, _ = run_both(rule, torch.float64, num_parts)
+    assert torch.allclose(fused, reference, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_in_float32_are_torchs_within_rounding(rule):
-    theirs, ours, _, _ = both(rule, torch.float32, 2)
-    assert torch.allclose(ours, theirs, rtol=2e-6, atol=2e-6)
+    reference, fused, _, _ = run_both(rule, torch.float32, 2)
+    assert torch.allclose(fused, reference, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_state_is_kept_as_torch_keeps_it(rule):
-    theirs, ours, one, other = both(rule, torch.float64, 2)
-    expected, found = one.state[theirs], other.state[ours]
+def test_the_state_is_that_of_torch(rule):
+    reference, fused, one, other = run_both(rule, torch.float64, 2)
+    expected, found = one.state[reference], other.state[fused]
     assert {key for key, value in expected.items() if value is not None} == found.keys()
     assert all(torch.allclose(found[key], value, rtol=1e-13) for key, value in expected.items() if value is not None)
 
@@ -77,7 +77,7 @@ def test_the_state_is_kept_as_torch_keeps_it(rule):
     ],
     ids=["another rule", "another dtype", "capturable", "a class of the user's"],
 )
-def test_what_is_not_known_to_be_the_same_is_left_to_torch(optimizer):
+def test_optimizers_that_may_differ_are_left_to_torch(optimizer):
     assert not supports_fused_update(optimizer(nn.Parameter(torch.zeros(3))))
 
 
@@ -87,12 +87,12 @@ def weights_and_rule(rule="adamw"):
 
 
 def test_gradients_that_stay_on_their_rank_are_applied_as_torch_applies_them():
-    (theirs, ours), _ = weights_and_rule()
-    one, other = RULES["adamw"]([theirs]), RULES["adamw"]([ours])
-    theirs.grad, ours.grad = torch.arange(3.0).double(), torch.arange(3.0).double()
+    (reference, fused), _ = weights_and_rule()
+    one, other = RULES["adamw"]([reference]), RULES["adamw"]([fused])
+    reference.grad, fused.grad = torch.arange(3.0).double(), torch.arange(3.0).double()
     one.step()
-    fused_update(other, {id(ours): partial(own_grad, ours)})
-    assert torch.allclose(ours, theirs, rtol=1e-13)
+    fused_update(other, {id(fused): partial(own_grad, fused)})
+    assert torch.allclose(fused, reference, rtol=1e-13)
 
 
 def test_a_weight_without_a_gradient_stays_and_has_no_state():
@@ -103,16 +103,16 @@ def test_a_weight_without_a_gradient_stays_and_has_no_state():
     assert weights[1] not in rule.state
 
 
-def test_autograd_notices_that_a_weight_it_has_kept_was_updated():
+def test_autograd_notices_an_update_of_a_saved_weight():
     (weight, _), _ = weights_and_rule()
     x = torch.ones_like(weight).requires_grad_()
-    kept = (x * weight).sum()
+    output = (x * weight).sum()
     weight.grad = torch.ones_like(weight)
     fused_update(RULES["sgd"]([weight]), {id(weight): partial(own_grad, weight)})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
+        output.backward()
 
 
-def test_a_weight_that_does_not_lie_row_by_row_is_left_to_torch():
+def test_a_weight_that_is_not_contiguous_is_left_to_torch():
     assert not is_param_contiguous(nn.Parameter(torch.ones(2, 3).t()))
     assert is_param_contiguous(nn.Parameter(torch.ones(2, 3)))

@@ -1,4 +1,4 @@
-"""Gradients of matrices are written where they belong, wherever that is, unless somebody listens to autograd."""
+"""Gradients of matrices are written to their sink, unless the user has a hook on the weight."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def wide():
     return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).double()
 
 
-class Copies(TorchDispatchMode):
+class CopyCounter(TorchDispatchMode):
     """Counts tensors of a matrix's shape that are copied or added to another one."""
 
     def __init__(self):
@@ -39,31 +39,31 @@ class Copies(TorchDispatchMode):
 def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
     with build_team(
         plan, num_microbatches=micros, model=wide(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
-    ) as one:
-        one.step(0, make_batch(one.plan.global_num_microbatches))
-        with Copies() as seen:
-            one.step(1, make_batch(one.plan.global_num_microbatches))
-        assert seen.count == 0
+    ) as team:
+        team.step(0, make_batch(team.plan.global_num_microbatches))
+        with CopyCounter() as copies:
+            team.step(1, make_batch(team.plan.global_num_microbatches))
+        assert copies.count == 0
 
 
 @pytest.mark.parametrize("plan", ["solo", "zero(2, level=2)"])
-def test_a_hook_on_a_weight_hears_of_its_gradient(plan):
-    with build_team(plan, num_microbatches=2, model=wide()) as one:
-        store, heard = one.ranks[0].interpreter.store, []
+def test_a_hook_on_a_weight_is_called_with_its_gradient(plan):
+    with build_team(plan, num_microbatches=2, model=wide()) as team:
+        store, shapes = team.ranks[0].interpreter.store, []
         param = next(param for param in store.params.values() if tuple(param.shape) == MATRIX)
-        param.register_hook(lambda gradient: heard.append(gradient.shape))
+        param.register_hook(lambda gradient: shapes.append(gradient.shape))
         assert id(param) not in build_grad_sinks(store, None).weight_sinks
-        one.step(0, make_batch(one.plan.global_num_microbatches))
-    assert set(heard) == {MATRIX}
+        team.step(0, make_batch(team.plan.global_num_microbatches))
+    assert set(shapes) == {MATRIX}
 
 
 def test_weights_with_several_versions_are_left_to_autograd():
-    with build_team("pipedream(2)", num_microbatches=2, model=wide()) as one:
-        store = one.ranks[0].interpreter.store
+    with build_team("pipedream(2)", num_microbatches=2, model=wide()) as team:
+        store = team.ranks[0].interpreter.store
         assert store.weight_versions is not None
         assert not build_grad_sinks(store, None).weight_sinks
 
 
 def test_small_weights_are_left_to_autograd():
-    with build_team("solo") as one:
-        assert not build_grad_sinks(one.ranks[0].interpreter.store, None).weight_sinks
+    with build_team("solo") as team:
+        assert not build_grad_sinks(team.ranks[0].interpreter.store, None).weight_sinks
