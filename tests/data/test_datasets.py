@@ -176,9 +176,9 @@ def test_the_library_has_twenty_packages_to_tell_apart(library):
             lambda s: select_split(s, "test", 5),  # type: ignore[arg-type]
             "there is no part 'test' of a dataset; the parts are train and held-out",
         ),
-        (lambda s: select_split(s[:1], "held-out", 10**6), "none of the 1 files is in the part 'held-out'"),
-        (lambda s: Digits("test"), "there is no part 'test' of the digits"),  # type: ignore[arg-type]
-        (lambda s: Digits(dtype=torch.int64), "dtype is torch.int64; normalized images are fractions"),
+        (lambda s: select_split(s[:1], "held-out", 10**6), "none of the 1 files is in the split 'held-out':"),
+        (lambda s: Digits("test"), "have no split 'test'; give train"),  # type: ignore[arg-type]
+        (lambda s: Digits(dtype=torch.int64), r"dtype is torch\.int64; normalized images need a floating"),
     ],
 )
 def test_a_dataset_that_cannot_be_built_says_why(folder, make, text):
@@ -193,5 +193,5 @@ def test_an_empty_folder_is_no_standard_library(tmp_path):
 
 def test_one_package_alone_cannot_be_told_apart(folder):
     sources = [source for source in read_sources(folder) if source.top_level == "alpha"]
-    with pytest.raises(DataError, match="only 1 of the top-level packages have files in both parts"):
+    with pytest.raises(DataError, match="only 1 of the top-level packages have files in both splits;"):
         most_frequent_classes(sources, sources)

@@ -21,34 +21,34 @@ from tests.data.samples import Drawn, DrawnTogether, FailsAt, Noted, Numbers, Un
 pytestmark = pytest.mark.process
 
 
-def reading_of(dataset, num_micros=2, *, batch_size=6, shuffle="feistel"):
+def reader_of(dataset, num_micros=2, *, batch_size=6, shuffle="feistel"):
     return MicrobatchReader(dataset, Sampler(len(dataset), batch_size, 5, shuffle=shuffle), num_micros)
 
 
 @contextmanager
-def loading(reading, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, deadline_s=30.0):
+def loading(reader, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, timeout_s=30.0):
     """Yield a loader and the places that it reads."""
-    spots = list(iter_microbatch_indices(reading, first, num_batches, range(reading.num_micros)))
+    indices = list(iter_microbatch_indices(reader, first, num_batches, range(reader.num_micros)))
     loader = MicrobatchLoader(
-        reading, iter(spots), num_workers=workers, prefetch_factor=prefetch, deadline_s=deadline_s
+        reader, iter(indices), num_workers=workers, prefetch_factor=prefetch, timeout_s=timeout_s
     )
     try:
-        yield loader, spots
+        yield loader, indices
     finally:
         loader.close()
 
 
-def read_all(loader, spots):
-    for spot in spots:
-        loader.get_fields(spot)
+def read_all(loader, indices):
+    for index in indices:
+        loader.get_fields(index)
 
 
 def refused(dataset, **options):
     """Return why a loader gives up on a dataset in the order of its samples; none of its workers is left."""
-    with loading(reading_of(dataset, shuffle="sequential"), **options) as (loader, spots):
+    with loading(reader_of(dataset, shuffle="sequential"), **options) as (loader, indices):
         watched = [os.pidfd_open(worker.process.pid) for worker in loader.workers]
         with pytest.raises(DataError) as caught:
-            read_all(loader, spots)
+            read_all(loader, indices)
     assert are_gone(watched)
     return str(caught.value)
 
@@ -64,26 +64,26 @@ def are_gone(pidfds, seconds=10.0):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_give_what_this_process_would_read_bit_for_bit(workers):
-    reading = reading_of(Drawn())
-    with loading(reading, workers, num_batches=6) as (loader, spots):
-        assert [spot.epoch for spot in (spots[0], spots[-1])] == [0, 1]
-        for spot in spots:
-            for mine, theirs in zip(loader.get_fields(spot), reading.read(spot), strict=True):
-                assert torch.equal(mine, theirs)
+    reader = reader_of(Drawn())
+    with loading(reader, workers, num_batches=6) as (loader, indices):
+        assert [index.epoch for index in (indices[0], indices[-1])] == [0, 1]
+        for index in indices:
+            for loaded, expected in zip(loader.get_fields(index), reader.read(index), strict=True):
+                assert torch.equal(loaded, expected)
 
 
 def test_what_a_sample_draws_does_not_depend_on_how_many_share_a_batch():
     """Noise from a worker's own seed was another one for every number of workers and ranks."""
-    whole = reading_of(Drawn(), 1).read(MicrobatchIndex(1, 2, 0))
+    whole = reader_of(Drawn(), 1).read(MicrobatchIndex(1, 2, 0))
     for num_micros in (2, 3, 6):
-        parts = [reading_of(Drawn(), num_micros).read(MicrobatchIndex(1, 2, micro)) for micro in range(num_micros)]
+        parts = [reader_of(Drawn(), num_micros).read(MicrobatchIndex(1, 2, micro)) for micro in range(num_micros)]
         assert torch.equal(torch.cat([part[0] for part in parts]), whole[0])
 
 
 def test_a_sample_draws_anew_in_every_epoch_and_costs_no_random_number_of_ours():
-    reading = reading_of(Drawn(), 1, batch_size=24, shuffle="sequential")
+    reader = reader_of(Drawn(), 1, batch_size=24, shuffle="sequential")
     torch.manual_seed(1)
-    first, second = (reading.read(MicrobatchIndex(epoch, 0, 0))[0] for epoch in (0, 1))
+    first, second = (reader.read(MicrobatchIndex(epoch, 0, 0))[0] for epoch in (0, 1))
     assert not (first == second).any()
     drawn = torch.rand(())
     torch.manual_seed(1)
@@ -92,31 +92,31 @@ def test_a_sample_draws_anew_in_every_epoch_and_costs_no_random_number_of_ours()
 
 def test_drawing_for_many_samples_at_once_is_warned_of():
     with pytest.warns(RuntimeWarning, match=r"^DrawnTogether draws global random numbers for many samples at once, so"):
-        reading_of(DrawnTogether()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
-    reading_of(Drawn()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
+        reader_of(DrawnTogether()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
+    reader_of(Drawn()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
 
 
 def test_a_run_that_goes_on_in_mid_epoch_reads_nothing_again(tmp_path):
-    reading = reading_of(Noted(tmp_path / "read"))
-    with loading(reading, first=(0, 2), num_batches=2) as (loader, spots):
-        read_all(loader, spots)
-    wanted = [index for batch in (2, 3) for index in reading.sampler.batch(0, batch).tolist()]
+    reader = reader_of(Noted(tmp_path / "read"))
+    with loading(reader, first=(0, 2), num_batches=2) as (loader, indices):
+        read_all(loader, indices)
+    wanted = [index for batch in (2, 3) for index in reader.sampler.batch(0, batch).tolist()]
     assert sorted(read_by_workers(tmp_path / "read")) == sorted(wanted)
 
 
 def test_no_more_is_read_ahead_than_was_asked_for(tmp_path):
-    reading = reading_of(Noted(tmp_path / "read"), 1, batch_size=1)
-    with loading(reading, 2, num_batches=20, prefetch=3) as (loader, spots):
-        for spot in spots[:8]:
-            loader.get_fields(spot)
+    reader = reader_of(Noted(tmp_path / "read"), 1, batch_size=1)
+    with loading(reader, 2, num_batches=20, prefetch=3) as (loader, indices):
+        for index in indices[:8]:
+            loader.get_fields(index)
             assert [len(worker.pending) for worker in loader.workers] == [3, 3]
     assert len(read_by_workers(tmp_path / "read")) <= 8 + 2 * 3
 
 
 def test_what_nobody_asks_for_is_left_behind():
-    with loading(reading_of(Numbers())) as (loader, spots):
-        for spot in spots[1::2]:
-            assert loader.get_fields(spot)[1].tolist() == reading_of(Numbers()).indices(spot).tolist()
+    with loading(reader_of(Numbers())) as (loader, indices):
+        for index in indices[1::2]:
+            assert loader.get_fields(index)[1].tolist() == reader_of(Numbers()).indices(index).tolist()
             assert len(loader.buffered) <= 1
 
 
@@ -131,8 +131,8 @@ def test_an_error_says_which_sample_and_where_in_the_users_code():
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("die", "was killed by SIGKILL with microbatch 0 of batch 1 in epoch 0 to read; if nobody sent it, the kernel"),
-        ("leave", "ended with exit code 3 with microbatch 0 of batch 1 in epoch 0 to read; what it wrote last says"),
+        ("die", "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; if nobody sent it, the kernel"),
+        ("leave", "ended with exit code 3 while reading microbatch 0 of batch 1 in epoch 0; see its last"),
     ],
 )
 def test_a_worker_that_ends_is_named_at_once(how, what):
@@ -144,28 +144,29 @@ def test_a_worker_that_ends_is_named_at_once(how, what):
 
 
 def test_a_worker_that_hangs_is_named_within_the_deadline_with_its_stack():
-    text = refused(FailsAt(7, "hang"), deadline_s=0.5)
-    assert ") has not read microbatch 0 of batch 1 in epoch 0 within 0.5 s; a dataset that is this slow" in text
+    text = refused(FailsAt(7, "hang"), timeout_s=0.5)
+    assert "has not read microbatch 0 of batch 1 in epoch 0 within 0.5 s; give a longer timeout_s for a slow" in text
     assert "samples.py" in text
     assert "in hang" in text
 
 
 def test_a_dataset_that_cannot_travel_is_refused_with_the_remedy():
-    with pytest.raises(DataError, match=r"^a Unsendable cannot be sent to a loader's worker: .*; a dataset that other"):
-        MicrobatchLoader(reading_of(Unsendable()), iter(()), num_workers=1, prefetch_factor=1, deadline_s=1.0)
+    with pytest.raises(DataError, match=r"^a Unsendable cannot be sent to a loader's worker: .*; a dataset for workers has its"):
+        MicrobatchLoader(reader_of(Unsendable()), iter(()), num_workers=1, prefetch_factor=1, timeout_s=1.0)
 
 
 OWNER = """
 import sys
-from counterpoint.data.loader import Loader, spots_of
-from counterpoint.data.microbatch_reader import Reading
+from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
+from counterpoint.data.microbatch_reader import MicrobatchReader
 from counterpoint.data.sampler import Sampler
 from tests.data.samples import FailsAt
 if __name__ == "__main__":
-    reading = Reading(FailsAt(7, "hang"), Sampler(24, 6, shuffle="sequential"), 2)
-    loader = Loader(reading, spots_of(reading, (0, 0), 4, (0, 1)), workers=2, prefetch=2, deadline_s=60)
-    loader.receive()
-    loader.receive()
+    reader = MicrobatchReader(FailsAt(7, "hang"), Sampler(24, 6, shuffle="sequential"), 2)
+    indices = iter_microbatch_indices(reader, (0, 0), 4, (0, 1))
+    loader = MicrobatchLoader(reader, indices, num_workers=2, prefetch_factor=2, timeout_s=60)
+    loader.receive_next()
+    loader.receive_next()
     print(*[worker.process.pid for worker in loader.workers], flush=True)
     sys.stdin.read()
 """

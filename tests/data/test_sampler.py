@@ -101,16 +101,16 @@ def test_the_last_batch_is_smaller_or_left_out():
     ("make", "text"),
     [
         (lambda: Sampler(0, 4), "the dataset has 0 samples"),
-        (lambda: Sampler(4, 0), "batch_size is 0; a batch holds at least one sample"),
+        (lambda: Sampler(4, 0), "batch_size is 0; give batch_size=1 or more"),
         (lambda: Sampler(4, 8, drop_last=True), "4 samples do not fill one batch of 8.*give batch_size=4"),
         (
             lambda: Sampler(4, 2, shuffle="random"),  # type: ignore[arg-type]
-            "shuffle is 'random'; the orders are feistel, sequential",
+            "shuffle='random'; give feistel or sequential",
         ),
         (lambda: Sampler(4, 2).batch(0, 2), "no batch 2: 4 samples in batches of 2 are batches 0 to 1"),
         (lambda: Sampler(4, 2).batch(-1, 0), "no epoch -1; epochs count from 0"),
         (lambda: Cursor(0, -1), "epoch 0, batch -1 does not exist"),
-        (lambda: Cursor(0, 9).advance(9), "stands at batch 9, but an epoch has 9 batches"),
+        (lambda: Cursor(0, 9).advance(9), "is at batch 9, but an epoch has 9 batches"),
         (
             lambda: Cursor.from_dict({"epoch": 1}),
             r"has the keys \['epoch'\], but must have exactly batch and",
@@ -119,7 +119,7 @@ def test_the_last_batch_is_smaller_or_left_out():
             lambda: Cursor.from_dict({"epoch": 1, "batch": "2"}),
             "epoch 1 and batch '2', but both must be whole",
         ),
-        (lambda: split_batch(4, 0), "a batch of 4 samples cannot be cut into 0 microbatches"),
+        (lambda: split_batch(4, 0), "a batch of 4 samples cannot be split into 0 microbatches;"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_with_the_values_and_the_remedy(make, text):

@@ -1,1 +1,1 @@
-"""Which samples, in which order, as which tensors; and three datasets that need no download."""
+"""Samplers, dataset readers and prefetching workers; and three datasets that need no download."""

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1797 real images of 8 x 8 pixels, and nothing to download."""
+"""scikit-learn's handwritten digits: 1797 images of 8 x 8 pixels, without a download."""
 
 from __future__ import annotations
 
@@ -21,27 +21,24 @@ FILE = "datasets/data/digits.csv.gz"  # in scikit-learn; a line is 64 pixels and
 
 
 class Digits:
-    """Images of digits and which digit each shows.
+    """Images of handwritten digits and their labels.
 
     A sample is ``(image, digit)``: the image ``(1, 8, 8)`` in ``dtype`` with mean 0 and deviation 1 over the
-    dataset, the digit an int64 scalar from 0 to 9. Every fifth image is held out. There is nothing random in
-    it.
+    dataset, the digit an int64 scalar from 0 to 9. Every fifth image is held out. It is deterministic.
 
     Args:
         part: ``"train"`` for 1438 images, ``"held-out"`` for the 359 others.
         dtype: a floating point type.
 
     Raises:
-        DataError: there is no such part, ``dtype`` is not floating point, or scikit-learn is not installed.
+        DataError: there is no such split, ``dtype`` is not floating point, or scikit-learn is not installed.
     """
 
     def __init__(self, split: DatasetSplit = "train", dtype: torch.dtype = torch.float32) -> None:
         if split not in ("train", "held-out"):
-            raise DataError(
-                f"there is no part {split!r} of the digits; the parts are train and held-out; give one of them"
-            )
+            raise DataError(f"the digits have no split {split!r}; give train or held-out")
         if not dtype.is_floating_point:
-            raise DataError(f"dtype is {dtype}; normalized images are fractions; give a floating point type")
+            raise DataError(f"dtype is {dtype}; normalized images need a floating point type")
         pixels, digits = _load()
         held_out = np.arange(len(digits)) % HELD_OUT_ONE_IN == HELD_OUT_ONE_IN - 1
         chosen = held_out if split == "held-out" else ~held_out
@@ -64,25 +61,21 @@ class Digits:
 
 
 def split_digits(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
-    """Return the training part and the held-out part, which have no image in common."""
+    """Return the training and the held-out split, which have no image in common."""
     return Digits("train", dtype), Digits("held-out", dtype)
 
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
     """Return pixels ``(image, 64)`` from 0 to 16 and digits ``(image,)``.
 
-    They are read from scikit-learn's file, because importing scikit-learn, and SciPy with it, takes every rank more
-    than a second.
+    They are read from scikit-learn's file, because importing scikit-learn and SciPy takes more than a second per rank.
     """
     found = importlib.util.find_spec("sklearn")
     if found is None:
-        raise DataError(
-            "the digits are part of scikit-learn, which is not installed; the digits dataset reads them from "
-            "there; pip install counterpoint[data]"
-        )
+        raise DataError("the digits are part of scikit-learn, which is not installed; pip install counterpoint[data]")
     places = (Path(folder, FILE) for folder in found.submodule_search_locations or ())
     path = next(filter(Path.is_file, places), None)
-    if path is None:  # another version of scikit-learn may keep it elsewhere
+    if path is None:  # other versions of scikit-learn may have it elsewhere
         pixels, digits = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
         return np.asarray(pixels, dtype=np.float64), np.asarray(digits, dtype=np.int64)
     table = np.loadtxt(path, delimiter=",")

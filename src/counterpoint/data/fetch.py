@@ -1,4 +1,4 @@
-"""Samples of any map-style dataset become one tensor per field, or an error that names the sample."""
+"""Reads samples of map-style datasets into one tensor per field; errors name the sample."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Fields: TypeAlias = tuple[Tensor, ...]
 
 
 class MapDataset(Protocol):
-    """What can be trained on: a length, and a sample ``(inputs..., target)`` for every index below it.
+    """A map-style dataset: a length, and a sample ``(inputs..., target)`` for every index below it.
 
-    It may also have ``fetch(indices) -> tuple of tensors``, which hands out many samples at once, each tensor
-    with the samples along its first dim, in the order of the indices.
+    It may also have ``fetch(indices) -> tuple of tensors``, which returns many samples at once, each tensor with the
+    samples along its first dim, in the order of the indices.
     """
 
     def __len__(self) -> int:
@@ -36,13 +36,12 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DatasetFingerprint:
-    """Enough of a dataset to notice that a run is resumed with another one.
+    """Identifies a dataset, to detect that a run is resumed with another one.
 
     Args:
         num_samples: its length.
         type_name: module and name of its class.
-        ends: hash of the first and of the last sample, or ``"random"`` where a sample differs at every
-            reading.
+        ends: hash of the first and the last sample, or ``"random"`` if they differ between two reads.
     """
 
     num_samples: int
@@ -50,20 +49,20 @@ class DatasetFingerprint:
     ends: str
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return the fingerprint as a mapping that JSON can hold."""
+        """Return the fingerprint as a JSON-compatible mapping."""
         return asdict(self)
 
 
 def fetch(dataset: MapDataset, indices: Iterable[int], *, before_read: Callable[[int], None] | None = None) -> Fields:
     """Return the samples at ``indices``, stacked field by field.
 
-    Tensors, numpy arrays and plain numbers are fields. Without any index the tensors are empty, but have the
-    shape and the dtype that they would have with samples.
+    Tensors, numpy arrays and numbers are fields. Without any index the tensors are empty, with the shape and dtype
+    that they would have with samples.
 
     Args:
         dataset: see `MapDataset`.
-        indices: which samples, in the order wanted.
-        before: called with the index before each sample is read, or with the first where many are read at once.
+        indices: of the samples, in the order of the result.
+        before_read: called with the index before each sample is read, or with the first if many are read at once.
 
     Returns:
         ``(inputs..., target)``, each ``(sample, ...)``.
@@ -83,7 +82,7 @@ def fetch(dataset: MapDataset, indices: Iterable[int], *, before_read: Callable[
 
 
 def supports_batch_fetch(dataset: object) -> bool:
-    """Tell whether a dataset reads many samples at once by a method of its own; a subset does what its whole does."""
+    """Tell whether a dataset reads many samples at once with its own method; a subset does what its dataset does."""
     if type(dataset) is Subset:
         whole = dataset.dataset
         return supports_batch_fetch(whole) if type(whole) is Subset else hasattr(whole, "__getitems__")
@@ -91,7 +90,7 @@ def supports_batch_fetch(dataset: object) -> bool:
 
 
 def fingerprint(dataset: MapDataset) -> DatasetFingerprint:
-    """Return what tells this dataset from another; torch's random numbers go on as if nothing was read.
+    """Return the fingerprint of a dataset; torch's random generator is restored.
 
     Raises:
         DataError: the dataset is empty, or its first or last sample cannot be used.
@@ -100,7 +99,7 @@ def fingerprint(dataset: MapDataset) -> DatasetFingerprint:
     if num_samples < 1:
         raise DataError(
             f"the {type(dataset).__name__} has {num_samples} samples; a dataset needs at least one; "
-            "check the path or the filter that it was built with"
+            "check the path or the filter that it was created with"
         )
     with torch.random.fork_rng(devices=[]):
         first, second = (_hash(fetch(dataset, [0, num_samples - 1])) for _ in range(2))
@@ -122,7 +121,7 @@ def _fetch_at_once(dataset: object, indices: list[int]) -> Fields:
     if not isinstance(fields, tuple) or not all(isinstance(field, Tensor) for field in fields):
         raise DataError(
             f"{name} returned {_describe(fields)}; it must return a tuple of tensors (inputs..., target); "
-            "stack each field along a new first dim, or remove fetch and let the samples be stacked for you"
+            "stack each field along a new first dim, or remove fetch, so that samples are stacked automatically"
         )
     for number, field in enumerate(fields):
         if field.dim() == 0 or len(field) != len(indices):

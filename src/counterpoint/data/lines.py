@@ -1,7 +1,4 @@
-"""Lines of text become rows of a table by the hashes of their n-grams and tokens, many lines at once.
-
-Lines of the standard library's sources: which package does a line come from?
-"""
+"""Lines of the standard library's sources, to be classified by package; features are hashed n-grams and tokens."""
 
 from __future__ import annotations
 
@@ -31,16 +28,15 @@ TOKEN_START = np.uint32(0x2F0B4C47)
 
 
 def hash_lines(lines: Sequence[bytes], *, line_len: int, num_features: int, num_rows: int) -> FeatureRows:
-    """Return the features of each line as rows of a table, the same on every machine and in every process.
+    """Return the features of each line as rows of an embedding table, the same on every machine.
 
-    A feature is a run of 3, 4 or 5 bytes, or a whole word (letters, digits and underscores). It becomes its
-    32-bit FNV-1a hash, then a row from 1 to ``num_rows - 1``; two features may share a row. Row 0 means that
-    nothing is there, and fills a line up.
+    A feature is a run of 3, 4 or 5 bytes, or a token (letters, digits and underscores). Its 32-bit FNV-1a hash
+    selects a row from 1 to ``num_rows - 1``; several features may share a row. Row 0 is padding.
 
     Args:
-        lines: at most ``line_len`` bytes of each are read.
-        line_len: see above.
-        num_features: features kept of each line; the tokens come first, then the shorter n-grams.
+        lines: lines of text.
+        line_len: maximum number of bytes of a line that are used.
+        num_features: number of features per line; tokens come first, then the shorter n-grams.
         num_rows: rows of the table, at least 2.
 
     Returns:
@@ -59,13 +55,13 @@ def hash_lines(lines: Sequence[bytes], *, line_len: int, num_features: int, num_
 
 
 def _grid(lines: Sequence[bytes], line_len: int) -> ByteArray:
-    """Return the lines as ``(line, line_len)`` bytes, filled up with 0."""
+    """Return the lines as ``(line, line_len)`` bytes, padded with 0."""
     joined = b"".join(line[:line_len].ljust(line_len, b"\0") for line in lines)
     return np.frombuffer(joined, dtype=np.uint8).reshape(len(lines), line_len)
 
 
 def _ngrams(text: ByteArray, size: int) -> tuple[Hashes, Mask]:
-    """Return the hash of the run of ``size`` bytes at each position, and where there is a whole one."""
+    """Return the hash of the n-gram at each position, and a mask of complete ones."""
     width = max(text.shape[1] - size + 1, 0)
     hashes = np.full((len(text), width), FNV_START, dtype=np.uint32)
     for offset in range(size):
@@ -74,7 +70,7 @@ def _ngrams(text: ByteArray, size: int) -> tuple[Hashes, Mask]:
 
 
 def _tokens(text: ByteArray) -> tuple[Hashes, Mask]:
-    """Return the hash of the token that ends at each position, and where one ends."""
+    """Return the hash of the token up to each position, and a mask of ends of tokens."""
     letter = _is_word(text)
     hashes = np.empty(text.shape, dtype=np.uint32)
     running = np.full(len(text), TOKEN_START, dtype=np.uint32)
@@ -94,12 +90,12 @@ def _is_word(text: ByteArray) -> Mask:
 
 
 def _pack(rows: FeatureRows, present: Mask, num_features: int) -> FeatureRows:
-    """Return what is present moved to the front of each line, in its order, cut or filled up."""
+    """Move present features to the front of each line, in order; truncate or pad with 0."""
     packed = np.zeros((len(rows), num_features), dtype=np.int32)
     line, column = np.nonzero(present)
-    place = (np.cumsum(present, axis=1) - 1)[line, column]
-    kept = place < num_features
-    packed[line[kept], place[kept]] = rows[line[kept], column[kept]]
+    position = (np.cumsum(present, axis=1) - 1)[line, column]
+    kept = position < num_features
+    packed[line[kept], position[kept]] = rows[line[kept], column[kept]]
     return packed
 
 
@@ -113,17 +109,16 @@ LINES_AT_ONCE = 8192
 
 
 class SourceLines:
-    """Source lines as hashed features, and the package each comes from.
+    """Source lines as hashed features, and the package of each.
 
-    A sample is ``(features, label)``: the features int64 ``(96,)``, rows of a table of 2**20 from 1 on and
-    filled up with 0, which stands for nothing, see `hash_lines`; the label an int64 scalar, an index into
-    ``classes``. Lines of less than 8 characters are left out. All features are computed once, when it is
-    built. There is nothing random in it.
+    A sample is ``(features, label)``: the features int64 ``(96,)``, rows of an embedding table of 2**20 padded with 0,
+    see `hash_lines`; the label an int64 scalar, an index into ``classes``. Lines of less than 8 characters are skipped.
+    All features are computed on construction. The dataset is deterministic.
 
     Args:
-        sources: the files of this part, from `split_lines` or `select`.
-        classes: names of packages; files of others are left out.
-        limit: use only so many lines, spread evenly over all of them; all of them if not given.
+        sources: the files of this split, from `split_lines` or `select_split`.
+        classes: names of packages; files of others are skipped.
+        limit: number of lines to use, spread evenly over all of them; all by default.
 
     Raises:
         DataError: no line is left, or ``limit`` is below 1.
@@ -131,7 +126,7 @@ class SourceLines:
 
     def __init__(self, sources: Sequence[SourceFile], classes: Sequence[str], limit: int | None = None) -> None:
         if limit is not None and limit < 1:
-            raise DataError(f"limit is {limit}; a dataset has at least one line; give 1 or more")
+            raise DataError(f"limit is {limit}; give 1 line or more")
         labels = {name: label for label, name in enumerate(classes)}
         found = [
             (line, labels[source.top_level])
@@ -141,8 +136,8 @@ class SourceLines:
         ]
         if not found:
             raise DataError(
-                f"none of the {len(sources)} files has a line of one of the {len(labels)} classes; a dataset "
-                "has at least one; give other classes or more files"
+                f"none of the {len(sources)} files has a line of one of the {len(labels)} classes; "
+                "give other classes or more files"
             )
         num_lines = len(found) if limit is None else min(limit, len(found))
         chosen = [found[number * len(found) // num_lines] for number in range(num_lines)]
@@ -167,12 +162,12 @@ class SourceLines:
 def split_lines(
     limit: int | None = 60_000, held_out_limit: int | None = 10_000, root: Path | None = None
 ) -> tuple[SourceLines, SourceLines]:
-    """Return the training part and the held-out part, which have no file in common but the same classes.
+    """Return the training and the held-out split, which have no file in common but the same classes.
 
     Args:
-        limit: lines to train on, spread evenly over all files; all if not given.
-        held_out_limit: lines held out, likewise.
-        root: folder to read; the standard library if not given.
+        limit: number of lines to train on, spread evenly over all files; None for all.
+        held_out_limit: the same for the held-out lines.
+        root: folder to read; the standard library by default.
     """
     sources = read_sources(root)
     parts: tuple[DatasetSplit, DatasetSplit] = ("train", "held-out")
@@ -184,10 +179,10 @@ def split_lines(
 def most_frequent_classes(train: Sequence[SourceFile], held_out: Sequence[SourceFile]) -> tuple[str, ...]:
     """Return the packages with most bytes to train on, in alphabetical order, at most 20 of them.
 
-    A module of one file is on one side only, and so is nothing that can be both learnt and tested.
+    A module of a single file is in one split only, and therefore not a class.
 
     Raises:
-        DataError: fewer than two packages have files in both parts.
+        DataError: fewer than two packages have files in both splits.
     """
     both = {source.top_level for source in train} & {source.top_level for source in held_out}
     size_bytes: Counter[str] = Counter()
@@ -197,8 +192,8 @@ def most_frequent_classes(train: Sequence[SourceFile], held_out: Sequence[Source
     ranked = sorted(size_bytes, key=lambda name: (-size_bytes[name], name))
     if len(ranked) < 2:
         raise DataError(
-            f"only {len(ranked)} of the top-level packages have files in both parts; telling packages apart "
-            "needs two; give a folder of more files"
+            f"only {len(ranked)} of the top-level packages have files in both splits; a "
+            "classification needs two; give a folder of more files"
         )
     return tuple(sorted(ranked[:NUM_CLASSES]))
 
@@ -211,7 +206,7 @@ def _lines(source: SourceFile) -> Iterator[bytes]:
 
 
 def _hash_all(lines: Sequence[bytes]) -> FeatureRows:
-    """Return int32 ``(line, 96)``, made in pieces so that what is needed in between stays small."""
+    """Return int32 ``(line, 96)``, computed in pieces to limit temporary memory."""
     pieces = [lines[start : start + LINES_AT_ONCE] for start in range(0, len(lines), LINES_AT_ONCE)]
     hashed = [hash_lines(piece, line_len=LINE_LEN, num_features=NUM_FEATURES, num_rows=NUM_ROWS) for piece in pieces]
     return np.concatenate(hashed)

@@ -1,8 +1,8 @@
-"""Microbatches read ahead by worker processes, in the order of the run and from wherever it begins.
+"""Worker processes that prefetch microbatches, in the order of the run and from any position.
 
-A worker is started by a fork server that has one thread and has never computed, so no lock can be copied in a locked
-state, whatever threads the trainer has. It is told places, never samples: which samples those are it finds itself.
-Place k of the run is read by worker k modulo the number of workers, so that order and contents do not depend on it.
+Workers are started by a fork server, which has one thread and has never computed, so that no lock can be copied in a
+locked state. They get indices, never samples. Request k is read by worker k modulo the number of workers, so that order
+and contents do not depend on their number.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReade
 from counterpoint.data.worker import STACK_SIGNAL, WorkerError, WorkerPipes, WorkerReady, receive_result, run_worker
 from counterpoint.errors import DataError
 
-GRACE_S = 2.0  # from the last order to the kernel's end of a worker that still reads
-START_S = 60.0  # the longest that a worker may take to begin: it imports torch and what the dataset needs
-STACK_S = 2.0  # how long a worker that hangs has to write its stack
-STACK_PAUSE_S = 0.2  # after so much silence it is complete
+GRACE_S = 2.0  # from the end of requests to the kernel's end of a worker that is still reading
+START_S = 60.0  # maximum time to start a worker, which imports torch and the dataset's modules
+STACK_S = 2.0  # maximum time until a worker that hangs begins to write its stack
+STACK_PAUSE_S = 0.2  # the stack is complete after so much silence
 STACK_BYTES = 65536
 
 
 @dataclass(slots=True)
 class LoaderWorker:
-    """One process and our ends of its pipes.
+    """A worker process and the loader's ends of its pipes.
 
     Args:
-        number: of the worker.
-        process: it.
-        orders: takes places.
-        answers: gives fields or faults.
-        life: held open as long as it may live.
-        stacks: gives what it was doing.
-        owed: the places it has been told and not yet answered.
-        is_ready: whether it has begun.
+        number: index of the worker.
+        process: its process.
+        requests: indices of microbatches to read.
+        results: fields or errors.
+        keepalive: kept open as long as the worker may run.
+        stacks: its stack on request.
+        pending: requests without a result yet.
+        is_ready: whether it has started.
     """
 
     number: int
@@ -58,14 +58,14 @@ class LoaderWorker:
 
 
 class MicrobatchLoader:
-    """Reads the microbatches of a run ahead; close it.
+    """Prefetches the microbatches of a run in worker processes; the owner has to close it.
 
     Args:
-        reading: how a microbatch is read; it is sent to every worker.
-        spots: the places to read, in the order in which they will be asked for.
-        workers: how many processes.
-        prefetch: microbatches that each reads ahead, at most.
-        deadline_s: the longest that one microbatch may take.
+        reader: reads a microbatch; it is sent to every worker.
+        indices: the microbatches to read, in the order in which they will be requested.
+        num_workers: number of processes.
+        prefetch_factor: maximum number of microbatches that each worker reads ahead.
+        timeout_s: maximum time to read one microbatch.
 
     Raises:
         DataError: the dataset cannot be sent to another process.
@@ -78,13 +78,13 @@ class MicrobatchLoader:
         *,
         num_workers: int,
         prefetch_factor: int,
-        deadline_s: float,
+        timeout_s: float,
     ) -> None:
         self.indices = indices
-        self.deadline_s = deadline_s
+        self.timeout_s = timeout_s
         self.workers: list[LoaderWorker] = []
-        self.next_result_worker = 0  # the worker whose answer comes next
-        self.next_request_worker = 0  # the worker that is told next
+        self.next_result_worker = 0
+        self.next_request_worker = 0
         self.buffered: dict[MicrobatchIndex, Fields] = {}
         try:
             for number in range(num_workers):
@@ -96,52 +96,52 @@ class MicrobatchLoader:
             raise
 
     def get_fields(self, index: MicrobatchIndex) -> Fields:
-        """Return the fields of a microbatch, which is asked for once.
+        """Return the fields of a microbatch, which can be requested once.
 
         Raises:
             DataError: it could not be read, or its worker ended or is too slow; the message names it.
         """
         while index not in self.buffered:
-            found, fields = self.receive_next()
-            if any((other.epoch, other.batch) != (found.epoch, found.batch) for other in self.buffered):
-                self.buffered.clear()  # of a batch that is over: nobody asked for these
-            self.buffered[found] = fields
+            received, fields = self.receive_next()
+            if any((other.epoch, other.batch) != (received.epoch, received.batch) for other in self.buffered):
+                self.buffered.clear()  # of an earlier batch, whose other microbatches nobody needed
+            self.buffered[received] = fields
         return self.buffered.pop(index)
 
     def request_next(self) -> None:
-        """One more place is being read, if one is left."""
-        spot = next(self.indices, None)
-        if spot is None:
+        """Request one more microbatch, if one is left."""
+        index = next(self.indices, None)
+        if index is None:
             return
         worker = self.workers[self.next_request_worker]
         self.next_request_worker = (self.next_request_worker + 1) % len(self.workers)
-        worker.pending.append(spot)
-        with suppress(OSError):  # a worker that has ended is told of when its answer is due
-            worker.requests.send(tuple(spot))
+        worker.pending.append(index)
+        with suppress(OSError):  # a worker that has ended is reported when its result is needed
+            worker.requests.send(tuple(index))
 
     def receive_next(self) -> tuple[MicrobatchIndex, Fields]:
-        """Return the next place and its fields, and have one more read."""
+        """Return the next microbatch and its fields, and request one more."""
         worker = self.workers[self.next_result_worker]
-        assert worker.pending, "no more is asked for than was ordered"
+        assert worker.pending, "every result was requested"
         if not worker.is_ready:
-            first = wait_for_result(worker, max(START_S, self.deadline_s))
-            assert isinstance(first, WorkerReady), "what a worker says first"
+            first = wait_for_result(worker, max(START_S, self.timeout_s))
+            assert isinstance(first, WorkerReady), "the first message of a worker"
             worker.is_ready = True
-        answer = wait_for_result(worker, self.deadline_s)
-        spot = worker.pending.popleft()
-        if isinstance(answer, WorkerError):
-            raise DataError(f"{worker} failed {answer.note}: {answer.what}\n{answer.trace}")
-        assert not isinstance(answer, WorkerReady), "said once"
+        result = wait_for_result(worker, self.timeout_s)
+        index = worker.pending.popleft()
+        if isinstance(result, WorkerError):
+            raise DataError(f"{worker} failed {result.note}: {result.what}\n{result.trace}")
+        assert not isinstance(result, WorkerReady), "sent once"
         self.next_result_worker = (self.next_result_worker + 1) % len(self.workers)
         self.request_next()
-        return spot, answer
+        return index, result
 
     def close(self) -> None:
-        """No worker is left, whatever it was doing."""
+        """End all workers, whatever they are doing."""
         for worker in self.workers:
             worker.requests.close()
         for worker in self.workers:
-            if not worker.pending:  # what it still reads is for nobody: there is nothing to wait for
+            if not worker.pending:  # a worker with pending requests reads for nobody: it is not waited for
                 worker.process.join(GRACE_S)
             worker.keepalive.close()
             worker.process.join(GRACE_S)
@@ -156,35 +156,39 @@ class MicrobatchLoader:
 
 
 def start_worker(number: int, reader: MicrobatchReader) -> LoaderWorker:
-    """Return a worker that waits for its first place."""
+    """Return a worker that waits for its first request.
+
+    Raises:
+        DataError: the dataset cannot be sent to another process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["counterpoint.data.worker"])  # torch is imported once, not by each
-    (orders, tell), (life, hold), (see, stacks) = (context.Pipe(duplex=False) for _ in range(3))
-    hear, answers = context.Pipe()  # a socket, because it carries descriptors
-    theirs = WorkerPipes(orders, answers, os.getpid(), life, stacks)
-    process = context.Process(target=run_worker, args=(reader, theirs), name=f"loader worker {number}", daemon=True)
+    (requests, send_requests), (keepalive, hold), (read_stacks, stacks) = (context.Pipe(duplex=False) for _ in range(3))
+    read_results, results = context.Pipe()  # a socket, because it carries descriptors
+    pipes = WorkerPipes(requests, results, os.getpid(), keepalive, stacks)
+    process = context.Process(target=run_worker, args=(reader, pipes), name=f"loader worker {number}", daemon=True)
     try:
         process.start()
     except Exception as error:
         raise DataError(
             f"a {type(reader.dataset).__name__} cannot be sent to a loader's worker: {type(error).__name__}: {error}; "
-            "a dataset that other processes read has its class at the top of a file, and no open file, connection, "
-            "lambda or generator in it: open those when the first sample is read, or take workers=0"
+            "a dataset for workers has its class at the top level of a file, and no open file, connection, lambda or "
+            "generator in it: open those when the first sample is read, or give num_workers=0"
         ) from error
     finally:
-        for end in (orders, answers, life, stacks):
+        for end in (requests, results, keepalive, stacks):
             end.close()
-    return LoaderWorker(number, process, tell, hear, hold, see)
+    return LoaderWorker(number, process, send_requests, read_results, hold, read_stacks)
 
 
-def wait_for_result(worker: LoaderWorker, deadline_s: float) -> WorkerReady | WorkerError | Fields:
-    """Return what a worker sends next.
+def wait_for_result(worker: LoaderWorker, timeout_s: float) -> WorkerReady | WorkerError | Fields:
+    """Return the next message of a worker.
 
     Raises:
-        DataError: it has ended, or sends nothing until the deadline.
+        DataError: it has ended, or sends nothing within the timeout.
     """
-    if not wait([worker.results, worker.process.sentinel], deadline_s):
-        raise hang_error(worker, deadline_s)
+    if not wait([worker.results, worker.process.sentinel], timeout_s):
+        raise hang_error(worker, timeout_s)
     try:
         return receive_result(worker.results)
     except (EOFError, OSError):
@@ -192,36 +196,37 @@ def wait_for_result(worker: LoaderWorker, deadline_s: float) -> WorkerReady | Wo
 
 
 def exit_error(worker: LoaderWorker) -> DataError:
-    """Return what to say of a worker that is gone."""
+    """Return the error about a worker that has ended."""
     worker.process.join(GRACE_S)
     code = worker.process.exitcode
-    busy = f"with {worker.pending[0]} to read" if worker.pending else "between two microbatches"
+    state = f"while reading {worker.pending[0]}" if worker.pending else "between two microbatches"
     if code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name} {busy}"
-        remedy = "if nobody sent it, the kernel ran out of memory: take fewer workers, or a smaller prefetch"
+        fact = f"was killed by {signal.Signals(-code).name} {state}"
+        remedy = "if nobody sent it, the kernel ran out of memory: give a smaller num_workers or prefetch_factor"
     else:
-        how, remedy = f"ended with exit code {code} {busy}", "what it wrote last says why"
+        fact, remedy = f"ended with exit code {code} {state}", "see its last output"
         if not worker.is_ready:
-            remedy += ": a dataset for workers has its class at the top of a file, and the script that trains has its "
-            remedy += "main part under `if __name__ == '__main__':`"
-    return DataError(f"{worker} {how}; {remedy}")
+            remedy += ": a dataset for workers has its class at the top level of a file, and the training script has "
+            remedy += "its main part under `if __name__ == '__main__':`"
+    return DataError(f"{worker} {fact}; {remedy}")
 
 
-def hang_error(worker: LoaderWorker, deadline_s: float) -> DataError:
-    """Return what to say of a worker that does not answer, with its stack if it can still tell it."""
+def hang_error(worker: LoaderWorker, timeout_s: float) -> DataError:
+    """Return the error about a worker that does not answer, with its stack if it can still write it."""
     return DataError(
-        f"{worker} has not read {worker.pending[0]} within {deadline_s:g} s; a dataset that is this slow needs a longer "
-        f"deadline_s, one that waits for ever a limit of its own\n{read_stack(worker)}".rstrip()
+        f"{worker} has not read {worker.pending[0]} within {timeout_s:g} s; give a longer timeout_s for a slow "
+        "dataset, "
+        f"or a timeout of its own to one that waits forever\n{read_stack(worker)}".rstrip()
     )
 
 
 def read_stack(worker: LoaderWorker) -> str:
-    """Return what a worker is doing, as it says itself; empty where it does not."""
+    """Return the stack that a worker writes on request; empty if it does not."""
     if worker.process.pid is None or not worker.is_ready:
         return ""
     os.kill(worker.process.pid, STACK_SIGNAL)
     text, patience_s = b"", STACK_S
-    while len(text) < STACK_BYTES and worker.stacks.poll(patience_s):  # it comes a few words at a time
+    while len(text) < STACK_BYTES and worker.stacks.poll(patience_s):  # it is written in small parts
         more = os.read(worker.stacks.fileno(), STACK_BYTES)
         if not more:
             break
@@ -232,16 +237,16 @@ def read_stack(worker: LoaderWorker) -> str:
 def iter_microbatch_indices(
     reader: MicrobatchReader, first: tuple[int, int], num_batches: int, micros: Sequence[int]
 ) -> Iterator[MicrobatchIndex]:
-    """Yield the places that a process reads in the rest of a run; microbatches without samples are none.
+    """Yield the microbatches that a process reads in the rest of a run, except those without samples.
 
     Args:
-        reading: of the run.
-        first: epoch and batch to begin with.
-        num_batches: how many.
-        micros: those that this process reads.
+        reader: of the run.
+        first: the first epoch and batch.
+        num_batches: number of batches.
+        micros: the microbatches of each batch that this process reads.
     """
     epoch, batch = first
     for _ in range(num_batches):
-        spots = (MicrobatchIndex(epoch, batch, micro) for micro in micros)
-        yield from (spot for spot in spots if len(range(*reader.bounds(spot))))
+        indices = (MicrobatchIndex(epoch, batch, micro) for micro in micros)
+        yield from (index for index in indices if len(range(*reader.bounds(index))))
         epoch, batch = (epoch, batch + 1) if batch + 1 < reader.sampler.num_batches else (epoch + 1, 0)

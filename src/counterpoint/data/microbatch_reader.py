@@ -1,9 +1,7 @@
-"""Random numbers of a dataset, keyed by the sample: whoever reads it, and after whatever, it is drawn the same.
+"""Reads microbatches: the contents depend only on the index in the run, in any process and in any order.
 
-Python, numpy and torch keep one global generator each. Before a sample is read all three are set to a key of
-(seed, epoch, sample), and afterwards they go on as if nothing had been read.
-
-What a microbatch holds, as a function of its place in the run alone: the same in any process, after any other.
+Python, numpy and torch have one global random generator each. Before a sample is read all three are seeded with a hash
+of (seed, epoch, sample), and afterwards their states are restored.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ from counterpoint.data.sampler import Indices, Sampler, sample_key, split_batch
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Whatever is drawn inside, the global generators are afterwards as they were."""
-    ours, theirs = random.getstate(), torch.default_generator.get_state()
-    numbers = mtrand.get_bit_generator()
-    mtrand.set_bit_generator(np.random.MT19937(0))  # taking it away and giving it back is faster than its state
+    """Restore the global random generators afterwards."""
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_generator = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(np.random.MT19937(0))  # replacing and restoring the generator is faster than its state
     try:
         yield
     finally:
-        mtrand.set_bit_generator(numbers)
-        torch.default_generator.set_state(theirs)
-        random.setstate(ours)
+        mtrand.set_bit_generator(numpy_generator)
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
 
 
 def seed_rng(seed: int, epoch: int, sample: int) -> None:
-    """What is drawn next from the global generators depends on nothing else."""
+    """Seed the global random generators with a hash of the arguments."""
     key = sample_key(seed, epoch, sample)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -48,15 +46,15 @@ def seed_rng(seed: int, epoch: int, sample: int) -> None:
 
 
 def rng_was_used(seed: int, epoch: int, sample: int) -> bool:
-    """Tell whether anything was drawn since ``seed_rng`` with the same arguments."""
-    found = random.getstate(), torch.default_generator.get_state(), np.random.random()
+    """Tell whether random numbers were drawn since ``seed_rng`` with the same arguments."""
+    states = random.getstate(), torch.default_generator.get_state(), np.random.random()
     seed_rng(seed, epoch, sample)
-    python, torchs, numpys = random.getstate(), torch.default_generator.get_state(), np.random.random()
-    return found[0] != python or not torch.equal(found[1], torchs) or found[2] != numpys
+    fresh = random.getstate(), torch.default_generator.get_state(), np.random.random()
+    return states[0] != fresh[0] or not torch.equal(states[1], fresh[1]) or states[2] != fresh[2]
 
 
 class MicrobatchIndex(NamedTuple):
-    """The place of a microbatch in a run."""
+    """The index of a microbatch in a run."""
 
     epoch: int
     batch: int
@@ -68,12 +66,12 @@ class MicrobatchIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchReader:
-    """How the microbatches of a run are read.
+    """Reads the microbatches of a run.
 
     Args:
         dataset: see :class:`counterpoint.data.fetch.MapDataset`.
         sampler: which samples a batch has.
-        num_micros: into how many microbatches a batch is cut.
+        num_micros: number of microbatches of a batch.
     """
 
     dataset: MapDataset
@@ -81,23 +79,24 @@ class MicrobatchReader:
     num_micros: int
 
     def indices(self, index: MicrobatchIndex) -> Indices:
-        """Return the samples of a microbatch."""
+        """Return the sample indices of a microbatch."""
         start, stop = self.bounds(index)
         return self.sampler.batch(index.epoch, index.batch)[start:stop]
 
     def bounds(self, index: MicrobatchIndex) -> tuple[int, int]:
-        """Return where in its batch a microbatch begins and ends."""
+        """Return the bounds of a microbatch in its batch."""
         return split_batch(self.sampler.batch_len(index.batch), self.num_micros)[index.micro]
 
     def read(self, index: MicrobatchIndex) -> Fields:
         """Return the fields of a microbatch's samples, stacked."""
-        return read_with_seeded_rng(self.dataset, self.indices(index), seed=self.sampler.seed, epoch=index.epoch)
+        indices = self.indices(index)
+        return read_with_seeded_rng(self.dataset, indices, seed=self.sampler.seed, epoch=index.epoch)
 
     def warn_of_shared_rng(self, index: MicrobatchIndex) -> None:
-        """Warn of a dataset that draws for many samples at once: what one gets depends on who else is read.
+        """Warn if the dataset draws random numbers for many samples at once, which then depend on each other.
 
         Args:
-            spot: a microbatch to try it on.
+            index: a microbatch to test it with.
         """
         indices = self.indices(index)
         if isinstance(self.dataset, TensorDataset) or not supports_batch_fetch(self.dataset) or not len(indices):
@@ -106,23 +105,23 @@ class MicrobatchReader:
         with preserve_rng():
             seed_rng(**key)
             fetch(self.dataset, indices)
-            drawn = rng_was_used(**key)
-        if drawn:
+            was_used = rng_was_used(**key)
+        if was_used:
             warnings.warn(
-                f"{type(self.dataset).__name__} draws global random numbers for many samples at once, so that what a "
-                "sample gets depends on the number of microbatches, and with it on the number of ranks; draw in "
-                "__getitem__, which reads one sample with random numbers of its own, or key a generator by the index",
+                f"{type(self.dataset).__name__} draws global random numbers for many samples at once, so a sample "
+                "depends on the number of microbatches and of ranks; draw in __getitem__, which reads one sample with "
+                "its own random numbers, or seed a generator with the index",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 def read_with_seeded_rng(dataset: MapDataset, indices: Indices, *, seed: int, epoch: int) -> Fields:
-    """Return samples as ``fetch`` does, with global random numbers that depend on (seed, epoch, sample) alone.
+    """Return samples as ``fetch`` does, with global random numbers that depend only on (seed, epoch, sample).
 
-    A dataset that reads many samples at once has those of the first.
+    A dataset that reads many samples at once gets those of the first one.
     """
     if isinstance(dataset, TensorDataset):
-        return fetch(dataset, indices)  # nothing of the user's runs, so nothing is drawn
+        return fetch(dataset, indices)  # no user code runs, so no random numbers are drawn
     with preserve_rng():
         return fetch(dataset, indices, before_read=partial(seed_rng, seed, epoch))

@@ -1,9 +1,8 @@
-"""Which samples belong to which batch, as a function of (seed, epoch, position) and of nothing else.
+"""The samples of each batch, as a function of (seed, epoch, position) only.
 
-Neither a rank nor the number of ranks can be given here, so they cannot change the order: batch 7 of epoch 2
-holds the same samples on one rank, on a thousand, and after the number has changed in the middle of the
-epoch. No index array of the dataset is ever made; what has to be saved to go on later is a `Cursor`, two
-integers.
+The order does not depend on the number of ranks: batch 7 of epoch 2 has the same samples on one rank, on a thousand,
+and after the number has changed in the middle of the epoch. There is no index array of the dataset; to resume, only a
+`Cursor` of two integers has to be saved.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ MIX_FIRST, MIX_SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The next batch to be trained on; everything a resumed run has to know about the data.
+    """The next batch to be trained on: the position of a run in its data.
 
     Args:
-        epoch: passes over the dataset that are complete.
-        batch: batches of the current epoch that are complete.
+        epoch: number of complete passes over the dataset.
+        batch: number of complete batches of the current epoch.
     """
 
     epoch: int = 0
@@ -43,19 +42,19 @@ class Cursor:
     def __post_init__(self) -> None:
         if self.epoch < 0 or self.batch < 0:
             raise DataError(
-                f"a cursor at epoch {self.epoch}, batch {self.batch} does not exist; both count from 0; "
-                "start anew with Cursor(0, 0)"
+                f"a cursor at epoch {self.epoch}, batch {self.batch} does not exist; both count from 0: "
+                "start with Cursor(0, 0)"
             )
 
     def advance(self, num_batches: int) -> Cursor:
-        """Return the cursor one batch further, in the next epoch when this one has no batch left.
+        """Return the cursor one batch further, at the end of an epoch in the next one.
 
         Args:
-            num_batches: batches of one epoch, `Sampler.num_batches`.
+            num_batches: number of batches of an epoch, `Sampler.num_batches`.
         """
         if self.batch >= num_batches:
             raise DataError(
-                f"the cursor stands at batch {self.batch}, but an epoch has {num_batches} batches (0 to "
+                f"the cursor is at batch {self.batch}, but an epoch has {num_batches} batches (0 to "
                 f"{num_batches - 1}); resume with the dataset and the batch size the cursor was saved with"
             )
         if self.batch + 1 == num_batches:
@@ -63,12 +62,12 @@ class Cursor:
         return Cursor(self.epoch, self.batch + 1)
 
     def to_dict(self) -> dict[str, int]:
-        """Return the cursor as a mapping that JSON can hold."""
+        """Return the cursor as a JSON-compatible mapping."""
         return {"epoch": self.epoch, "batch": self.batch}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, object]) -> Cursor:
-        """Return the cursor that `to_dict` wrote.
+        """Parse the output of `to_dict`.
 
         Raises:
             DataError: a key is missing or unknown, or a value is not a whole number from 0.
@@ -89,17 +88,17 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Every epoch is one permutation of the dataset, cut into batches in order.
+    """Splits a permutation of the dataset into batches, a different one in every epoch.
 
     Args:
         num_samples: length of the dataset.
-        batch_size: samples of one global batch, over all ranks.
-        seed: two seeds give unrelated orders.
+        batch_size: number of samples of a global batch, over all ranks.
+        seed: different seeds give unrelated orders.
         shuffle: ``"feistel"`` for a new order in every epoch, ``"sequential"`` for 0, 1, 2, … in each.
-        drop_last: leave out the last batch of an epoch when it is not full; otherwise it is a smaller one.
+        drop_last: skip the last batch of an epoch if it is not full; otherwise it is smaller.
 
     Raises:
-        DataError: there is no sample, no room in a batch, or no batch at all.
+        DataError: there is no sample, a batch size below 1, or no batch.
 
     Example:
         >>> sampler = Sampler(num_samples=10, batch_size=4, seed=1, shuffle="sequential")
@@ -117,32 +116,28 @@ class Sampler:
         if self.num_samples < 1:
             raise DataError(
                 f"the dataset has {self.num_samples} samples; training needs at least one; "
-                "check the path or the filter that the dataset was built with"
+                "check the path or the filter that the dataset was created with"
             )
         if self.batch_size < 1:
-            raise DataError(
-                f"batch_size is {self.batch_size}; a batch holds at least one sample; give batch_size=1 or more"
-            )
+            raise DataError(f"batch_size is {self.batch_size}; give batch_size=1 or more")
         if self.shuffle not in get_args(Shuffle):
-            raise DataError(
-                f"shuffle is {self.shuffle!r}; the orders are {', '.join(get_args(Shuffle))}; give one of them"
-            )
+            raise DataError(f"there is no shuffle={self.shuffle!r}; give {' or '.join(get_args(Shuffle))}")
         if self.num_batches < 1:
             raise DataError(
                 f"no batch is left: {self.num_samples} samples do not fill one batch of {self.batch_size}, "
-                f"and drop_last leaves out what is not full; give batch_size={self.num_samples} or "
+                f"and drop_last skips it; give batch_size={self.num_samples} or "
                 "drop_last=False"
             )
 
     @property
     def num_batches(self) -> int:
-        """Batches of one epoch."""
+        """Number of batches of an epoch."""
         if self.drop_last:
             return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
 
     def batch_len(self, index: int) -> int:
-        """Return how many samples batch ``index`` of every epoch holds."""
+        """Return the number of samples of batch ``index`` of every epoch."""
         self._check_index(index)
         return min(self.batch_size, self.num_samples - index * self.batch_size)
 
@@ -192,14 +187,14 @@ class Sampler:
 
 
 def permute(positions: Indices, *, num_samples: int, seed: int, epoch: int) -> Indices:
-    """Return which sample stands at each position of the order of this seed and epoch.
+    """Return the sample at each position of the permutation of this seed and epoch.
 
-    A Feistel network is a permutation of the numbers below the next power of four, whatever its round
-    function is. A result that is not below ``num_samples`` is put through again until it is (cycle walking),
-    which makes it a permutation of the samples. From 5 samples on that takes less than 4 times on average.
+    A Feistel network is a permutation of the numbers below the next power of four, for any round function. A result
+    that is not below ``num_samples`` is permuted again until it is (cycle walking), which gives a permutation of the
+    samples; from 5 samples on this takes less than 4 rounds on average.
 
     Args:
-        positions: int64 numbers below ``num_samples``.
+        positions: int64, below ``num_samples``.
         num_samples: length of the dataset.
         seed: any integer.
         epoch: any integer.
@@ -221,19 +216,19 @@ def permute(positions: Indices, *, num_samples: int, seed: int, epoch: int) -> I
 
 
 def split_batch(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
-    """Return where to cut a batch: contiguous pieces as equal as can be, the larger ones first.
+    """Split a batch into contiguous microbatches of nearly equal size, the larger ones first.
 
-    The sizes differ by at most one. A batch of fewer samples than microbatches gets empty pieces at the end.
+    The sizes differ by at most one. If there are fewer samples than microbatches, the last ones are empty.
 
     Args:
-        batch_len: samples of the batch.
-        num_microbatches: pieces wanted.
+        batch_len: number of samples of the batch.
+        num_microbatches: number of microbatches.
 
     Returns:
-        ``(start, stop)`` of each piece.
+        ``(start, stop)`` of each microbatch.
 
     Raises:
-        DataError: a batch of less than no samples, or no piece at all.
+        DataError: the number of samples is negative, or there is no microbatch.
 
     Example:
         >>> split_batch(10, 4)
@@ -241,8 +236,8 @@ def split_batch(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
     """
     if batch_len < 0 or num_microbatches < 1:
         raise DataError(
-            f"a batch of {batch_len} samples cannot be cut into {num_microbatches} microbatches; the first "
-            "is 0 or more and the second 1 or more; give at least one microbatch"
+            f"a batch of {batch_len} samples cannot be split into {num_microbatches} microbatches; "
+            "give 0 samples or more, and 1 microbatch or more"
         )
     size, larger = divmod(batch_len, num_microbatches)
     starts = [piece * size + min(piece, larger) for piece in range(num_microbatches + 1)]
@@ -250,7 +245,7 @@ def split_batch(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
 
 
 def sample_key(seed: int, epoch: int, sample: int) -> int:
-    """Return 64 bits that are unrelated for any two different triples.
+    """Return a 64-bit hash of the arguments.
 
     Args:
         seed: any integer.
@@ -264,7 +259,7 @@ def sample_key(seed: int, epoch: int, sample: int) -> int:
 
 
 def _feistel(words: Words, half_bits: int, keys: tuple[int, ...]) -> Words:
-    """Return the image of each word, a permutation of the numbers of ``2 * half_bits`` bits."""
+    """Apply a permutation of the numbers of ``2 * half_bits`` bits to each number."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = words >> shift, words & mask
     for key in keys:
@@ -273,7 +268,7 @@ def _feistel(words: Words, half_bits: int, keys: tuple[int, ...]) -> Words:
 
 
 def mix(words: Words) -> Words:
-    """Return words in which every bit depends on every bit.
+    """Mix 64-bit numbers, so that every bit depends on every bit.
 
     Source:
         The finalizer of splitmix64; Steele, Lea and Flood, Fast splittable pseudorandom number generators,
@@ -285,13 +280,13 @@ def mix(words: Words) -> Words:
 
 
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Return one 64-bit key per round; a different seed or epoch gives unrelated keys."""
+    """Return one 64-bit key per round, unrelated for different seeds and epochs."""
     start = _mix_int(_mix_int(seed & WORD_MASK) ^ (epoch & WORD_MASK))
     return tuple(_mix_int(start + number * GOLDEN_GAMMA) for number in range(1, NUM_ROUNDS + 1))
 
 
 def _mix_int(word: int) -> int:
-    """Return the next word of splitmix64: `mix` in plain integers, which is faster for one."""
+    """Return the next number of splitmix64: `mix` in plain integers, which is faster for a single number."""
     word = (word + GOLDEN_GAMMA) & WORD_MASK
     word = ((word ^ (word >> 30)) * MIX_FIRST) & WORD_MASK
     word = ((word ^ (word >> 27)) * MIX_SECOND) & WORD_MASK

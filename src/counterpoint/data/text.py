@@ -1,4 +1,4 @@
-"""The bytes of the standard library's sources, cut into windows: predict every next byte."""
+"""Windows of the standard library's sources, for byte-level language models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ HELD_OUT_ONE_IN = 10
 
 
 class Text:
-    """Window ``i`` is the ``context + 1`` bytes from position ``i * context`` of all files in a row.
+    """Windows of concatenated files; window ``i`` is the ``context + 1`` bytes from position ``i * context``.
 
     A sample is ``(x, y)``, both int64 ``(context,)`` with values from 0 to 255; ``y`` is ``x`` one byte
-    later. There is nothing random in it. One file in ten is held out.
+    later. The dataset is deterministic. One file in ten is held out.
 
     Args:
-        sources: the files of this part, from `split_text` or `select`.
-        context: bytes a model sees at once.
-        limit: use only so many windows, spread evenly over the whole text; all of them if not given.
+        sources: the files of this split, from `split_text` or `select_split`.
+        context: number of bytes of an input.
+        limit: number of windows to use, spread evenly over the text; all by default.
 
     Raises:
         DataError: the text is shorter than one window, or a number is below 1.
@@ -33,13 +33,13 @@ class Text:
 
     def __init__(self, sources: tuple[SourceFile, ...], context: int = 128, limit: int | None = None) -> None:
         if context < 1 or (limit is not None and limit < 1):
-            raise DataError(f"context is {context} and limit is {limit}; both are at least 1; give positive numbers")
+            raise DataError(f"context is {context} and limit is {limit}; give positive numbers")
         content = bytearray(b"".join(source.content for source in sources))
         num_windows = (len(content) - 1) // context
         if num_windows < 1:
             raise DataError(
-                f"{len(content)} bytes of text are shorter than one window of {context + 1}; a sample is "
-                "context + 1 bytes; give a smaller context or more files"
+                f"{len(content)} bytes of text are shorter than one window of {context + 1}; "
+                "give a smaller context or more files"
             )
         self.context = context
         self._text = torch.frombuffer(content, dtype=torch.uint8)
@@ -71,12 +71,12 @@ class Text:
 
 
 def split_text(context: int = 128, held_out_limit: int | None = None, root: Path | None = None) -> tuple[Text, Text]:
-    """Return the training part and the held-out part, which have no file in common.
+    """Return the training and the held-out split, which have no file in common.
 
     Args:
-        context: bytes a model sees at once.
-        held_out_limit: windows of the held-out part, spread evenly; all if not given.
-        root: folder to read; the standard library if not given.
+        context: number of bytes of an input.
+        held_out_limit: number of held-out windows, spread evenly; all by default.
+        root: folder to read; the standard library by default.
     """
     sources = read_sources(root)
     parts: tuple[DatasetSplit, DatasetSplit] = ("train", "held-out")

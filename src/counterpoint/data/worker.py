@@ -1,8 +1,12 @@
-"""What a loader's worker sends: plain JSON, and tensors in memory that is handed over with it, never copied again.
+"""The worker process of a loader, and its messages: JSON, and tensors in shared memory that is never copied.
 
-The memory travels inside the socket as a descriptor, so what a worker has sent can be read after its end, too.
+The memory is sent through the socket as a file descriptor, so that results can be read after the worker has ended::
 
-What runs in a loader's worker process: it reads microbatches when told their place, until nobody asks any more.
+    loader                         worker
+      | --- MicrobatchIndex --------> |   requests pipe
+      | <-- WorkerReady ------------- |   results socket: first this,
+      | <-- fields | WorkerError ---- |   then one result per request, in their order
+      | ----------------------------- |   keepalive pipe: its end closes the worker
 """
 
 from __future__ import annotations
@@ -27,20 +31,22 @@ from counterpoint.data.fetch import Fields
 from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
 
 ALIGN_BYTES = 64
+STACK_SIGNAL = signal.SIGUSR1
+"""A worker that gets it writes its stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker's first parcel: from now on it can be told and asked."""
+    """A worker's first message: it waits for requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerError:
-    """An error of a worker as text, because not every exception can travel.
+    """An exception of a worker as text, because not every exception can be pickled.
 
     Args:
         what: its type and message.
-        note: what was added to it, which sample was read for instance.
+        note: its last note, such as the sample that was read.
         trace: its traceback.
     """
 
@@ -50,7 +56,7 @@ class WorkerError:
 
 
 def send_result(result: WorkerReady | WorkerError | Fields, to: Connection, pid: int) -> None:
-    """The parcel is on its way to process ``pid``."""
+    """Send a result to process ``pid``."""
     match result:
         case WorkerReady():
             to.send_bytes(b"{}")
@@ -61,10 +67,10 @@ def send_result(result: WorkerReady | WorkerError | Fields, to: Connection, pid:
 
 
 def receive_result(source: Connection) -> WorkerReady | WorkerError | Fields:
-    """Return the next parcel.
+    """Return the next result.
 
     Raises:
-        EOFError: the sender has ended, and all it sent was received.
+        EOFError: the sender has ended, and all its results were received.
     """
     content: Any = json.loads(source.recv_bytes())
     if not content:
@@ -98,16 +104,12 @@ def _send_fields(fields: Fields, to: Connection, pid: int) -> None:
 
 
 def _map_tensor(memory: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Tensor:
-    """Return a tensor that lies in the memory and keeps it."""
-    kind: torch.dtype = getattr(torch, dtype)
+    """Return a tensor that is a view of the memory and keeps it alive."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     count = prod(shape)
     if not count:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)
-
-
-STACK_SIGNAL = signal.SIGUSR1
-"""A worker that gets it writes what it is doing."""
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.frombuffer(memory, dtype=torch_dtype, count=count, offset=offset).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,11 @@ class WorkerPipes:
     """A worker's ends of its pipes.
 
     Args:
-        orders: places to read.
-        answers: takes parcels: first that it is ready, then fields or faults in the order of the places.
-        owner: the process that they are for.
-        life: nothing is ever written there; it is closed when its owner ends, however that happens.
-        stacks: what it was doing, written when it is asked by a signal.
+        requests: indices of microbatches to read.
+        results: first that the worker is ready, then fields or errors in the order of the requests.
+        owner: process id of the loader.
+        keepalive: nothing is written to it; its other end is closed when the loader's process ends in any way.
+        stacks: the worker's stack, written on :data:`STACK_SIGNAL`.
     """
 
     requests: Connection
@@ -130,7 +132,7 @@ class WorkerPipes:
 
 
 def run_worker(reader: MicrobatchReader, pipes: WorkerPipes) -> None:
-    """Every place that was ordered has been answered, and nobody orders any more."""
+    """Serve requests until the loader closes the pipe."""
     exit_when_closed(pipes.keepalive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer as well, which ends its workers
     faulthandler.register(STACK_SIGNAL, file=pipes.stacks.fileno(), all_threads=False)
@@ -138,17 +140,17 @@ def run_worker(reader: MicrobatchReader, pipes: WorkerPipes) -> None:
     send_result(WorkerReady(), pipes.results, pipes.owner)
     while True:
         try:
-            spot = MicrobatchIndex(*pipes.requests.recv())
+            index = MicrobatchIndex(*pipes.requests.recv())
         except EOFError:
             return
-        send_result(read_or_error(reader, spot), pipes.results, pipes.owner)
+        send_result(read_or_error(reader, index), pipes.results, pipes.owner)
 
 
 def read_or_error(reader: MicrobatchReader, index: MicrobatchIndex) -> Fields | WorkerError:
-    """Return the microbatch, or why it cannot be read."""
+    """Return the microbatch, or the error of reading it."""
     try:
         return reader.read(index)
-    except Exception as error:  # noqa: BLE001 - whatever the dataset raises, it is told
+    except Exception as error:  # noqa: BLE001 - any error of the dataset is reported
         note = [f"while reading {index}", *getattr(error, "__notes__", ())][-1]
         return WorkerError(
             f"{type(error).__name__}: {error}", note, "".join(traceback.format_exception(error)).rstrip()
@@ -156,7 +158,7 @@ def read_or_error(reader: MicrobatchReader, index: MicrobatchIndex) -> Fields | 
 
 
 def exit_when_closed(keepalive: Connection) -> None:
-    """The kernel ends this process when the other end of the pipe is closed, even while it computes or waits."""
+    """Have the kernel end this process (SIGIO) when the other end of the pipe is closed, whatever it is doing."""
     fcntl.fcntl(keepalive.fileno(), fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(keepalive.fileno(), fcntl.F_SETFL, fcntl.fcntl(keepalive.fileno(), fcntl.F_GETFL) | os.O_ASYNC)
     if keepalive.poll(0):  # it was closed before the line above

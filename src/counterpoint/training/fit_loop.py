@@ -198,13 +198,12 @@ class BatchSupplier:
         reading.warn_of_shared_rng(MicrobatchIndex(cursor.epoch, cursor.batch, micros[0]))
         if self.num_workers:
             spots = iter_microbatch_indices(reading, (cursor.epoch, cursor.batch), num_batches, micros)
-            deadline_s = self.local_ranks.options.timeout_s
             self.loader = MicrobatchLoader(
                 reading,
                 spots,
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch_factor,
-                deadline_s=deadline_s,
+                timeout_s=self.local_ranks.options.timeout_s,
             )
 
     def batch_at(self, cursor: Cursor) -> DatasetBatch:
