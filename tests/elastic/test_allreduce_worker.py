@@ -68,7 +68,7 @@ def stepped(replica, num_steps):
     inputs, targets = make_numeric_data().tensors
     for _ in range(num_steps):
         F.cross_entropy(replica.model(inputs), targets).backward()
-        replica.take_step(*replica.gradient(), 1.0)
+        replica.apply_step(*replica.take_gradients(), 1.0)
     return replica
 
 
@@ -95,7 +95,13 @@ def test_a_worker_with_another_model_is_told_so_and_the_others_wait_until_it_has
 
 def job_of(portions, *, budget=TWO_FAILURES, epochs=2):
     return LocalJob(
-        JobConfig("step", portions.consistency, 0, portions.work(epochs, task_portions=portions.per_step), budget)
+        JobConfig(
+            "step",
+            portions.consistency,
+            0,
+            portions.data_config(epochs, slices_per_task=portions.slices_per_step),
+            budget,
+        )
     )
 
 
@@ -150,8 +156,8 @@ def test_a_parameter_without_gradient_stays_as_it_is():
 
 def test_the_learning_rate_follows_a_schedule_under_any_optimizer():
     model, still = mlp(), mlp()
-    habits = WorkerConfig(schedule=lambda step: 1.0 if step < 3 else 0.0)
-    worker(job_of(PORTIONS), "a", model, habits=habits).run()
+    config = WorkerConfig(schedule=lambda step: 1.0 if step < 3 else 0.0)
+    worker(job_of(PORTIONS), "a", model, config=config).run()
     assert (
         max_relative_difference(model, train_single_process(still, make_numeric_data(), PORTIONS, ADAM, epochs=1))
         < 1e-12
@@ -184,7 +190,7 @@ def test_a_step_that_fails_too_often_stops_the_job_and_says_why():
 
 def test_the_last_worker_takes_the_weights_with_it():
     servers = job_of(PORTIONS)
-    leaving = worker(servers, "a", mlp(), must_go=leaving_at(4))
+    leaving = worker(servers, "a", mlp(), should_stop=leaving_at(4))
     assert leaving.run()
     assert leaving.has_left
     with pytest.raises(
@@ -201,8 +207,8 @@ def test_a_worker_that_comes_when_all_is_done_is_told_that_the_weights_are_gone(
 
 
 def test_a_job_goes_on_from_a_checkpoint(tmp_path):
-    habits = WorkerConfig(checkpoint_every_slices=6)
-    worker(job_of(PORTIONS), "a", mlp(), folder=tmp_path, habits=habits, must_go=leaving_at(4)).run()
+    config = WorkerConfig(checkpoint_every_slices=6)
+    worker(job_of(PORTIONS), "a", mlp(), folder=tmp_path, config=config, should_stop=leaving_at(4)).run()
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] != "step-00000006"
     model = mlp()
     later = worker(job_of(PORTIONS), "b", model, folder=tmp_path)
@@ -219,15 +225,15 @@ def test_a_job_goes_on_from_a_checkpoint(tmp_path):
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, options, told):
-    habits = WorkerConfig(checkpoint_every_slices=3)
-    worker(job_of(PORTIONS), "a", mlp(), folder=tmp_path, habits=habits).run()
+    config = WorkerConfig(checkpoint_every_slices=3)
+    worker(job_of(PORTIONS), "a", mlp(), folder=tmp_path, config=config).run()
     with pytest.raises(CheckpointError, match=told):
         worker(job_of(options.get("portions", PORTIONS)), "b", mlp(), folder=tmp_path, **options)
 
 
 def test_checkpoints_without_a_folder_are_refused():
     with pytest.raises(PlanError, match="give the folder"):
-        worker(job_of(PORTIONS), "a", mlp(), habits=WorkerConfig(checkpoint_every_slices=3))
+        worker(job_of(PORTIONS), "a", mlp(), config=WorkerConfig(checkpoint_every_slices=3))
 
 
 def test_workers_of_one_thread_cannot_meet():

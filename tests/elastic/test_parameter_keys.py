@@ -42,14 +42,14 @@ def test_workers_that_ask_for_other_keys_train_those_of_the_first(first, second)
 def test_keys_of_several_modules_are_no_matter_for_a_code():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
-    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', and code='int8' looks at one"
+    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', and codec='int8' looks at one"
     with pytest.raises(PlanError, match=told):
-        crew.join("b", mlp(), code="int8")
+        crew.join("b", mlp(), codec="int8")
 
 
 def test_a_code_goes_on_with_keys_of_one_module_each():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), code="int8")
+    crew.join("a", mlp(), codec="int8")
     assert len(crew.join("b", mlp(), key_bytes=TOGETHER).weights) == 2
 
 

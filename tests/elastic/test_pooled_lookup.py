@@ -26,12 +26,12 @@ START = UniformInit(-0.5, 0.5)
 TABLE = {"0.weight": START}
 
 
-def trained(consistency, build=embedding_bag_model, *, habits=None, minibatches=1):
-    rhythm = SyncPolicy(push_every=minibatches)
+def trained(consistency, build=embedding_bag_model, *, config=None, minibatches=1):
+    sync = SyncPolicy(push_every=minibatches)
     crew = InterleavedWorkers(
         make_slices(make_lookup_data(40), consistency, batch_size=8, minibatches_per_slice=minibatches), num_servers=1
     )
-    crew.join("a", build(), tables=TABLE, habits=habits, rhythm=rhythm)
+    crew.join("a", build(), tables=TABLE, config=config, sync=sync)
     crew.run_rounds()
     return crew
 
@@ -46,7 +46,7 @@ def asked(monkeypatch):
         def noted(self, check=check):
             check(self)
             if self.rows is not None and self.key != layout.LAYOUT_KEY:
-                found.append((type(self), self.sums is not None))
+                found.append((type(self), self.pooling is not None))
 
         monkeypatch.setattr(kind, "__post_init__", noted)
     return found
@@ -69,15 +69,15 @@ def test_a_push_of_sums_has_a_value_for_each_bag_and_rows_that_were_looked_up(as
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
 def test_sums_train_as_rows_do(consistency, minibatches, monkeypatch):
-    found = [trained(consistency, minibatches_per_slice=minibatches).model()]
+    found = [trained(consistency, minibatches=minibatches).model()]
     monkeypatch.setattr(lookups, "make_pooled_lookup", lambda *_: None)
-    found.append(trained(consistency, minibatches_per_slice=minibatches).model())
+    found.append(trained(consistency, minibatches=minibatches).model())
     assert max_relative_difference(*found) < 1e-12
 
 
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
 def test_sums_that_are_fetched_ahead_are_those_that_would_have_been_fetched(consistency):
-    models = [trained(consistency, habits=WorkerConfig(prefetch=prefetch)).model() for prefetch in (True, False)]
+    models = [trained(consistency, config=WorkerConfig(prefetch=prefetch)).model() for prefetch in (True, False)]
     assert max_relative_difference(*models) == 0
 
 

@@ -72,8 +72,8 @@ def test_a_loss_that_is_not_finite_fails_the_task():
 
 def test_a_loss_that_is_not_finite_may_count_as_zeros():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
-    first, habits = mlp(), WorkerConfig(nonfinite="skip")
-    crew.join("a", mlp(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets) * torch.nan, habits=habits)
+    first, config = mlp(), WorkerConfig(nonfinite="skip")
+    crew.join("a", mlp(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets) * torch.nan, config=config)
     crew.run_rounds()
     assert max_relative_difference(crew.model(), first) == 0
 
@@ -120,7 +120,7 @@ def test_weights_that_are_used_without_their_module_are_waited_for():
 def test_a_schedule_of_plain_sgd_goes_by_steps():
     data = make_numeric_data()
     crew = InterleavedWorkers(make_slices(data, Bsp(2)), epochs=1)
-    crew.join("a", mlp(), habits=WorkerConfig(schedule=lambda step: 1 / (1 + step)))
+    crew.join("a", mlp(), config=WorkerConfig(schedule=lambda step: 1 / (1 + step)))
     crew.run_rounds()
 
     def optimizer(parameters):
@@ -138,7 +138,7 @@ def test_a_schedule_of_plain_sgd_goes_by_steps():
 def test_a_schedule_that_servers_cannot_follow_is_refused():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
     with pytest.raises(PlanError, match="whose rate on the servers stays"):
-        crew.join("a", mlp(), torch.optim.Adagrad, habits=WorkerConfig(schedule=lambda step: 0.5))
+        crew.join("a", mlp(), torch.optim.Adagrad, config=WorkerConfig(schedule=lambda step: 0.5))
 
 
 def test_a_job_of_other_data_is_refused():
@@ -150,7 +150,7 @@ def test_a_job_of_other_data_is_refused():
 
 def test_a_checkpoint_is_a_moment_between_tasks():
     crew = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4))
-    crew.join("a", mlp(), habits=WorkerConfig(checkpoint_every_slices=8))
+    crew.join("a", mlp(), config=WorkerConfig(checkpoint_every_slices=8))
     crew.run_rounds()
     trained = [
         [key for state in cut.values() for key in state.keys if key.spec.key != LAYOUT]

@@ -120,7 +120,7 @@ def test_what_is_fetched_ahead_is_what_would_have_been_fetched():
         found = []
         for prefetch in (False, True):
             crew = InterleavedWorkers(make_slices(make_lookup_data(40), consistency, batch_size=4), task_portions=2)
-            crew.join("a", embedding_bag_model(), tables={"0.weight": START}, habits=WorkerConfig(prefetch=prefetch))
+            crew.join("a", embedding_bag_model(), tables={"0.weight": START}, config=WorkerConfig(prefetch=prefetch))
             crew.run_rounds()
             found.append(crew.model())
         assert max_relative_difference(*found) == 0

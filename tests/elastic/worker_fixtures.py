@@ -48,9 +48,11 @@ def embedding_bag_model(padding: int | None = None) -> nn.Module:
     return build_seeded(lambda: nn.Sequential(table(), nn.Linear(4, 2)))
 
 
-def make_slices(data: TensorDataset, consistency: Consistency, batch_size: int = 8, minibatches: int = 1) -> DataSlices:
-    sampler = slice_sampler(len(data), batch_size, consistency, minibatches_per_slice=minibatches)
-    return DataSlices(data, sampler, consistency, minibatches)
+def make_slices(
+    data: TensorDataset, consistency: Consistency, batch_size: int = 8, minibatches_per_slice: int = 1
+) -> DataSlices:
+    sampler = slice_sampler(len(data), batch_size, consistency, minibatches_per_slice=minibatches_per_slice)
+    return DataSlices(data, sampler, consistency, minibatches_per_slice)
 
 
 class InterleavedWorkers:
@@ -74,10 +76,10 @@ class InterleavedWorkers:
         self.gone: set[str] = set()
         self.remote_modules: dict[str, RemoteModule] = {}
 
-    def join(self, name, model, optimizer=SGD, *, habits=None, loss=F.cross_entropy, **options):
+    def join(self, name, model, optimizer=SGD, *, config=None, loss=F.cross_entropy, **options):
         options = {"key_bytes": 0, **options}
         served = self.remote_modules[name] = RemoteModule(model, self.job.join(name), optimizer, **options)
-        worker = PsWorker(served, self.portions, loss, config=habits, should_stop=lambda: name in self.gone)
+        worker = PsWorker(served, self.portions, loss, config=config, should_stop=lambda: name in self.gone)
         self.event_streams[name] = worker.events()
         return served
 

@@ -18,7 +18,7 @@ def answers_before_the_backup_has_it(planting):
 
     def hasty(self, origin, entry, now):
         yield from append(self, origin, entry, now)
-        while self.pending and self.keepers.is_complete:
+        while self.pending and self.replicas.is_backup_ready:
             yield from self.apply(self.pending.popleft())
 
     planting.setattr(PrimaryReplica, "append", hasty)
@@ -69,8 +69,8 @@ def calls_a_backup_complete_that_has_nothing(planting):
 
     def hasty(self, index, keepers, now):
         yield from lead(self, index, keepers, now)
-        if keepers.backup and not keepers.is_complete:
-            yield SendMessage(COORDINATOR, BackupReady(self.membership.origin(), index))
+        if keepers.backup and not keepers.is_backup_ready:
+            yield SendMessage(COORDINATOR, BackupReady(self.membership.header(), index))
 
     planting.setattr(ServerNode, "_become_primary", hasty)
 
@@ -115,8 +115,8 @@ def promotes_an_empty_backup(planting):
     lead = ServerNode._become_primary
 
     def forgetful(self, index, keepers, now):
-        if isinstance(self.holdings.get(index), BackupReplica):
-            self.holdings.pop(index)
+        if isinstance(self.shard_replicas.get(index), BackupReplica):
+            self.shard_replicas.pop(index)
         yield from lead(self, index, keepers, now)
 
     planting.setattr(ServerNode, "_become_primary", forgetful)
@@ -151,7 +151,9 @@ def gives_a_new_life_an_old_number(planting):
 
 def gives_up_the_last_copy(planting):
     def rash(self, name):
-        return self.job.num_servers > 1 and any(name == one.primary and not one.is_complete for one in self.keepers)
+        return self.job.num_servers > 1 and any(
+            name == one.primary and not one.is_backup_ready for one in self.replicas
+        )
 
     def forgetful(keepers, heard):
         if keepers.backup and keepers.backup not in heard:

@@ -13,7 +13,7 @@ def push(portion=-1, read=0):
 
 
 def counted(tally, worker, one):
-    return tally.count(worker, one, is_known=tally.is_known(worker, one))
+    return tally.record(worker, one, is_duplicate=tally.is_duplicate(worker, one))
 
 
 @given(st.permutations(range(9)).map(lambda order: order[:7]))

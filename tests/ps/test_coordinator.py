@@ -34,8 +34,8 @@ def sent(actions, kind):
 
 
 def origin(coordinator, sequence=0):
-    life = coordinator.book.lives["worker"]
-    return RequestHeader("worker", life.joined.incarnation, coordinator.book.generation, sequence)
+    life = coordinator.state.members["worker"]
+    return RequestHeader("worker", life.joined.incarnation, coordinator.state.generation, sequence)
 
 
 def with_worker():

@@ -27,18 +27,18 @@ class Carried:
 
     def wait(self, holds, _):
         for told in self.says:
-            self.calling.hear(told)
+            self.calling.on_response(told)
         return holds()
 
 
 def calling(*says):
     """A worker that is no member any more and hears this."""
-    patience = SimpleNamespace(lease_s=0.01)
+    timeouts = SimpleNamespace(lease_s=0.01)
     client: Any = SimpleNamespace(
         name="worker-0",
-        job=SimpleNamespace(name="short", patience=patience),
+        job=SimpleNamespace(name="short", timeouts=timeouts),
         membership=SimpleNamespace(is_member=False),
-        ask=lambda make: [make],
+        call_coordinator=lambda make: [make],
     )
     carrier: Any = Carried(says)
     carrier.calling = CoordinatorClient(client, carrier)

@@ -109,7 +109,7 @@ def test_a_worker_of_ssp_waits_for_the_slowest_that_has_entered():
 
 
 def test_tasks_are_leased_until_all_are_done():
-    session = local(work=DataConfig(num_slices=4, num_epochs=2, slices_per_task=2)).join("worker-0")
+    session = local(data=DataConfig(num_slices=4, num_epochs=2, slices_per_task=2)).join("worker-0")
     seen = []
     while task := session.lease():
         seen.append((task.epoch, task.start, task.stop))
@@ -118,7 +118,7 @@ def test_tasks_are_leased_until_all_are_done():
 
 
 def test_who_finds_no_task_is_told_later_and_gets_what_another_gives_back():
-    job = local(work=DataConfig(num_slices=1, num_epochs=1))
+    job = local(data=DataConfig(num_slices=1, num_epochs=1))
     first, second = job.join("first"), job.join("second")
     task = first.lease()
     assert second.lease() is NO_TASK_YET
@@ -128,7 +128,7 @@ def test_who_finds_no_task_is_told_later_and_gets_what_another_gives_back():
 
 
 def test_a_task_that_comes_while_nobody_waits_is_the_next_leases():
-    job = local(work=DataConfig(num_slices=1, num_epochs=1))
+    job = local(data=DataConfig(num_slices=1, num_epochs=1))
     first, second = job.join("first"), job.join("second")
     task = first.lease()
     assert second.lease() is NO_TASK_YET
@@ -139,7 +139,7 @@ def test_a_task_that_comes_while_nobody_waits_is_the_next_leases():
 
 
 def test_who_leaves_gives_its_task_to_others():
-    job = local(work=DataConfig(num_slices=1, num_epochs=1))
+    job = local(data=DataConfig(num_slices=1, num_epochs=1))
     first, second = job.join("first"), job.join("second")
     first.lease()
     first.leave()
@@ -149,7 +149,7 @@ def test_who_leaves_gives_its_task_to_others():
 
 
 def test_a_cut_is_saved_when_no_task_is_begun_and_not_done(servers):
-    job = local(num_servers=2, work=DataConfig(num_slices=2, num_epochs=1))
+    job = local(num_servers=2, data=DataConfig(num_slices=2, num_epochs=1))
     session = job.join("worker-0")
     task = session.lease()
     assert session.checkpoint() == 0
@@ -189,7 +189,7 @@ def test_no_acknowledged_update_is_lost_with_a_server(num_servers, killed):
 
 
 def test_a_coordinator_goes_on_after_its_log():
-    job = local(work=DataConfig(num_slices=2, num_epochs=1))
+    job = local(data=DataConfig(num_slices=2, num_epochs=1))
     session = job.join("worker-0")
     session.report(session.lease(), "done")
     job.kill("coordinator")
@@ -240,13 +240,13 @@ BAD = {
     "wrong dtype": (lambda s: s.push("weight", torch.ones(2, 3).double()), PlanError, "float64"),
     "not finite": (lambda s: s.push("weight", torch.full((2, 3), torch.nan)).wait(), DataError, "not finite"),
     "begins not finite": (lambda s: s.init("bias", torch.full((2,), torch.inf), HALF), DataError, "not finite"),
-    "another shape": (lambda s: s.init("weight", torch.ones(7), HALF), PlanError, "weight is Spec"),
+    "another shape": (lambda s: s.init("weight", torch.ones(7), HALF), PlanError, "weight is KeySpec"),
     "another rule": (lambda s: s.init("weight", torch.zeros(2, 3), Sgd(0.1)), PlanError, "already"),
     "no optimizer": (lambda s: s.init("bias", torch.ones(1), Assign()), PlanError, "which asp needs"),
     "whole numbers": (lambda s: s.init("bias", torch.ones(1).int(), HALF), PlanError, "int32"),
     "rows of a tensor": (lambda s: s.pull("weight", rows=torch.tensor([1])), PlanError, "has no rows"),
-    "versions": (lambda s: s.push("weight", torch.ones(2, 3), read=(0, 0)), PlanError, "2 versions of weight"),
-    "future": (lambda s: s.push("weight", torch.ones(2, 3), read=(9,)).wait(), PlanError, "at version 9"),
+    "versions": (lambda s: s.push("weight", torch.ones(2, 3), read_versions=(0, 0)), PlanError, "2 versions of weight"),
+    "future": (lambda s: s.push("weight", torch.ones(2, 3), read_versions=(9,)).wait(), PlanError, "at version 9"),
 }
 
 
@@ -287,7 +287,9 @@ def test_what_nobody_answers_names_who_is_waited_for(servers, session):
 
 
 def test_a_job_whose_task_fails_too_often_says_so_and_stops():
-    session = local(work=DataConfig(num_slices=1, num_epochs=1), budget=RetryPolicy(max_failures=0)).join("worker-0")
+    session = local(data=DataConfig(num_slices=1, num_epochs=1), retry_policy=RetryPolicy(max_failures=0)).join(
+        "worker-0"
+    )
     session.report(session.lease(), "failed", "the file is gone")
     with pytest.raises(PeerError, match="the file is gone"):
         session.lease()

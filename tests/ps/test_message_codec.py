@@ -81,13 +81,13 @@ def test_a_kind_that_does_not_exist_is_refused():
 
 
 def test_a_number_is_not_a_truth():
-    with pytest.raises(ProtocolError, match=r"done\.sequence is True instead of an int"):
-        decode_message("done", {"shard": 0, "sequence": True}, [])
+    with pytest.raises(ProtocolError, match=r"ack\.sequence is True instead of an int"):
+        decode_message("ack", {"shard": 0, "sequence": True}, [])
 
 
 def test_a_number_of_more_than_63_bits_is_refused():
-    with pytest.raises(ProtocolError, match=r"done\.sequence is 9223372036854775808"):
-        decode_message("done", {"shard": 0, "sequence": 1 << 63}, [])
+    with pytest.raises(ProtocolError, match=r"ack\.sequence is 9223372036854775808"):
+        decode_message("ack", {"shard": 0, "sequence": 1 << 63}, [])
 
 
 @pytest.mark.parametrize("rows", [[3, 2], [2, 2], [-1, 4]])
@@ -112,4 +112,4 @@ def test_an_unprintable_name_is_refused():
 
 
 def test_a_message_says_its_kind():
-    assert message_type(Ack(0, 1)) == "done"
+    assert message_type(Ack(0, 1)) == "ack"

@@ -54,14 +54,14 @@ def distance(one, other):
 def test_sums_of_rows_are_those_of_the_rows_that_would_have_come(session, pushed):
     rows = ROWS[pushed]
     session.push("table", torch.arange(2 * len(rows), dtype=torch.float64).view(-1, 2), rows=rows)
-    found = session.pull("table", rows=ROWS, sums=sums(*THERE)).wait().values
+    found = session.pull("table", rows=ROWS, pooling=sums(*THERE)).wait().values
     expected = added_up(session.pull("table", rows=ROWS).wait().values, *THERE)
     assert distance(found, expected) < 1e-12
 
 
 def test_a_push_of_sums_counts_as_the_rows_whose_gradients_they_are(session):
     values = torch.arange(8, dtype=torch.float64).view(4, 2)
-    session.push("table", values, rows=ROWS, sums=sums(*BACK))
+    session.push("table", values, rows=ROWS, pooling=sums(*BACK))
     session.push("other", added_up(values, *BACK), rows=ROWS)
     one, other = (session.pull(key, rows=ROWS).wait().values for key in ("table", "other"))
     assert distance(one, other) < 1e-12
@@ -70,15 +70,15 @@ def test_a_push_of_sums_counts_as_the_rows_whose_gradients_they_are(session):
 
 def test_sums_may_be_pulled_into_a_given_tensor(session):
     out = torch.zeros(4, 2, dtype=torch.float64)
-    assert session.pull("table", rows=ROWS, sums=sums(*THERE), out=out).wait().values is out
-    assert distance(out, session.pull("table", rows=ROWS, sums=sums(*THERE)).wait().values) == 0
+    assert session.pull("table", rows=ROWS, pooling=sums(*THERE), out=out).wait().values is out
+    assert distance(out, session.pull("table", rows=ROWS, pooling=sums(*THERE)).wait().values) == 0
 
 
 def test_a_journal_with_sums_says_what_became_of_the_rows(servers, session):
-    session.push("table", torch.ones(4, 2, dtype=torch.float64), rows=ROWS, sums=sums(*BACK)).wait()
+    session.push("table", torch.ones(4, 2, dtype=torch.float64), rows=ROWS, pooling=sums(*BACK)).wait()
     for index in range(servers.job.num_shards):
         entries = [entry for _, entry in sorted(servers.journals[index].items())]
-        held = servers.node(f"server-{index}").holdings[index].shard
+        held = servers.node(f"server-{index}").shard_replicas[index].shard
         assert replay_journal(servers.job, index, entries).digest() == held.digest()
 
 
@@ -119,13 +119,13 @@ def test_lists_that_cannot_be_added_up_are_refused_on_both_sides(session, name):
     with pytest.raises(ProtocolError, match=told):
         PushRequest(ORIGIN, 0, "table", -1, 0, torch.ones(2, 2), rows, pooling=wrong)
     with pytest.raises(PlanError, match=told):
-        session.pull("table", rows=rows, sums=wrong)
+        session.pull("table", rows=rows, pooling=wrong)
 
 
 def test_only_rows_have_sums(session):
     session.init("weight", torch.zeros(2), Sgd(0.1))
     with pytest.raises(PlanError, match="weight has no rows"):
-        session.pull("weight", sums=sums([0], [0]))
+        session.pull("weight", pooling=sums([0], [0]))
     with pytest.raises(ProtocolError, match="without rows"):
         PullRequest(ORIGIN, 0, "weight", 8, 0, pooling=sums([0], [0]))
     with pytest.raises(ProtocolError, match="in a code"):

@@ -56,8 +56,8 @@ WRONG = {
     "a wrong shape": (push(1, values=(1.0,)), r"\(1,\) pushed to weight, which is \(2,\)"),
     "a wrong dtype": (push(1, dtype=torch.float32), "float32 pushed to weight, which is float64"),
     "not a number": (push(1, values=(1.0, torch.nan)), "not finite"),
-    "another key of that name": (init(1, size=3), "weight is Spec"),
-    "no optimizer": (init(1, rule=Assign()), "weight is Spec"),
+    "another key of that name": (init(1, size=3), "weight is KeySpec"),
+    "no optimizer": (init(1, rule=Assign()), "weight is KeySpec"),
 }
 
 
@@ -130,7 +130,7 @@ def test_a_pull_sees_what_its_worker_pushed_before():
 
 
 def test_a_state_makes_the_same_shard():
-    one = shard(Bsp(2), work=DataConfig(4, 1, 1, 2))
+    one = shard(Bsp(2), data=DataConfig(4, 1, 1, 2))
     one.apply(push(1, portion=1))
     again = PsShard(one.job, 0, one.state)
     for each in (one, again):
@@ -140,7 +140,7 @@ def test_a_state_makes_the_same_shard():
 
 
 def test_a_shard_that_is_made_of_a_state_still_has_the_weights_of_the_step_before():
-    one = shard(Bsp(1), work=DataConfig(4, 1, 1, 1))
+    one = shard(Bsp(1), data=DataConfig(4, 1, 1, 1))
     one.apply(push(1, portion=0))
     again = PsShard(one.job, 0, one.state)
     exact, newest = (
@@ -155,9 +155,9 @@ def test_the_slowest_clock_stays_when_all_workers_are_gone_at_once(fast):
     """They went one by one in the order of a set, another one in every process, and so did what was left: seed 5351."""
     one = replay_journal(JobConfig("job", Ssp(1)), 0, [SetMembers(1, (JobMember("first", 1), JobMember("second", 2)))])
     lives = {"first": RequestHeader("first", 1, 1), "second": RequestHeader("second", 2, 1)}
-    one.apply(replace(init(), origin=lives["first"]))
+    one.apply(replace(init(), header=lives["first"]))
     for life in lives.values():
         one.apply(JoinClock(replace(life, sequence=int(life.member == "first")), 0))
-    one.apply(replace(push(0), origin=replace(lives[fast], sequence=one.clients[fast].next_sequence)))
+    one.apply(replace(push(0), header=replace(lives[fast], sequence=one.clients[fast].next_sequence)))
     one.apply(SetMembers(2, ()))
     assert one.keys["weight"].tracker.progress == KeyProgress(1, min_clocks=(0, 0))

@@ -34,7 +34,7 @@ def test_lines_come_back_as_they_were():
 
 def test_an_entry_with_tensors_comes_back():
     (entry,), _ = decode_log(encode_record(PUSH))
-    assert entry.origin == PUSH.header
+    assert entry.header == PUSH.header
     assert [one.tolist() for one in encode_message(entry)[2]] == [one.tolist() for one in encode_message(PUSH)[2]]
 
 

@@ -48,7 +48,7 @@ class Relay:
     def __init__(self, place):
         self.target = place.host, place.port
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.place = parse_address(f"tcp:127.0.0.1:{self.listener.getsockname()[1]}")
+        self.address = parse_address(f"tcp:127.0.0.1:{self.listener.getsockname()[1]}")
         self.ends = []
 
     def __enter__(self):
@@ -66,11 +66,11 @@ class Relay:
 
     def go_on(self, calling, serving, most):
         """Both loops turn once, and so much of what was said has come, of either side."""
-        calling.turn()
+        calling.run_once()
         for source, target in (self.ends, self.ends[::-1]):
             with suppress(BlockingIOError):
                 target.sendall(source.recv(most, socket.MSG_DONTWAIT))
-        serving.turn()
+        serving.run_once()
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def asking(loop, place_and_secret):
 
 def run_loop(loop, count=20):
     for _ in range(count):
-        loop.turn()
+        loop.run_once()
 
 
 def connect_and_record(loop, place, secret, **options):

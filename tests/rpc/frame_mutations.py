@@ -28,9 +28,9 @@ WAYS = {"keyed": (AesGcmRecordWriter, AesGcmRecordReader, (KEY,)), "checked": (C
 def wire_of(outbox):
     """Everything that the outbox sends."""
     sent = bytearray()
-    while pieces := outbox.pending():
+    while pieces := outbox.pending_buffers():
         sent += b"".join(pieces)
-        outbox.sent(sum(map(len, pieces)))
+        outbox.on_sent(sum(map(len, pieces)))
     return bytes(sent)
 
 
@@ -49,14 +49,14 @@ def heard(channel, raw):
     letters = []
     try:
         while raw:
-            target = channel.wanted()[0]
+            target = channel.receive_buffers()[0]
             num_bytes = min(len(target), len(raw))
             target[:num_bytes], raw = raw[:num_bytes], raw[num_bytes:]
-            if (found := channel.took(num_bytes)) is not None:
+            if (found := channel.on_bytes(num_bytes)) is not None:
                 letters.append(found)
-            if channel.is_over:
+            if channel.is_closed_by_peer:
                 return letters, None
-        channel.end()
+        channel.on_eof()
     except ProtocolError as error:
         return letters, error
     return letters, None
@@ -142,8 +142,8 @@ def caller_and_server(key=bytes(32), job="job"):
 
 def taken(channel):
     """What the channel has to send."""
-    sent = b"".join(channel.pending())
-    channel.sent(len(sent))
+    sent = b"".join(channel.pending_buffers())
+    channel.on_sent(len(sent))
     return sent
 
 

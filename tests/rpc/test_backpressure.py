@@ -49,7 +49,7 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
     with EventLoop() as calling:
         connection, heard = connect_and_record(calling, place, secret)
         for _ in range(5):
-            loop.turn()
+            loop.run_once()
             calling.run_once()
         for index in range(50):
             connection.send(RpcMessage("ask", {"index": index}))
@@ -57,7 +57,7 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
         assert server.connections[0].unsent_bytes < 6 * MIB
         assert 4 <= len(answered.letters) < 16  # 4 MiB here, 4 of the socket's, 4 within a turn
         while len(heard.letters) < 50:
-            loop.turn()
+            loop.run_once()
             calling.run_once()
 
 
@@ -110,7 +110,7 @@ def relayed(serving, secret, heard):
     """A connection that is greeted, and what carries up to so many bytes of it and lets both sides take a turn."""
     server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
     with EventLoop() as calling, Relay(server.address) as relay:
-        connection, _ = connect_and_record(calling, relay.place, secret)
+        connection, _ = connect_and_record(calling, relay.address, secret)
         relay.join()
         for _ in range(10):
             relay.go_on(calling, serving, MIB)
@@ -143,7 +143,7 @@ def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, 
     with EventLoop() as calling:
         connection, _ = connect_and_record(calling, place, secret)
         for _ in range(5):
-            still_loop.turn()
+            still_loop.run_once()
             calling.run_once()
         connection.send(RpcMessage("push", {}, [torch.zeros(8 * MIB)]))
         run_loop(still_loop, 5)

@@ -29,8 +29,8 @@ def stranger(place):
 
 def test_questions_are_answered_in_the_order_in_which_they_were_asked(asking):
     tensors = [torch.arange(300_001.0), torch.tensor(7), torch.ones(2, 0, dtype=torch.int64), torch.eye(3).bool()]
-    questions = [asking.ask(RpcMessage("ask", {"index": index}, tensors)) for index in range(4)]
-    answers = [question.answer(10.0) for question in questions]
+    questions = [asking.request(RpcMessage("ask", {"index": index}, tensors)) for index in range(4)]
+    answers = [question.wait(10.0) for question in questions]
     assert [answer.fields["index"] for answer in answers] == [0, 1, 2, 3]
     for sent, received in zip(tensors, answers[-1].tensors, strict=True):
         assert (sent.dtype, sent.shape) == (received.dtype, received.shape)
@@ -203,7 +203,7 @@ def test_letters_that_are_gathered_leave_together_at_the_end(loop, place_and_sec
     server = listen(loop, place_and_secret[0], place_and_secret[1], heard.letter)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
-    with loop.gathering():
+    with loop.cork():
         for kind in ("one", "two"):
             connection.send(RpcMessage(kind))
         run_loop(loop)
@@ -217,8 +217,8 @@ def test_of_blocks_inside_each_other_the_outermost_one_counts(loop, place_and_se
     server = listen(loop, place_and_secret[0], place_and_secret[1], heard.letter)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
-    with loop.gathering():
-        with loop.gathering():
+    with loop.cork():
+        with loop.cork():
             connection.send(RpcMessage("one"))
         run_loop(loop)
         assert not heard.letters
@@ -234,7 +234,7 @@ def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
     other = threading.Thread(target=stay_inside, args=(loop, is_inside, is_over))
     other.start()
     is_inside.wait(10.0)
-    with loop.gathering():
+    with loop.cork():
         connection.send(RpcMessage("one"))
     run_loop(loop)
     assert [letter.kind for letter in heard.letters] == ["one"]
@@ -243,11 +243,11 @@ def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
 
 
 def stay_inside(loop, is_inside, is_over):
-    with loop.gathering():
+    with loop.cork():
         is_inside.set()
         is_over.wait(10.0)
 
 
 def test_what_is_gathered_leaves_when_somebody_waits(loop, asking):
-    with loop.gathering():
-        assert asking.ask(RpcMessage("ask", {"index": 3})).answer(10.0).fields["index"] == 3
+    with loop.cork():
+        assert asking.request(RpcMessage("ask", {"index": 3})).wait(10.0).fields["index"] == 3

@@ -73,7 +73,7 @@ def test_several_threads_that_wait_are_all_told(linked):
 
 
 def ask_and_fail(loop, connection):
-    with loop.gathering():
+    with loop.cork():
         connection.send(RpcMessage("ask"))
         raise KeyError
 

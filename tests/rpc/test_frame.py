@@ -39,7 +39,7 @@ def test_a_letter_beyond_the_limits_is_refused_with_its_size(letter):
 
 
 def filled(rooms, num_bytes):
-    return rooms.take(num_bytes).tensor(torch.uint8, (num_bytes,), 0)
+    return rooms.allocate(num_bytes).tensor(torch.uint8, (num_bytes,), 0)
 
 
 def test_a_large_room_is_used_again_when_nobody_holds_a_tensor_of_it():

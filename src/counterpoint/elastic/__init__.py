@@ -1,1 +1,1 @@
-"""A worker's side of a job: a module whose parameters lie on servers, data by portions, the loop that takes both."""
+"""Workers that may join and leave at any time, with parameter servers or by allreduce, and the data that they share."""

@@ -1,7 +1,4 @@
-"""Data by portions: portion p of an epoch is the same samples, with the same random numbers, whoever reads it.
-
-Which minibatches a task has, some of them known before it is their turn.
-"""
+"""Data slices: slice i of an epoch is the same samples with the same random numbers, whoever reads it."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from counterpoint.ps.job_config import Bsp, Consistency, DataConfig
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """Samples that are computed at once.
+    """Samples that are computed together.
 
     Args:
         fields: of the samples, ``(inputs..., target)``.
-        count: how many.
-        weight: what the mean loss over them is multiplied with.
+        num_samples: how many.
+        loss_weight: factor of their mean loss.
     """
 
     fields: Fields
@@ -33,29 +30,28 @@ class Minibatch:
 
     @property
     def inputs(self) -> Fields:
-        """What the model is called with."""
+        """Model inputs."""
         return self.fields[:-1]
 
 
 @dataclass(frozen=True)
 class DataSlices:
-    """The portions of a dataset.
+    """The slices of a dataset.
 
-    Under bsp a batch is cut into ``per_step`` portions, and the gradients of these add up to that of the mean loss over
-    the batch, whoever computes them. Otherwise a batch is one portion, and its gradient is the sum of those of its
-    minibatches, each of the mean loss over its own samples.
+    Under bsp a batch is split into ``slices_per_step`` slices, whose gradients add up to that of the mean loss over the
+    batch. Otherwise a batch is one slice, and its gradient is the sum over its minibatches, each of its own mean loss.
 
     Args:
         dataset: see :class:`counterpoint.data.fetch.MapDataset`.
         sampler: which samples a batch has.
-        consistency: how portions are counted.
-        minibatches: into how many a portion is cut.
+        consistency: of the job.
+        minibatches_per_slice: minibatches into which a slice is split.
 
     Example:
         >>> import torch
         >>> data = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None], torch.zeros(8))
-        >>> portions = Portions(data, Sampler(8, 4, shuffle="sequential"), Bsp(2))
-        >>> [(one.fields[0].view(-1).tolist(), one.weight) for one in portions.read(0, 3)]
+        >>> slices = DataSlices(data, Sampler(8, 4, shuffle="sequential"), Bsp(2))
+        >>> [(minibatch.fields[0].view(-1).tolist(), minibatch.loss_weight) for minibatch in slices.read(0, 3)]
         [([6.0, 7.0], 0.5)]
     """
 
@@ -66,33 +62,29 @@ class DataSlices:
 
     @property
     def slices_per_step(self) -> int:
-        """Portions of a batch."""
+        """Slices of a batch."""
         return self.consistency.slices_per_step if isinstance(self.consistency, Bsp) else 1
 
     @property
     def num_slices(self) -> int:
-        """Portions of an epoch."""
+        """Slices of an epoch."""
         return self.sampler.num_batches * self.slices_per_step
 
     def data_config(self, num_epochs: int, *, slices_per_task: int = 1) -> DataConfig:
-        """Return what there is to do.
+        """Return the data configuration of a job.
 
         Args:
             num_epochs: passes over the data.
-            task_portions: that a worker is given at once.
+            slices_per_task: slices assigned to a worker at once.
         """
         steps = self.slices_per_step if isinstance(self.consistency, Bsp) else 0
         return DataConfig(self.num_slices, num_epochs, slices_per_task, steps)
 
     def check_data_config(self, data_config: DataConfig) -> None:
-        """Check that a job's data are these portions.
-
-        Raises:
-            PlanError: they are not.
-        """
+        """Raise PlanError unless the job was made for these slices."""
         if data_config.num_slices != self.num_slices:
             raise PlanError(
-                f"the job has {data_config.num_slices} portions in an epoch, but this dataset makes {self.num_slices}; "
+                f"the job has {data_config.num_slices} slices per epoch, but this dataset has {self.num_slices}; "
                 "give every worker the dataset, the batch size and the consistency that the job was made for"
             )
 
@@ -101,20 +93,22 @@ class DataSlices:
         return MicrobatchReader(self.dataset, self.sampler, self.slices_per_step * self.minibatches_per_slice)
 
     def read(self, epoch: int, number: int) -> Iterator[Minibatch]:
-        """Yield the minibatches of a portion that have samples.
+        """Yield the non-empty minibatches of a slice.
 
         Args:
             epoch: which.
-            number: of the portion in the epoch.
+            number: of the slice in the epoch.
         """
-        batch, place = divmod(number, self.slices_per_step)
+        batch, slice_in_batch = divmod(number, self.slices_per_step)
         num_samples = self.sampler.batch_len(batch)
-        for micro in range(place * self.minibatches_per_slice, (place + 1) * self.minibatches_per_slice):
-            spot = MicrobatchIndex(epoch, batch, micro)
-            low, high = self._reader.bounds(spot)
+        for micro in range(
+            slice_in_batch * self.minibatches_per_slice, (slice_in_batch + 1) * self.minibatches_per_slice
+        ):
+            microbatch = MicrobatchIndex(epoch, batch, micro)
+            low, high = self._reader.bounds(microbatch)
             if low < high:
                 weight = (high - low) / num_samples if isinstance(self.consistency, Bsp) else 1.0
-                yield Minibatch(self._reader.read(spot), high - low, weight)
+                yield Minibatch(self._reader.read(microbatch), high - low, weight)
 
 
 def slice_sampler(
@@ -126,15 +120,15 @@ def slice_sampler(
     seed: int = 0,
     is_shuffled: bool = True,
 ) -> Sampler:
-    """Return which samples a portion has.
+    """Return the sampler that assigns samples to slices.
 
     Args:
         num_samples: of the dataset.
-        batch_size: samples of a global batch under bsp, of a minibatch otherwise.
-        consistency: how portions are counted.
-        minibatches: of a portion.
-        seed: of the order.
-        is_shuffled: whether each epoch has an order of its own.
+        batch_size: samples of a global batch under bsp, else of a minibatch.
+        consistency: of the job.
+        minibatches_per_slice: minibatches of a slice.
+        seed: of the shuffling.
+        is_shuffled: whether to shuffle each epoch.
     """
     size = batch_size if isinstance(consistency, Bsp) else batch_size * minibatches_per_slice
     return Sampler(num_samples, size, seed, shuffle="feistel" if is_shuffled else "sequential")
@@ -142,13 +136,13 @@ def slice_sampler(
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPosition:
-    """A minibatch, and where in the run it stands.
+    """A minibatch and its position in the run.
 
     Args:
-        portion: of the whole run.
-        at: which minibatch of the portion.
+        slice_index: data slice, counted over the whole run.
+        index: of the minibatch in the slice.
         minibatch: its samples.
-        is_last: whether its portion is complete with it.
+        is_last: whether it is the last one of the slice.
     """
 
     slice_index: int
@@ -158,13 +152,13 @@ class MinibatchPosition:
 
 
 class TaskReader:
-    """The portions of a task, read while those before them are computed.
+    """Reads the slices of a task, some minibatches ahead of the computation.
 
     Args:
-        data: that is read.
+        data: to be read.
         epoch: of the task.
-        numbers: of its portions in the epoch.
-        ahead: how many minibatches are known before the one that is computed is over.
+        numbers: of its slices in the epoch.
+        lookahead: minibatches to read ahead.
     """
 
     def __init__(self, data: DataSlices, epoch: int, numbers: range, lookahead: int) -> None:
@@ -174,27 +168,30 @@ class TaskReader:
         self._known: deque[MinibatchPosition] = deque()
 
     def slices(self) -> Iterator[tuple[int, Sequence[MinibatchPosition]]]:
-        """Yield each portion of the whole run, and its minibatches that have samples."""
+        """Yield each slice index of the run, with the slice's non-empty minibatches."""
         while self._read or self._read_one():
-            portion, places = self._read.popleft()
-            yield portion, places
+            slice_index, positions = self._read.popleft()
+            yield slice_index, positions
 
-    def upcoming(self, place: MinibatchPosition) -> list[MinibatchPosition]:
-        """Return the minibatches that come after one, which is the next that is computed; none of other tasks."""
-        while self._known and self._known[0] is not place:
+    def upcoming(self, position: MinibatchPosition) -> list[MinibatchPosition]:
+        """Return the minibatches after the given one, which is the next to be computed; none of other tasks."""
+        while self._known and self._known[0] is not position:
             self._known.popleft()
         while len(self._known) <= self._lookahead and self._read_one():
             pass
         return list(self._known)[1 : 1 + self._lookahead]
 
     def _read_one(self) -> bool:
-        """Tell whether there was another portion to be read."""
+        """Read one more slice; tell whether there was one."""
         number = next(self._unread, None)
         if number is None:
             return False
-        found = list(self._data.read(self._epoch, number))
-        portion = self._epoch * self._data.num_slices + number
-        places = [MinibatchPosition(portion, at, one, at + 1 == len(found)) for at, one in enumerate(found)]
-        self._read.append((portion, places))
-        self._known += places
+        minibatches = list(self._data.read(self._epoch, number))
+        slice_index = self._epoch * self._data.num_slices + number
+        positions = [
+            MinibatchPosition(slice_index, index, minibatch, index + 1 == len(minibatches))
+            for index, minibatch in enumerate(minibatches)
+        ]
+        self._read.append((slice_index, positions))
+        self._known += positions
         return True

@@ -1,10 +1,7 @@
-"""Which keys a module has: one for each module that has parameters of its own, one for each table.
+"""How a model's parameters are grouped into keys, and the agreement of all workers on that grouping.
 
-Which parameters are one key: the job keeps what its first worker said, and every later worker does the same.
-
-How parameters are put together is a worker's choice; but whoever goes on from a cut, or joins a job that runs, has to
-find the keys that are there. Otherwise what was learnt would lie under other names, and the weights would begin anew
-without a word.
+Grouping is the first worker's choice; a worker that joins a running job, or restarts from a snapshot, has to use the
+same keys. Otherwise its weights would be stored under other names and start from their initial values unnoticed.
 """
 
 from __future__ import annotations
@@ -26,21 +23,21 @@ from counterpoint.ps.session import InitialRows, Session
 from counterpoint.ps.update_rules import ConstantInit, Sgd, UpdateRule
 
 FROZEN_RULE = Sgd(0.0)
-"""The rule of what is never pushed."""
+"""Update rule of keys that are never pushed."""
 OWN_KEY_BYTES = 1 << 20
 MAX_ZERO_COPY_KEYS = 2
 
 
 @dataclass(slots=True)
 class ParameterKey:
-    """A key, and which modules have its parameters.
+    """A dense key, and the modules that own its parameters.
 
     Attributes:
-        key: names of its parameters.
-        parts: these, in order.
-        rule: what a push does to them.
-        is_trained: whether there are any.
-        owners: paths of the modules that have one of them.
+        key: its name, made of the parameters' names.
+        parameters: in order.
+        rule: update rule.
+        is_trained: whether it is ever pushed.
+        module_paths: modules that own one of the parameters.
     """
 
     key: str
@@ -58,13 +55,13 @@ class ParameterKey:
 def dense_keys(
     model: nn.Module, rules: Mapping[str, UpdateRule], *, excluded: Iterable[str], own_key_bytes: int = OWN_KEY_BYTES
 ) -> list[ParameterKey]:
-    """Return the keys of all parameters but some.
+    """Return one key per module for all parameters except the excluded ones.
 
     Args:
         model: whose.
-        rules: of the parameters that are trained, by name.
-        leave: names of those that are kept otherwise.
-        alone_bytes: from which on a parameter is a key by itself, for its gradient need not be put beside another.
+        rules: update rules of the trained parameters, by name.
+        excluded: names of parameters to skip.
+        own_key_bytes: parameters from this size on get a key of their own, which saves copying their gradients.
 
     Raises:
         PlanError: a parameter is not on the CPU.
@@ -72,143 +69,141 @@ def dense_keys(
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
         >>> rules = dict.fromkeys([name for name, _ in model.named_parameters()], Sgd(0.1))
-        >>> [unit.key for unit in dense_units(model, rules, leave=())]
+        >>> [key.key for key in dense_keys(model, rules, excluded=())]
         ['0.weight+bias', '2.weight']
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    left = {model.get_parameter(name) for name in excluded}
-    found: dict[nn.Parameter, ParameterKey] = {}
-    units: list[ParameterKey] = []
+    excluded_parameters = {model.get_parameter(name) for name in excluded}
+    key_of_parameter: dict[nn.Parameter, ParameterKey] = {}
+    keys: list[ParameterKey] = []
     for path, module in model.named_modules():
-        groups: dict[tuple[UpdateRule, bool, torch.dtype, str], ParameterKey] = {}
+        key_of_group: dict[tuple[UpdateRule, bool, torch.dtype, str], ParameterKey] = {}
         for parameter in module.parameters(recurse=False):
-            if parameter in left:
+            if parameter in excluded_parameters:
                 continue
-            if parameter in found:
-                found[parameter].module_paths.add(path)
+            if parameter in key_of_parameter:
+                key_of_parameter[parameter].module_paths.add(path)
                 continue
             check_on_cpu(names[parameter], parameter)
             rule = rules.get(names[parameter], FROZEN_RULE)
             is_trained = names[parameter] in rules and parameter.requires_grad
-            alone = names[parameter] if parameter.nbytes >= own_key_bytes else ""
-            kind = rule, is_trained, parameter.dtype, alone
-            unit = groups.setdefault(kind, ParameterKey("", [], rule, is_trained, {path}))
-            unit.parameters.append(NamedParameter(names[parameter], parameter))
-            found[parameter] = unit
-        units += groups.values()
-    for unit in units:
-        first, *others = [part.name for part in unit.parameters]
-        unit.key = "+".join([first, *(name.rpartition(".")[2] for name in others)])
-    return units
+            own_name = names[parameter] if parameter.nbytes >= own_key_bytes else ""
+            group = rule, is_trained, parameter.dtype, own_name
+            key = key_of_group.setdefault(group, ParameterKey("", [], rule, is_trained, {path}))
+            key.parameters.append(NamedParameter(names[parameter], parameter))
+            key_of_parameter[parameter] = key
+        keys += key_of_group.values()
+    for key in keys:
+        first, *rest = [part.name for part in key.parameters]
+        key.key = "+".join([first, *(name.rpartition(".")[2] for name in rest)])
+    return keys
 
 
 def coalesce_small_keys(keys: Iterable[ParameterKey], key_bytes: int) -> list[ParameterKey]:
-    """Return the keys with neighbours put together, where they are alike and small: each key costs two messages a step.
+    """Merge adjacent small keys of the same kind, since each key costs two messages per step.
 
     Args:
-        units: one for each module, in the order of the model.
-        key_bytes: up to which keys are put together.
+        keys: in model order.
+        key_bytes: largest merged key.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
         >>> rules = dict.fromkeys([name for name, _ in model.named_parameters()], Sgd(0.1))
-        >>> [unit.key for unit in gathered(dense_units(model, rules, leave=()), 1 << 16)]
+        >>> [key.key for key in coalesce_small_keys(dense_keys(model, rules, excluded=()), 1 << 16)]
         ['0.weight+bias to 2.weight']
     """
-    open_units: dict[tuple[UpdateRule, bool, torch.dtype], list[ParameterKey]] = {}
+    open_runs: dict[tuple[UpdateRule, bool, torch.dtype], list[ParameterKey]] = {}
     runs: list[list[ParameterKey]] = []
-    for unit in keys:
-        if unit.num_bytes > key_bytes:
-            runs.append([unit])
+    for key in keys:
+        if key.num_bytes > key_bytes:
+            runs.append([key])
             continue
-        kind = unit.rule, unit.is_trained, unit.parameters[0].parameter.dtype
-        run = open_units.get(kind)
-        if run is None or sum(one.num_bytes for one in run) + unit.num_bytes > key_bytes:
-            run = open_units[kind] = []
+        group = key.rule, key.is_trained, key.parameters[0].parameter.dtype
+        run = open_runs.get(group)
+        if run is None or sum(member.num_bytes for member in run) + key.num_bytes > key_bytes:
+            run = open_runs[group] = []
             runs.append(run)
-        run.append(unit)
+        run.append(key)
     return [run[0] if len(run) == 1 else _concatenate_keys(run) for run in runs]
 
 
 def _concatenate_keys(run: list[ParameterKey]) -> ParameterKey:
     first, last = run[0], run[-1]
-    parts = [part for unit in run for part in unit.parameters]
-    owners = {owner for unit in run for owner in unit.module_paths}
-    return ParameterKey(f"{first.key} to {last.key}", parts, first.rule, first.is_trained, owners)
+    parameters = [part for key in run for part in key.parameters]
+    owners = {owner for key in run for owner in key.module_paths}
+    return ParameterKey(f"{first.key} to {last.key}", parameters, first.rule, first.is_trained, owners)
 
 
 def zero_copy_keys(keys: Iterable[ParameterKey]) -> set[str]:
-    """Return the keys that are computed with where they come in, in memory that a connection lends: the largest few.
+    """Return the few largest keys whose parameters may use the memory in which a pull arrives.
 
-    A connection lends memory for two letters of a size, the one that is held and the one that comes next. So a key that
-    is held has to be the only one of its size; others are copied.
+    A connection has two shared buffers per size: one in use and one for the next pull. So such a key must be the only
+    one of its size; others are copied.
     """
-    sizes: dict[int, list[ParameterKey]] = {}
-    for unit in keys:
-        sizes.setdefault((unit.num_bytes - 1).bit_length(), []).append(unit)
-    alone = [found[0] for size, found in sorted(sizes.items(), reverse=True) if len(found) == 1]
-    return {unit.key for unit in alone[:MAX_ZERO_COPY_KEYS]}
+    keys_by_size: dict[int, list[ParameterKey]] = {}
+    for key in keys:
+        keys_by_size.setdefault((key.num_bytes - 1).bit_length(), []).append(key)
+    only_of_size = [
+        same_size[0] for size, same_size in sorted(keys_by_size.items(), reverse=True) if len(same_size) == 1
+    ]
+    return {key.key for key in only_of_size[:MAX_ZERO_COPY_KEYS]}
 
 
 def check_on_cpu(name: str, parameter: nn.Parameter) -> None:
-    """Check that a parameter has memory that servers can fill.
-
-    Raises:
-        PlanError: it has not.
-    """
+    """Raise PlanError unless a parameter is on the CPU."""
     if parameter.device.type != "cpu":
-        raise PlanError(f"{name} is on {parameter.device}, but workers of servers compute on the CPU; move it there")
+        raise PlanError(
+            f"{name} is on {parameter.device}, but workers of parameter servers compute on the CPU; move it there"
+        )
 
 
 def find_table_modules(model: nn.Module, tables: Iterable[str]) -> dict[str, list[nn.Module]]:
-    """Return the modules of each table.
+    """Return the modules that look up each table.
 
     Args:
         model: whose.
-        tables: names of weights.
+        tables: names of embedding weights.
 
     Raises:
-        PlanError: there is no such weight, it is used by something else, or one that asks for sparse gradients is no
-            table.
+        PlanError: there is no such weight, another module uses it, or a module with sparse gradients is not among the
+            tables.
     """
-    wanted = list(tables)
-    known = dict(model.named_parameters())
-    for name in wanted:
-        if name not in known:
-            near = [found for found in known if found.startswith(name)] or list(known)
-            raise PlanError(f"there is no weight {name!r} to be a table; the model has {', '.join(near[:5])}")
-    found: dict[str, list[nn.Module]] = {name: [] for name in wanted}
+    table_names = list(tables)
+    parameters = dict(model.named_parameters())
+    for name in table_names:
+        if name not in parameters:
+            suggestions = [
+                modules_of_table for modules_of_table in parameters if modules_of_table.startswith(name)
+            ] or list(parameters)
+            raise PlanError(f"there is no weight {name!r}; the model has {', '.join(suggestions[:5])}")
+    modules_of_table: dict[str, list[nn.Module]] = {name: [] for name in table_names}
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            names = [name for name in wanted if known[name] is parameter]
+            names = [name for name in table_names if parameters[name] is parameter]
             if names:
                 validate_table_module(names[0], module)
-                found[names[0]].append(module)
+                modules_of_table[names[0]].append(module)
             elif getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 name = f"{path}.{own}" if path else own
                 raise PlanError(
-                    f"{name} asks for sparse gradients, so its rows lie on the servers, where they begin when they are "
-                    f"first looked up; say how, as tables={{'{name}': Normal(0, 1)}}, or take sparse=False to have the "
-                    "whole weight on every worker"
+                    f"{name} has sparse gradients, so its rows belong on servers; give their initial values, such as "
+                    f"tables={{'{name}': NormalInit(0, 1)}}, or set sparse=False to keep the whole weight on every "
+                    "worker"
                 )
-    return found
+    return modules_of_table
 
 
 def check_no_running_stats(model: nn.Module) -> None:
-    """Check that a module has nothing that is trained but is no parameter.
-
-    Raises:
-        PlanError: it has running statistics.
-    """
+    """Raise PlanError if a module has running statistics, which servers do not hold."""
     for path in modules_with_running_stats(model):
         raise PlanError(
-            f"{path} keeps running statistics, which servers do not: each worker would have its own; say buffers='own' "
-            "to have it so, or take track_running_stats=False, or a GroupNorm"
+            f"{path} has running statistics, which servers do not hold: each worker would have its own; give "
+            "buffers='own' to allow that, or use track_running_stats=False or GroupNorm"
         )
 
 
 KeyLayout: TypeAlias = dict[str, list[str]]
-"""The names of the parameters of each key."""
+"""Names of the parameters of each key."""
 
 LAYOUT_KEY: Final = "which parameters are one key"
 BYTES_PER_ROW: Final = 256
@@ -218,95 +213,101 @@ MAX_NAMES_SHOWN: Final = 3
 
 
 def agree_on_keys(session: Session, keys: Sequence[ParameterKey], codec: str = "") -> list[ParameterKey]:
-    """Return the keys of a model as the job has them: these, if this worker is the first.
+    """Return the keys of a model as the job has them: the given ones, if this worker is the first.
 
     Args:
         session: of the worker.
-        units: the keys that this worker would make.
-        code: in which it pushes.
+        keys: that this worker would create.
+        codec: compression codec of its pushes.
 
     Raises:
-        PlanError: the job has keys of another model, of one whose parameters were optimized otherwise, or of several
-            modules where a code looks at one at a time.
+        PlanError: the job has another model, other update rules, or keys of several modules although a codec is given.
     """
-    wanted = {unit.key: [part.name for part in unit.parameters] for unit in keys}
-    found = agree_on_layout(session, wanted)
-    if found == wanted:
+    own_layout = {key.key: [part.name for part in key.parameters] for key in keys}
+    job_layout = agree_on_layout(session, own_layout)
+    if job_layout == own_layout:
         return list(keys)
-    theirs, ours = ({name for names in layout.values() for name in names} for layout in (found, wanted))
-    if theirs != ours:
+    job_names, own_names = (
+        {name for names in layout.values() for name in names} for layout in (job_layout, own_layout)
+    )
+    if job_names != own_names:
         raise PlanError(
-            f"job {session.job.name} keeps the weights of another model: {_format_names(theirs - ours)} there alone, "
-            f"{_format_names(ours - theirs)} here alone; give the model with which it was begun, or begin another job"
+            f"job {session.job.name} has the weights of another model: only there "
+            f"{_format_names(job_names - own_names)}, "
+            f"only here {_format_names(own_names - job_names)}; use the model that the job was started with, or start "
+            "another job"
         )
-    mixed = [key for key, names in found.items() if len({name.rpartition(".")[0] for name in names}) > 1]
-    if codec and mixed:
+    mixed_keys = [key for key, names in job_layout.items() if len({name.rpartition(".")[0] for name in names}) > 1]
+    if codec and mixed_keys:
         raise PlanError(
-            f"job {session.job.name} was begun with several modules in one key, {mixed[0]!r}, and code={codec!r} looks "
-            "at one at a time; leave the code out, or begin another job"
+            f"job {session.job.name} has several modules in one key, {mixed_keys[0]!r}, but codec={codec!r} compresses "
+            "each module separately; omit the codec, or start another job"
         )
-    homes = {part.name: unit for unit in keys for part in unit.parameters}
-    return [_merge_key(session, key, names, homes) for key, names in found.items()]
+    key_of_parameter = {part.name: unit_key for unit_key in keys for part in unit_key.parameters}
+    return [_merge_key(session, key, names, key_of_parameter) for key, names in job_layout.items()]
 
 
 def _merge_key(
     session: Session, key: str, names: Sequence[str], key_of_parameter: dict[str, ParameterKey]
 ) -> ParameterKey:
-    """Return the key of these parameters; a PlanError where not the same is done to all of them."""
-    first, *others = [key_of_parameter[name] for name in names]
-    for name, unit in zip(names[1:], others, strict=True):
-        if _key_kind(unit) != _key_kind(first):
+    """Return the key of these parameters; raise PlanError unless they have the same rule and dtype."""
+    first, *rest = [key_of_parameter[name] for name in names]
+    for name, other in zip(names[1:], rest, strict=True):
+        if _key_kind(other) != _key_kind(first):
             raise PlanError(
-                f"job {session.job.name} keeps {names[0]} and {name} in one key, but here they have not the same rule "
-                "and dtype, or only one of them is trained; give the model and the optimizer with which the job was "
-                "begun, or begin another job"
+                f"job {session.job.name} has {names[0]} and {name} in one key, but here their rules or dtypes differ, "
+                "or only "
+                "one of them is trained; use the model and optimizer that the job was started with, or start another "
+                "job"
             )
-    parts = {part.name: part for unit in (first, *others) for part in unit.parameters}
-    owners = {owner for unit in (first, *others) for owner in unit.module_paths}
-    return ParameterKey(key, [parts[name] for name in names], first.rule, first.is_trained, owners)
+    parameters = {part.name: part for other in (first, *rest) for part in other.parameters}
+    module_paths = {path for other in (first, *rest) for path in other.module_paths}
+    return ParameterKey(key, [parameters[name] for name in names], first.rule, first.is_trained, module_paths)
 
 
 def _key_kind(key: ParameterKey) -> tuple[object, bool, torch.dtype]:
     return key.rule, key.is_trained, key.parameters[0].parameter.dtype
 
 
-def agree_on_layout(session: Session, wanted: KeyLayout) -> KeyLayout:
-    """Return what the first worker of the job said, which is what this one says if it is that worker.
+def agree_on_layout(session: Session, own_layout: KeyLayout) -> KeyLayout:
+    """Return the layout of the job's first worker, which is the given one if this worker is the first.
 
-    All rows lie on one shard, so that they are one worker's.
+    All rows are on one shard, so that they are written by one worker.
     """
-    given = text_to_rows(json.dumps(wanted))
+    rows = text_to_rows(json.dumps(own_layout))
     step = session.job.num_shards
-    numbers = torch.arange(MAX_LAYOUT_ROWS) * step
-    start = InitialRows(numbers[: len(given)], given, ConstantInit(0.0))
-    session.init_rows(LAYOUT_KEY, MAX_LAYOUT_ROWS * step, BYTES_PER_ROW, torch.float16, FROZEN_RULE, start)
-    values = session.pull(LAYOUT_KEY, rows=numbers[:1]).wait().values
+    row_ids = torch.arange(MAX_LAYOUT_ROWS) * step
+    initial_rows = InitialRows(row_ids[: len(rows)], rows, ConstantInit(0.0))
+    session.init_rows(LAYOUT_KEY, MAX_LAYOUT_ROWS * step, BYTES_PER_ROW, torch.float16, FROZEN_RULE, initial_rows)
+    values = session.pull(LAYOUT_KEY, rows=row_ids[:1]).wait().values
     num_rows = _num_rows(_num_bytes(values))
     if num_rows > 1:
-        values = session.pull(LAYOUT_KEY, rows=numbers[:num_rows]).wait().values
-    found: KeyLayout = json.loads(rows_to_text(values))
-    return found
+        values = session.pull(LAYOUT_KEY, rows=row_ids[:num_rows]).wait().values
+    layout: KeyLayout = json.loads(rows_to_text(values))
+    return layout
 
 
 def text_to_rows(text: str) -> Tensor:
-    """Return a text in ASCII as rows of bytes; a PlanError where they are too many.
+    """Return an ASCII text as rows of bytes; raise PlanError if it needs too many.
 
     Example:
-        >>> text_of(rows_of("[]"))
+        >>> rows_to_text(text_to_rows("[]"))
         '[]'
     """
     packed = zlib.compress(text.encode("ascii"))
     num_rows = _num_rows(len(packed))
     if num_rows > MAX_LAYOUT_ROWS:
-        raise PlanError(f"the names of the model's parameters have {len(text)} letters; give its modules shorter ones")
-    whole = (len(packed).to_bytes(LENGTH_BYTES, "big") + packed).ljust(num_rows * BYTES_PER_ROW, b"\0")
-    return torch.tensor(list(whole), dtype=torch.float16).view(num_rows, BYTES_PER_ROW)
+        raise PlanError(
+            f"the names of the model's parameters have {len(text)} characters; give its modules shorter names"
+        )
+    padded = (len(packed).to_bytes(LENGTH_BYTES, "big") + packed).ljust(num_rows * BYTES_PER_ROW, b"\0")
+    return torch.tensor(list(padded), dtype=torch.float16).view(num_rows, BYTES_PER_ROW)
 
 
 def rows_to_text(rows: Tensor) -> str:
-    """Return the text that rows of bytes say."""
-    whole = bytes(rows.reshape(-1).to(torch.uint8).tolist())
-    return zlib.decompress(whole[LENGTH_BYTES : LENGTH_BYTES + _num_bytes(rows)]).decode("ascii")
+    """Return the text that rows of bytes encode."""
+    padded = bytes(rows.reshape(-1).to(torch.uint8).tolist())
+    return zlib.decompress(padded[LENGTH_BYTES : LENGTH_BYTES + _num_bytes(rows)]).decode("ascii")
 
 
 def _num_bytes(rows: Tensor) -> int:

@@ -1,7 +1,7 @@
-"""Elastic training: take data, compute it, push what comes out, say that it is done; until all data has been counted.
+"""Elastic training with parameter servers: request a task, compute it, push gradients, report it.
 
-A worker may come at any time, and go at any time: of its own will, by SIGTERM, or without a word. What it had been
-given and not finished is given to others; what it had pushed is counted, and counted once.
+A worker may join at any time, and leave at any time: voluntarily, by SIGTERM, or without notice. Its unfinished task is
+assigned to others; what it has pushed is counted, exactly once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SliceTrained:
-    """A portion is computed and pushed.
+    """A data slice was computed and pushed.
 
     Args:
-        portion: of the whole run.
-        loss: mean over its samples; nan where there are none.
-        num_samples: of the portion.
+        slice_index: counted over the whole run.
+        loss: mean over its samples; nan if there are none.
+        num_samples: of the slice.
     """
 
     slice_index: int
@@ -44,12 +44,12 @@ class SliceTrained:
 
 @dataclass(frozen=True, slots=True)
 class TaskEnded:
-    """A task is over.
+    """A task ended.
 
     Args:
         task: which.
-        outcome: how.
-        text: why, if it failed.
+        outcome: done, failed or preempted.
+        text: error message, if it failed.
     """
 
     task: DataTask
@@ -59,17 +59,17 @@ class TaskEnded:
 
 @dataclass(frozen=True, slots=True)
 class NoTask:
-    """There is data left, but none that may be begun now."""
+    """There is data left, but no task may start now."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFormed:
-    """The workers of a job without servers have met, and go on together.
+    """The workers of a job without servers are connected.
 
     Args:
-        generation: in which they are all who belong to the job.
+        generation: of which they are all members.
         members: their names, the oldest first.
-        step: that comes next.
+        step: next step.
     """
 
     generation: int
@@ -82,15 +82,15 @@ WorkerEvent: TypeAlias = SliceTrained | TaskEnded | NoTask | GroupFormed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """How a worker works.
+    """Options of a worker.
 
     Args:
-        seed: of what the model draws; the same for all workers.
-        nonfinite: what a loss that is not finite means: ``error``, or ``skip`` for a gradient of zeros.
-        schedule: from the step (or portion, where there are no steps) to a factor of the learning rate; plain SGD only.
-        checkpoint_every: a cut of the whole job is asked for after so many portions; 0 for never.
-        wait_s: how long it is waited for data before the worker looks whether it has to go.
-        prefetch: whether rows of tables are fetched ahead.
+        seed: of the model's random numbers; the same for all workers.
+        nonfinite: what a non-finite loss means: ``error``, or ``skip`` for a gradient of zeros.
+        schedule: from the step (or slice, if there are no steps) to a factor of the learning rate; plain SGD only.
+        checkpoint_every_slices: request a snapshot of the whole job after this many slices; 0 for never.
+        poll_s: longest wait for a task before the worker checks whether it should stop.
+        prefetch: whether to prefetch rows of tables.
     """
 
     seed: int = 0
@@ -102,41 +102,41 @@ class WorkerConfig:
 
 
 def never_stop() -> bool:
-    """Tell that nobody wants the worker to go."""
+    """Return False."""
     return False
 
 
 def check_finite_loss(loss: float, slice_index: int, config: WorkerConfig) -> bool:
-    """Tell whether a loss is finite, and may be; if not, it counts as a gradient of zeros.
+    """Tell whether a loss is finite; a non-finite one counts as a gradient of zeros.
 
     Args:
         loss: of some samples.
-        portion: that they are of.
-        habits: that say what another loss means.
+        slice_index: their data slice.
+        config: options of the worker.
 
     Raises:
-        DataError: it is not, and that is an error.
+        DataError: it is not finite, and that is an error.
     """
     if not isfinite(loss) and config.nonfinite == "error":
         raise DataError(
-            f"the loss of portion {slice_index} is {loss}; look at its samples, take a smaller learning rate, or give "
+            f"the loss of slice {slice_index} is {loss}; check its samples, use a smaller learning rate, or give "
             "nonfinite='skip' to count it as zeros"
         )
     return isfinite(loss)
 
 
 class PsWorker:
-    """One life of a worker at a job.
+    """One incarnation of a worker of a job with parameter servers.
 
     Args:
-        served: its model.
-        portions: the data.
+        remote: its model.
+        slices: the data.
         loss: from the model's output and the targets to the mean loss.
-        habits: how it works.
-        must_go: asked between two minibatches; once it holds, the task is given back and the worker leaves.
+        config: options of the worker.
+        should_stop: polled between minibatches; when it holds, the task is given back and the worker leaves.
 
     Raises:
-        PlanError: the data is not the job's, or the schedule not one that servers can follow.
+        PlanError: the data is not the job's, or servers cannot follow the schedule.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PsWorker:
             check_lr_schedulable(remote.rules)
 
     def events(self) -> Iterator[WorkerEvent]:
-        """Work, and yield what has been done, until all data is counted or the worker has to go."""
+        """Train and yield events until all data has been processed or the worker should stop."""
         while not self.should_stop():
             task = self.session.lease(self.config.poll_s)
             if task is None:
@@ -175,7 +175,7 @@ class PsWorker:
         self.has_left = True
 
     def run(self) -> list[WorkerEvent]:
-        """Work until all data is counted or the worker has to go; return what was done."""
+        """Train until all data has been processed or the worker should stop; return the events."""
         return list(self.events())
 
     def _leave_clock(self) -> None:
@@ -192,7 +192,7 @@ class PsWorker:
     def _run_task(self, task: DataTask) -> Iterator[WorkerEvent]:
         self._join_clock()
         try:
-            is_whole = yield from self._train(task)
+            is_complete = yield from self._train(task)
             self.remote.flush()
         except CounterpointError as error:
             if not isinstance(error, DataError):
@@ -205,10 +205,12 @@ class PsWorker:
         except Exception as error:  # noqa: BLE001 - whatever model, loss or dataset raise is the task's failure
             yield self._report_failure(task, error)
             return
-        yield self._report_end(task, "done" if is_whole else "preempted", "" if is_whole else "the worker has to go")
-        every = self.config.checkpoint_every_slices
-        first = self._global_index(task, task.start)
-        if is_whole and every and first // every != (first + task.stop - task.start) // every:
+        yield self._report_end(
+            task, "done" if is_complete else "preempted", "" if is_complete else "the worker was asked to stop"
+        )
+        interval = self.config.checkpoint_every_slices
+        first_slice = self._global_index(task, task.start)
+        if is_complete and interval and first_slice // interval != (first_slice + task.stop - task.start) // interval:
             self.session.checkpoint()
 
     def _report_failure(self, task: DataTask, error: Exception) -> TaskEnded:
@@ -224,48 +226,48 @@ class PsWorker:
         return task.epoch * self.session.job.data.num_slices + number
 
     def _train(self, task: DataTask) -> Generator[WorkerEvent, None, bool]:
-        """Yield the portions of a task as they are done; returns whether that is all of them."""
+        """Yield the slices of a task as they are done; return whether that is all of them."""
         numbers = range(task.start, task.stop)
-        reading = TaskReader(self.slices, task.epoch, numbers, max(1, self.remote.sync.pull_ahead))
-        for portion, places in reading.slices():
-            total, count = 0.0, sum(place.minibatch.num_samples for place in places)
-            for place in places:
+        reader = TaskReader(self.slices, task.epoch, numbers, max(1, self.remote.sync.pull_ahead))
+        for slice_index, positions in reader.slices():
+            total, count = 0.0, sum(position.minibatch.num_samples for position in positions)
+            for position in positions:
                 if self.should_stop():
                     return False
-                total += place.minibatch.num_samples * self._compute(place, reading.upcoming(place))
-            if not places:
-                self.remote.push_zeros(portion)
-            yield SliceTrained(portion, total / count if count else nan, count)
+                total += position.minibatch.num_samples * self._compute(position, reader.upcoming(position))
+            if not positions:
+                self.remote.push_zeros(slice_index)
+            yield SliceTrained(slice_index, total / count if count else nan, count)
         return True
 
-    def _compute(self, place: MinibatchPosition, ahead: Sequence[MinibatchPosition]) -> float:
+    def _compute(self, position: MinibatchPosition, upcoming: Sequence[MinibatchPosition]) -> float:
         """Compute one minibatch; return its loss.
 
         Args:
-            place: the minibatch.
-            ahead: those that come next, as far as they are known.
+            position: the minibatch.
+            upcoming: the next ones, as far as they are known.
         """
-        served, one, is_last = self.remote, place.minibatch, place.is_last
-        served.begin_minibatch(place.slice_index, one.inputs, is_last_minibatch=is_last)
-        if served.sync.pull_ahead:
-            self._prefetch(ahead)
+        remote, minibatch, is_last = self.remote, position.minibatch, position.is_last
+        remote.begin_minibatch(position.slice_index, minibatch.inputs, is_last_minibatch=is_last)
+        if remote.sync.pull_ahead:
+            self._prefetch(upcoming)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(sample_key(self.config.seed, place.slice_index, place.index))
-            loss = self.loss(served.model(*one.inputs), one.fields[-1])
+            torch.manual_seed(sample_key(self.config.seed, position.slice_index, position.index))
+            loss = self.loss(remote.model(*minibatch.inputs), minibatch.fields[-1])
             value = float(loss.detach())
-            self._prefetch(ahead)
-            if check_finite_loss(value, place.slice_index, self.config):
-                (loss * (one.loss_weight * self._lr_factor(place.slice_index))).backward()  # type: ignore[no-untyped-call]
-        served.finish_minibatch(is_skipped=not isfinite(value))
+            self._prefetch(upcoming)
+            if check_finite_loss(value, position.slice_index, self.config):
+                (loss * (minibatch.loss_weight * self._lr_factor(position.slice_index))).backward()  # type: ignore[no-untyped-call]
+        remote.finish_minibatch(is_skipped=not isfinite(value))
         return value
 
-    def _prefetch(self, ahead: Sequence[MinibatchPosition]) -> None:
-        for place in ahead if self.config.prefetch else ():
-            self.remote.prefetch(place.minibatch.inputs, place.slice_index)
+    def _prefetch(self, upcoming: Sequence[MinibatchPosition]) -> None:
+        for position in upcoming if self.config.prefetch else ():
+            self.remote.prefetch(position.minibatch.inputs, position.slice_index)
 
     def _lr_factor(self, slice_index: int) -> float:
         schedule = self.config.schedule
         if schedule is None:
             return 1.0
-        step, following = find_step(self.session.job.consistency, slice_index)
-        return schedule(step if following else slice_index)
+        step, next_step = find_step(self.session.job.consistency, slice_index)
+        return schedule(step if next_step else slice_index)

@@ -1,7 +1,4 @@
-"""Rows of a table that a minibatch has looked up, and those that the next ones will.
-
-A table on the worker: what a module looks up is fetched row by row, and only rows that were looked up are pushed.
-"""
+"""Embedding modules whose table is on servers: pull the rows of a lookup, push the gradients of those rows."""
 
 from __future__ import annotations
 
@@ -35,13 +32,13 @@ from counterpoint.ps.update_rules import Initializer, UpdateRule
 
 @dataclass(slots=True)
 class RowAccess:
-    """Rows that have been looked up.
+    """Rows that the current minibatch has looked up.
 
     Attributes:
-        rows: their numbers, ascending.
-        leaf: what they were, and zeros behind them where the padding row was among them.
-        is_complete: whether their gradient has come.
-        bags: of which the leaf is the sums; None where it is the rows.
+        rows: ids, ascending.
+        leaf: their values as an autograd leaf; a row of zeros follows if padding was looked up.
+        is_complete: whether the leaf has its gradient.
+        pooled: lookup whose sums the leaf holds; None if it holds rows.
     """
 
     rows: Tensor
@@ -52,14 +49,14 @@ class RowAccess:
 
 @dataclass(slots=True)
 class PrefetchedRows:
-    """Rows that are fetched before they are looked up.
+    """Rows pulled before they are looked up.
 
     Attributes:
-        wanted: what will be looked up.
-        early: the answer that is under way, to all rows; None if there is none before the push that is still to come.
-        late: places of rows that are to be asked for after that push, or have been.
-        newer: the answer to these, under way.
-        bags: whose sums are fetched instead of the rows.
+        unique: rows of the coming lookup.
+        early_pull: pull of all rows; None if none can be sent before the push of the current minibatch.
+        late_positions: positions of rows to pull after that push.
+        late_pull: pull of these.
+        pooled: lookup whose sums are pulled instead of the rows.
     """
 
     unique: UniqueRows
@@ -69,20 +66,20 @@ class PrefetchedRows:
     pooled: PooledLookup | None = None
 
     def matches(self, rows: Tensor, pooled: PooledLookup | None) -> bool:
-        """Tell whether this is what is looked up."""
+        """Tell whether this is the lookup that was prefetched."""
         is_same = self.pooled is None if pooled is None else pooled.equals(self.pooled)
         return is_same and (self.unique.rows is rows or torch.equal(self.unique.rows, rows))
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingConfig:
-    """How a table is kept.
+    """How an embedding table is held by servers.
 
     Args:
-        start: how rows begin that nobody has pushed; the module's own weight is not looked at.
-        rule: what a push does to rows; that of the optimizer, if not given.
-        indices: from the inputs of the model to what will be looked up, for fetching ahead; found out, if not given,
-            where an input itself is looked up.
+        initializer: of rows that were never pushed; the module's own weight is not used.
+        rule: update rule of the rows; by default that of the optimizer.
+        lookup_indices: from the inputs of the model to the indices it will look up, for prefetching; detected by
+            default if an input itself is looked up.
     """
 
     initializer: Initializer
@@ -91,15 +88,15 @@ class EmbeddingConfig:
 
 
 class RemoteEmbedding:
-    """A table's modules, and what they have looked up.
+    """A table on servers, and the modules that look it up.
 
     Args:
-        session: the way to the servers.
-        key: the table's name.
-        modules: of torch, which share it.
-        rule: what a push does to rows.
-        table: how rows begin.
-        moment: what is being computed, kept up to date by whoever computes.
+        session: of the worker.
+        key: name of the table.
+        modules: embedding modules that share it.
+        rule: update rule of its rows.
+        config: how it is held.
+        context: what is being computed, updated by the owner.
     """
 
     def __init__(
@@ -135,22 +132,22 @@ class RemoteEmbedding:
                 module.forward = partial(self.look_up, module)  # type: ignore[method-assign]
 
     def restore_modules(self) -> None:
-        """The modules are torch's own again."""
+        """Restore the original forward of the modules."""
         for module in self.modules:
             del module.forward
 
     def begin_minibatch(self, inputs: Sequence[Tensor]) -> None:
-        """A minibatch begins."""
+        """Start a minibatch with these model inputs."""
         self.accesses, self._inputs = [], inputs
         self.is_pushed = False
 
     def look_up(self, module: nn.Embedding, indices: Tensor) -> Tensor:
-        """Return rows, as the module would."""
-        wanted = self._find_unique_rows(indices)
-        leaf, padding = self._fetch(wanted)
+        """Return the output of an ``nn.Embedding``."""
+        unique = self._find_unique_rows(indices)
+        leaf, padding = self._fetch(unique)
         by_frequency = module.scale_grad_by_freq
         return F.embedding(
-            wanted.positions,
+            unique.positions,
             leaf,
             padding,
             scale_grad_by_freq=by_frequency,
@@ -164,149 +161,149 @@ class RemoteEmbedding:
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return what bags of rows come to, as the module would."""
-        wanted = self._find_unique_rows(indices)
+        """Return the output of an ``nn.EmbeddingBag``."""
+        unique = self._find_unique_rows(indices)
         if offsets is None and per_sample_weights is None and self.context.is_open:
-            bags = self._pooled_lookup(module, wanted)
-            if bags is not None:
-                return bags.output(self._fetch_pooled(wanted.rows, bags))
-        leaf, padding = self._fetch(wanted)
-        is_plain = padding is None and per_sample_weights is None and not module.scale_grad_by_freq
+            pooled = self._pooled_lookup(module, unique)
+            if pooled is not None:
+                return pooled.output(self._fetch_pooled(unique.rows, pooled))
+        leaf, padding = self._fetch(unique)
+        is_unmodified = padding is None and per_sample_weights is None and not module.scale_grad_by_freq
         return F.embedding_bag(
-            wanted.positions,
+            unique.positions,
             leaf,
             offsets,
             scale_grad_by_freq=module.scale_grad_by_freq,
             mode=module.mode,
-            sparse=is_plain and module.mode != "max",
+            sparse=is_unmodified and module.mode != "max",
             per_sample_weights=per_sample_weights,
             include_last_offset=module.include_last_offset,
             padding_idx=padding,
         )
 
     def _find_unique_rows(self, indices: Tensor) -> UniqueRows:
-        """Return the rows that are looked up, each once."""
+        """Return the distinct rows of a lookup, and detect which input is looked up."""
         self._lookup_known = True
         if self.input_index is None:
-            found = [at for at, one in enumerate(self._inputs) if one is indices]
-            self.input_index = found[0] if found else None
-        for ahead in self._prefetched:
-            if ahead.unique.indices is indices:
-                return ahead.unique
+            matching_inputs = [index for index, tensor in enumerate(self._inputs) if tensor is indices]
+            self.input_index = matching_inputs[0] if matching_inputs else None
+        for prefetched in self._prefetched:
+            if prefetched.unique.indices is indices:
+                return prefetched.unique
         return find_unique_rows(self.key, indices, self.num_rows, self.padding)
 
-    def _pooled_lookup(self, module: nn.EmbeddingBag, wanted: UniqueRows) -> PooledLookup | None:
-        """Return the bags whose sums are fetched; None where rows are."""
+    def _pooled_lookup(self, module: nn.EmbeddingBag, unique: UniqueRows) -> PooledLookup | None:
+        """Return the pooled lookup; None if rows are fetched."""
         is_known, self._pooling_module = module is self._pooling_module, module
-        for ahead in self._prefetched if is_known else ():
-            if ahead.unique is wanted:
-                return ahead.pooled
-        return make_pooled_lookup(wanted, module, self.session.job.num_shards)
+        for prefetched in self._prefetched if is_known else ():
+            if prefetched.unique is unique:
+                return prefetched.pooled
+        return make_pooled_lookup(unique, module, self.session.job.num_shards)
 
     def _fetch_pooled(self, rows: Tensor, pooled: PooledLookup) -> Tensor:
-        """Return sums of what is looked up as a tensor that gets a gradient."""
-        for touch in self.accesses:
-            if pooled.equals(touch.pooled) and torch.equal(touch.rows, rows):
-                return touch.leaf
+        """Return pooled rows as an autograd leaf."""
+        for access in self.accesses:
+            if pooled.equals(access.pooled) and torch.equal(access.rows, rows):
+                return access.leaf
         return self._make_leaf(rows, self._pull_values(rows, pooled), pooled)
 
-    def _fetch(self, wanted: UniqueRows) -> tuple[Tensor, int | None]:
-        """Return what is looked up as a tensor that gets a gradient, and where in it padding is."""
-        padding = len(wanted.rows) if wanted.has_padding else None
-        num_rows = len(wanted.rows) + wanted.has_padding
-        for touch in self.accesses:
-            if touch.pooled is None and len(touch.leaf) == num_rows and torch.equal(touch.rows, wanted.rows):
-                return touch.leaf, padding
-        values = self._pull_values(wanted.rows)
-        leaf = torch.cat([values, values.new_zeros(1, self.width)]) if wanted.has_padding else values
+    def _fetch(self, unique: UniqueRows) -> tuple[Tensor, int | None]:
+        """Return rows as an autograd leaf, and the position of the padding row in it."""
+        padding = len(unique.rows) if unique.has_padding else None
+        num_rows = len(unique.rows) + unique.has_padding
+        for access in self.accesses:
+            if access.pooled is None and len(access.leaf) == num_rows and torch.equal(access.rows, unique.rows):
+                return access.leaf, padding
+        values = self._pull_values(unique.rows)
+        leaf = torch.cat([values, values.new_zeros(1, self.width)]) if unique.has_padding else values
         if self.context.is_open:
-            self._make_leaf(wanted.rows, leaf)
+            self._make_leaf(unique.rows, leaf)
             leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         return leaf, padding
 
     def _make_leaf(self, rows: Tensor, leaf: Tensor, pooled: PooledLookup | None = None) -> Tensor:
-        """What was fetched gets a gradient; sums are pushed when the minibatch is over, with whatever else is then."""
+        """Register a pulled tensor as a leaf; pooled ones are pushed when the minibatch ends."""
         if self.is_pushed:
             raise DataError(
-                f"{self.key} was looked up after its gradient had been pushed; a forward that is computed again "
-                "in the backward must look up the same rows"
+                f"{self.key} was looked up after its gradient had been pushed; a forward that is recomputed in the "
+                "backward must look up the same rows"
             )
         self.accesses.append(RowAccess(rows, leaf.requires_grad_(), pooled=pooled))
         return leaf
 
     def _pull_values(self, rows: Tensor, pooled: PooledLookup | None = None) -> Tensor:
-        ahead = self._take_prefetched(rows, pooled) if self.context.is_open else None
-        if ahead is None:
+        prefetched = self._take_prefetched(rows, pooled) if self.context.is_open else None
+        if prefetched is None:
             return self._note_version(
                 self._pull(rows, pooled, min_versions=self.context.step, is_open=self.context.is_open).wait()
             )
-        self._pull_late(ahead)
-        newer = ahead.late_pull
-        if ahead.early_pull is None:
-            return self._note_version((newer or self._pull(rows, pooled, min_versions=0, is_open=False)).wait())
-        values = self._note_version(ahead.early_pull.wait())
-        if newer is not None and ahead.late_positions is not None:
-            values[ahead.late_positions] = self._note_version(newer.wait())
+        self._pull_late(prefetched)
+        late_pull = prefetched.late_pull
+        if prefetched.early_pull is None:
+            return self._note_version((late_pull or self._pull(rows, pooled, min_versions=0, is_open=False)).wait())
+        values = self._note_version(prefetched.early_pull.wait())
+        if late_pull is not None and prefetched.late_positions is not None:
+            values[prefetched.late_positions] = self._note_version(late_pull.wait())
         return values
 
     def _take_prefetched(self, rows: Tensor, pooled: PooledLookup | None) -> PrefetchedRows | None:
-        """Return what was fetched ahead of this look-up, if it was, and do away with it and what came before it."""
-        for at, ahead in enumerate(self._prefetched):
-            if ahead.matches(rows, pooled):
-                for _ in range(at + 1):
+        """Return the prefetched rows of this lookup, if any; drop them and all earlier ones."""
+        for index, prefetched in enumerate(self._prefetched):
+            if prefetched.matches(rows, pooled):
+                for _ in range(index + 1):
                     self._prefetched.popleft()
-                return ahead
+                return prefetched
         return None
 
-    def _note_version(self, pulls: PullResult) -> Tensor:
+    def _note_version(self, result: PullResult) -> Tensor:
         if self.context.is_open:
-            versions = pulls.versions
+            versions = result.versions
             self.read_versions = tuple(map(min, self.read_versions, versions)) if self.read_versions else versions
-        return pulls.values
+        return result.values
 
     def prefetch(self, inputs: Sequence[Tensor], *, next_step: int) -> None:
-        """What a minibatch to come will look up is on its way, if that is known; once, however often it is said.
+        """Pull what a coming minibatch will look up, if that is known; repeated calls have no effect.
 
-        Rows that this worker is about to push are asked for behind that push, so that nothing changes but the time;
-        before it, if weights are fetched ahead.
+        Rows that are about to be pushed are pulled after that push, so that only the timing changes; with
+        ``pull_ahead`` they are pulled before it.
 
         Args:
-            inputs: of the minibatch; of the next one, or of that behind what is expected already.
-            following: the step that it belongs to; 0 where there are no steps.
+            inputs: of the next minibatch, or of the one after those that are prefetched already.
+            next_step: step that it belongs to; 0 if there are no steps.
         """
         indices = self._next_indices(inputs)
-        if indices is None or any(equal_tensors(ahead.unique.indices, indices) for ahead in self._prefetched):
+        if indices is None or any(equal_tensors(prefetched.unique.indices, indices) for prefetched in self._prefetched):
             return
         # with what comes now: that of the minibatches that are begun ahead, and of this one until it has looked it up
         while len(self._prefetched) >= max(1, self.context.pull_ahead) + (not self.accesses):
             self._prefetched.popleft()
-        ahead = PrefetchedRows(find_unique_rows(self.key, indices, self.num_rows, self.padding))
-        wanted = ahead.unique
-        self._prefetched.append(ahead)
+        prefetched = PrefetchedRows(find_unique_rows(self.key, indices, self.num_rows, self.padding))
+        unique = prefetched.unique
+        self._prefetched.append(prefetched)
         consistency = self.session.job.consistency
         if self._pooling_module is not None:
-            ahead.pooled = make_pooled_lookup(wanted, self._pooling_module, self.session.job.num_shards)
-        if self._pulls_with_push(ahead):
+            prefetched.pooled = make_pooled_lookup(unique, self._pooling_module, self.session.job.num_shards)
+        if self._pulls_with_push(prefetched):
             pass
         elif not self.context.is_last_minibatch or self.context.pull_ahead or isinstance(consistency, Bsp):
-            ahead.early_pull = self._pull(wanted.rows, ahead.pooled, min_versions=next_step, is_open=True)
-        elif ahead.pooled is not None:
+            prefetched.early_pull = self._pull(unique.rows, prefetched.pooled, min_versions=next_step, is_open=True)
+        elif prefetched.pooled is not None:
             pass  # a sum of which a row is about to be pushed is another one then: all are asked for behind that push
         elif isinstance(consistency, Asp):
-            ahead.early_pull = self.session.pull(self.key, rows=wanted.rows)
-            ahead.late_positions = positions_in(wanted.rows, self._accessed_rows())
+            prefetched.early_pull = self.session.pull(self.key, rows=unique.rows)
+            prefetched.late_positions = positions_in(unique.rows, self._accessed_rows())
         else:
-            ahead.late_positions = torch.arange(len(wanted.rows))
+            prefetched.late_positions = torch.arange(len(unique.rows))
 
-    def _pulls_with_push(self, ahead: PrefetchedRows) -> bool:
-        """Tell whether sums are asked for when a minibatch is over, in the letter of its push and before it.
+    def _pulls_with_push(self, prefetched: PrefetchedRows) -> bool:
+        """Tell whether pooled rows are pulled together with the push at the end of the minibatch.
 
-        There is a whole minibatch left then until they are looked up; a letter of their own is more work on both sides.
+        There is a whole minibatch left until they are looked up, and a separate message costs more on both sides.
         """
-        return ahead.pooled is not None and self.context.pull_ahead > 1 and self.context.is_last_minibatch
+        return prefetched.pooled is not None and self.context.pull_ahead > 1 and self.context.is_last_minibatch
 
     def _next_indices(self, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Return what a minibatch will look up; None before it is known how the model does that."""
+        """Return what a minibatch will look up; None before that is known."""
         if not self._lookup_known:
             return None
         if self.config.lookup_indices is not None:
@@ -314,42 +311,52 @@ class RemoteEmbedding:
         return inputs[self.input_index] if self.input_index is not None and self.input_index < len(inputs) else None
 
     def _accessed_rows(self) -> Tensor:
-        """Return the rows that the push to come will have, ascending and each once."""
-        found = [*(touch.rows for touch in self.accesses), *(rows for rows, _, _ in self._accumulated)]
-        return found[0] if len(found) == 1 else torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *found]))
+        """Return the rows that the coming push will contain, ascending."""
+        row_sets = [*(access.rows for access in self.accesses), *(rows for rows, _, _ in self._accumulated)]
+        return (
+            row_sets[0]
+            if len(row_sets) == 1
+            else torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *row_sets]))
+        )
 
-    def _pull_late(self, ahead: PrefetchedRows) -> None:
-        if ahead.late_pull is not None:
+    def _pull_late(self, prefetched: PrefetchedRows) -> None:
+        if prefetched.late_pull is not None:
             return
-        if ahead.pooled is not None and ahead.early_pull is None:
-            ahead.late_pull = self._pull(ahead.unique.rows, ahead.pooled, min_versions=0, is_open=False)
-        elif ahead.late_positions is not None and len(ahead.late_positions):
-            ahead.late_pull = self.session.pull(self.key, rows=ahead.unique.rows[ahead.late_positions])
+        if prefetched.pooled is not None and prefetched.early_pull is None:
+            prefetched.late_pull = self._pull(prefetched.unique.rows, prefetched.pooled, min_versions=0, is_open=False)
+        elif prefetched.late_positions is not None and len(prefetched.late_positions):
+            prefetched.late_pull = self.session.pull(self.key, rows=prefetched.unique.rows[prefetched.late_positions])
 
     def _pull(
         self, rows: Tensor, pooled: PooledLookup | None, *, min_versions: int, is_open: bool
     ) -> PendingResult[PullResult]:
-        """Ask for rows, or their sums; of a step that is computed, under bsp, as they were in it."""
+        """Pull rows, or their sums; under bsp, those of a step as of that step."""
         is_exact = is_open and isinstance(self.session.job.consistency, Bsp)
-        sums = None if pooled is None else pooled.pull_pooling
-        return self.session.pull(self.key, rows=rows, min_versions=min_versions, exact_version=is_exact, pooling=sums)
+        pooling = None if pooled is None else pooled.pull_pooling
+        return self.session.pull(
+            self.key, rows=rows, min_versions=min_versions, exact_version=is_exact, pooling=pooling
+        )
 
     def _on_gradient(self, leaf: Tensor) -> None:
-        for touch in self.accesses:  # the leaf holds this hook, so the hook does not hold the leaf
-            touch.is_complete = touch.is_complete or touch.leaf is leaf
-        if self.context.is_open and self.context.is_last_minibatch and all(one.is_complete for one in self.accesses):
+        for access in self.accesses:  # the leaf holds this hook, so the hook does not hold the leaf
+            access.is_complete = access.is_complete or access.leaf is leaf
+        if (
+            self.context.is_open
+            and self.context.is_last_minibatch
+            and all(access.is_complete for access in self.accesses)
+        ):
             self.add_gradient()
 
     def add_gradient(self) -> None:
-        """The gradient of this minibatch is here: it is added to the portion's, and pushed with the last one."""
+        """Add the gradient of this minibatch to that of the slice, and push it after the last minibatch."""
         if self.is_pushed:
             return
-        for touch in self.accesses:
-            if touch.leaf.grad is not None:
-                gradient = densify_gradient(touch.leaf.grad)
-                gradient = gradient[: len(touch.rows)] if touch.pooled is None else gradient
-                self._accumulated.append((touch.rows, gradient, touch.pooled))
-                touch.leaf.grad = None
+        for access in self.accesses:
+            if access.leaf.grad is not None:
+                gradient = densify_gradient(access.leaf.grad)
+                gradient = gradient[: len(access.rows)] if access.pooled is None else gradient
+                self._accumulated.append((access.rows, gradient, access.pooled))
+                access.leaf.grad = None
         if self.context.is_last_minibatch:
             self.push()
             self.is_pushed = True
@@ -357,59 +364,67 @@ class RemoteEmbedding:
             self.accesses = []
 
     def push(self) -> None:
-        """The rows that a portion has looked up are on their way; under asp only if there are any."""
-        rows, values, sums = self._total_gradient()
-        read, self._accumulated, self.read_versions = self.read_versions, [], ()
+        """Push the gradients of the rows of a slice; under asp only if there are any."""
+        rows, values, pooling = self._total_gradient()
+        read_versions, self._accumulated, self.read_versions = self.read_versions, [], ()
         consistency = self.session.job.consistency
         if isinstance(consistency, Bsp):
-            read = read or (self.context.step,) * self.session.job.num_shards
+            read_versions = read_versions or (self.context.step,) * self.session.job.num_shards
         while len(self._pending_pushes) >= MAX_PENDING_PUSHES + self.context.pull_ahead:
             self._pending_pushes.popleft().wait()
         with self.session.batch():
-            for ahead in self._prefetched if self.context.pull_ahead > 1 else ():
-                self._pull_late(ahead)
+            for prefetched in self._prefetched if self.context.pull_ahead > 1 else ():
+                self._pull_late(prefetched)
             if len(rows) or not isinstance(consistency, Asp):
                 portion = self.context.slice_index
                 push = self.session.push(
-                    self.key, values, slice_index=portion, read_versions=read or None, rows=rows, pooling=sums
+                    self.key,
+                    values,
+                    slice_index=portion,
+                    read_versions=read_versions or None,
+                    rows=rows,
+                    pooling=pooling,
                 )
                 self._pending_pushes.append(push)
-            for ahead in self._prefetched:
-                self._pull_late(ahead)
+            for prefetched in self._prefetched:
+                self._pull_late(prefetched)
 
     def _total_gradient(self) -> tuple[Tensor, Tensor, RowPooling | None]:
-        """Return rows, their gradients, and of which sums if there is one look-up alone."""
-        if len(self._accumulated) == 1 and (bags := self._accumulated[0][2]) is not None:
-            return self._accumulated[0][0], self._accumulated[0][1], bags.push_pooling
-        whole = [(rows, one if bags is None else bags.push_pooling.pool(one)) for rows, one, bags in self._accumulated]
-        return *merge_row_gradients(whole, self.width, self.dtype), None
+        """Return rows and gradients, and their pooling if there is a single pooled lookup."""
+        if len(self._accumulated) == 1 and (pooled := self._accumulated[0][2]) is not None:
+            return self._accumulated[0][0], self._accumulated[0][1], pooled.push_pooling
+        gradients = [
+            (rows, gradient if pooled is None else pooled.push_pooling.pool(gradient))
+            for rows, gradient, pooled in self._accumulated
+        ]
+        return *merge_row_gradients(gradients, self.width, self.dtype), None
 
     def discard(self) -> None:
-        """Nothing is left of a portion that was begun."""
+        """Discard a slice that was begun."""
         self._accumulated, self.read_versions = [], ()
         self._prefetched.clear()
         self.begin_minibatch(())
 
     def invalidate(self) -> None:
-        """What was fetched ahead is too old to be used."""
+        """Discard prefetched rows, which are too stale."""
         self._prefetched.clear()
 
     def flush(self) -> None:
-        """Every push has been answered."""
+        """Wait until every push has been acknowledged."""
         while self._pending_pushes:
             self._pending_pushes.popleft().wait()
 
     def pull_all_rows(self, rows_per_pull: int = 1 << 16) -> Tensor:
-        """Return all rows as they are now, ``(num_rows, width)``; zeros for the padding row."""
-        found = torch.empty(self.num_rows, self.width, dtype=self.dtype)
+        """Return all current rows, ``(num_rows, width)``; zeros for the padding row."""
+        table = torch.empty(self.num_rows, self.width, dtype=self.dtype)
         for low in range(0, self.num_rows, rows_per_pull):
             rows = torch.arange(low, min(low + rows_per_pull, self.num_rows))
-            found[rows] = self.session.pull(self.key, rows=rows).wait().values
+            table[rows] = self.session.pull(self.key, rows=rows).wait().values
         if self.padding is not None:
-            found[self.padding] = 0
-        return found
+            table[self.padding] = 0
+        return table
 
 
-def equal_tensors(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are equal, or even one."""
-    return one is other or torch.equal(one, other)
+def equal_tensors(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors are identical or equal."""
+    return first is second or torch.equal(first, second)

@@ -1,8 +1,8 @@
-"""A module whose parameters lie on servers: weights come when a layer's forward begins, gradients go when ready.
+"""A module whose parameters are on servers: pull weights layer by layer, push gradients as they become ready.
 
-The order of a minibatch is: `begin`, a forward of the module, `expect` for the next one, a backward, `finish`. What is
-asked for in `finish` or before is waited for in the forward of the next minibatch, layer by layer. Where weights are
-fetched ahead, `expect` may come before the forward, too.
+One minibatch: `begin_minibatch`, forward, `prefetch` for the next one, backward, `finish_minibatch`. Pulls that are
+started in `finish_minibatch` or before are awaited in the next forward, layer by layer. With ``pull_ahead``, `prefetch`
+may also come before the forward.
 """
 
 from __future__ import annotations
@@ -37,32 +37,31 @@ from counterpoint.ps.update_rules import Initializer
 UnusedPolicy = Literal["error", "zero"]
 
 MIN_PUSH_BYTES = 1 << 18
-"""So much of gradients that are ready leaves while others are still computed; less waits for them."""
+"""Ready gradients are sent once there are this many bytes; fewer wait for more."""
 NO_LIMIT = 1 << 62
 KEY_BYTES = 1 << 16
-"""Up to so many, the weights of neighbouring modules are one key: a message costs more than they do."""
+"""Adjacent modules share a key up to this size, since a message costs more than the copies."""
 
 
 class RemoteModule:
-    """A worker's copy of a module.
+    """A worker's replica of a module whose parameters are on servers.
 
     Args:
-        model: any module on the CPU. The first worker's first weights are everybody's; tables begin as they say.
-        session: the worker's belonging to a job.
-        optimizer: of torch, or a factory; the servers do what it would.
-        tables: names of weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that are kept as rows, and how these begin.
-            Such a weight lies nowhere as a whole: on this worker it is on the ``meta`` device.
-        rhythm: how often the worker pushes and fetches.
-        code: how pushes of dense keys are written on the wire, as ``int8`` or ``topk:0.01``; what a code leaves out
-            stays on the worker and is pushed with the next one.
+        model: any module on the CPU. The first worker's initial weights count; tables have initializers.
+        session: of the worker.
+        optimizer: of torch, or a factory; its update rule runs on the servers.
+        tables: weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that are held as rows, and their initial values.
+            Such a weight is never materialized on the worker, where it is on the ``meta`` device.
+        sync: how often the worker pushes and pulls.
+        codec: compression codec of dense pushes, such as ``int8`` or ``topk:0.01``, with error feedback.
         unused: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
-        buffers: what running statistics mean, which servers do not keep: ``error``, or ``own`` for each worker's own.
-        overlap: whether a layer's weights are waited for when its forward begins; else all are at once.
-        key_bytes: up to which weights of neighbouring modules are one key; 0 for a key for each module. It is the first
-            worker's that counts, also after a cut. A code looks at one module at a time.
+        buffers: what running statistics, which servers do not hold, mean: ``error``, or ``own`` for each worker's own.
+        overlap: whether a layer's weights are awaited when its forward begins; else all are awaited at once.
+        key_bytes: size up to which adjacent modules share a key; 0 for one key per module. The first worker's value
+            counts, also after a restart. A codec needs one key per module.
 
     Raises:
-        PlanError: no server can do what is asked.
+        PlanError: no server can do what is requested.
     """
 
     def __init__(  # noqa: PLR0913 - what a worker may choose, most by keyword
@@ -88,62 +87,64 @@ class RemoteModule:
             validate_codec(codec)
         if buffers == "error":
             check_no_running_stats(model)
-        wanted = {
-            name: one if isinstance(one, EmbeddingConfig) else EmbeddingConfig(one)
-            for name, one in (tables or {}).items()
+        configs = {
+            name: config if isinstance(config, EmbeddingConfig) else EmbeddingConfig(config)
+            for name, config in (tables or {}).items()
         }
-        homes = find_table_modules(model, wanted)
-        for modules in homes.values():
+        modules_of_table = find_table_modules(model, configs)
+        for modules in modules_of_table.values():
             move_to_meta(modules[0].get_parameter("weight"))
-        rules = rules_from_optimizer(optimizer, model, [name for name, table in wanted.items() if table.rule is None])
-        self.rules = {**rules, **{name: one.rule for name, one in wanted.items() if one.rule is not None}}
+        rules = rules_from_optimizer(optimizer, model, [name for name, table in configs.items() if table.rule is None])
+        self.rules = {**rules, **{name: config.rule for name, config in configs.items() if config.rule is not None}}
         self.tables: dict[str, RemoteEmbedding] = {}
-        for name, modules in homes.items():
+        for name, modules in modules_of_table.items():
             if name not in self.rules:
-                raise PlanError(f"table {name} is not in the optimizer; add it, or say Table(rule=...)")
-            self.tables[name] = RemoteEmbedding(session, name, modules, self.rules[name], wanted[name], self.context)
+                raise PlanError(f"table {name} is not in the optimizer; add it, or give EmbeddingConfig(rule=...)")
+            self.tables[name] = RemoteEmbedding(session, name, modules, self.rules[name], configs[name], self.context)
         alone_bytes = NO_LIMIT if codec else OWN_KEY_BYTES
-        units = dense_keys(model, self.rules, excluded=set(self.tables), own_key_bytes=alone_bytes)
-        units = agree_on_keys(session, coalesce_small_keys(units, 0 if codec else key_bytes), codec)
-        held = zero_copy_keys(unit for unit in units if unit.is_trained)
+        keys = dense_keys(model, self.rules, excluded=set(self.tables), own_key_bytes=alone_bytes)
+        keys = agree_on_keys(session, coalesce_small_keys(keys, 0 if codec else key_bytes), codec)
+        zero_copy_names = zero_copy_keys(key for key in keys if key.is_trained)
         self.weights = [
-            RemoteParameters(session, unit.key, unit.parameters, unit.rule, codec=codec, zero_copy=unit.key in held)
-            for unit in units
-            if unit.is_trained
+            RemoteParameters(
+                session, key.key, key.parameters, key.rule, codec=codec, zero_copy=key.key in zero_copy_names
+            )
+            for key in keys
+            if key.is_trained
         ]
         self._ready_keys: list[RemoteParameters] = []
         self.frozen = [
-            RemoteParameters(session, unit.key, unit.parameters, unit.rule) for unit in units if not unit.is_trained
+            RemoteParameters(session, key.key, key.parameters, key.rule) for key in keys if not key.is_trained
         ]
         self._since_pull = 0
-        self._modules_of_key = {unit.key: unit.module_paths for unit in units}
+        self._modules_of_key = {key.key: key.module_paths for key in keys}
         self._called_layers: list[str] | None = None
         self._has_layer_order = False
         self._is_evaluating = False
         self._lazy_keys: dict[str, list[RemoteParameters]] = {}
         self._eager_keys = list(self.weights)
         self._hooks = list(self._register_hooks())
-        for one in self.frozen:
-            one.refresh()
-            one.detach_copy()
+        for config in self.frozen:
+            config.refresh()
+            config.detach_copy()
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         yield self.model.register_forward_pre_hook(lambda *_: self._on_forward())
         for path, module in self.model.named_modules():
             if path:
                 yield module.register_forward_pre_hook(lambda *_, path=path: self._on_layer_forward(path))
-        for one in self.weights:
-            for part in one.parameters:
-                hook = partial(self._on_gradient, one)
+        for remote in self.weights:
+            for part in remote.parameters:
+                hook = partial(self._on_gradient, remote)
                 yield part.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin_minibatch(self, slice_index: int, inputs: Sequence[Any] = (), *, is_last_minibatch: bool = True) -> None:
-        """A minibatch begins.
+        """Start a minibatch.
 
         Args:
-            portion: of the whole run, that it belongs to.
-            inputs: that the model is going to be called with.
-            is_last: whether it is the portion's last minibatch.
+            slice_index: data slice that it belongs to, counted over the whole run.
+            inputs: that the model will be called with.
+            is_last_minibatch: whether it is the last one of the slice.
         """
         moment = self.context
         moment.slice_index, moment.is_last_minibatch, moment.is_open = slice_index, is_last_minibatch, True
@@ -151,108 +152,108 @@ class RemoteModule:
         self._since_pull += 1
         moment.pulls_next = is_last_minibatch if moment.next_step else self._since_pull >= self.sync.pull_every
         self._ready_keys.clear()
-        for one in self.weights:
-            one.begin_minibatch()
+        for remote in self.weights:
+            remote.begin_minibatch()
         for table in self.tables.values():
             table.begin_minibatch(inputs)
 
     def _on_forward(self) -> None:
-        """A forward begins: what cannot wait for its own layer is waited for."""
+        """Wait for the weights that are not awaited by their own layer."""
         if not self.context.is_open or self._is_evaluating:
             return
         is_lazy = self._has_layer_order and self.model.training
-        for one in self._eager_keys if is_lazy else self.weights:
-            one.wait_fresh(self.context)
+        for remote in self._eager_keys if is_lazy else self.weights:
+            remote.wait_fresh(self.context)
         if self._called_layers is None:
             self._called_layers = []
 
     def _on_layer_forward(self, path: str) -> None:
         if not self.context.is_open or self._is_evaluating:
             return
-        for one in self._lazy_keys.get(path, ()):
-            one.wait_fresh(self.context)
+        for remote in self._lazy_keys.get(path, ()):
+            remote.wait_fresh(self.context)
         if not self._has_layer_order and self._called_layers is not None:
             self._called_layers.append(path)
 
     def _learn_layer_order(self) -> None:
-        """Weights all of whose modules were called wait for the first of them; the others for the whole model."""
+        """Assign the keys all of whose modules were called to these modules; others wait for the whole model."""
         if self._has_layer_order or not self._called_layers or not self.overlap:
             return
         self._has_layer_order = True
         called, self._eager_keys = set(self._called_layers), []
-        for one in self.weights:
-            owners = self._modules_of_key[one.key]
-            if "" in owners or not owners <= called:
-                self._eager_keys.append(one)
+        for remote in self.weights:
+            module_paths = self._modules_of_key[remote.key]
+            if "" in module_paths or not module_paths <= called:
+                self._eager_keys.append(remote)
                 continue
-            for path in owners:
-                self._lazy_keys.setdefault(path, []).append(one)
+            for path in module_paths:
+                self._lazy_keys.setdefault(path, []).append(remote)
 
-    def _on_gradient(self, one: RemoteParameters, _: Tensor) -> None:
-        if not self.context.is_open or one.is_complete or one.missing_gradients or one in self._ready_keys:
+    def _on_gradient(self, remote: RemoteParameters, _: Tensor) -> None:
+        if not self.context.is_open or remote.is_complete or remote.missing_gradients or remote in self._ready_keys:
             return
-        self._ready_keys.append(one)
-        if sum(each.flat.nbytes for each in self._ready_keys) >= MIN_PUSH_BYTES:
+        self._ready_keys.append(remote)
+        if sum(other.flat.nbytes for other in self._ready_keys) >= MIN_PUSH_BYTES:
             self._push_ready()
 
     def _push_ready(self) -> None:
-        """What is ready leaves, in one go."""
+        """Push all ready gradients together."""
         with self.session.batch():
-            for one in self._ready_keys:
-                one.add_gradient(self.context, self.sync.local_lr)
+            for remote in self._ready_keys:
+                remote.add_gradient(self.context, self.sync.local_lr)
         self._ready_keys.clear()
 
     def prefetch(self, inputs: Sequence[Any], slice_index: int) -> None:
-        """Rows that a minibatch to come looks up are on their way, if it can be told which.
+        """Pull the rows that a coming minibatch will look up, if they are known.
 
-        It is said after the forward of the one before it; where weights are fetched ahead, of each of so many
-        minibatches in their order, and before the forward already, for more time.
+        Call it after the forward of the minibatch before; with ``pull_ahead``, for each of that many minibatches in
+        order, and before the forward, to gain time.
 
         Args:
             inputs: of the minibatch.
-            portion: that it belongs to.
+            slice_index: data slice that it belongs to.
         """
         step, _ = find_step(self.session.job.consistency, slice_index)
         for table in self.tables.values():
             table.prefetch(inputs, next_step=step)
 
     def finish_minibatch(self, *, is_skipped: bool = False) -> None:
-        """A minibatch is over: what is left of its gradient is added or pushed, too.
+        """Finish a minibatch: accumulate or push the rest of its gradient.
 
         Args:
-            is_skipped: whether there was no backward, and zeros are meant.
+            is_skipped: whether there was no backward, and the gradient is zero.
 
         Raises:
             DataError: a parameter has no gradient.
         """
-        missing = [one for one in self.weights if not one.is_complete and one.missing_gradients]
+        missing = [remote for remote in self.weights if not remote.is_complete and remote.missing_gradients]
         if missing and self.unused == "error" and not is_skipped:
             raise DataError(
-                f"{missing[0].missing_gradients[0]} got no gradient from portion {self.context.slice_index}; leave it out of the "
-                "optimizer, mend the model, or give unused='zero'"
+                f"{missing[0].missing_gradients[0]} got no gradient from slice {self.context.slice_index}; remove it "
+                "from the optimizer, fix the model, or give unused='zero'"
             )
-        for one in missing:
-            one.is_fresh = True
-        self._ready_keys[:] = [one for one in self.weights if not one.is_complete]
+        for remote in missing:
+            remote.is_fresh = True
+        self._ready_keys[:] = [remote for remote in self.weights if not remote.is_complete]
         with self.session.batch():
             self._push_ready()
             for table in self.tables.values():
                 table.add_gradient()
         if self.sync.local_lr:
-            for one in self.weights:
-                one.apply_local_step(self.sync.local_lr)
+            for remote in self.weights:
+                remote.apply_local_step(self.sync.local_lr)
         if self.context.pulls_next:
             self._since_pull = 0
         self.context.is_open = False
         self._learn_layer_order()
 
     def push_zeros(self, slice_index: int) -> None:
-        """A portion without samples is pushed as zeros."""
+        """Push a gradient of zeros for a data slice without samples."""
         self.begin_minibatch(slice_index)
-        for one in self.weights:
-            one.wait_fresh(self.context)
-        for one in self.weights:
-            one.add_gradient(self.context)
+        for remote in self.weights:
+            remote.wait_fresh(self.context)
+        for remote in self.weights:
+            remote.add_gradient(self.context)
         for table in self.tables.values():
             table.add_gradient()
         self.context.is_open = False
@@ -262,27 +263,27 @@ class RemoteModule:
         yield from self.tables.values()
 
     def discard(self) -> None:
-        """Nothing is left of a portion that was begun, but what has been pushed of it."""
+        """Discard a slice that was begun, except what has been pushed."""
         self.context.is_open = False
-        for one in self._all_remote():
-            one.discard()
+        for remote in self._all_remote():
+            remote.discard()
 
     def invalidate(self) -> None:
-        """What has been fetched is too old to be used, as it is after :meth:`Session.join_clock`."""
-        for one in self._all_remote():
-            one.invalidate()
+        """Discard everything that was pulled as too stale, as it is after :meth:`Session.join_clock`."""
+        for remote in self._all_remote():
+            remote.invalidate()
 
     def flush(self) -> None:
-        """Every push has been answered."""
-        for one in self._all_remote():
-            one.flush()
+        """Wait until every push has been acknowledged."""
+        for remote in self._all_remote():
+            remote.flush()
 
     @contextmanager
     def latest_weights(self) -> Iterator[nn.Module]:
-        """The model has the newest weights, to be measured; nothing is pushed."""
+        """Return a context in which the model has the newest weights, for evaluation; nothing is pushed."""
         self.flush()
-        for one in self.weights:
-            one.refresh()
+        for remote in self.weights:
+            remote.refresh()
         self._is_evaluating, self.context.step = True, 0
         try:
             with torch.no_grad():
@@ -291,22 +292,22 @@ class RemoteModule:
             self._is_evaluating = False
 
     def export_weights(self, *, tables: bool = False) -> nn.Module:
-        """The model is as before, without hooks and with the newest weights; returns it.
+        """Return the model with the newest weights and without hooks.
 
         Args:
-            tables: whether tables are fetched as a whole, too; else their weights stay on the ``meta`` device.
+            tables: whether to pull tables as a whole, too; else their weights stay on the ``meta`` device.
         """
         self.flush()
-        for one in self.weights:
-            one.refresh()
-            one.detach_copy()
+        for remote in self.weights:
+            remote.refresh()
+            remote.detach_copy()
         self.close()
         for name, table in self.tables.items() if tables else ():
             restore_table(self.model, name, table)
         return self.model
 
     def close(self) -> None:
-        """The model calls nothing of this any more."""
+        """Remove all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         for table in self.tables.values() if self._hooks else ():
@@ -315,13 +316,13 @@ class RemoteModule:
 
 
 def move_to_meta(parameter: nn.Parameter) -> None:
-    """The parameter has its shape, but no memory."""
-    bare = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, bare)  # type: ignore[no-untyped-call]
+    """Replace a parameter by one of the same shape without memory."""
+    meta_parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, meta_parameter)  # type: ignore[no-untyped-call]
 
 
 def restore_table(model: nn.Module, name: str, table: RemoteEmbedding) -> None:
-    """The weight of a table has memory again, and what the servers have."""
+    """Give the weight of a table memory again, with the values of the servers."""
     parameter = model.get_parameter(name)
     whole = nn.Parameter(table.pull_all_rows(), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]

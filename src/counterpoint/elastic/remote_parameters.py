@@ -1,4 +1,4 @@
-"""A key that is fetched whole: parameters of one module, side by side, and what is under way of them."""
+"""Parameters of one dense key: pull, push, gradient accumulation and error feedback."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from counterpoint.ps.session import PendingResult, PullResult, PushResult, Sessi
 from counterpoint.ps.update_rules import UpdateRule
 
 MAX_PENDING_PUSHES = 2
-"""So many pushes of a key may be unanswered before the next one waits, and one for each that is not waited for."""
+"""Unacknowledged pushes of a key before the next one waits; ``pull_ahead`` adds to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPull:
-    """Weights that are on their way.
+    """Weights that are being pulled.
 
     Args:
-        pending: what has been asked for.
-        out: where they are going to be, if nobody else has them in memory that all see.
-        minibatch: the number of the one whose forward waits for them.
+        pending: the pull.
+        buffer: that receives them, unless they arrive in shared memory.
+        minibatch: number of the minibatch whose forward waits for them.
     """
 
     pending: PendingResult[PullResult]
@@ -44,15 +44,15 @@ class NamedParameter:
 
 
 class RemoteParameters:
-    """The parameters of a key.
+    """The parameters of one dense key.
 
     Args:
-        session: the way to the servers.
+        session: of the worker.
         key: its name.
-        parts: what lies in it, in order.
-        rule: what a push does; None where nothing is ever pushed.
-        code: how pushes are written on the wire; empty for as they are.
-        is_held: whether what comes is computed with where it came in; else it is copied to memory of the worker's own.
+        parameters: parts of the key, in order.
+        rule: update rule.
+        codec: compression codec of pushes; empty for none.
+        zero_copy: whether the parameters use the memory in which a pull arrived; else they are copied to own memory.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RemoteParameters:
         self.is_complete = False
 
     def start_pull(self, context: StepContext, min_version: int) -> None:
-        """Newer weights are on their way, unless as many are as may be."""
+        """Start a pull of newer weights, unless enough are pending."""
         if len(self._pending_pulls) > context.pull_ahead:
             return
         out = (
@@ -98,14 +98,14 @@ class RemoteParameters:
         self._pending_pulls.append(PendingPull(pending, out, self._minibatch + 1 + context.pull_ahead))
 
     def begin_minibatch(self) -> None:
-        """A minibatch begins."""
+        """Start a minibatch."""
         self.is_fresh = self.is_complete = False
         self._minibatch += 1
         for part in self.parameters:
             part.parameter.grad = None
 
     def wait_fresh(self, context: StepContext) -> None:
-        """The parameters are as new as they have to be."""
+        """Wait until the parameters are as recent as required."""
         if self.is_fresh:
             return
         self.is_fresh = True
@@ -117,27 +117,27 @@ class RemoteParameters:
         self.read_versions = self.read_versions or self.versions
 
     def refresh(self) -> None:
-        """The parameters are the newest there are, whatever else is under way."""
+        """Set the parameters to the newest values, independently of pending pulls."""
         self._set_values(self.session.pull(self.key).wait(), None)
 
     def detach_copy(self) -> None:
-        """The parameters are in memory of the worker's own, whatever becomes of the session."""
+        """Move the parameters to memory that is independent of the session."""
         self._rebind_parameters(self.flat.clone())
 
     def invalidate(self) -> None:
-        """What the parameters are is too old to be used; they are fetched again."""
+        """Mark the parameters as too stale, so that they are pulled again."""
         self.versions = ()
-        self._pending_pulls.clear()  # something may still come to where they were going to be
+        self._pending_pulls.clear()  # their buffers may still be written
 
     def _finish_pull(self) -> None:
         fetch = self._pending_pulls.popleft()
         self._set_values(fetch.pending.wait(), fetch.buffer)
 
-    def _set_values(self, pulls: PullResult, out: Tensor | None) -> None:
-        if pulls.values is out or len(pulls.versions) > 1:
-            self._spare_buffers = [*self._spare_buffers[:1], self.flat]  # no more than may be under way at once
-        self.versions = pulls.versions
-        self._rebind_parameters(pulls.values)
+    def _set_values(self, result: PullResult, out: Tensor | None) -> None:
+        if result.values is out or len(result.versions) > 1:
+            self._spare_buffers = [*self._spare_buffers[:1], self.flat]  # as many as may be in flight
+        self.versions = result.versions
+        self._rebind_parameters(result.values)
 
     def _rebind_parameters(self, flat: Tensor) -> None:
         self.flat = flat
@@ -150,19 +150,19 @@ class RemoteParameters:
         return [part.name for part in self.parameters if part.parameter.grad is None]
 
     def add_gradient(self, context: StepContext, local_lr: float = 0.0) -> None:
-        """The gradient of this minibatch is here: it is added to the portion's, and pushed with the last one.
+        """Add the gradient of this minibatch to that of the slice, and push it after the last minibatch.
 
         Args:
-            moment: what is being computed.
-            local_lr: see :class:`counterpoint.elastic.sync_policy.Rhythm`.
+            context: what is being computed.
+            local_lr: see :class:`counterpoint.elastic.sync_policy.SyncPolicy`.
 
         Raises:
-            DataError: the weights were used before they had come.
+            DataError: the weights were used before they had arrived.
         """
         if not self.is_fresh:
             raise DataError(
-                f"weights of {self.key} were used before the forward of their module began, so they were old; take a "
-                "model that calls its modules, or give overlap=False, which waits for all weights at once"
+                f"weights of {self.key} were used before the forward of their module, so they were stale; use a model "
+                "that calls its modules, or overlap=False, which waits for all weights at once"
             )
         self.is_complete = True
         gradient = self._flat_gradient()
@@ -175,58 +175,66 @@ class RemoteParameters:
                 self.start_pull(context, context.next_step)
 
     def _flat_gradient(self) -> Tensor:
-        found = []
+        gradients = []
         for part in self.parameters:
-            gradient = part.parameter.grad
-            found.append(torch.zeros_like(part.parameter) if gradient is None else gradient)
+            grad = part.parameter.grad
+            gradients.append(torch.zeros_like(part.parameter) if grad is None else grad)
             part.parameter.grad = None
-        return found[0].reshape(-1) if len(found) == 1 else torch.cat([one.reshape(-1) for one in found])
+        return (
+            gradients[0].reshape(-1)
+            if len(gradients) == 1
+            else torch.cat([gradient.reshape(-1) for gradient in gradients])
+        )
 
     def push(self, context: StepContext) -> None:
-        """What has been added up for a portion is on its way; of a code, what it leaves out stays here."""
+        """Push the accumulated gradient of a slice; with a codec, keep the residual (error feedback)."""
         values = torch.zeros_like(self.flat) if self._accumulated is None else self._accumulated
-        read, self._accumulated, self.read_versions = self.read_versions or self.versions, None, ()
+        read_versions, self._accumulated, self.read_versions = self.read_versions or self.versions, None, ()
         while len(self._pending_pushes) >= MAX_PENDING_PUSHES + context.pull_ahead:
             self._finish_push()
         if not self.codec:
             self._pending_pushes.append(
-                (self.session.push(self.key, values, slice_index=context.slice_index, read_versions=read), None)
+                (
+                    self.session.push(self.key, values, slice_index=context.slice_index, read_versions=read_versions),
+                    None,
+                )
             )
             return
         if not bool(values.isfinite().all()):
             raise DataError(
-                f"the gradient of {self.key} is not finite in portion {context.slice_index}, so it has no {self.codec}"
+                f"the gradient of {self.key} is not finite in slice {context.slice_index}, so {self.codec} cannot "
+                "encode it"
             )
-        before = torch.zeros_like(values) if self.residual is None else self.residual
-        values = values + before
+        old_residual = torch.zeros_like(values) if self.residual is None else self.residual
+        values = values + old_residual
         pending = self.session.push(
-            self.key, values, slice_index=context.slice_index, read_versions=read, codec=self.codec
+            self.key, values, slice_index=context.slice_index, read_versions=read_versions, codec=self.codec
         )
         self.residual = values
-        self._pending_pushes.append((pending, before - values))
+        self._pending_pushes.append((pending, old_residual - values))
 
     def apply_local_step(self, local_lr: float) -> None:
-        """The worker's own weights go a step down the gradient of this minibatch."""
+        """Apply the gradient of this minibatch to the local weights."""
         if self._local_gradient is not None:
             self.flat.sub_(self._local_gradient, alpha=local_lr)
             self._local_gradient = None
 
     def discard(self) -> None:
-        """Nothing is left of a portion that was begun."""
+        """Discard a slice that was begun."""
         self._accumulated = self._local_gradient = None
         self.read_versions = ()
         self.begin_minibatch()
 
     def flush(self) -> None:
-        """Every push has been answered."""
+        """Wait until every push has been acknowledged."""
         while self._pending_pushes:
             self._finish_push()
 
     def _finish_push(self) -> None:
-        pending, undone = self._pending_pushes.popleft()
-        answer = pending.wait()
-        if undone is None or self.residual is None or all(answer.are_new):
+        pending, residual_change = self._pending_pushes.popleft()
+        result = pending.wait()
+        if residual_change is None or self.residual is None or all(result.are_new):
             return
-        for is_new, place in zip(answer.are_new, split_range(len(self.flat), len(answer.are_new)), strict=True):
-            if not is_new:  # somebody else's push of this data was counted, so nothing of this one was sent
-                self.residual[place.low : place.high] += undone[place.low : place.high]
+        for is_new, key_range in zip(result.are_new, split_range(len(self.flat), len(result.are_new)), strict=True):
+            if not is_new:  # another worker's push of this slice was counted, so this one had no effect
+                self.residual[key_range.low : key_range.high] += residual_change[key_range.low : key_range.high]

@@ -1,6 +1,6 @@
-"""A worker's whole copy of what is trained, where no server keeps it: weights, buffers, optimizer, steps taken.
+"""Model replica of a worker of a job without servers: weights, buffers, optimizer state and progress.
 
-A copy can be named tensor by tensor, so that it can be told to whoever comes, and saved.
+Its state is a set of named tensors, so that it can be sent to workers that join, and saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from counterpoint.fabric.fabric import Json
 from counterpoint.fabric.fingerprint import dtype_name
 
 FlatGradients: TypeAlias = dict[torch.dtype, Tensor]
-"""Gradients side by side, by the dtype in which they are added up."""
+"""Flat gradients of all parameters, by the dtype in which they are summed."""
 
 ACCUMULATION_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 NUM_CHECKPOINTS_KEPT = 2
@@ -34,12 +34,12 @@ NUM_CHECKPOINTS_KEPT = 2
 
 @dataclass(slots=True)
 class ReplicaProgress:
-    """How far a copy has come.
+    """Progress of a replica.
 
     Attributes:
-        steps: that it has taken.
-        failures: how often the next one could not be computed.
-        broken: how often the next one was broken off because somebody had gone.
+        steps: taken so far.
+        failures: how often the next step failed.
+        interruptions: how often the next step was interrupted because a worker had left.
     """
 
     steps: int = 0
@@ -48,20 +48,20 @@ class ReplicaProgress:
 
 
 class ModelReplica:
-    """A worker's copy.
+    """A worker's replica of the training state.
 
     Args:
         model: any module.
         optimizer: of torch, on its parameters, or a factory.
-        buffers: what running statistics mean: ``error``, or ``own`` for those of each worker's own portions, of which
-            the copy that is told to others has one.
-        folder: of checkpoints; the copy begins as the newest of them.
+        buffers: what running statistics mean: ``error``, or ``own`` for those of each worker's own slices; a replica
+            that is sent to others includes them.
+        folder: of checkpoints; the newest of them is loaded.
 
     Attributes:
-        data: that it has been trained on, in words; empty before that.
+        data: description of the data that it was trained on; empty before training.
 
     Raises:
-        PlanError: the module has running statistics, or that is no optimizer.
+        PlanError: the module has running statistics, or the optimizer is not one.
         CheckpointError: all checkpoints are damaged, or of another model or optimizer.
     """
 
@@ -89,12 +89,12 @@ class ModelReplica:
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        """The dtypes in which gradients are added up, and how many numbers each has."""
+        """Number of gradient elements, by the dtype in which they are summed."""
         return {kind: sum(one.numel() for one in ones) for kind, ones in self._parameters_by_dtype.items()}
 
     @property
     def signature(self) -> str:
-        """What has to be the same for all copies of a job, in few letters."""
+        """Hash of what must be equal for all replicas of a job."""
         groups = [len(group["params"]) for group in self.optimizer.param_groups]
         facts = f"{sorted(fingerprint(self._model_tensors()).items())} {type(self.optimizer).__name__} {groups}"
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
@@ -102,41 +102,43 @@ class ModelReplica:
     # Gradients, and the step that is made of them
 
     def take_gradients(self) -> tuple[FlatGradients, Tensor]:
-        """Return the gradients, which the parameters have no longer, and which parameters had one.
+        """Return the gradients, which are removed from the parameters, and which parameters had one.
 
         Raises:
-            PlanError: one is sparse.
+            PlanError: a gradient is sparse.
         """
-        flats = {kind: torch.zeros(length, dtype=kind) for kind, length in self.numel_by_dtype.items()}
-        for parameter, place in self._parameter_views(flats):
+        gradients = {dtype: torch.zeros(length, dtype=dtype) for dtype, length in self.numel_by_dtype.items()}
+        for parameter, view in self._parameter_views(gradients):
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
                 raise PlanError(
-                    f"a parameter of {tuple(parameter.shape)} has a sparse gradient, and workers without servers "
-                    "add up dense ones; take sparse=False, or keep it as a table on servers"
+                    f"a parameter of {tuple(parameter.shape)} has a sparse gradient, but workers without servers "
+                    "sum dense ones; use sparse=False, or hold it as a table on servers"
                 )
-            place.copy_(parameter.grad)
-        had = torch.tensor([one.grad is not None for one in self.parameters], dtype=torch.float64)
+            view.copy_(parameter.grad)
+        has_grad = torch.tensor(
+            [each_parameter.grad is not None for each_parameter in self.parameters], dtype=torch.float64
+        )
         self.optimizer.zero_grad()
-        return flats, had
+        return gradients, has_grad
 
-    def _parameter_views(self, flats: FlatGradients) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for kind, parameters in self._parameters_by_dtype.items():
-            pieces = torch.split(flats[kind], [one.numel() for one in parameters])
-            yield from ((one, piece.view(one.shape)) for one, piece in zip(parameters, pieces, strict=True))
+    def _parameter_views(self, gradients: FlatGradients) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for dtype, parameters in self._parameters_by_dtype.items():
+            views = torch.split(gradients[dtype], [one.numel() for one in parameters])
+            yield from ((one, view.view(one.shape)) for one, view in zip(parameters, views, strict=True))
 
     def apply_step(self, gradients: FlatGradients, grad_counts: Tensor, lr_factor: float) -> None:
-        """One step more has been taken.
+        """Take one optimizer step.
 
         Args:
-            sums: of the gradients.
-            had: how many parts of the batch had a gradient of each parameter; without any it stays as it is.
-            factor: of the learning rate.
+            gradients: summed over the batch.
+            grad_counts: how many slices had a gradient of each parameter; a parameter without any is not updated.
+            lr_factor: factor of the learning rate.
         """
         is_trained = dict(zip(self.parameters, grad_counts.tolist(), strict=True))
-        for parameter, place in self._parameter_views(gradients):
-            parameter.grad = place.to(parameter) if is_trained[parameter] else None
+        for parameter, view in self._parameter_views(gradients):
+            parameter.grad = view.to(parameter) if is_trained[parameter] else None
         for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
             group["lr"] = rate * lr_factor
         self.optimizer.step()
@@ -150,10 +152,10 @@ class ModelReplica:
         return parameters | {f"buffer {name}": one for name, one in self.model.named_buffers()}
 
     def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors of the copy by name, its own memory, and everything else, as JSON can hold it.
+        """Return the tensors of the replica by name, without copies, and the rest as JSON.
 
         Raises:
-            PlanError: the optimizer knows something that is neither a tensor nor a number.
+            PlanError: the optimizer state has values that are neither tensors nor numbers.
         """
         tensors, numbers = self._model_tensors(), dict[str, float | None]()
         for index, parameter in enumerate(self.parameters):
@@ -164,14 +166,14 @@ class ModelReplica:
                     numbers[f"state {index} {name}"] = value
                 else:
                     raise PlanError(
-                        f"{type(self.optimizer).__name__} keeps {name} of {type(value).__name__}, which cannot be told "
-                        "to a worker that comes; take an optimizer that keeps tensors and numbers"
+                        f"{type(self.optimizer).__name__} keeps {name} of {type(value).__name__}, which cannot be sent "
+                        "to a worker that joins; use an optimizer whose state is tensors and numbers"
                     )
         about = {"optimizer": type(self.optimizer).__name__, "data": self.data}
         return tensors, {"numbers": numbers, "progress": asdict(self.progress), **about}
 
     def load_state(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-        """The copy is as it was written, and owns the optimizer's tensors.
+        """Load a state; the optimizer takes ownership of its tensors.
 
         Args:
             tensors: by name.
@@ -182,14 +184,14 @@ class ModelReplica:
                 tensor.copy_(tensors[name])
         self.optimizer.state.clear()
         for key, value in (*tensors.items(), *rest["numbers"].items()):
-            kind, _, place = key.partition(" ")
+            kind, _, path = key.partition(" ")
             if kind == "state":
-                index, _, name = place.partition(" ")
+                index, _, name = path.partition(" ")
                 self.optimizer.state[self.parameters[int(index)]][name] = value
         self.progress, self.data = ReplicaProgress(**rest["progress"]), str(rest["data"])
 
     def save(self) -> None:
-        """The copy is the checkpoint of its step in its folder, if it has a folder."""
+        """Save a checkpoint of the current step, if there is a folder."""
         if self.folder is not None and not (self.folder / step_name(self.progress.steps)).exists():
             tensors, rest = self.export_state()
             save(
@@ -202,27 +204,27 @@ class ModelReplica:
             )
 
     def _load(self, folder: Path) -> None:
-        found = latest(folder)
-        if found is not None:
-            found.check_model(fingerprint(self._model_tensors()))
-            kind, state = type(self.optimizer).__name__, dict(found.state)
+        checkpoint = latest(folder)
+        if checkpoint is not None:
+            checkpoint.check_model(fingerprint(self._model_tensors()))
+            kind, state = type(self.optimizer).__name__, dict(checkpoint.state)
             if state.get("optimizer") != kind:
                 raise CheckpointError(
-                    f"{found.folder} is of the optimizer {state.get('optimizer')}, and this is {kind}; give the same "
-                    "one, or another folder"
+                    f"{checkpoint.folder} is of the optimizer {state.get('optimizer')}, and this is {kind}; give the "
+                    "same one, or another folder"
                 )
-            self.load_state({name: found.read(name) for name in found.names()}, state)
+            self.load_state({name: checkpoint.read(name) for name in checkpoint.names()}, state)
 
     def set_data(self, data: str) -> None:
-        """The copy is trained on this data, and has not been on any other.
+        """Set the data that the replica is trained on.
 
         Raises:
-            CheckpointError: it has.
+            CheckpointError: it was trained on other data.
         """
         if self.data not in {"", data}:
             raise CheckpointError(
-                f"the checkpoint in {self.folder} was trained on {self.data}, and this job is about {data}, so its "
-                "steps are others; give the same data, batch size and seed, or another folder"
+                f"the checkpoint in {self.folder} was trained on {self.data}, but this job uses {data}; give the "
+                "same data, batch size and seed, or another folder"
             )
         self.data = data
 
@@ -230,7 +232,7 @@ class ModelReplica:
 
     @contextmanager
     def latest_weights(self) -> Iterator[nn.Module]:
-        """The model, to be measured."""
+        """Return a context in which the model can be evaluated."""
         with torch.no_grad():
             yield self.model
 
@@ -239,50 +241,50 @@ class ModelReplica:
         return self.model
 
     def close(self) -> None:
-        """Nothing is left: the model has no hooks."""
+        """Do nothing: the model has no hooks."""
         return
 
 
 def broadcast_state(replica: ModelReplica, workers: WorkerGroup, recorded: int) -> None:
-    """All members have the copy of who has taken most steps; of the oldest, where there are several.
+    """Broadcast the state of the replica with the most steps, the oldest member's among equals.
 
-    A copy changes only when all of the other has come.
+    A replica is modified only after all of the state has arrived.
 
     Args:
-        replica: this member's.
-        circle: the members.
-        recorded: steps that the coordinator knows of, as the oldest member has been told; others give 0.
+        replica: of this member.
+        workers: the members.
+        recorded: steps recorded by the coordinator, as the oldest member knows; 0 on others.
 
     Raises:
-        JobStoppedError: nobody has taken so many.
-        PlanError: this worker trains another model than who is to be followed.
-        PeerError: another one does, or somebody has gone.
+        JobStoppedError: no member has taken that many.
+        PlanError: this worker trains another model than the source.
+        PeerError: another worker does, or one has left.
     """
-    fabric, group = workers.fabric, workers.ranks
-    mine: Json = {"steps": replica.progress.steps, "recorded": recorded, "look": replica.signature}
-    told: list[Any] = fabric.gather_values("progress", mine, group)
-    root = max(group, key=lambda rank: (told[rank]["steps"], -rank))
-    if told[root]["steps"] < told[0]["recorded"]:
+    fabric, ranks = workers.fabric, workers.ranks
+    own_status: Json = {"steps": replica.progress.steps, "recorded": recorded, "look": replica.signature}
+    statuses: list[Any] = fabric.gather_values("progress", own_status, ranks)
+    root = max(ranks, key=lambda rank: (statuses[rank]["steps"], -rank))
+    if statuses[root]["steps"] < statuses[0]["recorded"]:
         raise JobStoppedError(
-            f"the weights are lost: {told[0]['recorded']} steps are recorded, and all workers that had the weights "
-            f"have gone; the most that one has now is {told[root]['steps']}: start the job anew, from the last "
-            "checkpoint if its workers have saved one"
+            f"the weights are lost: {statuses[0]['recorded']} steps are recorded, but all workers that had taken them "
+            f"have left, and the most recent replica has {statuses[root]['steps']}; restart the job, from the last "
+            "checkpoint if there is one"
         )
-    unlike = [workers.members[rank].name for rank in group if told[rank]["look"] != told[root]["look"]]
-    if workers.members[fabric.rank].name in unlike:
+    mismatched = [workers.members[rank].name for rank in ranks if statuses[rank]["look"] != statuses[root]["look"]]
+    if workers.members[fabric.rank].name in mismatched:
         raise PlanError(
-            f"the model or the optimizer is another one than {workers.members[root].name} has; build all workers from "
+            f"the model or the optimizer differs from that of {workers.members[root].name}; run all workers from "
             "one script"
         )
-    if unlike:
-        raise PeerError(f"{', '.join(unlike)} trains another model; it has to leave")
+    if mismatched:
+        raise PeerError(f"{', '.join(mismatched)} trains another model and has to leave")
     is_root = fabric.rank == root
     tensors, rest = replica.export_state() if is_root else ({}, {})
-    looks: Json = [[name, dtype_name(one.dtype), list(one.shape)] for name, one in tensors.items()]
-    layout: Any = fabric.gather_values("layout", [looks, rest] if is_root else None, group)[root]
-    found: dict[str, Tensor] = {}
+    specs: Json = [[name, dtype_name(one.dtype), list(one.shape)] for name, one in tensors.items()]
+    layout: Any = fabric.gather_values("layout", [specs, rest] if is_root else None, ranks)[root]
+    received: dict[str, Tensor] = {}
     for name, dtype, shape in layout[0]:
-        found[name] = tensors[name] if is_root else torch.empty(shape, dtype=getattr(torch, dtype))
-        workers.wait(fabric.broadcast(name, found[name].reshape(-1), group, root))
+        received[name] = tensors[name] if is_root else torch.empty(shape, dtype=getattr(torch, dtype))
+        workers.wait(fabric.broadcast(name, received[name].reshape(-1), ranks, root))
     if not is_root:
-        replica.load_state(found, layout[1])
+        replica.load_state(received, layout[1])

@@ -1,4 +1,4 @@
-"""How often a worker pushes and fetches, and what it is computing just now."""
+"""How often a worker pushes and pulls, and the context of the minibatch it is computing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from counterpoint.ps.messages import NO_SLICE
 
 @dataclass(frozen=True, slots=True)
 class SyncPolicy:
-    """How often a worker pushes and fetches, counted in minibatches.
+    """Push and pull intervals of a worker, in minibatches (Downpour SGD).
 
     Args:
-        push_every: a portion is so many minibatches, whose gradients are added up on the worker and pushed as one.
-        fetch_every: weights are fetched anew after so many minibatches; rows of tables for every one.
-        local_lr: between two fetches the worker moves its own weights by so much of each minibatch's gradient.
-        fetch_ahead: a minibatch does not wait for so many of the worker's pushes before it: weights are fetched while
-            one is computed, for that which comes so many after the next, and rows that are expected so far ahead.
+        push_every: minibatches of a data slice, whose gradients are summed locally and pushed once.
+        pull_every: pull weights after this many minibatches; rows of tables are pulled for each.
+        local_lr: between two pulls, apply each minibatch's gradient to the local weights with this learning rate.
+        pull_ahead: a minibatch does not wait for this many preceding pushes of the worker: weights and expected rows
+            are pulled that many minibatches ahead.
 
     Source:
-        Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, appendix: Downpour SGD, whose names for these are
+        Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, appendix: Downpour SGD, where these are called
         n_push, n_fetch and alpha; its workers fetch ahead.
     """
 
@@ -33,19 +33,19 @@ class SyncPolicy:
     def __post_init__(self) -> None:
         if min(self.push_every, self.pull_every) < 1 or self.pull_ahead < 0 or not self.local_lr >= 0:
             raise PlanError(
-                f"{self} has a number below what it can be; give 1 or more, and a rate and a fetch_ahead of 0 or more"
+                f"{self} is invalid; push_every and pull_every are 1 or more, local_lr and pull_ahead 0 or more"
             )
 
     def check_consistency(self, consistency: Consistency) -> None:
-        """Check that a job can be worked on in this rhythm.
+        """Check that a job's consistency allows this policy.
 
         Raises:
-            PlanError: its servers would refuse what was computed from weights so old.
+            PlanError: its servers would reject gradients of weights that stale.
         """
-        is_plain = self.pull_every == 1 and self.local_lr == 0 and not self.pull_ahead
-        if not is_plain and not isinstance(consistency, Asp):
+        is_synchronous = self.pull_every == 1 and self.local_lr == 0 and not self.pull_ahead
+        if not is_synchronous and not isinstance(consistency, Asp):
             raise PlanError(
-                f"{self} computes from weights of before, which {consistency} does not count; give Asp(), or "
+                f"{self} uses stale weights, which {consistency} does not accept; give Asp(), or "
                 "fetch_every=1, local_lr=0 and fetch_ahead=0"
             )
 
@@ -55,13 +55,13 @@ class StepContext:
     """What is being computed.
 
     Attributes:
-        portion: of the whole run.
-        step: that it belongs to; 0 where there are no steps.
-        following: the step after it; 0 where there are no steps.
-        is_last: whether this is the portion's last minibatch, after which its gradient is pushed.
-        fetches: whether the next minibatch is computed from newer weights.
-        is_open: whether gradients that are made now are the portion's.
-        ahead: how many minibatches begin before what is fetched now is waited for.
+        slice_index: data slice, counted over the whole run.
+        step: that it belongs to; 0 if there are no steps.
+        next_step: the step after it; 0 if there are no steps.
+        is_last_minibatch: whether the slice ends with this minibatch, so that its gradient is pushed.
+        pulls_next: whether the next minibatch uses newer weights.
+        is_open: whether gradients computed now belong to the slice.
+        pull_ahead: minibatches that start before what is pulled now is awaited.
     """
 
     slice_index: int = NO_SLICE
@@ -74,10 +74,10 @@ class StepContext:
 
 
 def find_step(consistency: Consistency, slice_index: int) -> tuple[int, int]:
-    """Return the step that a portion of the run belongs to, and the one after it; 0 and 0 where there are no steps.
+    """Return the step of a data slice, and the one after it; 0 and 0 if there are no steps.
 
     Example:
-        >>> step_of(Bsp(4), 9)
+        >>> find_step(Bsp(4), 9)
         (2, 3)
     """
     if not isinstance(consistency, Bsp):

@@ -1,4 +1,4 @@
-"""Which worker is at which job, when several jobs share workers: decided here, without effects."""
+"""Allocation of shared workers to several jobs, as a pure function."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
-    """A job that wants workers.
+    """A job that needs workers.
 
     Args:
         job: its name.
-        least: with fewer it does not begin, but waits for others to end.
-        most: more than so many it cannot use.
-        weight: of two jobs the one with twice the weight has twice the workers.
+        min_workers: the job does not start with fewer.
+        max_workers: it cannot use more.
+        weight: a job with twice the weight gets twice the workers.
     """
 
     job: str
@@ -28,17 +28,17 @@ class JobDemand:
 
     def __post_init__(self) -> None:
         if not (self.job and 0 < self.min_workers <= self.max_workers and self.weight > 0):
-            raise PlanError(f"{self} cannot be meant; give a name, 0 < least <= most, and a weight above 0")
+            raise PlanError(f"{self} is invalid; give a name, 0 < min_workers <= max_workers, and a weight above 0")
 
 
 @dataclass(frozen=True, slots=True)
 class Reassignment:
-    """A worker goes from one job to another.
+    """A worker moves from one job to another.
 
     Args:
         worker: its name.
-        source: the job that it leaves; empty where it had none.
-        target: the job that it joins; empty where nobody wants it.
+        source: job that it leaves; empty if it had none.
+        target: job that it joins; empty if no job needs it.
     """
 
     worker: str
@@ -47,49 +47,48 @@ class Reassignment:
 
 
 def fair_shares(demands: Sequence[JobDemand], num_workers: int) -> dict[str, int]:
-    """Return how many workers each job has.
+    """Return the number of workers of each job.
 
-    In their order the jobs get the least that they want; then one worker after the other goes to the job that has the
-    fewest for its weight.
+    In order, the jobs get their minimum; then each remaining worker goes to the job with the fewest for its weight.
 
     Args:
-        wants: of the jobs, those that came first before the others.
-        num_workers: to be shared out.
+        demands: of the jobs, oldest first.
+        num_workers: available workers.
 
     Example:
-        >>> shares([Want("first", most=4), Want("second", most=4)], 6)
+        >>> fair_shares([JobDemand("first", max_workers=4), JobDemand("second", max_workers=4)], 6)
         {'first': 3, 'second': 3}
-        >>> shares([Want("first", least=4), Want("second", least=4)], 6)
+        >>> fair_shares([JobDemand("first", min_workers=4), JobDemand("second", min_workers=4)], 6)
         {'first': 6, 'second': 0}
     """
-    found = {want.job: 0 for want in demands}
-    left = num_workers
-    for want in demands:
-        if want.min_workers <= left:
-            found[want.job] = want.min_workers
-            left -= want.min_workers
-    for _ in range(left):
-        hungry = [want for want in demands if 0 < found[want.job] < want.max_workers]
-        if not hungry:
+    shares = {demand.job: 0 for demand in demands}
+    num_left = num_workers
+    for demand in demands:
+        if demand.min_workers <= num_left:
+            shares[demand.job] = demand.min_workers
+            num_left -= demand.min_workers
+    for _ in range(num_left):
+        below_maximum = [demand for demand in demands if 0 < shares[demand.job] < demand.max_workers]
+        if not below_maximum:
             break
-        found[min(hungry, key=lambda want: found[want.job] / want.weight).job] += 1
-    return found
+        shares[min(below_maximum, key=lambda demand: shares[demand.job] / demand.weight).job] += 1
+    return shares
 
 
 class WorkerAllocator:
-    """Workers, and the jobs that they are at; a change moves no more of them than it has to.
+    """Workers and their jobs; a change moves as few workers as possible.
 
     Args:
         workers: their names.
 
     Example:
-        >>> pool = Pool(["w0", "w1"])
-        >>> pool.begin(Want("first"))
-        [Move(worker='w0', source='', target='first'), Move(worker='w1', source='', target='first')]
-        >>> pool.begin(Want("second"))
-        [Move(worker='w1', source='first', target='second')]
-        >>> pool.end("first")
-        [Move(worker='w0', source='first', target='second')]
+        >>> allocator = WorkerAllocator(["w0", "w1"])
+        >>> allocator.add_job(JobDemand("first"))
+        [Reassignment(worker='w0', source='', target='first'), Reassignment(worker='w1', source='', target='first')]
+        >>> allocator.add_job(JobDemand("second"))
+        [Reassignment(worker='w1', source='first', target='second')]
+        >>> allocator.remove_job("first")
+        [Reassignment(worker='w0', source='first', target='second')]
     """
 
     def __init__(self, workers: Sequence[str] = ()) -> None:
@@ -98,39 +97,41 @@ class WorkerAllocator:
 
     @property
     def jobs(self) -> list[str]:
-        """The jobs that have begun and not ended, in their order."""
-        return [want.job for want in self._demands]
+        """Running jobs, in order."""
+        return [demand.job for demand in self._demands]
 
     def add_job(self, demand: JobDemand) -> list[Reassignment]:
-        """A job wants workers from now on; returns who goes where."""
+        """Add a job; return the reassignments."""
         if demand.job in self.jobs:
-            raise PlanError(f"job {demand.job} has begun already; end it first, or give another name")
+            raise PlanError(f"job {demand.job} is already running; remove it first, or give another name")
         self._demands.append(demand)
         return self._rebalance()
 
     def remove_job(self, job: str) -> list[Reassignment]:
-        """A job wants no workers any more; returns who goes where."""
-        self._demands = [want for want in self._demands if want.job != job]
+        """Remove a job; return the reassignments."""
+        self._demands = [demand for demand in self._demands if demand.job != job]
         return self._rebalance()
 
     def add_worker(self, worker: str) -> list[Reassignment]:
-        """There is one worker more; returns who goes where."""
+        """Add a worker; return the reassignments."""
         self.assignments[worker] = ""
         return self._rebalance()
 
     def remove_worker(self, worker: str) -> list[Reassignment]:
-        """A worker is taken away; returns who goes where."""
+        """Remove a worker; return the reassignments."""
         self.assignments.pop(worker, None)
         return self._rebalance()
 
     def _rebalance(self) -> list[Reassignment]:
-        wanted = fair_shares(self._demands, len(self.assignments))
-        free = [worker for worker, job in self.assignments.items() if job not in wanted]
-        for job, count in wanted.items():
-            free += [worker for worker, own in self.assignments.items() if own == job][count:]
+        target_counts = fair_shares(self._demands, len(self.assignments))
+        free = [worker for worker, job in self.assignments.items() if job not in target_counts]
+        for job, count in target_counts.items():
+            free += [worker for worker, current in self.assignments.items() if current == job][count:]
         moves = []
-        for job, count in wanted.items():
-            for _ in range(count - sum(own == job for worker, own in self.assignments.items() if worker not in free)):
+        for job, count in target_counts.items():
+            for _ in range(
+                count - sum(current == job for worker, current in self.assignments.items() if worker not in free)
+            ):
                 worker = free.pop(0)
                 moves.append(Reassignment(worker, self.assignments[worker], job))
                 self.assignments[worker] = job

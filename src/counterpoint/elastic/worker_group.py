@@ -1,4 +1,4 @@
-"""The workers of a job without servers meet: all of a generation, at the place that the oldest of them keeps."""
+"""Rendezvous of the workers of a job without servers: all of a generation, at the store of the oldest member."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from counterpoint.ps.session import Session
 from counterpoint.rpc.address import TcpAddress, parse_address
 
 POLL_S = 0.2
-"""So often who waits for others looks whether they still belong to the job."""
+"""How often a waiting worker checks whether the others still belong to the job."""
 
 
 class JobStoppedError(PeerError):
-    """The job cannot go on, and to meet again would not help."""
+    """The job cannot continue, and another rendezvous would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Workers that have met.
+    """Workers connected by a fabric.
 
     Args:
-        fabric: that joins them; rank 0 is the oldest.
+        fabric: that connects them; rank 0 is the oldest member.
         members: by rank.
-        generation: in which they are all who belong to the job.
-        look: returns who belongs to it by now.
+        generation: of which they are all members.
+        current_view: returns the newest view.
     """
 
     fabric: Fabric
@@ -40,30 +40,31 @@ class WorkerGroup:
 
     @property
     def ranks(self) -> Group:
-        """The ranks of all members."""
+        """Ranks of all members."""
         return tuple(range(len(self.members)))
 
     @property
     def is_outdated(self) -> bool:
-        """Whether others belong to the job by now."""
+        """Whether there is a newer generation."""
         return self.current_view().generation != self.generation
 
     def wait(self, work: Work) -> None:
-        """The collective is complete.
+        """Wait until a collective is complete.
 
         Raises:
-            PeerError: somebody has gone, as a connection or the coordinator says, or does not come in time.
+            PeerError: a member has left, by a connection error or by the coordinator, or does not join the collective
+                in time.
         """
         end = time.monotonic() + self.fabric.timeout_s
         while not work.completes_within(POLL_S):
-            staying = set(self.current_view().workers)
-            gone = [member.name for member in self.members if member not in staying]
-            if gone:
-                raise PeerError(f"{', '.join(gone)} does not belong to the job any more, says the coordinator")
+            current_members = set(self.current_view().workers)
+            missing = [member.name for member in self.members if member not in current_members]
+            if missing:
+                raise PeerError(f"{', '.join(missing)} left the job, according to the coordinator")
             if time.monotonic() > end:
                 raise PeerError(
-                    f"waited {self.fabric.timeout_s:g} s for the same step of {format_members(self.members)}; look at "
-                    "what they do, or give Patience a longer lease_s where they are only slow"
+                    f"waited {self.fabric.timeout_s:g} s for the same step of {format_members(self.members)}; check "
+                    "what they do, or give Timeouts a longer lease_s if they are only slow"
                 )
 
 
@@ -76,23 +77,23 @@ def form_group(
     should_stop: Callable[[], bool],
     transport: Transport = "auto",
 ) -> Iterator[WorkerGroup]:
-    """Yield the workers of a generation, all of whom have come; at the end they are connected no longer.
+    """Return a context with the connected workers of a generation; they are disconnected at its end.
 
     Args:
         session: of this worker.
-        view: who belongs to the job.
-        attempt: how often they have tried to meet before.
-        must_go: asked while others are waited for: whether this worker waits no longer.
+        view: the generation.
+        attempt: number of earlier attempts.
+        should_stop: polled while waiting: whether this worker gives up.
         transport: as in :func:`counterpoint.fabric.rendezvous.connect`.
 
     Raises:
-        PeerError: one of them has not come in time, or is gone, or others belong to the job meanwhile.
-        PlanError: there are several, but one of them cannot be reached.
+        PeerError: a member does not arrive in time, has left, or there is a newer generation.
+        PlanError: there are several members, but one has no address.
     """
     members = tuple(sorted(view.workers, key=lambda member: member.incarnation))
     names = [member.name for member in members]
     if session.name not in names:
-        raise PeerError(f"job {session.job.name} goes on without {session.name}")
+        raise PeerError(f"job {session.job.name} continues without {session.name}")
 
     def look() -> MembershipView:
         return session.wait_view(view.generation, 0.0)
@@ -109,7 +110,9 @@ def form_group(
             should_cancel=lambda: should_stop() or look().generation != view.generation,
         )
     except PeerError as error:
-        raise PeerError(f"generation {view.generation} of {format_members(members)} has not met: {error}") from error
+        raise PeerError(
+            f"generation {view.generation} of {format_members(members)} did not rendezvous: {error}"
+        ) from error
     try:
         yield WorkerGroup(fabric, members, view.generation, look)
     except BaseException as error:
@@ -120,18 +123,18 @@ def form_group(
 
 
 def rendezvous_address(members: tuple[JobMember, ...]) -> Address:
-    """Return where members meet, which is at the oldest.
+    """Return the address at which members rendezvous, which is the oldest member's.
 
     Raises:
-        PlanError: it cannot be reached, and there are others.
+        PlanError: it has none, and there are other members.
     """
-    place = parse_address(members[0].address) if members[0].address else None
-    if isinstance(place, TcpAddress):
-        return Address(place.host, place.port, store_owner="the oldest member")
+    address = parse_address(members[0].address) if members[0].address else None
+    if isinstance(address, TcpAddress):
+        return Address(address.host, address.port, store_owner="the oldest member")
     if len(members) > 1:
         raise PlanError(
-            f"{format_members(members)} cannot meet, for {members[0].name} gives no address; workers of a job without "
-            "servers are processes that join by counterpoint.ps.process.join_job.join, and a LocalJob has one"
+            f"{format_members(members)} cannot rendezvous, since {members[0].name} has no address; workers of a job "
+            "without servers are processes that join by counterpoint.ps.process.join_job.join, and a LocalJob has one"
         )
     return Address("", 0)
 
@@ -140,7 +143,7 @@ def format_members(members: tuple[JobMember, ...]) -> str:
     """Return the members by rank, for errors.
 
     Example:
-        >>> told_apart((Member("worker-3", 1), Member("worker-1", 4)))
+        >>> format_members((JobMember("worker-3", 1), JobMember("worker-1", 4)))
         'worker-3 (rank 0), worker-1 (rank 1)'
     """
     return ", ".join(f"{member.name} (rank {rank})" for rank, member in enumerate(members))

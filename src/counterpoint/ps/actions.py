@@ -1,4 +1,8 @@
-"""What a state machine wants to happen. In their order: sends and notes wait for every `AppendLog` before."""
+"""Effects that the state machines request, executed in order.
+
+The state machines (coordinator, server, client) have no effects: ``on_event(message, now)`` returns actions, and
+whoever runs them executes these. Sends and journal entries wait until every earlier `AppendLog` is durable.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,17 @@ from counterpoint.ps.messages import (
 from counterpoint.ps.write_ahead_log import LogRecord
 
 COORDINATOR = "coordinator"
-"""Where messages to the coordinator go."""
+"""Recipient name of the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Give a message to a member, or to the coordinator; it may be lost.
+    """Send a message to a member or the coordinator; it may be lost.
 
     Args:
-        to: the name of the member.
-        message: what is said.
-        life: the incarnation that it is for, and for no other life of that name; 0 for whichever there is.
+        to: name of the recipient.
+        message: to be sent.
+        incarnation: the only incarnation that may receive it; 0 for the current one.
     """
 
     to: str
@@ -40,7 +44,7 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class AppendLog:
-    """Append to the log with this name, durably."""
+    """Append a record to the named log, durably."""
 
     log: str
     record: LogRecord
@@ -48,7 +52,7 @@ class AppendLog:
 
 @dataclass(frozen=True, slots=True)
 class AppendJournal:
-    """An entry has become part of a shard's journal, for those who keep one; a backup's once it is the first."""
+    """An entry was added to a shard's journal; on a backup it is committed only once the backup becomes the primary."""
 
     shard: int
     position: int
@@ -58,7 +62,7 @@ class AppendJournal:
 
 @dataclass(frozen=True, slots=True)
 class SaveSnapshot:
-    """Write a shard's state, durably, as a part of a cut; of what is sent, `Saved` alone waits for it."""
+    """Save a shard's state durably as part of a snapshot; only the `SnapshotSaved` message waits for it."""
 
     snapshot: int
     shard: int
@@ -67,20 +71,20 @@ class SaveSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DeliverReply:
-    """Give an answer to the program on whose behalf it was asked."""
+    """Deliver a reply to the program that made the request."""
 
     reply: PushReply | PullReply | Ack | Rejected | TaskReply | CheckpointReply
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """This life is over, with its reason; a new one may begin."""
+    """End this incarnation, for the given reason; a new one may start."""
 
     reason: str
 
 
 def reply_to(header: RequestHeader, message: PsMessage) -> SendMessage:
-    """Return the answer to who asked: to that life, and to no later one that has the name."""
+    """Return the action that sends a reply to the incarnation that sent the request."""
     return SendMessage(header.member, message, header.incarnation)
 
 

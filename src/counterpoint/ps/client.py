@@ -1,4 +1,4 @@
-"""A worker's side: what it has asked for and not been told yet is asked again, of whoever keeps the shard by now."""
+"""Client side of the protocol: a state machine that resends unanswered requests to the current primary."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from counterpoint.ps.messages import (
 CoordinatorCall: TypeAlias = TaskRequest | TaskReport | LeaveRequest | CheckpointRequest
 
 NON_RETRYABLE = {"request", "full", "lost"}
-"""Refusals that asking again would not change; what was refused for another reason is asked again."""
+"""Reject reasons that a retry would not change; requests rejected for other reasons are sent again."""
 
 
 @dataclass(slots=True)
 class ShardRequests:
-    """What is under way to one shard."""
+    """Outstanding requests to one shard."""
 
     next_sequence: int = 0
     writes: dict[int, WriteRequest] = field(default_factory=dict)
@@ -44,18 +44,18 @@ class ShardRequests:
 
     @property
     def acked_before(self) -> int:
-        """Everything before this has been answered."""
+        """All sequences before this one have been answered."""
         return min(self.writes, default=self.next_sequence)
 
 
 class PsClient:
-    """One life of a worker.
+    """One incarnation of a worker.
 
     Args:
-        job: what all agree on.
+        job: configuration.
         name: of the worker.
-        token: a number that no other life has drawn.
-        address: where it is reached.
+        token: random number unique to this incarnation.
+        address: where other members reach it.
     """
 
     def __init__(self, job: JobConfig, name: str, token: int, address: str = "") -> None:
@@ -69,45 +69,45 @@ class PsClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be made: it belongs to the job, and servers keep all shards."""
+        """Whether it is a member, and all shards have servers."""
         return self.membership.is_member and len(self.membership.view.replicas) == self.job.num_shards
 
     def write(self, shard: int, make_request: Callable[[RequestHeader], WriteRequest]) -> tuple[int, list[PsAction]]:
-        """Ask a shard to change; returns the sequence that the answer will have, and what is to be done.
+        """Send a write to a shard; return the sequence that its reply will have, and the actions.
 
         Args:
-            shard: which.
-            make: returns the request, given what stands at its head.
+            shard: index of the shard.
+            make_request: returns the request, given its header.
         """
-        line = self.shard_requests[shard]
-        sequence = line.next_sequence
-        line.writes[sequence] = make_request(self.membership.header(sequence, line.acked_before))
-        line.next_sequence += 1
-        return sequence, list(self._send_to_primary(shard, line.writes[sequence]))
+        requests = self.shard_requests[shard]
+        sequence = requests.next_sequence
+        requests.writes[sequence] = make_request(self.membership.header(sequence, requests.acked_before))
+        requests.next_sequence += 1
+        return sequence, list(self._send_to_primary(shard, requests.writes[sequence]))
 
     def pull(self, shard: int, make_request: Callable[[RequestHeader, int], PullRequest]) -> tuple[int, list[PsAction]]:
-        """Ask a shard for numbers; returns the ticket that the answer will have, and what is to be done.
+        """Send a pull to a shard; return the ticket that its reply will have, and the actions.
 
         Args:
-            shard: which.
-            make: returns the request, given what stands at its head and the ticket.
+            shard: index of the shard.
+            make_request: returns the request, given its header and ticket.
         """
-        line, ticket = self.shard_requests[shard], self._num_tickets
+        requests, ticket = self.shard_requests[shard], self._num_tickets
         self._num_tickets += 1
-        line.pulls[ticket] = make_request(self.membership.header(line.next_sequence), ticket)
-        return ticket, list(self._send_to_primary(shard, line.pulls[ticket]))
+        requests.pulls[ticket] = make_request(self.membership.header(requests.next_sequence), ticket)
+        return ticket, list(self._send_to_primary(shard, requests.pulls[ticket]))
 
     def call_coordinator(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> list[PsAction]:
-        """Ask the coordinator for one thing, after the one before has been answered; returns what is to be done."""
+        """Send a request to the coordinator, after the reply to the previous one; return the actions."""
         self.call = make_request(self.membership.header(self._num_calls))
         return [SendMessage(COORDINATOR, self.call)]
 
     def on_event(self, message: PsMessage | None, now: float) -> list[PsAction]:
-        """Take in a message, or the time, and return what is to be done about it.
+        """Process a message or a clock tick, and return the resulting actions.
 
         Args:
-            message: what came; None where only time has passed.
-            now: what the clock says.
+            message: the message; None for a tick.
+            now: current time.
         """
         return list(self._handle(message, now))
 
@@ -121,7 +121,7 @@ class PsClient:
                 if not self.membership.update(message):
                     return
                 if self.membership.is_evicted:
-                    yield Shutdown(f"the job goes on without this life of {self.name}")
+                    yield Shutdown(f"the job continues without this incarnation of {self.name}")
                 else:
                     yield from self._retransmit(now)
             case PushReply() | Ack() | TaskReply() | CheckpointReply() | PullReply():
@@ -133,60 +133,62 @@ class PsClient:
 
     def _send_to_primary(self, shard: int, message: WriteRequest | PullRequest) -> Iterator[PsAction]:
         if self.is_ready:
-            keepers = self.membership.view.replicas[shard]
-            yield SendMessage(keepers.primary, message)
+            replicas = self.membership.view.replicas[shard]
+            yield SendMessage(replicas.primary, message)
 
     def _retransmit(self, now: float) -> Iterator[PsAction]:
-        """Yield everything that has not been answered, as of the newest generation."""
+        """Send all unanswered requests, with the newest generation."""
         self._sent_at = now
         if not self.membership.is_member:
             return
-        for shard, line in enumerate(self.shard_requests):
-            for number, change in line.writes.items():
-                line.writes[number] = replace(change, header=self.membership.header(number, line.acked_before))
-                yield from self._send_to_primary(shard, line.writes[number])
-            for ticket, pull in line.pulls.items():
-                line.pulls[ticket] = replace(pull, header=self.membership.header(pull.header.sequence))
-                yield from self._send_to_primary(shard, line.pulls[ticket])
+        for shard, requests in enumerate(self.shard_requests):
+            for number, change in requests.writes.items():
+                requests.writes[number] = replace(change, header=self.membership.header(number, requests.acked_before))
+                yield from self._send_to_primary(shard, requests.writes[number])
+            for ticket, pull in requests.pulls.items():
+                requests.pulls[ticket] = replace(pull, header=self.membership.header(pull.header.sequence))
+                yield from self._send_to_primary(shard, requests.pulls[ticket])
         if self.call is not None:
             self.call = replace(self.call, header=self.membership.header(self.call.header.sequence))
             yield SendMessage(COORDINATOR, self.call)
 
-    def _on_reply(self, answer: PushReply | Ack | TaskReply | CheckpointReply | PullReply) -> Iterator[PsAction]:
-        """Yield an answer that was waited for."""
-        if isinstance(answer, PullReply):
-            found: object = self.shard_requests[answer.shard].pulls.pop(answer.ticket, None)
-        elif isinstance(answer, TaskReply | CheckpointReply) or answer.shard < 0:
-            found = self._finish_call(answer.sequence)
+    def _on_reply(self, reply: PushReply | Ack | TaskReply | CheckpointReply | PullReply) -> Iterator[PsAction]:
+        """Deliver a reply that was expected."""
+        if isinstance(reply, PullReply):
+            request: object = self.shard_requests[reply.shard].pulls.pop(reply.ticket, None)
+        elif isinstance(reply, TaskReply | CheckpointReply) or reply.shard < 0:
+            request = self._finish_call(reply.sequence)
         else:
-            found = self.shard_requests[answer.shard].writes.pop(answer.sequence, None)
-        if found is not None:
-            yield DeliverReply(answer)
+            request = self.shard_requests[reply.shard].writes.pop(reply.sequence, None)
+        if request is not None:
+            yield DeliverReply(reply)
 
     def _finish_call(self, sequence: int) -> CoordinatorCall | None:
         if self.call is None or self.call.header.sequence != sequence:
             return None
-        found, self.call = self.call, None
+        call, self.call = self.call, None
         self._num_calls += 1
-        return found
+        return call
 
-    def _on_rejected(self, answer: Rejected) -> Iterator[PsAction]:
-        """Yield a refusal that asking again would not change, and every one by the coordinator."""
-        if answer.reason == "over" and answer.shard < 0:
-            yield Shutdown(answer.text)
-        elif answer.reason in {"identity", "lost"} and answer.shard < 0 and not self.membership.is_member:
-            yield DeliverReply(answer)
-        elif answer.reason == "identity" and answer.shard < 0:
-            if self.membership.is_eviction(answer):
-                yield Shutdown(answer.text)
-        elif answer.shard < 0:
-            is_final = answer.reason in NON_RETRYABLE
-            if self.call is not None and answer.sequence == self.call.header.sequence:
-                yield DeliverReply(answer)
+    def _on_rejected(self, rejected: Rejected) -> Iterator[PsAction]:
+        """Deliver a rejection that a retry would not change, and every one by the coordinator."""
+        if rejected.reason == "over" and rejected.shard < 0:
+            yield Shutdown(rejected.text)
+        elif rejected.reason in {"identity", "lost"} and rejected.shard < 0 and not self.membership.is_member:
+            yield DeliverReply(rejected)
+        elif rejected.reason == "identity" and rejected.shard < 0:
+            if self.membership.is_eviction(rejected):
+                yield Shutdown(rejected.text)
+        elif rejected.shard < 0:
+            is_final = rejected.reason in NON_RETRYABLE
+            if self.call is not None and rejected.sequence == self.call.header.sequence:
+                yield DeliverReply(rejected)
                 if is_final:
-                    self._finish_call(answer.sequence)
-        elif answer.reason in NON_RETRYABLE:
-            line = self.shard_requests[answer.shard]
-            known: dict[int, PullRequest] | dict[int, WriteRequest] = line.pulls if answer.is_pull else line.writes
-            if known.pop(answer.sequence, None) is not None:
-                yield DeliverReply(answer)
+                    self._finish_call(rejected.sequence)
+        elif rejected.reason in NON_RETRYABLE:
+            requests = self.shard_requests[rejected.shard]
+            outstanding: dict[int, PullRequest] | dict[int, WriteRequest] = (
+                requests.pulls if rejected.is_pull else requests.writes
+            )
+            if outstanding.pop(rejected.sequence, None) is not None:
+                yield DeliverReply(rejected)

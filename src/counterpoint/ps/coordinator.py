@@ -1,4 +1,4 @@
-"""The coordinator: one state machine that says who belongs to the job, who keeps what, and which data is next."""
+"""The coordinator: a state machine for membership, shard replicas, tasks and snapshots."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from counterpoint.ps.write_ahead_log import (
 
 COORDINATOR_LOG = "coordinator"
 MAX_TASK_DURATIONS = 101
-"""Of so many tasks that were done last, it is known how long they took."""
+"""Number of recent task durations whose median decides which task is a straggler."""
 
 
 class Coordinator:
-    """Decides, writes down, answers.
+    """Decide on events, log each decision, and reply.
 
     Args:
-        job: what all agree on.
-        lines: the log of an earlier life; nothing in it is decided twice.
-        now: what the clock says; silence and leases of before count from here.
+        job: configuration.
+        records: log of an earlier incarnation, which is replayed.
+        now: current time; timeouts and leases from before restart here.
     """
 
     def __init__(self, job: JobConfig, records: Sequence[CoordinatorRecord] = (), now: float = 0.0) -> None:
@@ -67,11 +67,11 @@ class Coordinator:
         self._actions: list[PsAction] = []
 
     def on_event(self, message: PsMessage | None, now: float) -> list[PsAction]:
-        """Take in a message, or the time, and return what is to be done about it.
+        """Process a message or a clock tick, and return the resulting actions.
 
         Args:
-            message: what came; None where only time has passed.
-            now: what the clock says.
+            message: the message; None for a tick.
+            now: current time.
         """
         self._actions = []
         generation = self.state.generation
@@ -91,9 +91,8 @@ class Coordinator:
         if self.state.has_lost_weights:
             self._commit(
                 JobLost(
-                    f"the last worker of job {self.job.name} has gone, and the weights with it, when "
-                    f"{len(self.state.tasks.done)} tasks were done; start the job anew: from the last checkpoint, if "
-                    "its workers have saved one"
+                    f"the last worker of job {self.job.name} left, and the weights are lost with it, after "
+                    f"{len(self.state.tasks.done)} tasks; restart the job, from the last checkpoint if there is one"
                 )
             )
         if self.state.generation != generation:
@@ -101,162 +100,177 @@ class Coordinator:
             self._actions += [SendMessage(name, view) for name in self.state.members]
         return self._actions
 
-    def _commit(self, line: CoordinatorRecord) -> None:
-        self._actions.append(AppendLog(COORDINATOR_LOG, line))
-        self.state.apply(line)
+    def _commit(self, record: CoordinatorRecord) -> None:
+        self._actions.append(AppendLog(COORDINATOR_LOG, record))
+        self.state.apply(record)
 
-    def _reject(self, origin: RequestHeader, reason: RejectReason, text: str) -> None:
-        refused = Rejected(-1, origin.sequence, False, reason, text, self.state.generation)
-        self._actions.append(reply_to(origin, refused))
+    def _reject(self, header: RequestHeader, reason: RejectReason, text: str) -> None:
+        rejected = Rejected(-1, header.sequence, False, reason, text, self.state.generation)
+        self._actions.append(reply_to(header, rejected))
 
-    def _on_join(self, hello: JoinRequest, now: float) -> None:
-        life = self.state.members.get(hello.name)
-        if hello.job_digest != self._digest:
-            text = f"{hello.name} has another job than this coordinator; start all with the same settings"
-            self._reject(RequestHeader(hello.name, 0, 0), "identity", text)
+    def _on_join(self, request: JoinRequest, now: float) -> None:
+        member = self.state.members.get(request.name)
+        if request.job_digest != self._digest:
+            text = f"{request.name} has another job configuration than this coordinator; start all with the same one"
+            self._reject(RequestHeader(request.name, 0, 0), "identity", text)
             return
-        if life is not None and life.joined.token != hello.token and not self._replace_member(hello, life, now):
+        if (
+            member is not None
+            and member.joined.token != request.token
+            and not self._replace_member(request, member, now)
+        ):
             return
-        if hello.name not in self.state.members:
-            if hello.role == "server" and len(self.state.replicas) == 0 and self._has_all_servers():
+        if request.name not in self.state.members:
+            if request.role == "server" and len(self.state.replicas) == 0 and self._has_all_servers():
                 return
-            self._commit(MemberJoined(hello.name, hello.role, hello.token, self.state.incarnation + 1, hello.address))
-        self._last_heard[hello.name] = now
-        incarnation = self.state.members[hello.name].joined.incarnation
-        self._actions.append(SendMessage(hello.name, JoinReply(hello.token, incarnation, self.state.view)))
+            self._commit(
+                MemberJoined(request.name, request.role, request.token, self.state.incarnation + 1, request.address)
+            )
+        self._last_heard[request.name] = now
+        incarnation = self.state.members[request.name].joined.incarnation
+        self._actions.append(SendMessage(request.name, JoinReply(request.token, incarnation, self.state.view)))
 
     def _has_all_servers(self) -> bool:
         return len(self.state.member_names("server")) >= self.job.num_servers
 
-    def _replace_member(self, hello: JoinRequest, life: MemberState, now: float) -> bool:
-        """Somebody comes with the name of a member: the member is gone, if it has been silent for long."""
-        silent_s = now - self._last_heard[hello.name]
+    def _replace_member(self, request: JoinRequest, member: MemberState, now: float) -> bool:
+        """Tell whether a new member may take over a name: only after the previous one has timed out."""
+        silent_s = now - self._last_heard[request.name]
         if silent_s <= self.job.timeouts.failure_timeout_s:
             text = (
-                f"{hello.name} belongs to the job already, as life {life.joined.incarnation}, heard {silent_s:.1f} s "
-                f"ago; a name is one member's: give another, or wait until the other has been silent for "
+                f"{request.name} already belongs to the job, as incarnation {member.joined.incarnation}, last heard "
+                f"{silent_s:.1f} s ago; names are unique: choose another one, or wait until it has been silent for "
                 f"{self.job.timeouts.failure_timeout_s:g} s"
             )
-            self._reject(RequestHeader(hello.name, 0, 0), "identity", text)
+            self._reject(RequestHeader(request.name, 0, 0), "identity", text)
             return False
-        if self.state.holds_last_copy(hello.name):
-            shards = [index for index, one in enumerate(self.state.replicas) if one.primary == hello.name]
+        if self.state.holds_last_copy(request.name):
+            shards = [index for index, replicas in enumerate(self.state.replicas) if replicas.primary == request.name]
             self._commit(
                 JobLost(
-                    f"server {hello.name} has begun anew while it alone kept shards {shards}, whose newest updates are "
-                    "lost; go on from the last checkpoint"
+                    f"server {request.name} restarted while it held the only copy of shards {shards}, whose newest "
+                    "updates are lost; restart from the last checkpoint"
                 )
             )
             return False
-        self._commit(MemberLeft(hello.name))
+        self._commit(MemberLeft(request.name))
         return True
 
-    def _is_current(self, origin: RequestHeader) -> bool:
-        life = self.state.members.get(origin.member)
-        return life is not None and life.joined.incarnation == origin.incarnation
+    def _is_current(self, header: RequestHeader) -> bool:
+        member = self.state.members.get(header.member)
+        return member is not None and member.joined.incarnation == header.incarnation
 
     def _on_notice(self, message: Heartbeat | BackupReady | SnapshotSaved, now: float) -> None:
-        origin = message.header
-        if not self._is_current(origin):
-            text = f"life {origin.incarnation} of {origin.member} does not belong to the job; say hello as a new one"
-            self._reject(origin, "identity", text)
+        header = message.header
+        if not self._is_current(header):
+            text = f"incarnation {header.incarnation} of {header.member} does not belong to the job; join again"
+            self._reject(header, "identity", text)
             return
-        self._last_heard[origin.member] = now
-        if self.state.loss_reason and self.state.members[origin.member].joined.role == "worker":
-            self._reject(origin, "over", self.state.loss_reason)
-        if origin.generation != self.state.generation:
-            self._actions.append(SendMessage(origin.member, self.state.view))
+        self._last_heard[header.member] = now
+        if self.state.loss_reason and self.state.members[header.member].joined.role == "worker":
+            self._reject(header, "over", self.state.loss_reason)
+        if header.generation != self.state.generation:
+            self._actions.append(SendMessage(header.member, self.state.view))
         elif isinstance(message, BackupReady) and message.shard < len(self.state.replicas):
-            keepers = self.state.replicas[message.shard]
-            if keepers.primary == origin.member and not keepers.is_backup_ready:
+            replicas = self.state.replicas[message.shard]
+            if replicas.primary == header.member and not replicas.is_backup_ready:
                 self._commit(
                     ReplicasAssigned(
-                        message.shard, ShardReplicas(keepers.primary, keepers.backup, is_backup_ready=True)
+                        message.shard, ShardReplicas(replicas.primary, replicas.backup, is_backup_ready=True)
                     )
                 )
         elif isinstance(message, SnapshotSaved) and self._awaits_shard(message):
             self._commit(ShardSaved(message.snapshot, message.shard, message.position))
 
     def _awaits_shard(self, saved: SnapshotSaved) -> bool:
-        cut = self.state.snapshot
-        is_here = (
-            cut is not None and cut.is_quiesced and cut.number == saved.snapshot and saved.shard not in cut.positions
+        snapshot = self.state.snapshot
+        is_missing = (
+            snapshot is not None
+            and snapshot.is_quiesced
+            and snapshot.number == saved.snapshot
+            and saved.shard not in snapshot.positions
         )
-        return is_here and saved.shard < len(self.state.replicas)
+        return is_missing and saved.shard < len(self.state.replicas)
 
     def _on_call(self, message: TaskRequest | TaskReport | CheckpointRequest | LeaveRequest, now: float) -> None:
-        origin = message.header
-        if not self._is_current(origin):
-            text = f"life {origin.incarnation} of {origin.member} does not belong to the job; say hello as a new one"
-            self._reject(origin, "identity", text)
+        header = message.header
+        if not self._is_current(header):
+            text = f"incarnation {header.incarnation} of {header.member} does not belong to the job; join again"
+            self._reject(header, "identity", text)
             return
-        life = self.state.members[origin.member]
-        self._last_heard[origin.member] = now
-        if origin.sequence == life.next_sequence:
+        member = self.state.members[header.member]
+        self._last_heard[header.member] = now
+        if header.sequence == member.next_sequence:
             self._execute(message, now)
-        if life.reply is not None and life.reply.sequence == origin.sequence:
-            self._actions.append(reply_to(origin, life.reply))
+        if member.reply is not None and member.reply.sequence == header.sequence:
+            self._actions.append(reply_to(header, member.reply))
 
     def _execute(self, message: TaskRequest | TaskReport | CheckpointRequest | LeaveRequest, now: float) -> None:
-        origin = message.header
+        header = message.header
         match message:
             case TaskRequest():
-                self._assign_task(origin, now)
+                self._assign_task(header, now)
             case TaskReport():
-                since = self._lease_started_at.pop(message.task, None)
-                if since is not None and message.outcome == "done":
-                    self._task_durations_s.append(now - since)
+                started_at = self._lease_started_at.pop(message.task, None)
+                if started_at is not None and message.outcome == "done":
+                    self._task_durations_s.append(now - started_at)
                 self._commit(
                     TaskReported(
-                        origin.member, origin.sequence, message.task, message.outcome, message.version, message.text
+                        header.member, header.sequence, message.task, message.outcome, message.version, message.text
                     )
                 )
             case CheckpointRequest():
-                self._commit(CheckpointRequested(origin.member, origin.sequence))
-            case LeaveRequest() if self.state.may_hold_last_copy(origin.member) and not self._may_leave(
-                origin.member, now
+                self._commit(CheckpointRequested(header.member, header.sequence))
+            case LeaveRequest() if self.state.may_hold_last_copy(header.member) and not self._may_leave(
+                header.member, now
             ):
-                text = f"{origin.member} alone keeps a shard; once another has it too, it may go"
-                self._reject(origin, "later", text)
+                text = f"{header.member} holds the only copy of a shard; it may leave once there is another copy"
+                self._reject(header, "later", text)
             case LeaveRequest():
-                self._commit(MemberLeft(origin.member))
-                self._actions.append(reply_to(origin, Ack(-1, origin.sequence)))
+                self._commit(MemberLeft(header.member))
+                self._actions.append(reply_to(header, Ack(-1, header.sequence)))
 
-    def _assign_task(self, origin: RequestHeader, now: float) -> None:
-        stopped = self.state.loss_reason or self.state.tasks.stop_reason
-        if stopped:
-            self._reject(origin, "lost", stopped)
+    def _assign_task(self, header: RequestHeader, now: float) -> None:
+        stop_reason = self.state.loss_reason or self.state.tasks.stop_reason
+        if stop_reason:
+            self._reject(header, "lost", stop_reason)
             return
         task = self.state.tasks.next_task(retries_only=self.state.snapshot is not None)
-        slow = self._find_straggler(origin.member, now) if task == "later" else None
-        if slow is not None:
-            self._commit(LeaseExpired(slow))
+        straggler = self._find_straggler(header.member, now) if task == "later" else None
+        if straggler is not None:
+            self._commit(LeaseExpired(straggler))
             task = self.state.tasks.next_task(retries_only=True)
         if task == "later":
-            self._reject(origin, "later", "all tasks that may be begun are being done")
+            self._reject(header, "later", "all tasks that may be started are assigned")
             return
         if isinstance(task, DataTask):
             self._lease_started_at[task] = now
-        self._commit(TaskAssigned(origin.member, origin.sequence, task))
+        self._commit(TaskAssigned(header.member, header.sequence, task))
 
     def _find_straggler(self, worker: str, now: float) -> DataTask | None:
-        """Return the task of another worker that is to be given to this one, too; None where all go on as usual."""
+        """Return another worker's task that should be assigned to this worker, too; None if there is none."""
         if not self.job.retry_policy.backup_after or not self._task_durations_s:
             return None
         usual_s = max(median(self._task_durations_s), self.job.timeouts.heartbeat_s)
-        others = [
+        leases = [
             (self._lease_started_at.get(task, now), task)
             for task, owner in self.state.tasks.doing.values()
             if owner != worker
         ]
-        since, slowest = min(others, key=lambda pair: pair[0], default=(now, None))
-        return slowest if now - since > self.job.retry_policy.backup_after * usual_s else None
+        started_at, slowest = min(leases, key=lambda pair: pair[0], default=(now, None))
+        return slowest if now - started_at > self.job.retry_policy.backup_after * usual_s else None
 
     def _may_leave(self, name: str, now: float) -> bool:
-        """Tell whether everything that a server keeps is kept completely by another that is heard."""
-        heard = self.state.shards_per_server(self._silent_members(now))
-        kept = [one for one in self.state.replicas if name in {one.primary, one.backup, one.former_replica}]
-        return all(one.is_backup_ready and {one.primary, one.backup} <= heard.keys() for one in kept)
+        """Tell whether everything that a server holds is also held completely by another live server."""
+        alive = self.state.shards_per_server(self._silent_members(now))
+        held = [
+            replicas
+            for replicas in self.state.replicas
+            if name in {replicas.primary, replicas.backup, replicas.former_replica}
+        ]
+        return all(
+            replicas.is_backup_ready and {replicas.primary, replicas.backup} <= alive.keys() for replicas in held
+        )
 
     def _silent_members(self, now: float) -> set[str]:
         limit_s = self.job.timeouts.failure_timeout_s
@@ -264,33 +278,35 @@ class Coordinator:
 
     def _on_tick(self, now: float) -> None:
         silent = self._silent_members(now)
-        for index, keepers in enumerate(self.state.replicas):
-            wanted = assign_replicas(keepers, self.state.shards_per_server(silent))
-            if wanted != keepers:
-                self._commit(ReplicasAssigned(index, wanted))
+        for index, replicas in enumerate(self.state.replicas):
+            assigned = assign_replicas(replicas, self.state.shards_per_server(silent))
+            if assigned != replicas:
+                self._commit(ReplicasAssigned(index, assigned))
         for name in sorted(silent):
             if not self.state.may_hold_last_copy(name):
                 self._commit(MemberLeft(name))
-        doing = {task for task, _ in self.state.tasks.doing.values()}
-        self._lease_started_at = {task: self._lease_started_at.get(task, now) for task in doing}
-        for task, since in list(self._lease_started_at.items()):
-            if now - since > self.job.timeouts.lease_s:
+        running = {task for task, _ in self.state.tasks.doing.values()}
+        self._lease_started_at = {task: self._lease_started_at.get(task, now) for task in running}
+        for task, started_at in list(self._lease_started_at.items()):
+            if now - started_at > self.job.timeouts.lease_s:
                 self._commit(LeaseExpired(task))
                 del self._lease_started_at[task]
         self._advance_snapshot(now)
 
     def _advance_snapshot(self, now: float) -> None:
-        cut = self.state.snapshot
-        if cut is None or not self.state.replicas:
+        snapshot = self.state.snapshot
+        if snapshot is None or not self.state.replicas:
             return
-        if not cut.is_quiesced:
+        if not snapshot.is_quiesced:
             if not self.state.tasks.is_quiesced:
                 return
-            self._commit(SnapshotQuiesced(cut.number))
+            self._commit(SnapshotQuiesced(snapshot.number))
         elif now - self._snapshot_sent_at < self.job.timeouts.resend_s:
             return
         self._snapshot_sent_at = now
-        waiting = {keepers.primary for index, keepers in enumerate(self.state.replicas) if index not in cut.positions}
+        waiting = {
+            replicas.primary for index, replicas in enumerate(self.state.replicas) if index not in snapshot.positions
+        }
         self._actions += [
-            SendMessage(name, SnapshotRequest(self.state.generation, cut.number)) for name in sorted(waiting)
+            SendMessage(name, SnapshotRequest(self.state.generation, snapshot.number)) for name in sorted(waiting)
         ]

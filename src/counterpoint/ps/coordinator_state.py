@@ -1,12 +1,12 @@
-"""Who keeps a shard when somebody falls silent: never is the last complete copy given up before another one is made.
+"""State of the coordinator, a pure function of its log: members, shard replicas, the task queue and snapshots.
 
-What two servers keep *completely* is all that anybody has been told. When one of the two falls silent, the other goes
-on with a new backup, and the silent one is remembered as ``former``: until the new backup is complete, nothing changes,
-so its copy is as good as the other's, and either may lead.
+Replicas of one shard (``p`` primary, ``b`` backup, ``f`` former replica)::
 
-The data that is left to do: tasks are given, taken back and done, and none is ever left out.
+    p=A b=B ready --B times out--> p=A b=C f=B, not ready --C has a full copy--> p=A b=C ready
+                  --A times out--> p=B b=C f=A, not ready --C has a full copy--> p=B b=C ready
 
-All that the coordinator knows for sure: the fold of its log.
+While the backup is not ready, no request is served, so the copy of the former replica stays as recent as the primary's,
+and either may become the primary. A shard's last complete copy is never dropped before another one exists.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from counterpoint.ps.write_ahead_log import (
 
 
 def assign_replicas(replicas: ShardReplicas, load: Mapping[str, int]) -> ShardReplicas:
-    """Return who is to keep a shard.
+    """Return the replicas that a shard should have.
 
     Args:
-        keepers: who does.
-        heard: the servers that are not silent, with the shards that each keeps.
+        replicas: current ones.
+        load: servers that are alive, with the number of shards that each holds.
 
     Example:
-        >>> staffed(Keepers("a", "b", is_complete=True), {"b": 2, "c": 0})
-        Keepers(primary='b', backup='c', is_complete=False, former='a')
-        >>> staffed(Keepers("b", "c", former="a"), {"a": 1, "c": 1})
-        Keepers(primary='a', backup='c', is_complete=False, former='b')
+        >>> assign_replicas(ShardReplicas("a", "b", is_backup_ready=True), {"b": 2, "c": 0})
+        ShardReplicas(primary='b', backup='c', is_backup_ready=False, former_replica='a')
+        >>> assign_replicas(ShardReplicas("b", "c", former_replica="a"), {"a": 1, "c": 1})
+        ShardReplicas(primary='a', backup='c', is_backup_ready=False, former_replica='b')
     """
     if replicas.is_backup_ready:
         return _replace_silent_replica(replicas, load)
@@ -77,7 +77,7 @@ def _replace_silent_replica(replicas: ShardReplicas, load: Mapping[str, int]) ->
 
 
 def remove_replica(replicas: ShardReplicas, name: str) -> ShardReplicas | None:
-    """Return who keeps a shard when the copy of one server is gone for good; None where that was the last one."""
+    """Return the replicas of a shard after one server's copy is lost; None if that was the last one."""
     if name == replicas.primary:
         successor = replicas.backup if replicas.is_backup_ready else replicas.former_replica
         return ShardReplicas(successor) if successor else None
@@ -90,17 +90,17 @@ def remove_replica(replicas: ShardReplicas, name: str) -> ShardReplicas | None:
 
 
 def least_loaded_server(load: Mapping[str, int], *excluded: str) -> str:
-    """Return the server with the fewest shards that is none of the others; empty where there is none."""
+    """Return the server with the fewest shards that is not excluded; empty if there is none."""
     return min((name for name in load if name not in excluded), key=lambda name: (load[name], name), default="")
 
 
 TaskKey: TypeAlias = tuple[int, int]
-"""Epoch and first portion: what a task is, however often it is begun."""
+"""Epoch and first slice, which identify a task over all of its attempts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCompletion:
-    """How a task was done: the attempt that said so first, and the newest version its pushes made."""
+    """The attempt that first reported a task as done, and the newest version that its pushes produced."""
 
     attempt: int
     version: int
@@ -110,17 +110,17 @@ class TaskQueue:
     """Tasks of all epochs, one epoch after the other.
 
     Args:
-        work: what there is to do.
-        budget: how often a task may go wrong.
+        data: slices and tasks.
+        retry_policy: how often a task may be retried.
 
     Example:
-        >>> queue = Queue(Work(num_portions=3, num_epochs=1, task_portions=2), Budget())
-        >>> first = queue.give("worker-0")
+        >>> queue = TaskQueue(DataConfig(num_slices=3, num_epochs=1, slices_per_task=2), RetryPolicy())
+        >>> first = queue.assign("worker-0")
         >>> first
-        Task(epoch=0, start=0, stop=2, attempt=0)
-        >>> queue.end(first, "preempted", 0, "")
-        >>> queue.upcoming()
-        Task(epoch=0, start=0, stop=2, attempt=1)
+        DataTask(epoch=0, start=0, stop=2, attempt=0)
+        >>> queue.finish(first, "preempted", 0, "")
+        >>> queue.next_task()
+        DataTask(epoch=0, start=0, stop=2, attempt=1)
     """
 
     def __init__(self, data: DataConfig, retry_policy: RetryPolicy) -> None:
@@ -142,19 +142,19 @@ class TaskQueue:
 
     @property
     def is_finished(self) -> bool:
-        """Whether everything has been done."""
+        """Whether all tasks are done."""
         return not self.todo and not self.doing
 
     @property
     def is_quiesced(self) -> bool:
-        """Whether no task has been begun without being done."""
+        """Whether no task has been started without being done."""
         return not self.doing and not any(task.attempt for task in self.todo)
 
     def next_task(self, *, retries_only: bool = False) -> DataTask | Literal["later"] | None:
-        """Return the next task; ``later`` where one has to wait, None where all is done.
+        """Return the next task; ``later`` if none may be started now, None if all are done.
 
         Args:
-            begun_only: pass over tasks that have never been begun.
+            retries_only: skip tasks that have never been started.
         """
         if self.is_finished:
             return None
@@ -169,12 +169,11 @@ class TaskQueue:
         return (task.epoch * self.data.num_slices + task.start) // self.data.slices_per_step
 
     def _first_open_step(self) -> int:
-        """Return the first step that is not done."""
         open_tasks = [task for task, _ in self.doing.values()]
         return min(self._step(task) for task in (*open_tasks, self.todo[0]))
 
     def assign(self, worker: str) -> DataTask | None:
-        """The next task is this worker's; returns it, or None where there is none."""
+        """Assign the next task to a worker and return it; None if there is none."""
         if not self.todo:
             return None
         task = self.todo.popleft()
@@ -182,49 +181,49 @@ class TaskQueue:
         return task
 
     def finish(self, task: DataTask, outcome: TaskOutcome, version: int, text: str) -> None:
-        """The task is done, or to be given again; what is done already stays so.
+        """Mark a task as done, or queue it again; a task that is done stays done.
 
         Args:
             task: which.
             outcome: done, failed or preempted.
-            version: the newest that its pushes made.
-            text: why, if it failed.
+            version: newest version that its pushes produced.
+            text: error message, if it failed.
         """
-        place = task.epoch, task.start
-        if place in self.done or task.stop != min(self.data.num_slices, task.start + self.data.slices_per_task):
+        key = task.epoch, task.start
+        if key in self.done or task.stop != min(self.data.num_slices, task.start + self.data.slices_per_task):
             return
         if outcome == "done":
-            if self.doing.pop(place, None) is None:
-                self.todo = deque(one for one in self.todo if (one.epoch, one.start) != place)
-            self.done[place] = TaskCompletion(task.attempt, version)
+            if self.doing.pop(key, None) is None:
+                self.todo = deque(task_left for task_left in self.todo if (task_left.epoch, task_left.start) != key)
+            self.done[key] = TaskCompletion(task.attempt, version)
             if not self.todo and not self.doing:
                 self.epoch += 1
                 self._enqueue_epoch()
-        elif self.doing.get(place, (None,))[0] == task:
+        elif self.doing.get(key, (None,))[0] == task:
             self._requeue(task, outcome, text)
 
     def _requeue(self, task: DataTask, outcome: TaskOutcome, text: str) -> None:
-        place = task.epoch, task.start
-        del self.doing[place]
+        key = task.epoch, task.start
+        del self.doing[key]
         self.todo.appendleft(replace(task, attempt=task.attempt + 1))
-        counts, most = (
+        counts, limit = (
             (self.failures, self.retry_policy.max_failures)
             if outcome == "failed"
             else (self.preemptions, self.retry_policy.max_preemptions)
         )
-        counts[place] = counts.get(place, 0) + 1
-        if counts[place] > most:
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] > limit:
             self.stop_reason = (
-                f"portions {task.start} to {task.stop} of epoch {task.epoch} were {outcome} {counts[place]} times, "
-                f"more than the {most} of the budget{': ' if text else ''}{text}; data is never left out, so the job "
-                "stops: mend what fails, or give Budget more, and go on from the last checkpoint"
+                f"slices {task.start} to {task.stop} of epoch {task.epoch} were {outcome} {counts[key]} times, more "
+                f"than the {limit} of the retry policy{': ' if text else ''}{text}; data is never skipped, so the job "
+                "stops: fix the failure, or raise the limit, and restart from the last checkpoint"
             )
 
     def reclaim(self, worker: str) -> None:
-        """What this worker has not done is to be given again."""
+        """Queue again all unfinished tasks of a worker."""
         for task, owner in list(self.doing.values()):
             if owner == worker:
-                self._requeue(task, "preempted", f"{worker} is gone")
+                self._requeue(task, "preempted", f"{worker} left or timed out")
 
 
 CoordinatorReply: TypeAlias = Ack | TaskReply | CheckpointReply
@@ -232,7 +231,7 @@ CoordinatorReply: TypeAlias = Ack | TaskReply | CheckpointReply
 
 @dataclass(slots=True)
 class MemberState:
-    """A member, and the last answer to it."""
+    """A member, and the last reply to it."""
 
     joined: MemberJoined
     next_sequence: int = 0
@@ -241,7 +240,7 @@ class MemberState:
 
 @dataclass(slots=True)
 class SnapshotState:
-    """The cut that is being made: asked for, drained, saved so far by shard."""
+    """The snapshot in progress: its number, and the journal position of each shard saved so far."""
 
     number: int
     is_quiesced: bool = False
@@ -249,11 +248,11 @@ class SnapshotState:
 
 
 class CoordinatorState:
-    """Members, generations, keepers of shards, tasks and cuts.
+    """The coordinator's state after the records of its log.
 
     Args:
-        job: what all agree on.
-        lines: the log so far.
+        job: configuration.
+        records: the log so far.
     """
 
     def __init__(self, job: JobConfig, records: Sequence[CoordinatorRecord] = ()) -> None:
@@ -266,26 +265,26 @@ class CoordinatorState:
         self.snapshot: SnapshotState | None = None
         self.snapshots: dict[int, dict[int, int]] = {}
         self.loss_reason = ""
-        for line in records:
-            self.apply(line)
+        for record in records:
+            self.apply(record)
 
     def member_names(self, role: str) -> list[str]:
-        """Return the names of the workers or of the servers, in order."""
-        return sorted(name for name, life in self.members.items() if life.joined.role == role)
+        """Return the sorted names of all workers or all servers."""
+        return sorted(name for name, member in self.members.items() if member.joined.role == role)
 
     @property
     def view(self) -> MembershipView:
-        """Who belongs to the job, and who keeps what."""
+        """Current members and shard replicas."""
         return MembershipView(
             self.generation, self._members_of_role("worker"), self._members_of_role("server"), tuple(self.replicas)
         )
 
     def _members_of_role(self, role: str) -> tuple[JobMember, ...]:
-        found = (self.members[name].joined for name in self.member_names(role))
-        return tuple(JobMember(joined.name, joined.incarnation, joined.address) for joined in found)
+        joins = (self.members[name].joined for name in self.member_names(role))
+        return tuple(JobMember(joined.name, joined.incarnation, joined.address) for joined in joins)
 
     def apply(self, record: CoordinatorRecord) -> None:
-        """The book is as after one line more of its log."""
+        """Apply one log record."""
         match record:
             case MemberJoined():
                 self._join(record)
@@ -295,13 +294,13 @@ class CoordinatorState:
                 self.generation += 1
                 self.replicas[record.shard] = record.replicas
             case TaskAssigned():
-                given = self.tasks.assign(record.worker) if record.task else None
-                self._reply(record.worker, TaskReply(record.sequence, given))
+                task = self.tasks.assign(record.worker) if record.task else None
+                self._reply(record.worker, TaskReply(record.sequence, task))
             case TaskReported():
                 self.tasks.finish(record.task, record.outcome, record.version, record.text)
                 self._reply(record.worker, Ack(-1, record.sequence))
             case LeaseExpired():
-                self.tasks.finish(record.task, "preempted", 0, "its lease is over")
+                self.tasks.finish(record.task, "preempted", 0, "its lease expired")
             case CheckpointRequested():
                 self.snapshot = self.snapshot or SnapshotState(len(self.snapshots))
                 self._reply(record.worker, CheckpointReply(record.sequence, self.snapshot.number))
@@ -313,33 +312,33 @@ class CoordinatorState:
                 assert_never(record)
 
     def _reply(self, worker: str, reply: CoordinatorReply) -> None:
-        life = self.members.get(worker)
-        if life is not None:
-            life.next_sequence, life.reply = reply.sequence + 1, reply
+        member = self.members.get(worker)
+        if member is not None:
+            member.next_sequence, member.reply = reply.sequence + 1, reply
 
-    def _advance_snapshot(self, line: SnapshotQuiesced | ShardSaved) -> None:
-        if self.snapshot is None or self.snapshot.number != line.snapshot:
+    def _advance_snapshot(self, record: SnapshotQuiesced | ShardSaved) -> None:
+        if self.snapshot is None or self.snapshot.number != record.snapshot:
             return
-        if isinstance(line, SnapshotQuiesced):
+        if isinstance(record, SnapshotQuiesced):
             self.snapshot.is_quiesced = True
             return
-        self.snapshot.positions[line.shard] = line.position
+        self.snapshot.positions[record.shard] = record.position
         if len(self.snapshot.positions) == self.job.num_shards:
-            self.snapshots[line.snapshot] = self.snapshot.positions
+            self.snapshots[record.snapshot] = self.snapshot.positions
             self.snapshot = None
 
-    def _join(self, line: MemberJoined) -> None:
+    def _join(self, record: MemberJoined) -> None:
         self.generation += 1
-        self.incarnation = line.incarnation
-        self.members[line.name] = MemberState(line)
-        if line.role == "worker":
+        self.incarnation = record.incarnation
+        self.members[record.name] = MemberState(record)
+        if record.role == "worker":
             return
         servers = self.member_names("server")
         if not self.replicas and len(servers) == self.job.num_servers:
-            follower = servers[1:] + servers[:1] if self.job.is_replicated else servers
+            backups = servers[1:] + servers[:1] if self.job.is_replicated else servers
             self.replicas = [
                 ShardReplicas(primary, backup if backup != primary else "", is_backup_ready=True)
-                for primary, backup in zip(servers, follower, strict=True)
+                for primary, backup in zip(servers, backups, strict=True)
             ]
 
     def _leave(self, name: str) -> None:
@@ -347,36 +346,36 @@ class CoordinatorState:
         self.members.pop(name, None)
         self.tasks.reclaim(name)
         if self.job.num_servers > 1:
-            self.replicas = [remove_replica(keepers, name) or keepers for keepers in self.replicas]
+            self.replicas = [remove_replica(replicas, name) or replicas for replicas in self.replicas]
 
-    def _reset(self, line: JobLost | JobResumed) -> None:
-        if isinstance(line, JobLost):
-            self.loss_reason = line.text
+    def _reset(self, record: JobLost | JobResumed) -> None:
+        if isinstance(record, JobLost):
+            self.loss_reason = record.text
             return
-        self.generation = max(self.generation, line.generation) + 1
-        self.incarnation = max(self.incarnation, line.incarnation)
+        self.generation = max(self.generation, record.generation) + 1
+        self.incarnation = max(self.incarnation, record.incarnation)
         self.members.clear()
         self.replicas.clear()
         self.snapshot, self.loss_reason = None, ""
 
     @property
     def has_lost_weights(self) -> bool:
-        """Whether the weights are lost: no server keeps them, and the last worker has gone before all was done."""
-        is_begun = bool(self.tasks.done) and not self.tasks.is_finished
-        return not self.job.num_servers and not self.members and is_begun and not self.loss_reason
+        """Whether the weights are lost: no servers, and the last worker left before all data was processed."""
+        has_started = bool(self.tasks.done) and not self.tasks.is_finished
+        return not self.job.num_servers and not self.members and has_started and not self.loss_reason
 
     def shards_per_server(self, silent_members: set[str]) -> dict[str, int]:
-        """Return how many shards each server keeps, of those that are not silent."""
-        named = [name for keepers in self.replicas for name in (keepers.primary, keepers.backup)]
-        return {name: named.count(name) for name in self.member_names("server") if name not in silent_members}
+        """Return how many shards each server holds, without the silent ones."""
+        holders = [name for replicas in self.replicas for name in (replicas.primary, replicas.backup)]
+        return {name: holders.count(name) for name in self.member_names("server") if name not in silent_members}
 
     def may_hold_last_copy(self, name: str) -> bool:
-        """Tell whether a member that is silent may have what nobody else has, so that it is waited for."""
+        """Tell whether a silent member may hold data that nobody else has, so that it must be waited for."""
         if self.job.num_servers == 1 and self.job.is_logged:
             return False
-        return any(name in {one.primary, one.backup, one.former_replica} for one in self.replicas)
+        return any(name in {replicas.primary, replicas.backup, replicas.former_replica} for replicas in self.replicas)
 
     def holds_last_copy(self, name: str) -> bool:
-        """Tell whether there is a shard of which only this server has everything."""
+        """Tell whether some shard has no other complete copy."""
         is_only_in_memory = self.job.num_servers > 1 or not self.job.is_logged
-        return is_only_in_memory and any(remove_replica(keepers, name) is None for keepers in self.replicas)
+        return is_only_in_memory and any(remove_replica(replicas, name) is None for replicas in self.replicas)

@@ -1,7 +1,7 @@
-"""A whole job in one process and one thread: coordinator, servers and workers, the same bits every time.
+"""A whole job in one process and one thread, deterministic: coordinator, servers and workers.
 
-Nothing happens but when somebody waits: then messages are delivered in the order in which they were sent, and where
-there are none left, the clock goes on. For tests and examples; what is promised is what real servers promise.
+Nothing runs except while somebody waits: then messages are delivered in the order in which they were sent, and when
+none is left, the simulated clock advances. For tests and examples; the guarantees are those of real servers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ READY_TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class LocalMember:
-    """One life of a member.
+    """One incarnation of a member.
 
     Attributes:
         name: of the member.
-        machine: what it runs.
-        notes: what it has noted, if it is a server.
+        state_machine: what it runs.
+        journal: entries it has seen, if it is a server.
     """
 
     name: str
@@ -51,7 +51,7 @@ class LocalMember:
 
     @property
     def incarnation(self) -> int:
-        """Its incarnation."""
+        """Its incarnation; 0 for the coordinator."""
         return 0 if isinstance(self.state_machine, Coordinator) else self.state_machine.membership.incarnation
 
 
@@ -59,24 +59,24 @@ class LocalJob:
     """A job with its servers, all in this thread; workers join it.
 
     Args:
-        job: what all agree on.
-        is_journaled: whether the journals are kept; they hold everything that was ever pushed.
+        job: configuration.
+        is_journaled: whether to keep the journals, which hold everything that was ever pushed.
 
     Attributes:
-        now: what the job's own clock says.
-        journals: what the shards have counted, by shard and position, from which a run is replayed.
-        logs: what has been written down, by log.
-        cuts: the saved states, by cut and shard.
+        now: simulated time.
+        journals: committed entries, by shard and position, for replay.
+        logs: log records, by log name.
+        snapshots: saved states, by snapshot and shard.
 
     Example:
         >>> import torch
-        >>> from counterpoint.ps.update_rules import Sgd
         >>> from counterpoint.ps.job_config import Asp
-        >>> servers = LocalJob(Job("tour", Asp()))
+        >>> from counterpoint.ps.update_rules import Sgd
+        >>> servers = LocalJob(JobConfig("tour", Asp()))
         >>> with servers.join("worker-0") as session:
         ...     session.init("weight", torch.zeros(2), Sgd(0.5))
-        ...     counted = session.push("weight", torch.ones(2)).wait()
-        ...     counted.versions, session.pull("weight").wait().values
+        ...     pushed = session.push("weight", torch.ones(2)).wait()
+        ...     pushed.versions, session.pull("weight").wait().values
         ((1,), tensor([-0.5000, -0.5000]))
     """
 
@@ -99,27 +99,27 @@ class LocalJob:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The coordinator; a PlanError where it has been killed."""
-        for seat in self._members:
-            if isinstance(seat.state_machine, Coordinator):
-                return seat.state_machine
-        raise PlanError(f"{self.job.name} has no coordinator now; start it again")
+        """The coordinator; raises PlanError if it has been killed."""
+        for member in self._members:
+            if isinstance(member.state_machine, Coordinator):
+                return member.state_machine
+        raise PlanError(f"{self.job.name} has no running coordinator; start it again")
 
     def node(self, name: str) -> ServerNode:
-        """Return a server; a PlanError where it does not run."""
-        for seat in self._members:
-            if seat.name == name and isinstance(seat.state_machine, ServerNode):
-                return seat.state_machine
-        raise PlanError(f"{self.job.name} has no server {name} now; start it")
+        """Return a server; raise PlanError if it does not run."""
+        for member in self._members:
+            if member.name == name and isinstance(member.state_machine, ServerNode):
+                return member.state_machine
+        raise PlanError(f"{self.job.name} has no running server {name}; start it")
 
     def start_coordinator(self) -> None:
-        """The coordinator runs, after what its log says."""
+        """Start the coordinator from its log."""
         self._members.append(
             LocalMember(COORDINATOR, Coordinator(self.job, self.logs.get(COORDINATOR_LOG, ()), self.now))
         )
 
     def start_server(self, name: str) -> None:
-        """A server with this name runs, after what the logs of shards say if it keeps them alone."""
+        """Start a server with this name, from the logs of shards without a backup."""
         logs = {shard: self.logs.get(shard_log_name(shard), ()) for shard in range(self.job.num_shards)}
         self._start_member(LocalMember(name, ServerNode(self.job, name, self._new_token(), logs=logs)))
 
@@ -129,63 +129,63 @@ class LocalJob:
         Raises:
             LaunchError: the name is taken, or servers are missing.
         """
-        carrier = InProcessTransport(self)
-        session = WorkerSession(PsClient(self.job, name, self._new_token()), carrier)
-        carrier.member = LocalMember(name, session)
-        self._start_member(carrier.member)
+        transport = InProcessTransport(self)
+        session = WorkerSession(PsClient(self.job, name, self._new_token()), transport)
+        transport.member = LocalMember(name, session)
+        self._start_member(transport.member)
         return session.wait_ready(READY_TIMEOUT_S)
 
     def kill(self, name: str) -> None:
-        """The machine is gone without a word; others find out when it has been silent for long enough."""
-        self._members = [seat for seat in self._members if seat.name != name]
+        """Remove a member without notice; others find out by timeout."""
+        self._members = [member for member in self._members if member.name != name]
 
     def pause(self, name: str) -> None:
-        """The machine does nothing and hears nothing until it goes on."""
-        self._paused += [seat for seat in self._members if seat.name == name]
+        """Stop delivering messages and time to a member until it is resumed."""
+        self._paused += [member for member in self._members if member.name == name]
         self.kill(name)
 
     def resume(self, name: str) -> None:
-        """The machine goes on where it was paused."""
-        self._members += [seat for seat in self._paused if seat.name == name]
-        self._paused = [seat for seat in self._paused if seat.name != name]
+        """Continue a paused member."""
+        self._members += [member for member in self._paused if member.name == name]
+        self._paused = [member for member in self._paused if member.name != name]
 
     def remove(self, member: LocalMember) -> None:
-        """This life is gone."""
-        self._members = [one for one in self._members if one is not member]
+        """Remove one incarnation."""
+        self._members = [other for other in self._members if other is not member]
 
     def advance(self, seconds: float) -> None:
-        """So much time has passed, and what follows from it has happened."""
+        """Let simulated time pass."""
         self.run_until(lambda: False, seconds)
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition comes to hold within the time; meanwhile everything goes on.
+        """Run the job until the condition holds; tell whether it did within the time.
 
         Args:
-            holds: the condition.
-            deadline_s: the longest that this lasts, by the job's clock.
+            condition: the condition.
+            timeout_s: limit, in simulated time.
         """
         end = self.now + timeout_s
-        pace_s = min(self.job.timeouts.heartbeat_s, self.job.timeouts.resend_s)
+        tick_s = min(self.job.timeouts.heartbeat_s, self.job.timeouts.resend_s)
         while not condition():
             if self._message_queue:
-                source, seat, message = self._message_queue.popleft()
-                if any(one is seat for one in self._members):
-                    self._deliver(seat, message, source)
+                source, member, message = self._message_queue.popleft()
+                if any(other is member for other in self._members):
+                    self._deliver(member, message, source)
             elif self.now >= end:
                 return False
             else:
-                self.now = min(end, self.now + pace_s)
-                for seat in list(self._members):
-                    self._deliver(seat, None, seat)
+                self.now = min(end, self.now + tick_s)
+                for member in list(self._members):
+                    self._deliver(member, None, member)
         return True
 
     def execute(self, member: LocalMember, actions: Sequence[PsAction], source: LocalMember | None = None) -> None:
-        """What a machine wants to happen has happened, or is in the mail.
+        """Execute the actions of a state machine.
 
         Args:
-            seat: whose.
-            actions: what it wants.
-            source: whose message made it want so.
+            member: whose.
+            actions: to be executed.
+            source: sender of the message that caused them.
         """
         for action in actions:
             match action:
@@ -225,27 +225,31 @@ class LocalJob:
                 self._transferred[shard] |= entries
 
     def _append_journal(self, shard: int, entries: Mapping[int, JournalEntry]) -> None:
-        """These entries are certain, and so is what was handed on before them."""
+        """Add committed entries to a journal; fill gaps before them with transferred entries."""
         journal = self.journals[shard]
-        has_gap = any(at and at - 1 not in journal and at - 1 not in entries for at in entries)
+        has_gap = any(position and position - 1 not in journal and position - 1 not in entries for position in entries)
         journal.update(entries)
         if has_gap:
             fill_gaps(journal, self._transferred[shard])
 
     def _enqueue_message(self, member: LocalMember, send: SendMessage, source: LocalMember | None) -> None:
-        """It is delivered to that life; what is for any life answers the one that has asked, if it has the name."""
-        found = [one for one in self._members if one.name == send.to and send.incarnation in {0, one.incarnation}]
-        if not send.incarnation and source in found:
-            found = [source]
-        if found:
-            self._message_queue.append((member, found[-1], _clone_tensors(send.message)))
+        """Queue a message for the requested incarnation; for any incarnation, prefer the sender of the request."""
+        recipients = [
+            candidate
+            for candidate in self._members
+            if candidate.name == send.to and send.incarnation in {0, candidate.incarnation}
+        ]
+        if not send.incarnation and source in recipients:
+            recipients = [source]
+        if recipients:
+            self._message_queue.append((member, recipients[-1], _clone_tensors(send.message)))
 
 
 class InProcessTransport:
-    """A session's messages in the job that it is in.
+    """Transport of a session inside a :class:`LocalJob`.
 
     Args:
-        job: which.
+        job: the job.
     """
 
     member: LocalMember
@@ -255,33 +259,33 @@ class InProcessTransport:
         self._job = job
 
     def execute(self, actions: Sequence[PsAction]) -> None:
-        """Messages are on their way."""
+        """Send messages."""
         self._job.execute(self.member, actions)
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a block that changes nothing: messages leave when the job's time goes on."""
+        """Return a context without effect: messages are delivered when the job runs."""
         return nullcontext()
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition comes to hold within the time of the job's clock."""
+        """Tell whether the condition becomes true within the simulated time."""
         return self._job.run_until(condition, timeout_s)
 
     def can_send(self) -> bool:
-        """More may always be sent."""
+        """Return True: messages are queued without a limit."""
         return True
 
     @property
     def last_error(self) -> None:
-        """Nothing stands in the way."""
+        """None: there are no connections."""
         return None
 
     def close(self) -> None:
-        """The worker is out of the job."""
+        """Remove the worker from the job."""
         self._job.remove(self.member)
 
 
 def _clone_tensors(message: PsMessage) -> PsMessage:
-    """Return the message with tensors of its own where somebody's program has them, too."""
+    """Return the message with tensors of its own if the sender's program may change them."""
     if isinstance(message, PushRequest | PullReply):
         return replace(message, values=message.values.clone())
     return message

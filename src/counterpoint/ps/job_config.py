@@ -1,4 +1,4 @@
-"""What a job is for its servers: how pushes are counted, how much data there is, how long one waits for whom."""
+"""Job-wide configuration of a parameter-server job: consistency, data, retries and timeouts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from counterpoint.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Bsp:
-    """A step of a key is so many portions of data, added in their order, whoever pushes them."""
+    """Bulk-synchronous: one update of a key sums a fixed number of data slices in slice order, whoever pushes them."""
 
     slices_per_step: int
 
     def __post_init__(self) -> None:
         if self.slices_per_step < 1:
             raise PlanError(
-                f"bsp with {self.slices_per_step} portions in a step counts nothing; give portions=1 or more"
+                f"bsp with {self.slices_per_step} data slices per step has no updates; give slices_per_step=1 or more"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Ssp:
-    """A worker is at most so many of its pushes ahead of what it has seen of the slowest.
+    """Stale-synchronous: a worker's reads are at most ``staleness`` of its pushes ahead of the slowest worker's.
 
     Source:
         Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013.
@@ -34,12 +34,12 @@ class Ssp:
 
     def __post_init__(self) -> None:
         if self.staleness < 0:
-            raise PlanError(f"ssp with a staleness of {self.staleness}; give 0 or more")
+            raise PlanError(f"ssp with staleness {self.staleness}; give 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Asp:
-    """Every push is an update of its own, and nobody waits."""
+    """Asynchronous: every push is an update of its own, and no worker waits."""
 
 
 Consistency: TypeAlias = Bsp | Ssp | Asp
@@ -47,13 +47,13 @@ Consistency: TypeAlias = Bsp | Ssp | Asp
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """The data of a job.
+    """How a job's data is split into slices and tasks.
 
     Args:
-        num_portions: of one epoch.
-        num_epochs: passes over them; 0 where the workers need no tasks.
-        task_portions: of one task.
-        step_portions: tasks of a step are given only when all steps before are done; 0 where there are no steps.
+        num_slices: data slices in one epoch.
+        num_epochs: passes over them; 0 if workers need no tasks.
+        slices_per_task: slices that one task covers.
+        slices_per_step: assign tasks of a step only after all earlier steps are done; 0 if there are no steps.
     """
 
     num_slices: int = 0
@@ -63,30 +63,30 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if min(self.num_slices, self.num_epochs, self.slices_per_step) < 0 or self.slices_per_task < 1:
-            raise PlanError(f"{self} has a number below 0, or tasks of nothing")
+            raise PlanError(f"{self} has a negative number, or slices_per_task below 1")
         if self.slices_per_step and (
             self.num_slices % self.slices_per_step
             or self.slices_per_step % min(self.slices_per_task, self.slices_per_step)
         ):
             raise PlanError(
-                f"{self} has {self.num_slices} portions in tasks of {self.slices_per_task}, which do not make whole "
-                f"steps of {self.slices_per_step}; make num_portions a multiple of step_portions (portions without "
-                "samples fill the last step), and step_portions a multiple of task_portions"
+                f"{self} has {self.num_slices} slices in tasks of {self.slices_per_task}, which do not fill whole "
+                f"steps of {self.slices_per_step}; make num_slices a multiple of slices_per_step (empty slices may "
+                "fill the last step), and slices_per_step a multiple of slices_per_task"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a task may go wrong before the job stops and says so; nothing is ever left out.
+    """How often a task may be retried before the job stops with an error; no data is ever skipped.
 
     Args:
-        failures: what is the task's or the program's fault.
-        preemptions: what is not: machines taken away, workers that die or fall silent.
-        backup_after: a task that lasts so many times as long as others did is given to a second worker, too, when
-            nothing else is left to be given; who is done first, counts. 0 for never.
+        max_failures: retries after an error of the task or the program.
+        max_preemptions: retries after a worker was taken away, died or timed out.
+        backup_after: assign a task to a second worker when it lasted this many times the usual duration and no other
+            task is left; the first to finish counts. 0 disables backup tasks.
 
     Source:
-        Backup tasks: Dean and Ghemawat, MapReduce, OSDI 2004; for portions of a gradient: Dean et al., NIPS 2012.
+        Backup tasks: Dean and Ghemawat, MapReduce, OSDI 2004; for slices of a gradient: Dean et al., NIPS 2012.
     """
 
     max_failures: int = 3
@@ -95,18 +95,18 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if min(self.max_failures, self.max_preemptions) < 0 or not self.backup_after >= 0:
-            raise PlanError(f"{self} has a number below 0")
+            raise PlanError(f"{self} has a negative number")
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long one waits.
+    """Time limits of a job.
 
     Args:
-        beat_s: from one sign of life to the next.
-        silence_s: without one, a member is gone.
-        lease_s: a task is given to somebody else after so long.
-        retry_s: what is not answered is sent again.
+        heartbeat_s: interval between heartbeats of a member.
+        failure_timeout_s: a member without a heartbeat for this long is considered dead.
+        lease_s: a task that is not finished by then is assigned to another worker; also the default request timeout.
+        resend_s: an unanswered request is sent again after this long.
     """
 
     heartbeat_s: float = 1.0
@@ -117,20 +117,20 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """All that must be the same for everybody.
+    """Configuration that must be identical on every member of a job.
 
     Args:
         name: of the job.
-        consistency: how pushes are counted.
-        num_servers: each keeps one shard first, and is the backup of another; 0 where every worker has all weights.
-        work: the data.
-        budget: how often tasks may go wrong.
-        patience: how long one waits.
-        capacity_bytes: of one shard.
-        is_logged: whether a server that keeps a shard alone writes every change down before it answers; if not, what
-            it has counted since the last cut is lost with it, and the job says so.
-        is_replicated: whether each shard of several servers has a backup on another one; if not, as for a lone server
-            that is not logged.
+        consistency: how pushes are turned into updates.
+        num_servers: each is the primary of one shard and the backup of another; 0 if every worker holds all weights.
+        data: slices and tasks.
+        retry_policy: how often tasks may be retried.
+        timeouts: time limits.
+        capacity_bytes: memory limit of one shard.
+        is_logged: whether a server without a backup logs every change before it replies. If not, changes since the last
+            snapshot are lost with the server, and the job reports it.
+        is_replicated: whether each shard has a backup on another server, if there are several. If not, the same
+            holds as for a single server without a log.
     """
 
     name: str
@@ -148,25 +148,25 @@ class JobConfig:
             raise PlanError(f"job {self.name} with {self.num_servers} servers; give 0 or more")
         if not self.num_servers and not self.allows_recompute:
             raise PlanError(
-                f"job {self.name} without servers is trained by all workers step by step, which {self.consistency} "
-                "with this work does not allow; give bsp and epochs, or 1 server or more"
+                f"job {self.name} without servers trains by allreduce in lockstep, which needs bsp and epochs, but has "
+                f"{self.consistency} and {self.data}; give both, or 1 server or more"
             )
         if not self.is_replicated and self.is_logged and self.num_servers > 1:
             raise PlanError(
-                f"job {self.name} has {self.num_servers} servers without backups, of which no logs are kept; give "
-                "is_logged=False to lose with a server what it has counted since the last cut, or leave the backups"
+                f"job {self.name} has {self.num_servers} servers without backups, and only a single server keeps a "
+                "log; give is_logged=False to accept losing updates since the last snapshot, or is_replicated=True"
             )
 
     @property
     def num_shards(self) -> int:
-        """Parts into which keys are divided."""
+        """Number of shards over which keys are partitioned."""
         return self.num_servers
 
     @property
     def allows_recompute(self) -> bool:
-        """Whether a portion of a step may be computed once more, by whoever gets the task of a worker that is gone."""
+        """Whether a slice of a step may be computed again, by the worker that takes over the task of a lost one."""
         return isinstance(self.consistency, Bsp) and self.data.num_epochs > 0
 
     def digest(self) -> str:
-        """Return a word that is the same for equal jobs, and for others only by a miracle."""
+        """Return a hash of the configuration, equal for equal jobs."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What a worker knows of a key: which shards keep parts of it, how a tensor is divided over them, and put together."""
+"""Worker-side view of a key: which shards hold its parts, and how tensors are split and assembled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ShardWrite:
-    """What goes to one shard, or comes from it."""
+    """The part of a push that goes to one shard."""
 
     shard: int
     values: Tensor
@@ -36,7 +36,7 @@ class ShardWrite:
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """What is asked of one shard: a range, rows with their places among all that were dealt out, or sums of rows."""
+    """The part of a pull for one shard: its range, rows with their positions in the request, or pooled rows."""
 
     shard: int
     rows: Tensor | None = None
@@ -46,13 +46,13 @@ class ShardRead:
 
 @dataclass(frozen=True)
 class DenseKey:
-    """A tensor, of which shards keep ranges.
+    """A tensor whose ranges are held by shards.
 
     Args:
         name: of the key.
         shape: of the tensor.
-        dtype: of its numbers.
-        places: which shard keeps which range.
+        dtype: of its elements.
+        ranges: which shard holds which range.
     """
 
     name: str
@@ -62,63 +62,65 @@ class DenseKey:
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """The shards that keep a part."""
-        return tuple(place.shard for place in self.ranges)
+        """Shards that hold a part."""
+        return tuple(key_range.shard for key_range in self.ranges)
 
     def specs(self, rule: UpdateRule) -> Iterator[KeySpec]:
-        """Yield what each shard is to keep."""
-        for place in self.ranges:
-            yield KeySpec(self.name, DTYPE_NAMES[self.dtype], place.low, place.high, 0, rule)
+        """Yield the definition for each shard."""
+        for key_range in self.ranges:
+            yield KeySpec(self.name, DTYPE_NAMES[self.dtype], key_range.low, key_range.high, 0, rule)
 
     def split_push(
         self, values: Tensor, rows: Tensor | None, codec: str = "", pooling: RowPooling | None = None
     ) -> list[ShardWrite]:
-        """Return what to tell each shard; views, where the values are contiguous; bytes of a code."""
+        """Return the part for each shard: views if the values are contiguous, or encoded bytes."""
         if rows is not None or pooling is not None:
-            raise PlanError(f"{self.name} has no rows; push it as a whole, or make it with init_rows")
+            raise PlanError(f"{self.name} is a dense key; push it without rows, or create it with init_rows")
         validate_tensor(self.name, values, self.shape, self.dtype)
         if codec:
             validate_codec(codec)
         if codec and not values.is_contiguous():
-            raise PlanError(f"what is pushed to {self.name} in {codec} becomes what was not sent; give it contiguous")
-        flat = values.detach().reshape(-1)
-        parts = [ShardWrite(place.shard, flat[place.low : place.high]) for place in self.ranges]
+            raise PlanError(
+                f"{self.name} pushed with {codec} must be contiguous, since the residual replaces its values"
+            )
+        flat_values = values.detach().reshape(-1)
+        parts = [ShardWrite(place.shard, flat_values[place.low : place.high]) for place in self.ranges]
         return [ShardWrite(part.shard, encode_with_residual(codec, part.values)) for part in parts] if codec else parts
 
     def split_pull(self, rows: Tensor | None, pooling: RowPooling | None = None) -> list[ShardRead]:
-        """Return what to ask of each shard."""
+        """Return what to request from each shard."""
         if rows is not None or pooling is not None:
-            raise PlanError(f"{self.name} has no rows; pull it as a whole, or make it with init_rows")
-        return [ShardRead(place.shard) for place in self.ranges]
+            raise PlanError(f"{self.name} is a dense key; pull it without rows, or create it with init_rows")
+        return [ShardRead(key_range.shard) for key_range in self.ranges]
 
     def assemble(self, parts: Sequence[Tensor], reads: Sequence[ShardRead], out: Tensor | None) -> Tensor:
-        """Return the tensor, in ``out`` if given; what was found, if that is all of it."""
+        """Return the tensor, in ``out`` if given; a single part is returned without a copy."""
         del reads
         if out is None and len(parts) == 1:
             return parts[0].view(self.shape)
         values = torch.empty(self.shape, dtype=self.dtype) if out is None else out
         flat = values.detach().view(-1)
-        for place, part in zip(self.ranges, parts, strict=True):
-            flat[place.low : place.high].copy_(part)
+        for key_range, part in zip(self.ranges, parts, strict=True):
+            flat[key_range.low : key_range.high].copy_(part)
         return values
 
     def validate_out(self, out: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
-        """The answer fits there; a PlanError where it does not."""
+        """Raise PlanError unless the result fits ``out``."""
         del rows, pooling
         validate_tensor(self.name, out, self.shape, self.dtype)
         if not out.is_contiguous():
-            raise PlanError(f"{self.name} cannot be pulled into a tensor that is not contiguous; give another one")
+            raise PlanError(f"{self.name} cannot be pulled into a non-contiguous tensor")
 
 
 @dataclass(frozen=True)
 class TableKey:
-    """Rows, which are dealt out to all shards.
+    """A table whose rows are distributed over all shards.
 
     Args:
         name: of the key.
-        num_rows: how many there may be.
-        width: numbers of one.
-        dtype: of these.
+        num_rows: number of rows.
+        width: elements per row.
+        dtype: of the elements.
         num_shards: of the job.
     """
 
@@ -130,20 +132,20 @@ class TableKey:
 
     @cached_property
     def shards(self) -> tuple[int, ...]:
-        """The shards that keep a part."""
+        """Shards that hold a part."""
         return tuple(range(self.num_shards))
 
     def specs(self, rule: UpdateRule, initializer: Initializer) -> Iterator[KeySpec]:
-        """Yield what each shard is to keep."""
+        """Yield the definition for each shard."""
         for _ in self.shards:
             yield KeySpec(self.name, DTYPE_NAMES[self.dtype], 0, self.num_rows, self.width, rule, initializer)
 
     def split_push(
         self, values: Tensor, rows: Tensor | None, codec: str = "", pooling: RowPooling | None = None
     ) -> list[ShardWrite]:
-        """Return what to tell each shard."""
+        """Return the part for each shard."""
         if codec:
-            raise PlanError(f"rows of {self.name} in {codec}; tables are pushed as they are, so leave the code out")
+            raise PlanError(f"rows of {self.name} with codec {codec}; tables are pushed uncompressed, so omit codec=")
         rows = self._validate_rows(rows)
         self._validate_pooling(pooling, rows, values)
         validate_tensor(self.name, values, (len(rows if pooling is None else values), self.width), self.dtype)
@@ -152,20 +154,28 @@ class TableKey:
             return [ShardWrite(0, values, rows, pooling)]
         if pooling is not None:
             return [
-                ShardWrite(shard, values, rows[own], select_pools(pooling, own))
-                for shard, own in self._rows_by_shard(rows)
+                ShardWrite(shard, values, rows[positions], select_pools(pooling, positions))
+                for shard, positions in self._rows_by_shard(rows)
             ]
-        return [ShardWrite(shard, gather_rows(values, own), rows[own]) for shard, own in self._rows_by_shard(rows)]
+        return [
+            ShardWrite(shard, gather_rows(values, positions), rows[positions])
+            for shard, positions in self._rows_by_shard(rows)
+        ]
 
     def split_pull(self, rows: Tensor | None, pooling: RowPooling | None = None) -> list[ShardRead]:
-        """Return what to ask of each shard; the sums of its own rows."""
+        """Return what to request from each shard; a shard pools only its own rows."""
         rows = self._validate_rows(rows)
         self._validate_pooling(pooling, rows)
         if self.num_shards == 1:
             return [ShardRead(0, rows, pooling)]
         return [
-            ShardRead(shard, rows[own], None if pooling is None else restrict_pools(pooling, own, len(rows)), own)
-            for shard, own in self._rows_by_shard(rows)
+            ShardRead(
+                shard,
+                rows[positions],
+                None if pooling is None else restrict_pools(pooling, positions, len(rows)),
+                positions,
+            )
+            for shard, positions in self._rows_by_shard(rows)
         ]
 
     def _validate_pooling(self, pooling: RowPooling | None, rows: Tensor, values: Tensor | None = None) -> None:
@@ -176,42 +186,45 @@ class TableKey:
             raise PlanError(str(error)) from error
 
     def assemble(self, parts: Sequence[Tensor], reads: Sequence[ShardRead], out: Tensor | None) -> Tensor:
-        """Return the rows in their order, or the sums, in ``out`` if given; what was found, if that is all of it."""
+        """Return the rows in request order, or the pooled sums, in ``out`` if given.
+
+        A single part is returned without a copy.
+        """
         if self.num_shards == 1:
             return copy_into(parts[0], out)
-        dealt = [one.positions for one in reads if one.positions is not None and one.pooling is None]
-        if not dealt:
+        positions_by_shard = [read.positions for read in reads if read.positions is not None and read.pooling is None]
+        if not positions_by_shard:
             return copy_into(torch.stack(list(parts)).sum(0), out)
-        values = torch.empty((sum(map(len, dealt)), self.width), dtype=self.dtype) if out is None else out
-        plain = values.detach()
-        for own, part in zip(dealt, parts, strict=True):
-            if plain.is_contiguous() and part.is_contiguous():
-                scatter_rows(plain, own.numpy(), part)
+        values = torch.empty((sum(map(len, positions_by_shard)), self.width), dtype=self.dtype) if out is None else out
+        flat_values = values.detach()
+        for positions, part in zip(positions_by_shard, parts, strict=True):
+            if flat_values.is_contiguous() and part.is_contiguous():
+                scatter_rows(flat_values, positions.numpy(), part)
             else:
-                plain[own] = part
+                flat_values[positions] = part
         return values
 
     def validate_out(self, out: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
-        """The answer fits there; a PlanError where it does not."""
+        """Raise PlanError unless the result fits ``out``."""
         count = len(self._validate_rows(rows)) if pooling is None else len(pooling.offsets)
         validate_tensor(self.name, out, (count, self.width), self.dtype)
 
     def _rows_by_shard(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield for each shard which of the rows it keeps, ascending."""
+        """Yield for each shard the positions of its rows, ascending."""
         owner = shard_of_row(rows.numpy(), self.num_shards).astype(np.min_scalar_type(self.num_shards))
         counts = np.bincount(owner, minlength=self.num_shards)
         order = torch.from_numpy(owner.argsort(kind="stable"))  # numbers that are this short are not compared
         yield from enumerate(torch.split(order, counts.tolist()))
 
     def _validate_rows(self, rows: Tensor | None) -> Tensor:
-        """Return the rows; a PlanError where they are not rows of this table, in order and each once."""
+        """Return the row ids; raise PlanError unless they exist and ascend strictly."""
         if rows is None:
-            raise PlanError(f"{self.name} is a table of {self.num_rows} rows; name those that are meant")
+            raise PlanError(f"{self.name} is a table of {self.num_rows} rows; give the row ids")
         if rows.dtype != torch.int64 or rows.dim() != 1:
             raise PlanError(f"rows of {self.name} as {rows.dtype} with {rows.dim()} dims; give int64 with one dim")
-        numbers = rows.numpy()
-        if len(rows) > 1 and not (numbers[1:] > numbers[:-1]).all():
-            raise PlanError(f"rows of {self.name} that do not ascend, each once; give rows.unique(), or coalesce()")
+        row_ids = rows.numpy()
+        if len(rows) > 1 and not (row_ids[1:] > row_ids[:-1]).all():
+            raise PlanError(f"rows of {self.name} that do not ascend strictly; give rows.unique(), or coalesce()")
         if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < self.num_rows):
             raise PlanError(f"rows {int(rows[0])} to {int(rows[-1])} of {self.name}, which has {self.num_rows}")
         return rows
@@ -221,7 +234,7 @@ PartitionedKey: TypeAlias = DenseKey | TableKey
 
 
 def copy_into(values: Tensor, out: Tensor | None) -> Tensor:
-    """Return the values, in ``out`` if given."""
+    """Return the values, copied into ``out`` if given."""
     if out is None:
         return values
     out.detach().copy_(values)
@@ -229,7 +242,7 @@ def copy_into(values: Tensor, out: Tensor | None) -> Tensor:
 
 
 def select_pools(pooling: RowPooling, positions: Tensor) -> RowPooling:
-    """Return those of the sums that have these places."""
+    """Return the pooled outputs at these positions."""
     ends = torch.cat([pooling.offsets[1:], pooling.offsets.new_tensor([len(pooling.indices)])])
     lengths = (ends - pooling.offsets)[positions]
     starts = lengths.cumsum(0, dtype=torch.int32) - lengths
@@ -238,84 +251,67 @@ def select_pools(pooling: RowPooling, positions: Tensor) -> RowPooling:
 
 
 def restrict_pools(pooling: RowPooling, positions: Tensor, num_rows: int) -> RowPooling:
-    """Return the sums of those rows alone that have these places, by their new places."""
-    renamed = torch.full((num_rows,), -1, dtype=torch.int32)
-    renamed[positions] = torch.arange(len(positions), dtype=torch.int32)
-    members = renamed[pooling.indices]
-    is_left = members >= 0
-    num_left = torch.cat([torch.zeros(1, dtype=torch.int32), is_left.cumsum(0, dtype=torch.int32)])
-    return RowPooling(members[is_left], num_left[pooling.offsets])
+    """Return the pooling restricted to the rows at these positions, with indices renumbered."""
+    new_index = torch.full((num_rows,), -1, dtype=torch.int32)
+    new_index[positions] = torch.arange(len(positions), dtype=torch.int32)
+    indices = new_index[pooling.indices]
+    is_kept = indices >= 0
+    num_kept = torch.cat([torch.zeros(1, dtype=torch.int32), is_kept.cumsum(0, dtype=torch.int32)])
+    return RowPooling(indices[is_kept], num_kept[pooling.offsets])
 
 
 def validate_value(name: str, value: Tensor) -> None:
-    """A key can begin as this value.
-
-    Raises:
-        PlanError: servers keep no such numbers.
-        DataError: they are not finite.
-    """
+    """Raise PlanError unless servers can store the value, DataError unless it is finite."""
     if value.dtype not in DTYPE_NAMES or value.device.type != "cpu":
         raise PlanError(
             f"{name} of {value.dtype} on {value.device}; one of {', '.join(DTYPE_NAMES.values())} can be kept"
         )
     if not bool(value.isfinite().all()):
-        raise DataError(f"{name} begins with numbers that are not finite; give others")
+        raise DataError(f"{name} is initialized with values that are not finite")
 
 
 def encode_with_residual(codec_text: str, values: Tensor) -> Tensor:
-    """Return a range in a code; the values become what it leaves out."""
+    """Return the encoded values; replace the values by the residual."""
     code = find_codec(codec_text)
-    found = compress(code, values)
-    values -= decompress(code, found, values)
-    return found
+    encoded_bytes = compress(code, values)
+    values -= decompress(code, encoded_bytes, values)
+    return encoded_bytes
 
 
 def validate_rule(job: JobConfig, key: str, rule: UpdateRule) -> None:
-    """The servers of a job can keep a key that has this rule.
-
-    Raises:
-        PlanError: there are none, or they would need an optimizer.
-    """
+    """Raise PlanError unless the job has servers, and the key an optimizer if the consistency needs one."""
     check_has_servers(job, key)
     if isinstance(rule, Assign) and not isinstance(job.consistency, Bsp):
         mode = type(job.consistency).__name__.lower()
-        raise PlanError(f"{key} without an optimizer on the server, which {mode} needs; give it a rule, as Sgd(0.1)")
+        raise PlanError(
+            f"{key} without an optimizer on the server, which {mode} needs; give it an update rule such as Sgd(0.1)"
+        )
 
 
 def check_has_servers(job: JobConfig, what: str) -> None:
-    """The job has servers, which keep this.
-
-    Raises:
-        PlanError: it has none.
-    """
+    """Raise PlanError if the job has no servers to hold this."""
     if not job.num_servers:
         raise PlanError(
-            f"job {job.name} has no servers, so that nobody keeps {what}; its workers train by Elastic.train, or give "
-            "it servers"
+            f"job {job.name} has no servers to hold {what}; train it with ElasticTrainer.train, or give it servers"
         )
 
 
 def validate_codec(codec_text: str) -> None:
-    """A push can be written in this code.
-
-    Raises:
-        PlanError: it cannot.
-    """
+    """Raise PlanError unless the codec can encode a single push."""
     try:
         name = find_codec(codec_text).name
     except ProgramError as error:
         raise PlanError(str(error)) from error
     if name not in POINT_TO_POINT_CODECS:
         raise PlanError(
-            f"{codec_text} sums gradients in a way of its own, but a server counts pushes one by one; give one of "
-            f"{', '.join(POINT_TO_POINT_CODECS)}"
+            f"{codec_text} compresses an all-reduce, not a single push; give one of {', '.join(POINT_TO_POINT_CODECS)}"
         )
 
 
 def validate_tensor(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The tensor has this shape and dtype and is on the CPU; a PlanError where not."""
+    """Raise PlanError unless the tensor has this shape and dtype and is on the CPU."""
     if tuple(values.shape) != shape or values.dtype != dtype or values.device.type != "cpu":
         raise PlanError(
-            f"{values.dtype} {tuple(values.shape)} on {values.device} does not fit {name}, which is {dtype} {shape} "
-            "on the cpu; give it so"
+            f"{values.dtype} {tuple(values.shape)} on {values.device} does not match {name}, which is {dtype} {shape} "
+            "on the cpu"
         )

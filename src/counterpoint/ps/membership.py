@@ -1,4 +1,4 @@
-"""Belonging to a job, for workers and servers alike: hello until welcome, then signs of life, and the newest view."""
+"""Membership of a worker or server in a job: join, send heartbeats, follow the newest view."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ NOT_JOINED = 0
 
 
 class Membership:
-    """One life of a member.
+    """Membership of one incarnation of a member.
 
     Args:
-        job: what all agree on.
+        job: configuration.
         name: of the member.
         role: worker or server.
-        token: a number that no other life has drawn.
-        address: where others reach it.
+        token: random number unique to this incarnation.
+        address: where other members reach it.
     """
 
     def __init__(self, job: JobConfig, name: str, role: Role, token: int, address: str = "") -> None:
@@ -30,22 +30,22 @@ class Membership:
 
     @property
     def is_member(self) -> bool:
-        """Whether it belongs to the job, as far as it knows."""
+        """Whether the coordinator has admitted this incarnation."""
         return self.incarnation != NOT_JOINED
 
     def header(self, sequence: int = 0, acked_before: int = 0) -> RequestHeader:
-        """Return what stands at the head of a request."""
+        """Return the header of a request."""
         return RequestHeader(self.name, self.incarnation, self.view.generation, sequence, acked_before)
 
     def on_tick(self, now: float) -> list[PsAction]:
-        """Return the sign of life that is due."""
+        """Return the heartbeat or join request that is due."""
         if now < self._next_heartbeat_at:
             return []
         self._next_heartbeat_at = now + self.job.timeouts.heartbeat_s
         return [SendMessage(COORDINATOR, Heartbeat(self.header()) if self.is_member else self.join_request)]
 
     def update(self, message: JoinReply | MembershipView) -> bool:
-        """Take in who belongs to the job; tell whether that is news."""
+        """Apply a view; tell whether it is newer than the current one."""
         if isinstance(message, JoinReply):
             if message.token != self.join_request.token or self.is_member:
                 return False
@@ -56,17 +56,18 @@ class Membership:
         self.view = message
         return True
 
-    def is_eviction(self, refused: Rejected) -> bool:
-        """Tell whether a refusal says that the job goes on without this life.
+    def is_eviction(self, rejected: Rejected) -> bool:
+        """Tell whether a rejection means that the job continues without this incarnation.
 
-        One of its own hello may come after its welcome. It is of an earlier generation, as whoever joins begins one.
+        A rejection of its own join request may arrive after admission; it is of an earlier generation than the
+        admission.
         """
-        is_about_it = refused.shard < 0 and refused.reason == "identity"
-        return is_about_it and self.is_member and refused.generation > self._joined_generation
+        is_identity_error = rejected.shard < 0 and rejected.reason == "identity"
+        return is_identity_error and self.is_member and rejected.generation > self._joined_generation
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the job goes on without this life."""
+        """Whether the newest view no longer contains this incarnation."""
         members = self.view.workers if self.role == "worker" else self.view.servers
-        lives = {member.name: member.incarnation for member in members}
-        return self.is_member and lives.get(self.name) != self.incarnation
+        incarnations = {member.name: member.incarnation for member in members}
+        return self.is_member and incarnations.get(self.name) != self.incarnation

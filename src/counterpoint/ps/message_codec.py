@@ -1,8 +1,7 @@
-"""Messages as a frame carries them: a kind, fields that JSON can hold, and tensors; and back, believing nothing.
+"""Encode messages as a type name, JSON fields and tensors, and decode and validate them.
 
-The form follows the types of the dataclasses, so that a message is described once. A tensor's field is its place
-among the tensors, in the order of the fields. What is read back has the types it was written with, or a
-ProtocolError says which field has not.
+The encoding follows the field types of the dataclasses, so that each message is described once. A tensor field holds
+the tensor's index, in field order. Decoded values have the declared types; otherwise a ProtocolError names the field.
 """
 
 from __future__ import annotations
@@ -17,27 +16,29 @@ from typing import Any, Literal, TypeAlias, Union, cast, get_args, get_origin, g
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
-from counterpoint.ps import job_config as job, messages, messages as calls, messages as states, update_rules as choices
+from counterpoint.ps import job_config, messages, update_rules
 from counterpoint.ps.messages import MAX_NUMBER
 
 JsonValue: TypeAlias = Any
 """None, a bool, an int, a float, a string, or a list or a mapping of these."""
 
-FieldPath: TypeAlias = "str | tuple[Where, str]"
-"""A place in a message: a kind, or a field of a place."""
+FieldPath: TypeAlias = "str | tuple[FieldPath, str]"
+"""Path of a field in a message, for errors: a message type, or a path and a field name."""
 
-FieldDecoder: TypeAlias = Callable[[JsonValue, FieldPath, "_Tensors"], Any]
+FieldDecoder: TypeAlias = Callable[[JsonValue, FieldPath, "_TensorReader"], Any]
 
 SCALAR_TYPES = frozenset({int, str, bool, float, NoneType})
 
 PsMessage: TypeAlias = (
     messages.InitRequest | messages.PushRequest | messages.PullRequest | messages.JoinClock | messages.LeaveClock
     | messages.PushReply | messages.PullReply | messages.Ack | messages.Rejected
-    | states.InstallSnapshot | states.ReplicateEntry | states.ReplicationAck
-    | calls.JoinRequest | calls.JoinReply | calls.MembershipView | calls.Heartbeat | calls.TaskRequest | calls.TaskReply | calls.TaskReport
-    | calls.LeaveRequest | calls.BackupReady | calls.CheckpointRequest | calls.CheckpointReply | calls.SnapshotRequest | calls.SnapshotSaved
+    | messages.InstallSnapshot | messages.ReplicateEntry | messages.ReplicationAck
+    | messages.JoinRequest | messages.JoinReply | messages.MembershipView | messages.Heartbeat
+    | messages.TaskRequest | messages.TaskReply | messages.TaskReport | messages.LeaveRequest
+    | messages.BackupReady | messages.CheckpointRequest | messages.CheckpointReply
+    | messages.SnapshotRequest | messages.SnapshotSaved
 )  # fmt: skip
-"""Everything that may travel by itself."""
+"""Every message that can be sent on its own."""
 
 MESSAGE_TYPES: Mapping[str, type[PsMessage]] = {kind.__name__.lower(): kind for kind in get_args(PsMessage)}
 
@@ -46,31 +47,31 @@ MAX_ITEMS = 1 << 20
 TAGGED_TYPES: Mapping[str, type] = {
     part.__name__.lower(): part
     for part in (
-        choices.Assign, choices.Sgd, choices.Adagrad, choices.Adam,
-        choices.ConstantInit, choices.UniformInit, choices.NormalInit,
+        update_rules.Assign, update_rules.Sgd, update_rules.Adagrad, update_rules.Adam,
+        update_rules.ConstantInit, update_rules.UniformInit, update_rules.NormalInit,
         messages.SetMembers,
-        job.Bsp, job.Ssp, job.Asp,
+        job_config.Bsp, job_config.Ssp, job_config.Asp,
     )
 }  # fmt: skip
-"""What stands where several may, and so has to say what it is."""
+"""Types that occur in unions, so that their encoding needs a type tag."""
 
 
 def message_type(message: object) -> str:
-    """Return the word that says what a message is.
+    """Return the type name of a message.
 
     Example:
-        >>> kind_of(messages.Done(0, 3))
-        'done'
+        >>> message_type(messages.Ack(0, 3))
+        'ack'
     """
     return type(message).__name__.lower()
 
 
 def encode_message(message: object) -> tuple[str, dict[str, JsonValue], list[Tensor]]:
-    """Return kind, fields and tensors of a message; the tensors are its own, not copies.
+    """Return type name, fields and tensors of a message; the tensors are not copied.
 
     Example:
-        >>> to_plain(messages.Done(0, 3))
-        ('done', {'shard': 0, 'sequence': 3}, [])
+        >>> encode_message(messages.Ack(0, 3))
+        ('ack', {'shard': 0, 'sequence': 3}, [])
     """
     tensors: list[Tensor] = []
     return message_type(message), _encode_fields(message, tensors), tensors
@@ -80,58 +81,54 @@ def decode_message(kind: str, fields: JsonValue, tensors: Sequence[Tensor]) -> P
     """Return the message.
 
     Args:
-        kind: what `kind_of` said.
-        plain: its fields, as `encode_message` wrote them and JSON may have kept them.
-        tensors: its tensors, all of them.
+        kind: its type name.
+        fields: as `encode_message` returned them, possibly through JSON.
+        tensors: all of its tensors.
 
     Raises:
-        ProtocolError: there is no such kind; a field is missing, unknown or of another type or size; a tensor is
-            missing or left over; or the message contradicts itself.
+        ProtocolError: the type is unknown; a field is missing, unknown or of another type or size; a tensor is missing
+            or left over; or the message is inconsistent.
 
     Example:
-        >>> from_plain("done", {"shard": 0, "sequence": 3}, [])
-        Done(shard=0, sequence=3)
+        >>> decode_message("ack", {"shard": 0, "sequence": 3}, [])
+        Ack(shard=0, sequence=3)
     """
     message: PsMessage = decode_as(MESSAGE_TYPES, kind, fields, tensors)
     return message
 
 
 def decode_as(kinds: Mapping[str, Any], kind: str, fields: JsonValue, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
-    """Return what was written, which must be one of some kinds; see `decode_message`."""
+    """Return the value, which must be of one of the given types; see `decode_message`."""
     if kind not in kinds:
-        raise malformed_message(f"a message of kind {kind[:40]!r}, which does not exist")
-    rest = _TensorReader(tensors)
-    message = _decode_dataclass(kinds[kind], fields, kind, rest)
-    if rest.num_taken != len(tensors):
-        raise malformed_message(f"{kind} with {len(tensors)} tensors, of which it names {rest.num_taken}")
+        raise malformed_message(f"unknown message type {kind[:40]!r}")
+    reader = _TensorReader(tensors)
+    message = _decode_dataclass(kinds[kind], fields, kind, reader)
+    if reader.num_taken != len(tensors):
+        raise malformed_message(f"{kind} with {len(tensors)} tensors, of which its fields use {reader.num_taken}")
     return message
 
 
 def malformed_message(problem: str) -> ProtocolError:
-    """Return the error for what is no message."""
+    """Return the error for bytes that are not a valid message."""
     return ProtocolError(
-        f"a malformed message: {problem}; it was not looked at further and changed nothing: look for another version of "
-        "counterpoint, or another program, at the other end"
+        f"a malformed message: {problem}; it was dropped and no state changed; check that the peer runs the same "
+        "version of counterpoint"
     )
 
 
 class _TensorReader:
-    """The tensors of a message, given out in order and once."""
+    """Hand out the tensors of a message in order, each once."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         self.num_taken = 0
 
     def take(self, plain: JsonValue, where: FieldPath) -> Tensor:
-        """Return the tensor that stands in a field.
-
-        Raises:
-            ProtocolError: it is not the next one.
-        """
+        """Return the tensor of a field, which must be the next one."""
         if type(plain) is not int or plain != self.num_taken or plain >= len(self.tensors):
             count = len(self.tensors)
             raise malformed_message(
-                f"{_format_path(where)} is tensor {_preview(plain)}, where {self.num_taken} of {count} comes next"
+                f"{_format_path(where)} is tensor {_preview(plain)}, expected {self.num_taken} of {count}"
             )
         self.num_taken += 1
         return self.tensors[plain]
@@ -139,17 +136,23 @@ class _TensorReader:
 
 @lru_cache(maxsize=256)
 def _field_types(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a class
-    found = get_type_hints(kind)
-    return {field.name: found[field.name] for field in fields(kind)}
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _encode_fields(value: object, tensors: list[Tensor]) -> dict[str, JsonValue]:
     kind: Any = type(value)
-    found: dict[str, JsonValue] = {}
+    encoded: dict[str, JsonValue] = {}
     for name, hint in _field_types(kind).items():
-        one = getattr(value, name)
-        found[name] = float(one) if hint is float else one if type(one) in SCALAR_TYPES else _encode_value(one, tensors)
-    return found
+        field_value = getattr(value, name)
+        encoded[name] = (
+            float(field_value)
+            if hint is float
+            else field_value
+            if type(field_value) in SCALAR_TYPES
+            else _encode_value(field_value, tensors)
+        )
+    return encoded
 
 
 def _encode_value(value: object, tensors: list[Tensor]) -> JsonValue:
@@ -176,18 +179,18 @@ def _field_decoders(kind: Any) -> dict[str, FieldDecoder]:  # noqa: ANN401 - a c
 
 
 def _decode_dataclass(kind: Any, plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - a class, one of it
-    readers = _field_decoders(kind)
+    decoders = _field_decoders(kind)
     if not isinstance(plain, dict):
         raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of its fields")
-    if plain.keys() != readers.keys():
-        unlike = sorted(map(_preview, plain.keys() ^ readers.keys()))
-        raise malformed_message(f"{_format_path(where)} has or lacks {', '.join(unlike[:5])}")
-    return kind(**{name: read(plain[name], (where, name), tensors) for name, read in readers.items()})
+    if plain.keys() != decoders.keys():
+        differing = sorted(map(_preview, plain.keys() ^ decoders.keys()))
+        raise malformed_message(f"{_format_path(where)} has unknown or lacks fields {', '.join(differing[:5])}")
+    return kind(**{name: decode(plain[name], (where, name), tensors) for name, decode in decoders.items()})
 
 
 @lru_cache(maxsize=256)
 def _decoder_for(hint: Any) -> FieldDecoder:  # noqa: ANN401 - a type
-    """Return what reads values of a type; made once for each."""
+    """Return the decoder of a type; cached."""
     origin = get_origin(hint)
     if hint is Tensor:
         return lambda plain, where, tensors: tensors.take(plain, where)
@@ -196,13 +199,13 @@ def _decoder_for(hint: Any) -> FieldDecoder:  # noqa: ANN401 - a type
     if origin is Literal:
         return partial(_decode_literal, get_args(hint))
     if origin in {Union, UnionType}:
-        kinds = [one for one in get_args(hint) if one is not NoneType]
-        reader = (
+        kinds = [arg for arg in get_args(hint) if arg is not NoneType]
+        decoder = (
             _decoder_for(kinds[0])
             if len(kinds) == 1
             else partial(_decode_union, {k.__name__.lower(): k for k in kinds})
         )
-        return partial(_decode_optional, reader) if NoneType in get_args(hint) else reader
+        return partial(_decode_optional, decoder) if NoneType in get_args(hint) else decoder
     if is_dataclass(hint):
         return partial(_decode_tagged if _is_tagged(cast(type, hint)) else _decode_dataclass, hint)
     return partial(_decode_scalar, hint)
@@ -214,9 +217,9 @@ def _decode_tuple(read: FieldDecoder, plain: JsonValue, where: FieldPath, tensor
     return tuple([read(item, where, tensors) for item in plain])
 
 
-def _decode_literal(words: tuple[str, ...], plain: JsonValue, where: FieldPath, _tensors: _TensorReader) -> str:
-    if not isinstance(plain, str) or plain not in words:
-        raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of one of {', '.join(words)}")
+def _decode_literal(options: tuple[str, ...], plain: JsonValue, where: FieldPath, _tensors: _TensorReader) -> str:
+    if not isinstance(plain, str) or plain not in options:
+        raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of one of {', '.join(options)}")
     return plain
 
 
@@ -225,14 +228,13 @@ def _decode_optional(read: FieldDecoder, plain: JsonValue, where: FieldPath, ten
 
 
 def _decode_union(kinds: Mapping[str, Any], plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - of one
-    said = plain.get("is") if isinstance(plain, dict) else None
-    if not isinstance(said, str) or said not in kinds:
+    tag = plain.get("is") if isinstance(plain, dict) else None
+    if not isinstance(tag, str) or tag not in kinds:
         raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of one of {', '.join(kinds)}")
-    return _decoder_for(kinds[said])(plain, where, tensors)
+    return _decoder_for(kinds[tag])(plain, where, tensors)
 
 
 def _decode_tagged(kind: Any, plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - a class, one of it
-    """Read what says what it is, which must be right."""
     if isinstance(plain, dict):
         if plain.get("is") != kind.__name__.lower():
             raise malformed_message(
@@ -260,12 +262,11 @@ def _decode_scalar(kind: type, plain: JsonValue, where: FieldPath, _tensors: _Te
 
 
 def _format_path(where: FieldPath) -> str:
-    """Return a place as errors name it."""
     return where if isinstance(where, str) else f"{_format_path(where[0])}.{where[1]}"
 
 
 def _preview(value: JsonValue) -> str:
-    """Return the beginning of what stands there; a container only by its type."""
+    """Return the beginning of a value for errors; only the type and length of a container."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
     return ascii(value[:40] if isinstance(value, str) else value)[:60]

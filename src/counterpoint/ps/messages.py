@@ -1,13 +1,12 @@
-"""What workers, servers and the coordinator say to each other: frozen values of numbers, names and tensors.
+"""Messages of the parameter-server protocol, and the state values that they and snapshots carry.
 
-A worker asks a shard (`InitRequest`, `PushRequest`, `JoinClock`, `LeaveClock` change it, in the order of their sequence; `PullRequest` reads) and
-the coordinator (`JoinRequest`, `Heartbeat`, `TaskRequest`, `Report`, `LeaveRequest`, `CheckpointRequest`). A primary tells its backup
-(`InstallSnapshot`, `ReplicateEntry`) and the coordinator (`BackupReady`, `Saved`). What is well formed by itself is checked here, what
-fits a table by the table.
+All are frozen dataclasses of numbers, names and tensors. Each checks here what can be checked without other state; the
+shard that receives a message checks it against its keys::
 
-What is said to the coordinator and by it: who belongs to the job, who keeps what, which data is to be worked on.
-
-All that a shard knows, as a value: what a new backup is given, what a cut saves, what recovery starts from.
+    worker  -> shard        InitRequest, PushRequest, JoinClock, LeaveClock (writes, in sequence), PullRequest (read)
+    worker  -> coordinator  JoinRequest, Heartbeat, TaskRequest, TaskReport, CheckpointRequest, LeaveRequest
+    primary -> backup       InstallSnapshot, ReplicateEntry; the backup answers with ReplicationAck
+    server  -> coordinator  JoinRequest, Heartbeat, BackupReady, SnapshotSaved
 """
 
 from __future__ import annotations
@@ -32,21 +31,25 @@ NO_SLICE = -1
 Role: TypeAlias = Literal["worker", "server"]
 TaskOutcome: TypeAlias = Literal["done", "failed", "preempted"]
 RejectReason: TypeAlias = Literal["generation", "later", "full", "request", "identity", "lost", "over"]
-"""Why nothing was changed: another generation; ask again soon; no room; it cannot be meant; the name is taken, or its
-owner is not (or no longer) of this job; what it asks for is gone; the whole job is."""
+"""Why a request was rejected, with no state changed:
+
+``generation``: sent for another membership generation; ``later``: retry soon; ``full``: out of memory; ``request``:
+invalid; ``identity``: the name is taken, or the sender does not belong to the job; ``lost``: what it needs is lost;
+``over``: the whole job has stopped.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHeader:
-    """Who asks.
+    """Sender of a request, and its position in the sender's sequence.
 
     Args:
-        member: the name of the worker or server.
-        incarnation: which of its lives, a number that no other life of any member has.
-        generation: the newest it knows.
-        sequence: the number of this request among those of this life that change the shard (or the coordinator); a
-            request that only reads has the number of the next that will change, and sees all before it.
-        settled: answers up to here (this number not included) have arrived, and need not be remembered.
+        member: name of the worker or server.
+        incarnation: which start of that member, unique over all members.
+        generation: newest membership generation that the sender knows.
+        sequence: number of this write among the sender's writes to the shard (or calls to the coordinator). A read
+            carries the number of the next write, and sees all earlier ones.
+        acked_before: replies to sequences below this have arrived and need not be kept.
     """
 
     member: str
@@ -59,21 +62,21 @@ class RequestHeader:
         validate_name(self.member)
         validate_counts(self.incarnation, self.generation, self.sequence, self.acked_before)
         if self.acked_before > self.sequence:
-            raise invalid_request(f"answers up to {self.acked_before} cannot settle request {self.sequence}")
+            raise invalid_request(f"acked_before={self.acked_before} is beyond sequence {self.sequence}")
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """What a key is.
+    """Definition of a key on one shard.
 
     Args:
         key: its name.
-        dtype: of its numbers and of what is pushed.
-        low: the first element that the shard keeps, of the key as a flat tensor; 0 for rows.
-        high: the end of what it keeps; for rows, the number of rows over all shards.
-        width: numbers of a row; 0 for a range.
-        rule: how a push changes it.
-        start: how rows begin; None for a range, which begins as it is made.
+        dtype: of its values and of pushed gradients.
+        low: first element that the shard holds, of the flattened key; 0 for rows.
+        high: end of that range; for rows, the number of rows over all shards.
+        width: elements per row; 0 for a dense key.
+        rule: how a push updates it.
+        initializer: how rows are initialized; None for a dense key, which is created with its value.
     """
 
     key: str
@@ -87,27 +90,25 @@ class KeySpec:
     def __post_init__(self) -> None:
         validate_name(self.key)
         validate_counts(self.low, self.high, self.width)
-        check_request(
-            self.dtype in DTYPES, f"{self.key} of dtype {self.dtype!r}; one of {', '.join(DTYPES)} can be kept"
-        )
-        check_request(self.low <= self.high, f"{self.key} from {self.low} to {self.high}")
+        check_request(self.dtype in DTYPES, f"{self.key} of dtype {self.dtype!r}; supported are {', '.join(DTYPES)}")
+        check_request(self.low <= self.high, f"{self.key} has the range [{self.low}, {self.high})")
         check_request(
             (self.width > 0) == (self.initializer is not None),
-            f"{self.key} needs a start if it has rows, and only then",
+            f"{self.key} needs an initializer if it has rows, and only then",
         )
         check_request(not self.width or not isinstance(self.rule, Assign), f"rows of {self.key} without an optimizer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InitRequest:
-    """Make a key, unless it is there as described; a range begins as ``value``, rows by their start.
+    """Create a key, unless it exists with the same definition.
 
     Args:
-        origin: who asks.
-        shard: where.
-        spec: what the key is.
-        value: ``(high - low,)`` for a range, ``(len(rows), width)`` for rows that begin otherwise.
-        rows: the numbers of these, int64, ascending and each once; None for a range, or where there are none.
+        header: of the sender.
+        shard: index of the shard.
+        spec: definition of the key.
+        value: ``(high - low,)`` for a dense key; ``(len(rows), width)`` for rows with given initial values.
+        rows: ids of these rows, int64, strictly ascending; None for a dense key, or if no row is given.
     """
 
     header: RequestHeader
@@ -122,28 +123,34 @@ class InitRequest:
         spec, value, rows = self.spec, self.value, self.rows
         has_value = rows is not None if spec.width else rows is None
         check_request(
-            (value is not None) == has_value, f"{spec.key} begins as a tensor if it is a range, or for given rows"
+            (value is not None) == has_value,
+            f"{spec.key} needs a value if it is dense or rows are given, and only then",
         )
         if value is not None:
-            check_request(value.dtype == DTYPES[spec.dtype], f"{spec.key} of {spec.dtype} begins as {value.dtype}")
+            check_request(
+                value.dtype == DTYPES[spec.dtype], f"{spec.key} of {spec.dtype} is initialized with {value.dtype}"
+            )
             expected = (spec.high - spec.low,) if rows is None else (len(rows), spec.width)
-            check_request(tuple(value.shape) == expected, f"{spec.key} of {expected} begins as {tuple(value.shape)}")
+            check_request(
+                tuple(value.shape) == expected,
+                f"{spec.key} of shape {expected} is initialized with {tuple(value.shape)}",
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PushRequest:
-    """Count a gradient.
+    """Apply a gradient.
 
     Args:
-        origin: who asks.
-        shard: where.
-        key: of which key.
-        portion: the data it comes from, counted over the whole run; -1 where that has no name.
-        read: the version of the key it was computed from.
-        values: ``(high - low,)`` for a range, ``(len(rows), width)`` for rows; the bytes of a code.
-        rows: their numbers, int64, ascending and each once; None for a range.
-        code: how a range is written, as ``int8``; empty for as it is.
-        sums: of which values each row's gradient is the sum; None where each row has a value of its own.
+        header: of the sender.
+        shard: index of the shard.
+        key: name of the key.
+        slice_index: data slice it was computed from, counted over the whole run; -1 if it has none.
+        read_version: version of the key it was computed from.
+        values: ``(high - low,)`` for a dense key, ``(len(rows), width)`` for rows, or the bytes of a codec.
+        rows: row ids, int64, strictly ascending; None for a dense key.
+        codec: compression codec of a dense key, such as ``int8``; empty for uncompressed.
+        pooling: which values each row's gradient sums; None if each row has a value of its own.
     """
 
     header: RequestHeader
@@ -161,7 +168,7 @@ class PushRequest:
         validate_counts(self.shard, self.read_version, self.slice_index + 1)
         validate_rows(self.rows, self.key)
         if self.codec:
-            check_request(self.pooling is None, f"sums pushed to {self.key} in a code")
+            check_request(self.pooling is None, f"pooled push to {self.key} with a codec")
             validate_encoded(self)
             return
         dims = 1 if self.rows is None else 2
@@ -174,14 +181,14 @@ class PushRequest:
 
 
 def validate_encoded(push: PushRequest) -> None:
-    """The values are bytes of a range in a code that stands for itself."""
+    """Check that a compressed push names a known point-to-point codec and carries 1-d bytes."""
     try:
         is_known = find_codec(push.codec).name in POINT_TO_POINT_CODECS
     except ProgramError:
         is_known = False
     check_request(
         is_known,
-        f"a push to {push.key} in the code {push.codec[:40]!r}; the codes are {', '.join(POINT_TO_POINT_CODECS)}",
+        f"a push to {push.key} with codec {push.codec[:40]!r}; supported are {', '.join(POINT_TO_POINT_CODECS)}",
     )
     fits = push.rows is None and push.values.dim() == 1 and push.values.dtype == torch.uint8
     check_request(fits, f"a push to {push.key} in {push.codec} of {push.values.dtype} with {push.values.dim()} dims")
@@ -189,17 +196,17 @@ def validate_encoded(push: PushRequest) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullRequest:
-    """Read a key, once it has the version and the clocks allow it.
+    """Read a key, once it has the requested version and the consistency model allows it.
 
     Args:
-        origin: who asks; what it asked to change before is seen.
-        shard: where.
-        key: of which key.
-        ticket: what the answer repeats.
-        least: the version that the key must have at least; under bsp the step.
-        rows: their numbers, int64, ascending and each once; None for a range.
-        is_exact: whether this very version is wanted, where the key has just passed it; see `tables.PreviousVersion`.
-        sums: of the rows, which are wanted instead of them; None for the rows themselves.
+        header: of the sender, whose earlier writes are visible.
+        shard: index of the shard.
+        key: name of the key.
+        ticket: number that the reply repeats.
+        min_version: lowest acceptable version of the key; under bsp, the step.
+        rows: row ids, int64, strictly ascending; None for a dense key.
+        exact_version: return exactly ``min_version`` if the key is one version ahead; see ``PreviousVersion``.
+        pooling: sums of rows to return instead of the rows.
     """
 
     header: RequestHeader
@@ -221,7 +228,7 @@ class PullRequest:
 
 @dataclass(frozen=True, slots=True)
 class JoinClock:
-    """Wait for this worker from now on (ssp); it begins at the slowest clock of those that are in."""
+    """Include this worker in the ssp clock from now on; it starts at the minimum clock."""
 
     header: RequestHeader
     shard: int
@@ -232,7 +239,7 @@ class JoinClock:
 
 @dataclass(frozen=True, slots=True)
 class LeaveClock:
-    """Wait for this worker no longer (ssp), until it enters again."""
+    """Exclude this worker from the ssp clock until it joins again."""
 
     header: RequestHeader
     shard: int
@@ -243,7 +250,7 @@ class LeaveClock:
 
 @dataclass(frozen=True, slots=True)
 class JobMember:
-    """Somebody who belongs to the job: a name, one of its lives, and where it is reached."""
+    """A member of the job: name, incarnation and address."""
 
     name: str
     incarnation: int
@@ -252,12 +259,12 @@ class JobMember:
     def __post_init__(self) -> None:
         validate_name(self.name)
         validate_counts(self.incarnation)
-        check_request(len(self.address) <= MAX_NAME, f"the address of {self.name} has {len(self.address)} letters")
+        check_request(len(self.address) <= MAX_NAME, f"the address of {self.name} has {len(self.address)} characters")
 
 
 @dataclass(frozen=True, slots=True)
 class SetMembers:
-    """From here on these workers belong to the job, and requests of this generation are heard."""
+    """Journal entry: the workers of a new membership generation."""
 
     generation: int
     workers: tuple[JobMember, ...]
@@ -268,13 +275,13 @@ class SetMembers:
 
 @dataclass(frozen=True, slots=True)
 class PushReply:
-    """The push is counted and is not lost with a server.
+    """The push is applied (or pending within its step) and survives the failure of one server.
 
     Args:
-        shard: where.
+        shard: index of the shard.
         sequence: of the push.
         version: of the key afterwards.
-        is_new: whether it was counted now; not, if its portion had been counted before.
+        is_new: False if the data slice had already been counted.
     """
 
     shard: int
@@ -288,7 +295,7 @@ class PushReply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullReply:
-    """What a key is; ``values`` as in `Push`."""
+    """Value of a key; ``values`` as in `PushRequest`."""
 
     shard: int
     ticket: int
@@ -304,7 +311,7 @@ class PullReply:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """The request with this sequence has been carried out; ``shard`` is -1 for the coordinator's answers."""
+    """The request with this sequence was executed; ``shard`` is -1 in replies of the coordinator."""
 
     shard: int
     sequence: int
@@ -315,15 +322,15 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Nothing was changed.
+    """The request was rejected; no state changed.
 
     Args:
-        shard: where; -1 for the coordinator.
+        shard: index of the shard; -1 for the coordinator.
         sequence: of the request, or the ticket of a pull.
-        is_pull: which of the two.
-        reason: what to do about it, as a program reads it.
-        text: the same for people.
-        generation: the newest that the answerer knows.
+        is_pull: whether it is a ticket.
+        reason: for programs.
+        text: for people.
+        generation: newest membership generation that the sender of the reply knows.
     """
 
     shard: int
@@ -338,20 +345,20 @@ class Rejected:
 
 
 def validate_name(name: str) -> None:
-    """It names something: printable and not too long."""
+    """Check that a name is printable and has 1 to 512 characters."""
     if not (0 < len(name) <= MAX_NAME and name.isprintable()):
-        raise invalid_request(f"a name of {len(name)} letters, {name[:40]!r}")
+        raise invalid_request(f"a name of {len(name)} characters, {name[:40]!r}")
 
 
 def validate_counts(*counts: int) -> None:
-    """They count something."""
+    """Check that numbers are non-negative and fit in 63 bits."""
     for number in counts:
         if not 0 <= number <= MAX_NUMBER:
-            raise invalid_request(f"numbers {counts} that count nothing")
+            raise invalid_request(f"numbers {counts} that are negative or exceed 63 bits")
 
 
 def validate_rows(rows: Tensor | None, key: str) -> None:
-    """They are numbers of rows, ascending and each once, if there are any."""
+    """Check that row ids, if given, are 1-d int64 and strictly ascending from 0."""
     if rows is None:
         return
     if rows.dtype != torch.int64 or rows.dim() != 1:
@@ -363,14 +370,14 @@ def validate_rows(rows: Tensor | None, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """Let me belong to the job.
+    """Request to join the job.
 
     Args:
-        name: of the worker or server; one at a time may have it.
-        role: which of the two.
-        token: a number that this life has drawn, so that a repeated hello is known.
-        job: what the job is, as :meth:`Job.digest` writes it; all must have the same.
-        address: where others reach it.
+        name: of the worker or server; unique among live members.
+        role: worker or server.
+        token: random number of this incarnation, by which a repeated request is recognized.
+        job_digest: see :meth:`JobConfig.digest`; must be equal on all members.
+        address: where other members reach it.
     """
 
     name: str
@@ -387,13 +394,13 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class ShardReplicas:
-    """Who keeps a shard.
+    """Servers that hold a shard.
 
     Args:
-        primary: who answers.
-        backup: who has everything too, once it is complete; empty where there is none.
-        is_complete: whether it is. Until then nothing is answered.
-        former: whose copy is as good as the primary's until then; empty where there is none.
+        primary: serves all requests.
+        backup: holds a full copy once it is ready; empty if there is none.
+        is_backup_ready: while False, the primary does not reply to requests.
+        former_replica: server whose copy is as recent as the primary's until the backup is ready, or empty.
     """
 
     primary: str
@@ -403,12 +410,12 @@ class ShardReplicas:
 
     def __post_init__(self) -> None:
         validate_name(self.primary)
-        check_request(self.backup != self.primary, f"{self.primary} cannot be its own backup")
+        check_request(self.backup != self.primary, f"{self.primary} is primary and backup of one shard")
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipView:
-    """Who belongs to the job, and who keeps which shard, in this generation; the larger generation is the truth."""
+    """Members of the job and replicas of each shard in one generation; a larger generation supersedes a smaller one."""
 
     generation: int
     workers: tuple[JobMember, ...] = ()
@@ -421,7 +428,7 @@ class MembershipView:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The life that drew this token belongs to the job and has this incarnation."""
+    """The sender of the join request with this token is a member, with this incarnation."""
 
     token: int
     incarnation: int
@@ -433,21 +440,21 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I live; the answer is the view, where mine is older."""
+    """Liveness signal; the coordinator replies with its view if the sender's is older."""
 
     header: RequestHeader
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest:
-    """Give me a task."""
+    """Request for a task."""
 
     header: RequestHeader
 
 
 @dataclass(frozen=True, slots=True)
 class DataTask:
-    """Data to be worked on: portions ``start`` to ``stop`` (not included) of an epoch, and how often it was begun."""
+    """A range of data slices of one epoch, ``[start, stop)``, and how often it has been assigned before."""
 
     epoch: int
     start: int
@@ -456,12 +463,12 @@ class DataTask:
 
     def __post_init__(self) -> None:
         validate_counts(self.epoch, self.start, self.stop, self.attempt)
-        check_request(self.start < self.stop, f"a task of portions {self.start} to {self.stop}")
+        check_request(self.start < self.stop, f"a task of slices {self.start} to {self.stop}")
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReply:
-    """The answer to a lease: a task for a limited time; None where all data of all epochs has been counted."""
+    """A task, leased for a limited time; None if all data of all epochs has been processed."""
 
     sequence: int
     task: DataTask | None
@@ -472,14 +479,14 @@ class TaskReply:
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """How a task ended.
+    """Outcome of a task.
 
     Args:
-        origin: who had it.
+        header: of the worker.
         task: which.
-        outcome: done, when every push of it has been answered; failed or preempted, when it is to be given again.
-        version: the newest that its pushes produced.
-        text: why, if it failed.
+        outcome: done (all of its pushes were acknowledged), or failed or preempted (to be assigned again).
+        version: newest version that its pushes produced.
+        text: error message, if it failed.
     """
 
     header: RequestHeader
@@ -494,14 +501,14 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """I go, of my own will or because my machine is taken away; what I have leased is preempted."""
+    """Leave the job; leased tasks are preempted."""
 
     header: RequestHeader
 
 
 @dataclass(frozen=True, slots=True)
 class BackupReady:
-    """The backup of this shard has everything, in the generation of the origin."""
+    """The backup of this shard has a full copy, in the generation of the header."""
 
     header: RequestHeader
     shard: int
@@ -512,14 +519,14 @@ class BackupReady:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
-    """Save everything at a moment in which nothing is counted by halves."""
+    """Request a consistent snapshot of all shards."""
 
     header: RequestHeader
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReply:
-    """The answer to a checkpoint: it will be this cut, once nothing is counted by halves."""
+    """The number of the snapshot that will be taken once no task is partially applied."""
 
     sequence: int
     snapshot: int
@@ -530,7 +537,7 @@ class CheckpointReply:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Save your shards now, as this cut."""
+    """Request to save the receiver's primary shards now, as this snapshot."""
 
     generation: int
     snapshot: int
@@ -541,7 +548,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSaved:
-    """The shard is durably saved for this cut, as of this position of its journal."""
+    """The shard is durably saved for this snapshot, as of this journal position."""
 
     header: RequestHeader
     shard: int
@@ -553,15 +560,15 @@ class SnapshotSaved:
 
 
 WriteRequest: TypeAlias = InitRequest | PushRequest | JoinClock | LeaveClock
-"""What a worker asks a shard to change."""
+"""Requests of a worker that change a shard."""
 
 JournalEntry: TypeAlias = InitRequest | PushRequest | JoinClock | LeaveClock | SetMembers
-"""A line of a shard's journal."""
+"""Entries of a shard's journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerClock:
-    """How often a worker has pushed a key."""
+    """Number of pushes of a worker to a key (ssp)."""
 
     worker: str
     count: int
@@ -573,13 +580,13 @@ class WorkerClock:
 
 @dataclass(frozen=True, slots=True)
 class KeyProgress:
-    """What a key has counted.
+    """Consistency state of a key.
 
     Args:
-        version: updates so far.
-        portions: which data, as ``low, high`` of runs without a gap, in order.
-        clocks: of the workers that are in.
-        floors: ``version, slowest clock`` from that version on, in order.
+        version: number of updates so far.
+        applied_slices: data slices counted, as ``low, high`` of maximal ranges, ascending.
+        clocks: of the workers in the clock.
+        min_clocks: ``version, minimum clock`` from that version on, ascending.
     """
 
     version: int
@@ -589,14 +596,14 @@ class KeyProgress:
 
     def __post_init__(self) -> None:
         validate_counts(self.version, *self.applied_slices, *self.min_clocks)
-        check_request(len(self.applied_slices) % 2 == 0 and len(self.min_clocks) % 2 == 0, "counts of half a run")
+        check_request(len(self.applied_slices) % 2 == 0 and len(self.min_clocks) % 2 == 0, "progress with half a range")
         runs = zip(self.applied_slices, self.applied_slices[1:], strict=False)
-        check_request(all(low < high for low, high in runs), f"runs {self.applied_slices} of portions overlap")
+        check_request(all(low < high for low, high in runs), f"slice ranges {self.applied_slices} overlap")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingGradient:
-    """A gradient of a step that still lacks others."""
+    """A gradient of a bsp step whose other slices have not arrived."""
 
     slice_index: int
     values: Tensor
@@ -609,16 +616,16 @@ class PendingGradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyState:
-    """A key: what it is, what it has counted, its numbers and those of its rule, what waits for the rest of a step.
+    """Full state of a key.
 
     Args:
-        spec: what it is.
-        counts: what it has counted.
-        parts: its numbers, and those of its rule.
-        rows: of a table, that have been pushed, each once, in the order of the parts.
-        held: what waits for the rest of a step.
-        earlier: the numbers before the last step, where they are kept; of a table those that it changed.
-        earlier_rows: which these are.
+        spec: definition.
+        progress: consistency state.
+        tensors: values, followed by the optimizer state.
+        rows: ids of the rows that were ever pushed, unique, in the order of the tensors; None for a dense key.
+        pending: gradients of an incomplete step.
+        previous: values before the last update, if kept; for rows, only those that it changed.
+        previous_rows: ids of these rows.
     """
 
     spec: KeySpec
@@ -638,7 +645,7 @@ class KeyState:
 
 @dataclass(frozen=True, slots=True)
 class ClientState:
-    """What has been answered to one life of a worker: the next sequence, and the answers that may be asked again."""
+    """Duplicate-detection state of one worker incarnation: next sequence, and replies that may be requested again."""
 
     worker: str
     incarnation: int
@@ -652,7 +659,7 @@ class ClientState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardState:
-    """A shard after so many entries of its journal."""
+    """State of a shard after ``position`` journal entries."""
 
     position: int
     generation: int
@@ -669,7 +676,7 @@ class ShardState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InstallSnapshot:
-    """Be the backup of this shard from here on: its whole state, as of the generation of the origin."""
+    """Make the receiver the backup of a shard, from this state on."""
 
     header: RequestHeader
     shard: int
@@ -681,7 +688,7 @@ class InstallSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicateEntry:
-    """Keep the entry with this position of the shard's journal."""
+    """Journal entry at this position, to be applied by the backup."""
 
     header: RequestHeader
     shard: int
@@ -694,7 +701,7 @@ class ReplicateEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationAck:
-    """The backup keeps everything before this position."""
+    """The backup has applied all entries before this position."""
 
     header: RequestHeader
     shard: int

@@ -1,4 +1,4 @@
-"""Which shard keeps what: large keys are cut into ranges, rows are dealt out, small keys fill up the emptiest shard."""
+"""Placement of keys on shards: split large keys into ranges, hash small keys, distribute rows round-robin."""
 
 from __future__ import annotations
 
@@ -8,58 +8,34 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 SPLIT_THRESHOLD = 1_000_000
-"""Elements from which a key is cut, as in MXNet's KVStore."""
+"""Number of elements from which a key is split over all shards, as in MXNet's KVStore."""
 
 Name = TypeVar("Name", int, str, tuple[int, ...])
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """A range of a key, as a flat tensor, on a shard."""
+    """A range of a flattened key on one shard."""
 
     shard: int
     low: int
     high: int
 
 
-def place_keys(
-    sizes: Mapping[str, int], num_shards: int, *, split_threshold: int = SPLIT_THRESHOLD
-) -> dict[str, tuple[KeyRange, ...]]:
-    """Return where each key is kept.
-
-    Args:
-        sizes: elements of each key.
-        num_shards: shards there are.
-        bound: from so many elements on, a key is spread over all shards, as evenly as can be.
-
-    Example:
-        >>> place({"large": 10, "small": 2, "tiny": 1}, 2, bound=8)["large"]
-        (Place(shard=0, low=0, high=5), Place(shard=1, low=5, high=10))
-        >>> place({"large": 10, "small": 2, "tiny": 1}, 2, bound=8)["tiny"]
-        (Place(shard=1, low=0, high=1),)
-    """
-    small = {key: size for key, size in sizes.items() if size < split_threshold}
-    owner = assign(small, num_shards)
-    return {
-        key: (KeyRange(owner[key], 0, size),) if key in small else split_range(size, num_shards)
-        for key, size in sizes.items()
-    }
-
-
 def place_key(key: str, size: int, num_shards: int, *, split_threshold: int = SPLIT_THRESHOLD) -> tuple[KeyRange, ...]:
-    """Return where a key is kept by itself, whatever other keys there are.
+    """Return the ranges of a key, independently of other keys.
 
     Args:
-        key: its name, which chooses the shard of a small key.
-        size: its elements.
-        num_shards: shards there are.
-        bound: from so many elements on, it is spread over all shards, as evenly as can be.
+        key: its name, whose hash selects the shard of a small key.
+        size: its number of elements.
+        num_shards: number of shards.
+        split_threshold: number of elements from which the key is split evenly over all shards.
 
     Example:
-        >>> home("weight", 10, 2, bound=8)
-        (Place(shard=0, low=0, high=5), Place(shard=1, low=5, high=10))
-        >>> home("bias", 2, 2, bound=8)
-        (Place(shard=1, low=0, high=2),)
+        >>> place_key("weight", 10, 2, split_threshold=8)
+        (KeyRange(shard=0, low=0, high=5), KeyRange(shard=1, low=5, high=10))
+        >>> place_key("bias", 2, 2, split_threshold=8)
+        (KeyRange(shard=1, low=0, high=2),)
     """
     if size >= split_threshold:
         return split_range(size, num_shards)
@@ -67,18 +43,18 @@ def place_key(key: str, size: int, num_shards: int, *, split_threshold: int = SP
 
 
 def split_range(size: int, num_shards: int) -> tuple[KeyRange, ...]:
-    """Return one range for each shard, as equal as can be."""
+    """Return one range per shard, as equal as possible."""
     bounds = [size * shard // num_shards for shard in range(num_shards + 1)]
     return tuple(KeyRange(shard, bounds[shard], bounds[shard + 1]) for shard in range(num_shards))
 
 
 def shard_of_row(row: Any, num_shards: int) -> Any:  # noqa: ANN401 - a number, or a tensor of numbers
-    """Return where a row of a table is kept, or each of many."""
+    """Return the shard of a row id, or of each of many."""
     return row % num_shards
 
 
 def assign(sizes: Mapping[Name, int], num_shards: int) -> dict[Name, int]:
-    """Return the shard of each name: the largest first, each to the shard with the least."""
+    """Return the shard of each name: largest first, each on the least loaded shard."""
     load = [0] * num_shards
     owner = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

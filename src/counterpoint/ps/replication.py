@@ -1,4 +1,17 @@
-"""One shard on one server: first or backup, what waits to be kept in two places, and who waits to read."""
+"""Primary and backup replicas of one shard: replication of journal entries, and pulls that wait.
+
+A write is acknowledged once two servers hold it (or, without a backup, once it is in the log)::
+
+    worker        primary                       backup
+      | push(seq 7) |                             |
+      |------------>| pending[position 41]        |
+      |             |--- ReplicateEntry(41) ----->| apply
+      |             |<-- ReplicationAck(42) ------|
+      |<- PushReply-| apply, reply, serve pulls   |
+
+A new backup first gets the whole state (`InstallSnapshot`), then entries from that position on; it counts as ready when
+the coordinator has recorded `BackupReady`. Until then the primary does not reply.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +36,25 @@ from counterpoint.ps.messages import (
 from counterpoint.ps.shard import PsShard
 
 MAX_PENDING = 256
-"""Entries that wait for the backup; what comes then is told to come again."""
+"""Journal entries that may wait for the backup; further writes are rejected with ``later``."""
 MAX_WAITING_PULLS = 4096
-"""Reads that wait for a version or a clock."""
+"""Pulls that may wait for a version or a clock."""
 
 
 @dataclass(slots=True)
 class BackupReplica:
-    """What a server keeps of a shard that it does not lead.
+    """A shard of which this server is not the primary.
 
     Attributes:
-        shard: its copy; None where it has none.
-        is_installed: whether the copy is the primary's, so that the next entries may be added.
+        shard: its copy; None if it has none.
+        is_installed: whether the copy was installed by the current primary, so that entries may be applied.
     """
 
     shard: PsShard | None
     is_installed: bool = False
 
     def apply_replication(self, job: JobConfig, message: InstallSnapshot | ReplicateEntry) -> Iterator[AppendJournal]:
-        """The backup keeps what its primary gave it, if that comes next; yield what may become part of the journal."""
+        """Apply what the primary sent, if it is the next entry; yield entries that may turn out to be committed."""
         if isinstance(message, InstallSnapshot):
             if not self.is_installed:
                 self.shard, self.is_installed = PsShard(job, message.shard, message.state), True
@@ -52,15 +65,15 @@ class BackupReplica:
 
 @dataclass(slots=True)
 class PrimaryReplica:
-    """What the first keeper of a shard has.
+    """A shard of which this server is the primary.
 
     Attributes:
-        shard: everything that two keep.
-        keepers: who they are.
-        pending: entries that have a position but that the backup has not yet said it keeps.
-        is_installed: whether the backup has the state, while it is not counted yet.
-        reads: pulls that wait.
-        sent_at: when something was last sent to the backup.
+        shard: state after all committed entries.
+        replicas: current assignment.
+        pending: entries that the backup has not acknowledged yet.
+        is_installed: whether the backup has the state, although it is not ready yet.
+        waiting_pulls: pulls that cannot be served yet.
+        sent_at: time of the last message to the backup.
     """
 
     shard: PsShard
@@ -72,46 +85,46 @@ class PrimaryReplica:
 
     @property
     def has_no_backup(self) -> bool:
-        """Whether the disk is the second place."""
+        """Whether the log takes the place of a backup."""
         return self.replicas.is_backup_ready and not self.replicas.backup
 
     def next_sequence(self, change: WriteRequest) -> int | None:
-        """Return the sequence that comes next from the sender of a request; None where it has no desk here."""
-        desk = self.shard.clients.get(change.header.member)
-        if desk is None or desk.incarnation != change.header.incarnation:
+        """Return the sender's next expected sequence, pending entries included; None for an unknown sender."""
+        client = self.shard.clients.get(change.header.member)
+        if client is None or client.incarnation != change.header.incarnation:
             return None
-        waiting = sum(
+        num_pending = sum(
             not isinstance(entry, SetMembers) and entry.header.member == change.header.member for entry in self.pending
         )
-        return desk.next_sequence + waiting
+        return client.next_sequence + num_pending
 
     def on_write(self, header: RequestHeader, change: WriteRequest, now: float) -> Iterator[PsAction]:
-        """Yield what is to be done about a request to change something.
+        """Yield the actions for a write request.
 
         Args:
-            origin: of this server.
+            header: of this server.
             change: the request.
-            now: what the clock says.
+            now: current time.
         """
-        upcoming = self.next_sequence(change)
-        if upcoming is None or not self.replicas.is_backup_ready:
-            yield self.reject(change, "later", f"shard {self.shard.index} is being handed over")
-        elif change.header.sequence == upcoming:
+        next_sequence = self.next_sequence(change)
+        if next_sequence is None or not self.replicas.is_backup_ready:
+            yield self.reject(change, "later", f"shard {self.shard.index} is changing replicas")
+        elif change.header.sequence == next_sequence:
             if len(self.pending) >= MAX_PENDING:
-                yield self.reject(change, "later", f"{len(self.pending)} requests wait for the backup")
+                yield self.reject(change, "later", f"{len(self.pending)} requests are waiting for the backup")
             else:
                 yield from self.append(header, change, now)
         else:
-            found = self.shard.clients[change.header.member].replies.get(change.header.sequence)
-            if found is not None:
-                yield reply_to(change.header, found)
+            reply = self.shard.clients[change.header.member].replies.get(change.header.sequence)
+            if reply is not None:
+                yield reply_to(change.header, reply)
 
     def reject(self, request: WriteRequest | PullRequest, reason: RejectReason, text: str) -> SendMessage:
-        """Return the answer that nothing was changed."""
+        """Return the reply that nothing changed."""
         return reply_to(request.header, self.shard.rejection(request, reason, text))
 
     def append(self, header: RequestHeader, entry: JournalEntry, now: float) -> Iterator[PsAction]:
-        """Yield what makes an entry part of the journal."""
+        """Yield the actions that add an entry to the journal."""
         if self.has_no_backup:
             if self.shard.job.is_logged:
                 yield AppendLog(shard_log_name(self.shard.index), entry)
@@ -124,42 +137,42 @@ class PrimaryReplica:
             yield SendMessage(self.replicas.backup, ReplicateEntry(header, self.shard.index, position, entry))
 
     def apply(self, entry: JournalEntry) -> Iterator[PsAction]:
-        """The entry is part of the journal; yield what its sender is told, and reads that it lets go."""
+        """Apply a committed entry; yield the reply to its sender, and to pulls that can be served now."""
         position = self.shard.position
-        told = self.shard.apply(entry)
+        reply = self.shard.apply(entry)
         yield AppendJournal(self.shard.index, position, entry, is_committed=True)
-        if told is not None and not isinstance(entry, SetMembers):
-            yield reply_to(entry.header, told)
-        for name, pull in list(self.waiting_pulls.items()):
+        if reply is not None and not isinstance(entry, SetMembers):
+            yield reply_to(entry.header, reply)
+        for pull_id, pull in list(self.waiting_pulls.items()):
             if self.shard.can_read(pull):
-                del self.waiting_pulls[name]
+                del self.waiting_pulls[pull_id]
                 yield reply_to(pull.header, self.shard.read(pull))
 
     def on_ack(self, position: int) -> Iterator[PsAction]:
-        """Yield what follows when the backup keeps everything before a position."""
+        """Commit all entries before a position, which the backup has acknowledged."""
         while self.pending and self.shard.position < position:
             yield from self.apply(self.pending.popleft())
 
     def on_pull(self, pull: PullRequest) -> Iterator[PsAction]:
-        """Yield the answer to a pull, unless it has to wait."""
+        """Yield the reply to a pull, or let it wait."""
         if not self.replicas.is_backup_ready:
-            yield self.reject(pull, "later", f"shard {self.shard.index} is being handed over")
+            yield self.reject(pull, "later", f"shard {self.shard.index} is changing replicas")
             return
         try:
             may_read = self.shard.can_read(pull)
         except ProtocolError as error:
             yield self.reject(pull, "request", str(error))
             return
-        name = pull.header.member, pull.header.incarnation, pull.ticket
+        pull_id = pull.header.member, pull.header.incarnation, pull.ticket
         if may_read:
             yield reply_to(pull.header, self.shard.read(pull))
-        elif name in self.waiting_pulls or len(self.waiting_pulls) < MAX_WAITING_PULLS:
-            self.waiting_pulls[name] = pull
+        elif pull_id in self.waiting_pulls or len(self.waiting_pulls) < MAX_WAITING_PULLS:
+            self.waiting_pulls[pull_id] = pull
         else:
-            yield self.reject(pull, "later", f"{len(self.waiting_pulls)} reads wait on shard {self.shard.index}")
+            yield self.reject(pull, "later", f"{len(self.waiting_pulls)} pulls are waiting on shard {self.shard.index}")
 
     def retransmit(self, header: RequestHeader, now: float) -> Iterator[PsAction]:
-        """Yield once more what the backup has not answered."""
+        """Yield again what the backup has not acknowledged."""
         self.sent_at = now
         if not self.replicas.backup:
             return
@@ -172,21 +185,21 @@ class PrimaryReplica:
 
 
 def shard_log_name(shard: int) -> str:
-    """Return the name of the log of a shard that is kept alone."""
+    """Return the name of the log of a shard without a backup."""
     return f"shard-{shard}"
 
 
 def replay_log(shard: PsShard, entries: Sequence[JournalEntry]) -> PsShard:
-    """Return the shard after the lines of its log."""
-    for line in entries:
-        shard.apply(line)
+    """Return the shard after the entries of its log."""
+    for entry in entries:
+        shard.apply(entry)
     return shard
 
 
 def journal_from_log(shard: PsShard, entries: Sequence[JournalEntry]) -> Iterator[AppendJournal]:
-    """Yield the entries of the log that a shard has just been recovered from.
+    """Yield the logged entries of a recovered shard as committed journal entries.
 
-    The life that wrote them may have died after an entry stood in the log, and before it stood in the journal.
+    The incarnation that logged them may have died before it recorded them in the journal.
     """
     first = shard.position - len(entries)
     for index, entry in enumerate(entries):

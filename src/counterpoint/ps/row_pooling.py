@@ -1,4 +1,4 @@
-"""Sums of rows, which travel instead of them: a bag is looked up as its sum, and its gradient is that of each row."""
+"""Sum-pooling of rows on the wire: an embedding bag is pulled as its sum, and its gradient is pushed once per bag."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from counterpoint.ps.update_rules import invalid_request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPooling:
-    """Which rows of a tensor each sum takes, one list behind the other.
+    """Which rows each output sums, in the format of ``torch.nn.functional.embedding_bag``.
 
-    Sum ``i`` is that of rows ``members[starts[i]:starts[i + 1]]``, and the last list goes to the end.
+    Output ``i`` sums rows ``indices[offsets[i]:offsets[i + 1]]``; the last output runs to the end.
 
     Args:
-        members: numbers of rows, int32.
-        starts: where each sum's members begin, int32, ascending from 0.
+        indices: row positions, int32.
+        offsets: where the indices of each output begin, int32, ascending from 0.
 
     Example:
-        >>> sums = Sums(torch.tensor([0, 2, 1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32))
-        >>> sums.of(torch.tensor([[1.0], [10.0], [100.0]]))
+        >>> pooling = RowPooling(torch.tensor([0, 2, 1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32))
+        >>> pooling.pool(torch.tensor([[1.0], [10.0], [100.0]]))
         tensor([[101.],
                 [ 10.]])
     """
@@ -32,33 +32,33 @@ class RowPooling:
     offsets: Tensor
 
     def pool(self, values: Tensor) -> Tensor:
-        """Return the sums, ``(len(starts), width)``, each added up in the order of its members."""
+        """Return the sums, ``(len(offsets), width)``, each added in the order of its indices."""
         if not self.indices.numel() or not values.numel():
             return values.new_zeros((len(self.offsets), *values.shape[1:]))
         return F.embedding_bag(self.indices, values, self.offsets, mode="sum")
 
 
 def validate_pooling(pooling: RowPooling, key: str, rows: Tensor | None, values: Tensor | None = None) -> None:
-    """The lists can be added up.
+    """Check that indices and offsets are consistent with the rows or values they refer to.
 
     Args:
-        sums: the lists.
-        key: of which table.
-        rows: that are pulled or pushed.
-        values: what is pushed, of which the sums are the rows' gradients; None for a pull, which sums rows.
+        pooling: to be checked.
+        key: name of the table, for errors.
+        rows: the rows that are pulled or pushed.
+        values: the pushed gradients, of which each row's gradient is a sum; None for a pull, which sums rows.
 
     Raises:
-        ProtocolError: they cannot.
+        ProtocolError: they are not consistent.
     """
     if rows is None:
-        raise invalid_request(f"sums of {key} without rows")
-    num_values, num_sums = (len(rows), len(pooling.offsets)) if values is None else (len(values), len(rows))
-    if any(one.dtype != torch.int32 or one.dim() != 1 for one in (pooling.indices, pooling.offsets)):
-        raise invalid_request(f"sums of {key} whose lists are not int32 with one dim")
-    members, starts = pooling.indices.numpy(), pooling.offsets.numpy()
-    if starts.size != num_sums:
-        raise invalid_request(f"{starts.size} sums of {key} where {num_sums} belong")
-    if members.size and not (starts.size and members.min() >= 0 and members.max() < num_values):
-        raise invalid_request(f"sums of {key} of others than its {num_values} parts")
-    if starts.size and not (starts[0] == 0 and (starts[1:] >= starts[:-1]).all() and starts[-1] <= members.size):
-        raise invalid_request(f"sums of {key} whose lists do not follow one another")
+        raise invalid_request(f"pooling of {key} without rows")
+    num_values, num_outputs = (len(rows), len(pooling.offsets)) if values is None else (len(values), len(rows))
+    if any(tensor.dtype != torch.int32 or tensor.dim() != 1 for tensor in (pooling.indices, pooling.offsets)):
+        raise invalid_request(f"pooling of {key} whose indices or offsets are not 1-d int32")
+    indices, offsets = pooling.indices.numpy(), pooling.offsets.numpy()
+    if offsets.size != num_outputs:
+        raise invalid_request(f"{offsets.size} pooled outputs of {key}, expected {num_outputs}")
+    if indices.size and not (offsets.size and indices.min() >= 0 and indices.max() < num_values):
+        raise invalid_request(f"pooling of {key} with indices outside its {num_values} values")
+    if offsets.size and not (offsets[0] == 0 and (offsets[1:] >= offsets[:-1]).all() and offsets[-1] <= indices.size):
+        raise invalid_request(f"pooling of {key} whose offsets do not ascend from 0")

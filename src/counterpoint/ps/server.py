@@ -1,6 +1,14 @@
-"""A server: the shards it keeps, first or as a backup, and what is asked of it.
+"""A server: the state machine that holds shard replicas and serves requests, and the tracking of their journals.
 
-What has become part of the shards' journals, put together from what each of their keepers notes.
+Role of a server for one shard, by the newest view (see `ShardReplicas`)::
+
+                   view: backup               view: primary
+    no replica ------------------> Backup ------------------> Primary
+        ^                          |    ^                        |
+        |     view: not listed     |    |   view: former replica |
+        +--------------------------+    +------------------------+
+
+A backup without a copy that is made the primary shuts down: its copy was lost.
 """
 
 from __future__ import annotations
@@ -38,15 +46,15 @@ from counterpoint.ps.shard import PsShard
 
 
 class ServerNode:
-    """One life of a server.
+    """One incarnation of a server.
 
     Args:
-        job: what all agree on.
+        job: configuration.
         name: of the server.
-        token: a number that no other life has drawn.
-        address: where it is reached.
-        saved: the state of shards in the checkpoint that the job goes on from.
-        logs: what stands in the logs of shards that it keeps alone.
+        token: random number unique to this incarnation.
+        address: where other members reach it.
+        saved: shard states of the snapshot that the job restarts from.
+        logs: logs of shards without a backup.
     """
 
     def __init__(
@@ -67,15 +75,15 @@ class ServerNode:
 
     @property
     def generation(self) -> int:
-        """The newest that it knows."""
+        """Newest membership generation that it knows."""
         return self.membership.view.generation
 
     def on_event(self, message: PsMessage | None, now: float) -> list[PsAction]:
-        """Take in a message, or the time, and return what is to be done about it.
+        """Process a message or a clock tick, and return the resulting actions.
 
         Args:
-            message: what came; None where only time has passed.
-            now: what the clock says.
+            message: the message; None for a tick.
+            now: current time.
         """
         return list(self._handle(message, now))
 
@@ -101,10 +109,10 @@ class ServerNode:
                 pass
 
     def _apply_view(self, now: float) -> Iterator[PsAction]:
-        """The newest view counts."""
+        """Take the roles that the newest view assigns."""
         view = self.membership.view
         if self.membership.is_evicted:
-            yield Shutdown(f"generation {view.generation} goes on without this life of {self.name}")
+            yield Shutdown(f"generation {view.generation} continues without this incarnation of {self.name}")
             return
         for index, keepers in enumerate(view.replicas):
             if self.name == keepers.primary:
@@ -113,138 +121,138 @@ class ServerNode:
                 self._become_backup(index, keepers)
             elif self.name != keepers.former_replica:
                 self.shard_replicas.pop(index, None)
-            elif isinstance(held := self.shard_replicas.get(index), PrimaryReplica):
-                self.shard_replicas[index] = BackupReplica(held.shard)
+            elif isinstance(replica := self.shard_replicas.get(index), PrimaryReplica):
+                self.shard_replicas[index] = BackupReplica(replica.shard)
 
     def _new_shard(self, index: int) -> PsShard:
-        """Return a shard as the job begins, or as its log says."""
+        """Return a shard in its initial state, or recovered from its log."""
         return replay_log(PsShard(self.job, index, self._saved.get(index)), self._logs.pop(index, ()))
 
     def _become_primary(self, index: int, replicas: ShardReplicas, now: float) -> Iterator[PsAction]:
-        held = self.shard_replicas.get(index)
-        if isinstance(held, BackupReplica) and held.shard is None:
-            yield Shutdown(f"{self.name} is to lead shard {index}, of which it has nothing")
+        replica = self.shard_replicas.get(index)
+        if isinstance(replica, BackupReplica) and replica.shard is None:
+            yield Shutdown(f"{self.name} was made primary of shard {index}, of which it has no copy")
             return
-        if isinstance(held, PrimaryReplica):
-            is_same_pair = held.replicas.backup == replicas.backup
-            if not is_same_pair:
-                held.pending.clear()
-            held.is_installed = held.is_installed and is_same_pair and replicas.is_backup_ready
-            held.replicas = replicas
-            held.waiting_pulls.clear()
+        if isinstance(replica, PrimaryReplica):
+            is_same_backup = replica.replicas.backup == replicas.backup
+            if not is_same_backup:
+                replica.pending.clear()
+            replica.is_installed = replica.is_installed and is_same_backup and replicas.is_backup_ready
+            replica.replicas = replicas
+            replica.waiting_pulls.clear()
         else:
-            lines = self._logs.get(index, ())
-            held = self.shard_replicas[index] = PrimaryReplica(
-                (held and held.shard) or self._new_shard(index), replicas
+            entries = self._logs.get(index, ())
+            replica = self.shard_replicas[index] = PrimaryReplica(
+                (replica and replica.shard) or self._new_shard(index), replicas
             )
-            yield from journal_from_log(held.shard, lines)
+            yield from journal_from_log(replica.shard, entries)
         view = self.membership.view
         origin = self.membership.header()
-        yield from held.retransmit(origin, now)
-        yield from held.append(origin, SetMembers(view.generation, view.workers), now)
+        yield from replica.retransmit(origin, now)
+        yield from replica.append(origin, SetMembers(view.generation, view.workers), now)
 
     def _become_backup(self, index: int, replicas: ShardReplicas) -> None:
-        held = self.shard_replicas.get(index)
+        replica = self.shard_replicas.get(index)
         if not replicas.is_backup_ready:
-            self.shard_replicas[index] = BackupReplica(None if held is None else held.shard)
-        elif held is None:
+            self.shard_replicas[index] = BackupReplica(None if replica is None else replica.shard)
+        elif replica is None:
             self.shard_replicas[index] = BackupReplica(self._new_shard(index), is_installed=True)
 
     def _on_request(self, message: WriteRequest | PullRequest, now: float) -> Iterator[PsAction]:
-        held = self.shard_replicas.get(message.shard)
+        replica = self.shard_replicas.get(message.shard)
         origin = message.header
-        if origin.generation != self.generation or not isinstance(held, PrimaryReplica):
-            text = f"generation {origin.generation} was asked for; {self.name} knows {self.generation}"
+        if origin.generation != self.generation or not isinstance(replica, PrimaryReplica):
+            text = f"generation {origin.generation} was requested; {self.name} is at {self.generation}"
             yield self._rejection(message, "generation", text)
             return
-        lives = {worker.name: worker.incarnation for worker in self.membership.view.workers}
-        if lives.get(origin.member) != origin.incarnation:
-            text = f"life {origin.incarnation} of {origin.member} does not belong to generation {self.generation}"
+        incarnations = {worker.name: worker.incarnation for worker in self.membership.view.workers}
+        if incarnations.get(origin.member) != origin.incarnation:
+            text = (
+                f"incarnation {origin.incarnation} of {origin.member} does not belong to generation {self.generation}"
+            )
             yield self._rejection(message, "identity", text)
         elif isinstance(message, PullRequest):
-            yield from held.on_pull(message)
+            yield from replica.on_pull(message)
         else:
-            yield from held.on_write(self.membership.header(), message, now)
+            yield from replica.on_write(self.membership.header(), message, now)
 
     def _rejection(self, message: WriteRequest | PullRequest, reason: RejectReason, text: str) -> SendMessage:
         is_pull = isinstance(message, PullRequest)
         number = message.ticket if isinstance(message, PullRequest) else message.header.sequence
-        refused = Rejected(message.shard, number, is_pull, reason, text, self.generation)
-        return reply_to(message.header, refused)
+        rejected = Rejected(message.shard, number, is_pull, reason, text, self.generation)
+        return reply_to(message.header, rejected)
 
     def _on_replicate(self, message: InstallSnapshot | ReplicateEntry) -> Iterator[PsAction]:
-        """Yield what a backup answers to its primary."""
-        held = self.shard_replicas.get(message.shard)
-        if message.header.generation != self.generation or not isinstance(held, BackupReplica):
+        replica = self.shard_replicas.get(message.shard)
+        if message.header.generation != self.generation or not isinstance(replica, BackupReplica):
             return
         if message.header.member != self.membership.view.replicas[message.shard].primary:
             return
-        yield from held.apply_replication(self.job, message)
-        if held.is_installed and held.shard is not None:
+        yield from replica.apply_replication(self.job, message)
+        if replica.is_installed and replica.shard is not None:
             yield SendMessage(
-                message.header.member, ReplicationAck(self.membership.header(), message.shard, held.shard.position)
+                message.header.member, ReplicationAck(self.membership.header(), message.shard, replica.shard.position)
             )
 
     def _on_replication_ack(self, message: ReplicationAck, now: float) -> Iterator[PsAction]:
-        held = self.shard_replicas.get(message.shard)
-        if message.header.generation != self.generation or not isinstance(held, PrimaryReplica):
+        replica = self.shard_replicas.get(message.shard)
+        if message.header.generation != self.generation or not isinstance(replica, PrimaryReplica):
             return
-        if message.header.member != held.replicas.backup:
+        if message.header.member != replica.replicas.backup:
             return
-        if held.replicas.is_backup_ready:
-            yield from held.on_ack(message.position)
-        elif not held.is_installed:
-            held.is_installed = True
+        if replica.replicas.is_backup_ready:
+            yield from replica.on_ack(message.position)
+        elif not replica.is_installed:
+            replica.is_installed = True
             yield SendMessage(COORDINATOR, BackupReady(self.membership.header(), message.shard))
-            yield from held.retransmit(self.membership.header(), now)
+            yield from replica.retransmit(self.membership.header(), now)
 
     def _retransmit(self, now: float) -> Iterator[PsAction]:
-        """Yield once more what has not been answered for a while."""
-        for index, held in self.shard_replicas.items():
-            if not isinstance(held, PrimaryReplica) or now - held.sent_at < self.job.timeouts.resend_s:
+        for index, replica in self.shard_replicas.items():
+            if not isinstance(replica, PrimaryReplica) or now - replica.sent_at < self.job.timeouts.resend_s:
                 continue
-            if not held.replicas.is_backup_ready and held.is_installed:
+            if not replica.replicas.is_backup_ready and replica.is_installed:
                 yield SendMessage(COORDINATOR, BackupReady(self.membership.header(), index))
-            if held.pending or not held.replicas.is_backup_ready:
-                yield from held.retransmit(self.membership.header(), now)
+            if replica.pending or not replica.replicas.is_backup_ready:
+                yield from replica.retransmit(self.membership.header(), now)
 
     def _on_snapshot_request(self, message: SnapshotRequest) -> Iterator[PsAction]:
-        """Yield the shards that it keeps first, as parts of a cut; of one that has a later one behind it, nothing.
+        """Save all primary shards as parts of a snapshot; ignore a request for an earlier snapshot.
 
-        Cuts follow one another, so who asks for an earlier one was heard late. That one is whole, and the shards have
-        counted more since.
+        A late request for an earlier snapshot is harmless: that snapshot is complete, but the shards have changed
+        since.
         """
         if message.generation != self.generation:
             return
-        for index, held in self.shard_replicas.items():
-            if not isinstance(held, PrimaryReplica) or not held.replicas.is_backup_ready:
+        for index, replica in self.shard_replicas.items():
+            if not isinstance(replica, PrimaryReplica) or not replica.replicas.is_backup_ready:
                 continue
-            cut, position = self._saved_snapshots.get(index, (-1, 0))
-            if message.snapshot < cut:
+            saved_snapshot, position = self._saved_snapshots.get(index, (-1, 0))
+            if message.snapshot < saved_snapshot:
                 continue
-            if cut != message.snapshot:
-                position = held.shard.position
+            if saved_snapshot != message.snapshot:
+                position = replica.shard.position
                 self._saved_snapshots[index] = message.snapshot, position
-                yield SaveSnapshot(message.snapshot, index, held.shard.state)
+                yield SaveSnapshot(message.snapshot, index, replica.shard.state)
             yield SendMessage(COORDINATOR, SnapshotSaved(self.membership.header(), index, message.snapshot, position))
 
 
 class JournalTracker:
-    """What one life of a server has noted: certain entries, and those that are so only if it comes to lead."""
+    """Journal entries seen by one incarnation of a server: committed, or committed only if it becomes primary."""
 
     def __init__(self) -> None:
         self._uncommitted: dict[int, dict[int, JournalEntry]] = {}
         self._transfer_generations: dict[int, int] = {}
 
     def before_message(self, node: ServerNode, message: PsMessage | None) -> None:
-        """A message is about to be taken in: the state of a shard makes nought of what was noted of it."""
+        """Drop uncommitted entries that the state in this message replaces."""
         if isinstance(message, InstallSnapshot):
-            held = node.shard_replicas.get(message.shard)
-            if isinstance(held, BackupReplica) and not held.is_installed:
+            replica = node.shard_replicas.get(message.shard)
+            if isinstance(replica, BackupReplica) and not replica.is_installed:
                 self._uncommitted.pop(message.shard, None)
 
     def add(self, note: AppendJournal) -> dict[int, JournalEntry]:
-        """Return the entries that are certain now, by position."""
+        """Record an entry; return the entries that are committed now, by position."""
         if note.is_committed:
             return {note.position: note.entry}
         self._uncommitted.setdefault(note.shard, {})[note.position] = note.entry
@@ -253,35 +261,35 @@ class JournalTracker:
     def take_promoted(
         self, shard_replicas: Mapping[int, PrimaryReplica | BackupReplica]
     ) -> dict[int, dict[int, JournalEntry]]:
-        """Return the entries, by shard and position, that are certain because this life leads now."""
-        leading = [
+        """Return entries, by shard and position, that are committed because this server became the primary."""
+        promoted = [
             shard
-            for shard, held in shard_replicas.items()
-            if shard in self._uncommitted and isinstance(held, PrimaryReplica) and held.replicas.is_backup_ready
+            for shard, replica in shard_replicas.items()
+            if shard in self._uncommitted and isinstance(replica, PrimaryReplica) and replica.replicas.is_backup_ready
         ]
-        return {shard: self._uncommitted.pop(shard) for shard in leading}
+        return {shard: self._uncommitted.pop(shard) for shard in promoted}
 
     def take_transferred(self, node: ServerNode) -> dict[int, dict[int, JournalEntry]]:
-        """Return the entries, by shard and position, that this life hands on to a new backup; once in a generation.
+        """Return entries, by shard and position, that this server passes to a new backup; once per generation.
 
-        The backup gets a state that has them, and will never see them by themselves. If this life dies before it hears
-        that the backup is complete, they are certain, and nobody else can say what they were.
+        The backup receives them only as part of a state. If this server dies before it learns that the backup is ready,
+        they are committed, and nobody else can tell what they were.
         """
-        found = {}
-        for shard, held in node.shard_replicas.items():
-            is_leading = isinstance(held, PrimaryReplica) and not held.replicas.is_backup_ready
-            if is_leading and shard in self._uncommitted and self._transfer_generations.get(shard) != node.generation:
+        transferred = {}
+        for shard, replica in node.shard_replicas.items():
+            is_primary = isinstance(replica, PrimaryReplica) and not replica.replicas.is_backup_ready
+            if is_primary and shard in self._uncommitted and self._transfer_generations.get(shard) != node.generation:
                 self._transfer_generations[shard] = node.generation
-                found[shard] = self._uncommitted[shard].copy()
-        return found
+                transferred[shard] = self._uncommitted[shard].copy()
+        return transferred
 
 
 def fill_gaps(journal: dict[int, JournalEntry], transferred: Mapping[int, JournalEntry]) -> None:
-    """Positions before the newest entry that nobody was certain of have what was handed on there.
+    """Fill positions before the newest committed entry with transferred entries.
 
     Args:
-        journal: certain entries by position.
-        handed_on: what was handed on last, by position; an entry that another one has replaced is not certain.
+        journal: committed entries, by position; extended.
+        transferred: entries transferred last, by position; not committed if another entry took the position.
     """
     newest = max(journal, default=0)
     for position, entry in transferred.items():

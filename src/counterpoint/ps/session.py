@@ -1,7 +1,7 @@
-"""What a worker's program says to a job: make keys, push, pull, take data; wherever coordinator and servers may be.
+"""Worker API of a job: create keys, push, pull and request tasks, wherever coordinator and servers run.
 
-Requests are sent at once, in the order of the calls; what they return is waited for when it is needed. So pushes and
-pulls of many keys are under way together, and a pull sees every push that the same session made before it.
+Requests are sent immediately, in call order; the results are awaited when needed. So pushes and pulls of many keys
+overlap, and a pull sees every earlier push of the same session.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.update_rules import ConstantInit, Initializer, UpdateRule
 
 Versions: TypeAlias = tuple[int, ...]
-"""Of a key, one for each part of it, in the order of the shards that keep one: all of them, or one for a small key."""
+"""Versions of a key, one per part, in shard order: one per shard, or a single one for a small key."""
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class NoTaskYet(Enum):
-    """The answer to a lease when data is left but none may be begun now; under ssp, rest before asking again."""
+    """Result of a task request when data is left but no task may start now.
+
+    Under ssp, leave the clock before retrying.
+    """
 
     NO_TASK_YET = "later"
 
@@ -37,11 +40,11 @@ NO_TASK_YET = NoTaskYet.NO_TASK_YET
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """A push is counted on all parts of its key, and is not lost with a server.
+    """A push that all parts of its key have counted, and that survives the failure of a server.
 
     Attributes:
         versions: of the key afterwards.
-        are_new: whether it was counted now, for each part; not, where its portion had been counted before.
+        are_new: for each part, False if the data slice had already been counted.
     """
 
     versions: Versions
@@ -50,11 +53,11 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullResult:
-    """What a key is, or some of its rows.
+    """Value of a key, or some of its rows.
 
     Attributes:
-        values: the caller's own; in the shape in which the key was made, or ``(len(rows), width)``.
-        versions: of the parts it was read from.
+        values: owned by the caller; in the shape of the key, or ``(len(rows), width)``.
+        versions: of the parts that were read.
     """
 
     values: Tensor
@@ -63,12 +66,12 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InitialRows:
-    """How a table begins of which some rows have their values already.
+    """Initial values of a table, given for some of its rows.
 
     Attributes:
-        rows: their numbers, int64, ascending and each once.
+        rows: row ids, int64, strictly ascending.
         values: ``(len(rows), width)``.
-        others: how all other rows begin.
+        default: initializer of all other rows.
     """
 
     rows: Tensor
@@ -77,26 +80,26 @@ class InitialRows:
 
 
 class PendingResult(Protocol[Answer_co]):
-    """What has been asked for, and is here when it is waited for."""
+    """Result of a request that may not have arrived yet."""
 
     def done(self) -> bool:
-        """Tell whether :meth:`wait` returns, or raises, at once."""
+        """Tell whether :meth:`wait` returns or raises immediately."""
 
     def wait(self, timeout_s: float | None = None) -> Answer_co:
-        """Return the answer.
+        """Return the result.
 
         Args:
-            deadline_s: the longest that this lasts; the job's ``patience.lease_s``, if not given.
+            timeout_s: longest wait; ``timeouts.lease_s`` of the job by default.
 
         Raises:
-            DataError: what was pushed is not finite.
-            PlanError: the request cannot be carried out: it is too stale, lacks its portion, or the server is full.
-            PeerError: nobody has answered in time, or the job goes on without this session.
+            DataError: pushed values are not finite.
+            PlanError: the request is invalid: too stale, without its slice index, or the server is out of memory.
+            PeerError: no reply in time, or the job continues without this session.
         """
 
 
 class Session(Protocol):
-    """A worker's belonging to a job, from when it is made until it leaves; also a context manager.
+    """Membership of a worker in a job, until it leaves; also a context manager.
 
     A session is used by one thread. Its tensors are on the CPU.
     """
@@ -106,32 +109,33 @@ class Session(Protocol):
 
     @property
     def view(self) -> MembershipView:
-        """Who belongs to the job now, as far as this session has heard."""
+        """Newest membership view that this session has received."""
 
     def wait_view(self, newer_than: int, timeout_s: float) -> MembershipView:
-        """Return who belongs to the job, as soon as that is of a newer generation, or the time is up.
+        """Return the view once it is of a newer generation, or when the time is up.
 
         Args:
             newer_than: a generation.
-            wait_s: the longest that this lasts.
+            timeout_s: longest wait.
 
         Raises:
-            PeerError: the job has stopped, or goes on without this session.
+            PeerError: the job has stopped, or continues without this session.
         """
 
     def init(self, key: str, value: Tensor, rule: UpdateRule) -> None:
-        """The key exists: as it is there already, or as this value.
+        """Create a dense key, unless it exists.
 
-        Every session says so of every key that it uses, with the same shape, dtype and rule; the first one's value is
-        the key's. Large keys are divided over all shards.
+        Every session calls this for every key it uses, with the same shape, dtype and rule; the first caller's value
+        counts. Large keys are split over all shards.
 
         Args:
             key: its name.
-            value: of any shape, float64, float32, bfloat16 or float16.
-            rule: what a push does to it.
+            value: of any shape; float64, float32, bfloat16 or float16.
+            rule: how a push updates it.
 
         Raises:
-            PlanError: the key is there otherwise, a server is full, or a job that is not bsp needs an optimizer.
+            PlanError: the key exists with another definition, a server is out of memory, or the consistency needs an
+                optimizer.
         """
 
     def init_rows(
@@ -143,19 +147,19 @@ class Session(Protocol):
         rule: UpdateRule,
         initializer: Initializer | InitialRows,
     ) -> None:
-        """The table of rows exists; its rows begin when they are first asked for.
+        """Create a table of rows, which are initialized when they are first read.
 
         Args:
             key: its name.
-            rows: how many there may be.
-            width: numbers of one.
-            dtype: of these.
-            rule: what a push does to the rows that it names.
-            start: how a row begins; given rows count where this session is the first to make the table.
+            num_rows: number of rows.
+            width: elements per row.
+            dtype: of the elements.
+            rule: how a push updates the rows that it names.
+            initializer: of the rows; given initial rows count only if this session creates the table.
 
         Raises:
-            PlanError: the key is there otherwise, or rows are given under a momentum with dampening.
-            DataError: a number of a given row is not finite.
+            PlanError: the key exists with another definition, or initial rows are given under momentum with dampening.
+            DataError: an initial value is not finite.
         """
 
     def push(  # noqa: PLR0913 - what a push says, most by keyword
@@ -169,20 +173,21 @@ class Session(Protocol):
         codec: str = "",
         pooling: RowPooling | None = None,
     ) -> PendingResult[PushResult]:
-        """A gradient is on its way; its tensors must stay as they are until it has been answered.
+        """Push a gradient; its tensors must not change until the result has arrived.
 
         Args:
-            key: of which key.
+            key: name of the key.
             values: in the shape of the key, or ``(len(rows), width)``.
-            portion: the data it comes from, ``task.epoch * job.work.num_portions + number``; bsp counts by it.
-            read: the versions it was computed from; those last pulled by this session, if not given.
-            rows: their numbers, int64, ascending and each once; none is a push, too, for a step has all portions.
-            code: how a key that is no table is written on the wire, as ``int8``, each part by itself; ``values`` then
-                become what was not sent, to be added to the next gradient.
-            sums: one for each row, of ``values``, which may then be fewer: a row's gradient is the sum of these.
+            slice_index: data slice it was computed from, ``task.epoch * job.data.num_slices + number``; required by
+                bsp.
+            read_versions: versions it was computed from; by default those of this session's last pull.
+            rows: row ids, int64, strictly ascending; may be empty, since a bsp step needs all slices.
+            codec: compression codec of a dense key, such as ``int8``, applied to each part; ``values`` then become the
+                residual, to be added to the next gradient.
+            pooling: which of ``values`` each row's gradient sums; one entry per row.
 
         Raises:
-            PlanError: there is no such key, or the values are not of its shape or dtype.
+            PlanError: the key does not exist, or the values have another shape or dtype.
         """
 
     def pull(
@@ -195,63 +200,63 @@ class Session(Protocol):
         exact_version: bool = False,
         pooling: RowPooling | None = None,
     ) -> PendingResult[PullResult]:
-        """What a key is, or some of its rows, is on its way.
+        """Pull the value of a key, or some of its rows.
 
         Args:
-            key: which.
-            rows: their numbers, int64, ascending and each once; required for a table.
-            least: versions that the answer must have at least; under bsp the step.
-            out: becomes the values; new memory, if not given.
-            is_exact: whether a key that is one step further is wanted as it was at ``least``: so a portion of a step is
-                computed from the same weights, whoever does it and however often. For bsp with tasks.
-            sums: of the rows, which are wanted instead of them, each shard adding up its own.
+            key: name of the key.
+            rows: row ids, int64, strictly ascending; required for a table.
+            min_versions: lowest acceptable versions; under bsp, the step.
+            out: tensor that receives the values; newly allocated if not given.
+            exact_version: if the key is one version ahead, return it as of ``min_versions``, so that a slice of a step
+                is computed from the same weights by every attempt. For bsp with tasks.
+            pooling: sums of rows to return instead of the rows; each shard sums its own.
 
         Raises:
-            PlanError: there is no such key, or rows or ``out`` do not fit it.
+            PlanError: the key does not exist, or rows or ``out`` do not fit it.
         """
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a block whose pushes and pulls leave in one go at its end, which is less work on both sides."""
+        """Return a context whose pushes and pulls are sent together at its end, which costs less on both sides."""
 
     def join_clock(self) -> None:
-        """Others wait for this worker from now on (ssp); it comes before the pull for the first push."""
+        """Join the ssp clock, before the pull for the first push."""
 
     def leave_clock(self) -> None:
-        """Nobody waits for this worker any longer (ssp), until it enters again."""
+        """Leave the ssp clock until the next :meth:`join_clock`."""
 
     def lease(self, timeout_s: float = 0.0) -> DataTask | NoTaskYet | None:
-        """Return data to work on; None when all data of all epochs has been counted.
+        """Return a task; None if all data of all epochs has been processed.
 
         Args:
-            wait_s: how long to wait for a task before the answer is :data:`NO_TASK_YET`.
+            timeout_s: longest wait for a task before :data:`NO_TASK_YET` is returned.
 
         Raises:
             PeerError: the job has stopped; the error says why.
         """
 
     def report(self, task: DataTask, outcome: TaskOutcome, text: str = "") -> None:
-        """The coordinator knows how a task ended; done means that all its pushes have been answered, so wait for them.
+        """Report the outcome of a task; done requires that all of its pushes were acknowledged, so wait for them first.
 
         Args:
             task: which.
             outcome: done, failed or preempted.
-            text: why, if it failed.
+            text: error message, if it failed.
         """
 
     def checkpoint(self) -> int:
-        """Return the number of a cut that will be saved as soon as no task is begun and not done; this waits for none.
+        """Request a snapshot and return its number; it is saved once no task is partially applied.
 
-        No task that nobody has begun is given out until then.
+        Tasks that were never started are not assigned until then. This does not wait.
         """
 
     def leave(self) -> None:
-        """The job goes on without this worker, and gives others what it had leased; nothing can be asked any more."""
+        """Leave the job; leased tasks are assigned to others, and the session cannot be used any more."""
 
     def close(self) -> None:
-        """The session has left, if it was still in and the job can be reached; nothing of it remains."""
+        """Leave the job if it can be reached, and release all resources."""
 
     def __enter__(self) -> Self:
         """Return the session."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """The session is closed."""
+        """Close the session."""

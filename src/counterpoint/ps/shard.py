@@ -1,4 +1,4 @@
-"""A shard is what its journal says: one entry after the other, the same on primary, backup and in a replay."""
+"""A shard: the state after a journal of entries, identical on primary, backup and in a replay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ShardReply: TypeAlias = PushReply | Ack | Rejected
 
 @dataclass(slots=True)
 class ShardKey:
-    """A key on this shard."""
+    """A key on this shard: its definition, storage, consistency state, and gradients of an incomplete step."""
 
     spec: KeySpec
     storage: DenseStorage | SparseRowStorage
@@ -59,7 +59,7 @@ class ShardKey:
 
 @dataclass(slots=True)
 class ClientRecord:
-    """Where one life of a worker is answered."""
+    """Duplicate detection for one worker incarnation: next expected sequence, and recent replies."""
 
     incarnation: int
     next_sequence: int = 0
@@ -67,12 +67,12 @@ class ClientRecord:
 
 
 class PsShard:
-    """The fold of a journal.
+    """State machine of one shard, driven by journal entries.
 
     Args:
-        job: what all agree on.
-        index: which shard.
-        state: where to begin; with nothing, if not given.
+        job: configuration.
+        index: of the shard.
+        state: initial state; empty if not given.
     """
 
     def __init__(self, job: JobConfig, index: int, state: ShardState | None = None) -> None:
@@ -90,26 +90,26 @@ class PsShard:
 
     def _restore_key(self, state: KeyState) -> ShardKey:
         tally = ConsistencyTracker(self.job.consistency, state.progress)
-        earlier = None if state.previous is None else PreviousVersion(state.previous, state.previous_rows)
-        table = self._make_storage(state.spec, state.tensors, state.rows, earlier)
-        return ShardKey(state.spec, table, tally, {held.slice_index: held for held in state.pending})
+        previous = None if state.previous is None else PreviousVersion(state.previous, state.previous_rows)
+        table = self._make_storage(state.spec, state.tensors, state.rows, previous)
+        return ShardKey(state.spec, table, tally, {gradient.slice_index: gradient for gradient in state.pending})
 
     def _make_storage(
         self, spec: KeySpec, tensors: tuple[Tensor, ...], rows: Tensor | None, previous: PreviousVersion | None = None
     ) -> DenseStorage | SparseRowStorage:
-        keeps = self.job.allows_recompute and not isinstance(spec.rule, Assign)
+        keeps_previous = self.job.allows_recompute and not isinstance(spec.rule, Assign)
         if spec.width:
             return SparseRowStorage(
-                spec, self.index, self.job.num_shards, rows, tensors, keeps_previous=keeps, previous=previous
+                spec, self.index, self.job.num_shards, rows, tensors, keeps_previous=keeps_previous, previous=previous
             )
-        return DenseStorage(spec, tensors, keeps_previous=keeps, previous=previous)
+        return DenseStorage(spec, tensors, keeps_previous=keeps_previous, previous=previous)
 
     @property
     def state(self) -> ShardState:
-        """All of it, as a value that later entries do not change: they copy numbers that somebody still has."""
+        """The whole state as a value that later entries do not change (copy on write)."""
         sessions = (
-            ClientState(worker, desk.incarnation, desk.next_sequence, tuple(desk.replies.values()))
-            for worker, desk in self.clients.items()
+            ClientState(worker, client.incarnation, client.next_sequence, tuple(client.replies.values()))
+            for worker, client in self.clients.items()
         )
         keys = (_key_state(key) for key in self.keys.values())
         return ShardState(
@@ -123,35 +123,35 @@ class PsShard:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its tables."""
+        """Memory of all keys."""
         return sum(key.storage.num_bytes for key in self.keys.values())
 
     def apply(self, entry: JournalEntry) -> ShardReply | None:
-        """The shard is as after this entry of its journal; returns what its sender is to be told.
+        """Apply one journal entry; return the reply to its sender.
 
-        A request that must not be carried out is an entry too: it changes nothing but what its sender is told.
+        An invalid request is an entry, too: it changes nothing except the recorded reply.
         """
         self.position += 1
         if isinstance(entry, SetMembers):
             self._set_members(entry.generation, entry.workers)
             return None
         origin = entry.header
-        desk = self.clients.get(origin.member)
-        if desk is None or (desk.incarnation, desk.next_sequence) != (origin.incarnation, origin.sequence):
-            return self.rejection(entry, "identity", f"{origin} is not the next request of a worker of this generation")
+        client = self.clients.get(origin.member)
+        if client is None or (client.incarnation, client.next_sequence) != (origin.incarnation, origin.sequence):
+            return self.rejection(entry, "identity", f"{origin} is not the next request of a current worker")
         try:
-            answer = self._apply_change(entry)
+            reply = self._apply_change(entry)
         except ProtocolError as error:
-            answer = self.rejection(entry, "request", str(error))
+            reply = self.rejection(entry, "request", str(error))
         except MemoryError as error:
-            answer = self.rejection(entry, "full", str(error))
-        desk.next_sequence += 1
-        desk.replies = {key: kept for key, kept in desk.replies.items() if key >= origin.acked_before}
-        desk.replies[origin.sequence] = answer
-        return answer
+            reply = self.rejection(entry, "full", str(error))
+        client.next_sequence += 1
+        client.replies = {key: recorded for key, recorded in client.replies.items() if key >= origin.acked_before}
+        client.replies[origin.sequence] = reply
+        return reply
 
     def rejection(self, entry: WriteRequest | PullRequest, reason: RejectReason, text: str) -> Rejected:
-        """Return what its sender is told about a request that changed nothing."""
+        """Return the reply to a request that changed nothing."""
         number = entry.ticket if isinstance(entry, PullRequest) else entry.header.sequence
         return Rejected(self.index, number, isinstance(entry, PullRequest), reason, text, self.generation)
 
@@ -173,14 +173,18 @@ class PsShard:
         return Ack(self.index, sequence)
 
     def _set_members(self, generation: int, workers: tuple[JobMember, ...]) -> None:
-        """Only these workers belong to the job now."""
+        """Restrict clients to the workers of a new generation."""
         self.generation, self.workers = generation, workers
-        lives = {worker.name: worker.incarnation for worker in workers}
-        known = {name: desk.incarnation for name, desk in self.clients.items()}
-        self._leave_clocks([name for name in self.clock_members if name not in known or lives.get(name) != known[name]])
+        incarnations = {worker.name: worker.incarnation for worker in workers}
+        known = {name: client.incarnation for name, client in self.clients.items()}
+        self._leave_clocks(
+            [name for name in self.clock_members if name not in known or incarnations.get(name) != known[name]]
+        )
         self.clients = {
-            name: desk if (desk := self.clients.get(name)) and desk.incarnation == life else ClientRecord(life)
-            for name, life in lives.items()
+            name: client
+            if (client := self.clients.get(name)) and client.incarnation == incarnation
+            else ClientRecord(incarnation)
+            for name, incarnation in incarnations.items()
         }
 
     def _leave_clocks(self, workers: Sequence[str]) -> None:
@@ -190,16 +194,17 @@ class PsShard:
 
     def _init_key(self, entry: InitRequest) -> None:
         spec = entry.spec
-        known = self.keys.get(spec.key)
-        if known is not None:
+        existing = self.keys.get(spec.key)
+        if existing is not None:
             check_request(
-                known.spec == spec, f"{spec.key} is {known.spec} already, and {entry.header.member} says {spec}"
+                existing.spec == spec,
+                f"{spec.key} exists as {existing.spec}, but {entry.header.member} defines it as {spec}",
             )
             return
         if isinstance(spec.rule, Assign):
             is_bsp = isinstance(self.job.consistency, Bsp)
             mode = type(self.job.consistency).__name__.lower()
-            check_request(is_bsp, f"{spec.key} without an optimizer on the server, which {mode} needs; give it a rule")
+            check_request(is_bsp, f"{spec.key} without an optimizer, which {mode} needs; give it an update rule")
         table = self._initial_storage(entry)
         self._check_capacity(table.num_bytes, spec.key)
         tally = ConsistencyTracker(self.job.consistency)
@@ -213,7 +218,8 @@ class PsShard:
             return self._make_storage(spec, () if value is None else (value,), None)
         self._make_storage(spec, (), None).validate_push(value, rows)
         check_request(
-            not (isinstance(spec.rule, Sgd) and spec.rule.dampening), f"given rows of {spec.key} under dampening"
+            not (isinstance(spec.rule, Sgd) and spec.rule.dampening),
+            f"initial rows of {spec.key} with dampening are not supported",
         )
         return self._make_storage(spec, (value, *initial_state(spec.rule, value)), rows)
 
@@ -239,26 +245,30 @@ class PsShard:
     def _check_capacity(self, more_bytes: int, key: str) -> None:
         if more_bytes and self.num_bytes + more_bytes > self.job.capacity_bytes:
             raise MemoryError(
-                f"shard {self.index} keeps {self.num_bytes} of at most {self.job.capacity_bytes} bytes and has no room "
-                f"for {more_bytes} more of {key}; give the job more servers or a larger capacity_bytes"
+                f"shard {self.index} holds {self.num_bytes} of at most {self.job.capacity_bytes} bytes, and {key} "
+                f"needs {more_bytes} more; use more servers or a larger capacity_bytes"
             )
 
     def _find_key(self, name: str) -> ShardKey:
         key = self.keys.get(name)
         if key is None:
-            raise invalid_request(f"there is no key {name!r} on shard {self.index}; init comes before push and pull")
+            raise invalid_request(f"unknown key {name!r} on shard {self.index}; call init before push and pull")
         return key
 
     def can_read(self, pull: PullRequest) -> bool:
-        """Tell whether the answer to a pull can be given now; a ProtocolError where it never can."""
+        """Tell whether a pull can be served now.
+
+        Raises:
+            ProtocolError: it never can.
+        """
         key = self._find_key(pull.key)
         key.storage.validate_pull(pull.rows)
-        desk = self.clients.get(pull.header.member)
-        sees_own = desk is not None and desk.next_sequence >= pull.header.sequence
-        return sees_own and key.tracker.can_read(pull.header.member, pull.min_version)
+        client = self.clients.get(pull.header.member)
+        sees_own_writes = client is not None and client.next_sequence >= pull.header.sequence
+        return sees_own_writes and key.tracker.can_read(pull.header.member, pull.min_version)
 
     def read(self, pull: PullRequest) -> PullReply:
-        """Return the answer to a pull that may read."""
+        """Return the reply to a pull that can be served."""
         key = self._find_key(pull.key)
         version = key.tracker.version
         if pull.exact_version and version == pull.min_version + 1 and key.storage.keeps_previous:
@@ -271,62 +281,70 @@ class PsShard:
         return PullReply(self.index, pull.ticket, pull.key, version, values)
 
     def digest(self) -> str:
-        """Return a word that is the same for shards that are the same, bit for bit."""
-        _, plain, tensors = encode_message(self.state)
-        facts = hashlib.blake2b(json.dumps(plain).encode(), digest_size=16)
+        """Return a hash that is equal for bitwise equal shards."""
+        _, fields, tensors = encode_message(self.state)
+        digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16)
         for tensor in tensors:
-            facts.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        return facts.hexdigest()
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
 
 def _key_state(key: ShardKey) -> KeyState:
-    found = key.storage.snapshot()
-    earlier, earlier_rows = (None, None) if found.previous is None else (found.previous.values, found.previous.rows)
+    snapshot = key.storage.snapshot()
+    previous, previous_rows = (
+        (None, None) if snapshot.previous is None else (snapshot.previous.values, snapshot.previous.rows)
+    )
     return KeyState(
-        key.spec, key.tracker.progress, found.tensors, found.rows, tuple(key.pending.values()), earlier, earlier_rows
+        key.spec,
+        key.tracker.progress,
+        snapshot.tensors,
+        snapshot.rows,
+        tuple(key.pending.values()),
+        previous,
+        previous_rows,
     )
 
 
 def decode_push(push: PushRequest, spec: KeySpec) -> PushRequest:
-    """Return a push whose values are what its code says.
+    """Return the push with its values decompressed.
 
     Raises:
-        ProtocolError: no such range has these bytes.
+        ProtocolError: the bytes are not an encoding of this key's range.
     """
     count, dtype = spec.high - spec.low, DTYPES[spec.dtype]
     code = find_codec(push.codec)
     num_bytes = code.encoded_bytes((count,), dtype.itemsize)
     check_request(
         not spec.width and len(push.values) == num_bytes,
-        f"{len(push.values)} bytes of {push.codec} pushed to {spec.key}, which takes {num_bytes}",
+        f"{len(push.values)} bytes of {push.codec} pushed to {spec.key}, expected {num_bytes}",
     )
     try:
         values = decompress(code, push.values, torch.empty(count, dtype=dtype))
     except (IndexError, RuntimeError) as error:
-        raise invalid_request(f"bytes pushed to {spec.key} that {push.codec} cannot have written") from error
+        raise invalid_request(f"bytes pushed to {spec.key} that are not a valid {push.codec} encoding") from error
     return replace(push, values=values, codec="")
 
 
 def sum_gradients(pending: Sequence[PendingGradient]) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of gradients in their order, and its rows."""
+    """Return the sum of gradients, in order, and its row ids."""
     first, *others = pending
     if first.rows is None:
         total = first.values.clone()
-        for one in others:
-            total += one.values
+        for gradient in others:
+            total += gradient.values
         return total, None
-    numbers = [one.rows.numpy() for one in pending if one.rows is not None]
-    rows = np.unique(np.concatenate(numbers))
+    rows_of_gradients = [gradient.rows.numpy() for gradient in pending if gradient.rows is not None]
+    rows = np.unique(np.concatenate(rows_of_gradients))
     total = first.values.new_zeros((len(rows), *first.values.shape[1:]))
-    for one, own in zip(pending, numbers, strict=True):
-        total[torch.from_numpy(rows.searchsorted(own))] += one.values
+    for gradient, row_ids in zip(pending, rows_of_gradients, strict=True):
+        total[torch.from_numpy(rows.searchsorted(row_ids))] += gradient.values
     return total, torch.from_numpy(rows)
 
 
 def replay_journal(
     job: JobConfig, index: int, entries: Iterable[JournalEntry], state: ShardState | None = None
 ) -> PsShard:
-    """Return the shard that a journal makes, from the beginning or from a saved state."""
+    """Return the shard that a journal produces, from scratch or from a saved state."""
     shard = PsShard(job, index, state)
     for entry in entries:
         shard.apply(entry)

@@ -1,4 +1,4 @@
-"""What a user chooses for a key: the rule that updates it on the server, and how rows begin that nobody has written."""
+"""Choices for a key on the server: the optimizer rule that applies gradients, and the initial values of rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from counterpoint.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """What is pushed is the value: of bsp the sum of a step's portions. Workers update by themselves."""
+    """No optimizer: the pushed value replaces the stored one (under bsp, the sum of a step); workers update locally."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """``torch.optim.SGD``; with a momentum, rows that are not pushed keep theirs as it is.
+    """``torch.optim.SGD``; with momentum, the momentum of rows that are not pushed does not decay.
 
     Source:
         Sutskever et al., On the importance of initialization and momentum in deep learning, ICML 2013.
@@ -29,16 +29,16 @@ class Sgd:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        check_request(min(self.lr, self.momentum, self.weight_decay) >= 0, f"{self} has a number below 0")
+        check_request(min(self.lr, self.momentum, self.weight_decay) >= 0, f"{self} has a negative option")
         check_request(
             not self.nesterov or (self.momentum > 0 and self.dampening == 0),
-            f"{self} has Nesterov's step, which needs a momentum and no dampening",
+            f"{self}: Nesterov momentum needs a momentum and zero dampening",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Adagrad:
-    """``torch.optim.Adagrad``, for ranges and for rows.
+    """``torch.optim.Adagrad``, for dense keys and for rows.
 
     Source:
         Duchi et al., Adaptive subgradient methods, JMLR 2011; on the server: Dean et al., NIPS 2012.
@@ -52,12 +52,12 @@ class Adagrad:
 
     def __post_init__(self) -> None:
         numbers = (self.lr, self.lr_decay, self.weight_decay, self.initial_accumulator_value, self.eps)
-        check_request(min(numbers) >= 0, f"{self} has a number below 0")
+        check_request(min(numbers) >= 0, f"{self} has a negative option")
 
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """``torch.optim.Adam`` for ranges, ``torch.optim.SparseAdam`` for rows.
+    """``torch.optim.Adam`` for dense keys, ``torch.optim.SparseAdam`` for rows.
 
     Source:
         Kingma and Ba, Adam, ICLR 2015.
@@ -70,8 +70,8 @@ class Adam:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_request(min(self.lr, self.eps, self.weight_decay) >= 0, f"{self} has a number below 0")
-        check_request(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, f"{self} has a beta that is not from 0 to below 1")
+        check_request(min(self.lr, self.eps, self.weight_decay) >= 0, f"{self} has a negative option")
+        check_request(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, f"{self} has a beta outside [0, 1)")
 
 
 UpdateRule: TypeAlias = Assign | Sgd | Adagrad | Adam
@@ -79,48 +79,46 @@ UpdateRule: TypeAlias = Assign | Sgd | Adagrad | Adam
 
 @dataclass(frozen=True, slots=True)
 class ConstantInit:
-    """A row begins as one number everywhere."""
+    """Initialize every element of a row to one value."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class UniformInit:
-    """A row begins evenly distributed from ``low`` to ``high``, by (seed, key, row, column) alone."""
+    """Initialize a row uniformly in ``[low, high)``, as a function of (seed, key, row, column) only."""
 
     low: float
     high: float
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_request(-inf < self.low <= self.high < inf, f"{self} is no range")
+        check_request(-inf < self.low <= self.high < inf, f"{self} is not a finite, ordered range")
 
 
 @dataclass(frozen=True, slots=True)
 class NormalInit:
-    """A row begins normally distributed, by (seed, key, row, column) alone."""
+    """Initialize a row from a normal distribution, as a function of (seed, key, row, column) only."""
 
     mean: float
     std: float
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_request(0 <= self.std < inf, f"{self} has no spread")
+        check_request(0 <= self.std < inf, f"{self} has a standard deviation that is not finite and non-negative")
 
 
 Initializer: TypeAlias = ConstantInit | UniformInit | NormalInit
 
 
 def check_request(condition: bool, message: str) -> None:  # noqa: FBT001 - a condition, as in assert
-    """Nothing has happened when what must hold does.
-
-    Raises:
-        ProtocolError: it does not.
-    """
+    """Raise ProtocolError unless the condition holds."""
     if not condition:
         raise invalid_request(message)
 
 
 def invalid_request(message: str) -> ProtocolError:
-    """Return the error for a request that nobody can mean."""
-    return ProtocolError(f"a request cannot be meant: {message}; nothing was changed: look at who sends it")
+    """Return the error for a request that is invalid whatever the state of the server."""
+    return ProtocolError(
+        f"invalid request: {message}; it was rejected and no state changed; check the client that sent it"
+    )

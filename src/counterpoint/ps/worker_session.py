@@ -1,11 +1,4 @@
-"""What a refused request is for the program that made it: an error by the name of whose fault it is.
-
-Requests under way: their parts at several shards, and whoever waits until all of them have been answered.
-
-A worker's talk with the coordinator: one question at a time, and tasks that came when nobody waited for them.
-
-A session over whatever carries its messages: it divides requests over shards, and puts their answers together.
-"""
+"""Worker session: splits requests over shards, tracks pending replies, and talks to the coordinator."""
 
 from __future__ import annotations
 
@@ -62,15 +55,15 @@ from counterpoint.ps.update_rules import Assign, Initializer, UpdateRule
 
 
 def error_from_rejection(rejected: Rejected, values: Tensor | None = None) -> CounterpointError:
-    """Return the error for a refusal that asking again would not change.
+    """Return the error for a rejection that a retry would not change.
 
     Args:
-        refused: what was answered.
-        values: what was pushed, if it was a push.
+        rejected: the reply.
+        values: pushed values, if it was a push.
 
     Example:
-        >>> error_of(Refused(0, 3, False, "full", "there is no room", 1))
-        PlanError('there is no room')
+        >>> error_from_rejection(Rejected(0, 3, False, "full", "out of memory", 1))
+        PlanError('out of memory')
     """
     if values is not None and not bool(values.isfinite().all()):
         return DataError(rejected.text)
@@ -90,42 +83,42 @@ Result = TypeVar("Result")
 
 
 class MessageTransport(Protocol):
-    """What carries a session's messages, in this process or to others."""
+    """Transport of a session's messages, in this process or over sockets."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Whoever holds it is alone with the session."""
+        """Lock that gives exclusive access to the session."""
 
     def execute(self, actions: Sequence[PsAction]) -> None:
-        """Messages are on their way; called with the lock."""
+        """Send messages; called with the lock held."""
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a block whose messages leave in one go at its end."""
+        """Return a context whose messages are sent together at its end."""
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition holds, or comes to hold within the time; called without the lock."""
+        """Tell whether the condition becomes true within the time; called without the lock."""
 
     def can_send(self) -> bool:
-        """Tell whether more may be sent: what was sent before has been taken, but for a bounded rest."""
+        """Tell whether the backlog of unsent messages is small enough to send more."""
 
     @property
     def last_error(self) -> CounterpointError | None:
-        """What stood in the way of messages last; a ProtocolError where trying again would not help."""
+        """Last connection error; a ProtocolError if a retry would not help."""
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """Release all resources."""
 
 
 class PendingRequest(Generic[Result]):
-    """A request to some shards.
+    """A request to one or more shards, and the replies so far.
 
     Args:
-        carrier: of the session.
-        what: was asked, for errors.
-        num_parts: answers that it takes.
-        finish: makes the result of them, when somebody waits for it.
-        deadline_s: the longest that one waits who does not say.
-        values: what was pushed, if it is a push.
+        transport: of the session.
+        what: description of the request, for errors.
+        num_parts: number of expected replies.
+        finish: combines the replies when the result is awaited.
+        timeout_s: default timeout.
+        values: pushed values, if it is a push.
     """
 
     def __init__(
@@ -148,7 +141,7 @@ class PendingRequest(Generic[Result]):
         self._result: Result | None = None
 
     def on_reply(self, part: int, reply: PartReply | Rejected) -> None:
-        """One shard has answered."""
+        """Record the reply of one shard."""
         if isinstance(reply, Rejected):
             self.fail(error_from_rejection(reply, self._values))
             return
@@ -156,20 +149,20 @@ class PendingRequest(Generic[Result]):
         self._replies[part] = reply
 
     def fail(self, error: CounterpointError) -> None:
-        """There will be no result."""
+        """Fail the request."""
         self._error = self._error or error
 
     def done(self) -> bool:
-        """Tell whether all have answered, or one has refused."""
+        """Tell whether all shards have replied, or one has rejected the request."""
         return self._error is not None or not self._num_missing
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """Return the result; see :class:`counterpoint.ps.session.Pending`."""
+        """Return the result; see :class:`counterpoint.ps.session.PendingResult`."""
         limit_s = self._deadline_s if timeout_s is None else timeout_s
         if not self._transport.wait(self.done, limit_s):
-            missing = f"{self._num_missing} of {len(self._replies)} parts of which are missing"
+            missing = f"{self._num_missing} of {len(self._replies)} replies missing"
             raise PeerError(
-                f"waited {limit_s:g} s for {self._what}, {missing}; look at whether the servers run, and whom they "
+                f"waited {limit_s:g} s for {self._what}, {missing}; check that the servers run, and which workers they "
                 "wait for"
             )
         if self._error is not None:
@@ -187,11 +180,11 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.005, 0.1
 
 
 class CoordinatorClient:
-    """What has been asked of the coordinator, and what it said.
+    """Calls to the coordinator, one at a time, and tasks that arrived while no call waited for them.
 
     Args:
-        client: the worker's side of the protocol.
-        carrier: of its messages.
+        client: protocol state machine of the worker.
+        transport: of its messages.
     """
 
     def __init__(self, client: PsClient, transport: MessageTransport) -> None:
@@ -203,9 +196,9 @@ class CoordinatorClient:
         self.error: CounterpointError | None = None
 
     def on_response(self, response: CoordinatorResponse) -> list[PsAction]:
-        """Take in what the coordinator says; return what is to be sent.
+        """Process a response of the coordinator; return the actions to execute.
 
-        A task that comes when none is waited for, because an earlier question was still open, is kept for later.
+        A task that arrives when none is awaited, because an earlier call was still open, is kept for later.
         """
         if isinstance(response, TaskReply) and not self._is_task_request:
             self._spare_tasks.append(response)
@@ -217,7 +210,7 @@ class CoordinatorClient:
         return []
 
     def lease(self, timeout_s: float) -> DataTask | NoTaskYet | None:
-        """Return data to work on; None where all is done."""
+        """Return a task; None if all data has been processed."""
         if not self._spare_tasks:
             told = self._call(TaskRequest, timeout_s)
             if not isinstance(told, TaskReply):
@@ -226,45 +219,47 @@ class CoordinatorClient:
         return self._spare_tasks.pop(0).task
 
     def call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> CoordinatorResponse:
-        """Return what the coordinator says.
+        """Return the response of the coordinator.
 
         Raises:
-            PeerError: the job has stopped, or nobody has answered in time.
+            PeerError: the job has stopped, or there is no response in time.
         """
         return self._call(make_request, 0.0)
 
     def start_call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> None:
-        """The question is on its way."""
+        """Send a call."""
         with self._transport.lock:
             self._make_request, self._is_task_request, self._response = make_request, make_request is TaskRequest, None
             self._transport.execute(self._client.call_coordinator(make_request))
 
     def wait_response(self, timeout_s: float) -> bool:
-        """Tell whether there is an answer in time."""
+        """Tell whether a response arrives in time."""
         return self._transport.wait(lambda: self._response is not None or self.error is not None, timeout_s)
 
     def _call(self, make_request: Callable[[RequestHeader], CoordinatorCall], timeout_s: float) -> CoordinatorResponse:
-        limit_s = self._client.job.timeouts.lease_s
+        lease_s = self._client.job.timeouts.lease_s
         self.start_call(make_request)
         try:
-            self.wait_response(limit_s)
+            self.wait_response(lease_s)
             self._poll(make_request, timeout_s)
         finally:
             with self._transport.lock:
-                told, self._make_request, self._is_task_request = self._response, None, False
-        if told is None and self.error is not None:  # who has left is told that it does not belong to the job any more
+                response, self._make_request, self._is_task_request = self._response, None, False
+        if (
+            response is None and self.error is not None
+        ):  # who has left is told that it does not belong to the job any more
             raise self.error
-        if told is None:
+        if response is None:
             raise PeerError(
-                f"waited {limit_s:g} s for the coordinator of {self._client.job.name} to answer {self._client.name}; "
-                "look at whether it runs"
+                f"waited {lease_s:g} s for the coordinator of {self._client.job.name} to answer {self._client.name}; "
+                "check that it runs"
             )
-        if isinstance(told, Rejected) and told.reason != "later":
-            raise error_from_rejection(told)
-        return told
+        if isinstance(response, Rejected) and response.reason != "later":
+            raise error_from_rejection(response)
+        return response
 
     def _poll(self, make_request: Callable[[RequestHeader], CoordinatorCall], timeout_s: float) -> None:
-        """Ask for data again and again while none may be begun: nobody is told when others are done with theirs."""
+        """Repeat a task request while no task may start, since the coordinator does not notify waiting workers."""
         left_s, pause_s = timeout_s, MIN_BACKOFF_S
         while left_s > 0 and self._is_waiting():
             if self._transport.wait(lambda: not self._is_waiting(), min(pause_s, left_s)):
@@ -286,11 +281,11 @@ FinishedT = TypeVar("FinishedT")
 
 
 class WorkerSession:
-    """A worker's belonging to a job; see :class:`counterpoint.ps.session.Session`.
+    """Implementation of :class:`counterpoint.ps.session.Session` over a message transport.
 
     Args:
-        client: its side of the protocol.
-        carrier: of its messages.
+        client: protocol state machine of the worker.
+        transport: of its messages.
     """
 
     def __init__(self, client: PsClient, transport: MessageTransport) -> None:
@@ -307,22 +302,22 @@ class WorkerSession:
 
     @property
     def membership(self) -> Membership:
-        """Its belonging to the job."""
+        """Membership of this incarnation."""
         return self._client.membership
 
     @property
     def view(self) -> MembershipView:
-        """Who belongs to the job now, as far as this session has heard."""
+        """Newest membership view that this session has received."""
         return self._client.membership.view
 
     def wait_view(self, newer_than: int, timeout_s: float) -> MembershipView:
-        """Return who belongs to the job, as soon as that is of a newer generation, or the time is up."""
+        """Return the view once it is of a newer generation, or when the time is up."""
         self._transport.wait(lambda: self.view.generation > newer_than or self._error is not None, timeout_s)
         self._check_open()
         return self.view
 
     def on_event(self, message: PsMessage | None, now: float) -> list[PsAction]:
-        """Take in a message, or the time, and return what is to be sent; answers go to those who wait for them."""
+        """Process a message or a clock tick; deliver replies to pending requests, and return messages to send."""
         if self._has_left or self._error is not None:
             return []
         sends: list[PsAction] = []
@@ -336,32 +331,32 @@ class WorkerSession:
         return sends
 
     def fail(self, error: CounterpointError) -> None:
-        """The session is over; whoever waits is told why."""
+        """End the session, and fail all pending requests."""
         self._error = self._coordinator.error = self._error or error
-        for asked, _ in (*self._writes.values(), *self._pulls.values()):
-            asked.fail(error)
+        for request, _ in (*self._writes.values(), *self._pulls.values()):
+            request.fail(error)
         self._writes.clear()
         self._pulls.clear()
 
-    def _on_reply(self, answer: PushReply | PullReply | Ack | Rejected | TaskReply | CheckpointReply) -> list[PsAction]:
-        if isinstance(answer, TaskReply | CheckpointReply) or answer.shard < 0:
-            sends = self._coordinator.on_response(answer)  # type: ignore[arg-type]
+    def _on_reply(self, reply: PushReply | PullReply | Ack | Rejected | TaskReply | CheckpointReply) -> list[PsAction]:
+        if isinstance(reply, TaskReply | CheckpointReply) or reply.shard < 0:
+            actions = self._coordinator.on_response(reply)  # type: ignore[arg-type]
             if self._coordinator.error is not None:
                 self.fail(self._coordinator.error)
-            return sends
-        if isinstance(answer, PullReply):
-            asked, part = self._pulls.pop(answer.ticket)
-        elif isinstance(answer, Rejected) and answer.is_pull:
-            asked, part = self._pulls.pop(answer.sequence)
+            return actions
+        if isinstance(reply, PullReply):
+            request, part = self._pulls.pop(reply.ticket)
+        elif isinstance(reply, Rejected) and reply.is_pull:
+            request, part = self._pulls.pop(reply.sequence)
         else:
-            asked, part = self._writes.pop((answer.shard, answer.sequence))
-        asked.on_reply(part, answer)
+            request, part = self._writes.pop((reply.shard, reply.sequence))
+        request.on_reply(part, reply)
         return []
 
     # Requests to shards
 
     def init(self, key: str, value: Tensor, rule: UpdateRule) -> None:
-        """The key exists: as it is there already, or as this value."""
+        """Create a dense key, unless it exists."""
         validate_rule(self.job, key, rule)
         validate_value(key, value)
         dense = DenseKey(key, tuple(value.shape), value.dtype, place_key(key, value.numel(), self.job.num_shards))
@@ -376,13 +371,14 @@ class WorkerSession:
         rule: UpdateRule,
         initializer: Initializer | InitialRows,
     ) -> None:
-        """The table of rows exists; its rows begin when they are first asked for."""
+        """Create a table of rows, which are initialized when they are first read."""
         if dtype not in DTYPE_NAMES or num_rows < 1 or width < 1:
             raise PlanError(
-                f"{key} of {num_rows} x {width} {dtype}; a table has rows of one of {', '.join(DTYPE_NAMES.values())}"
+                f"{key} of {num_rows} x {width} {dtype}; a table has 1 or more rows of one of "
+                f"{', '.join(DTYPE_NAMES.values())}"
             )
         if isinstance(rule, Assign):
-            raise PlanError(f"rows of {key} without an optimizer on the server; give them a rule")
+            raise PlanError(f"rows of {key} without an optimizer on the server; give them an update rule")
         validate_rule(self.job, key, rule)
         table = TableKey(key, num_rows, width, dtype, self.job.num_shards)
         if isinstance(initializer, InitialRows):
@@ -399,12 +395,12 @@ class WorkerSession:
         values: Sequence[Tensor | None],
         rows: Sequence[Tensor | None] = (),
     ) -> None:
-        begins = zip(key.shards, specs, values, rows or [None] * len(specs), strict=True)
-        makes: list[tuple[int, Callable[[RequestHeader], WriteRequest]]] = [
+        initial_values = zip(key.shards, specs, values, rows or [None] * len(specs), strict=True)
+        writes: list[tuple[int, Callable[[RequestHeader], WriteRequest]]] = [
             (shard, lambda origin, shard=shard, begin=begin: InitRequest(origin, shard, *begin))  # type: ignore[misc]
-            for shard, *begin in begins
+            for shard, *begin in initial_values
         ]
-        self._send_writes(f"the servers to make {key.name}", makes, lambda _: None).wait()
+        self._send_writes(f"the servers to create {key.name}", writes, lambda _: None).wait()
         self._keys[key.name] = key
         self._read_versions.setdefault(key.name, (0,) * len(key.shards))
 
@@ -419,44 +415,44 @@ class WorkerSession:
         codec: str = "",
         pooling: RowPooling | None = None,
     ) -> PendingRequest[PushResult]:
-        """A gradient is on its way; its tensors must stay as they are until it has been answered."""
-        known = self._find_key(key)
-        from_versions = self._read_versions[key] if read_versions is None else read_versions
-        if len(from_versions) != len(known.shards):
+        """Push a gradient; its tensors must not change until the result has arrived."""
+        partitioned = self._find_key(key)
+        versions = self._read_versions[key] if read_versions is None else read_versions
+        if len(versions) != len(partitioned.shards):
             raise PlanError(
-                f"{len(from_versions)} versions of {key}, which has {len(known.shards)} parts; give so many"
+                f"{len(versions)} versions of {key}, which has {len(partitioned.shards)} parts; give so many"
             )
-        makes: list[tuple[int, Callable[[RequestHeader], WriteRequest]]] = [
+        writes: list[tuple[int, Callable[[RequestHeader], WriteRequest]]] = [
             (
                 part.shard,
                 lambda origin, part=part, version=version: PushRequest(  # type: ignore[misc]
                     origin, part.shard, key, slice_index, version, part.values, part.rows, codec, part.pooling
                 ),
             )
-            for part, version in zip(known.split_push(values, rows, codec, pooling), from_versions, strict=True)
+            for part, version in zip(partitioned.split_push(values, rows, codec, pooling), versions, strict=True)
         ]
-        return self._send_writes(f"the servers to count a push to {key}", makes, self._finish_push, values)
+        return self._send_writes(f"the servers to count a push to {key}", writes, self._finish_push, values)
 
-    def _finish_push(self, answers: list[PartReply]) -> PushResult:
-        found = [answer for answer in answers if isinstance(answer, PushReply)]
-        versions = tuple(answer.version for answer in found)
+    def _finish_push(self, replies: list[PartReply]) -> PushResult:
+        push_replies = [reply for reply in replies if isinstance(reply, PushReply)]
+        versions = tuple(reply.version for reply in push_replies)
         self._newest_version = max(self._newest_version, *versions)
-        return PushResult(versions, tuple(answer.is_new for answer in found))
+        return PushResult(versions, tuple(reply.is_new for reply in push_replies))
 
     def _send_writes(
         self,
         what: str,
-        makes: Sequence[tuple[int, Callable[[RequestHeader], WriteRequest]]],
+        writes: Sequence[tuple[int, Callable[[RequestHeader], WriteRequest]]],
         finish: Callable[[list[PartReply]], FinishedT],
         values: Tensor | None = None,
     ) -> PendingRequest[FinishedT]:
-        asked = self._start_request(what, len(makes), finish, values)
+        request = self._start_request(what, len(writes), finish, values)
         with self._transport.lock:
-            for part, (shard, make) in enumerate(makes):
+            for part, (shard, make) in enumerate(writes):
                 sequence, actions = self._client.write(shard, make)
-                self._writes[shard, sequence] = (asked, part)  # type: ignore[assignment]
+                self._writes[shard, sequence] = (request, part)  # type: ignore[assignment]
                 self._transport.execute(actions)
-        return asked
+        return request
 
     def _start_request(
         self,
@@ -468,7 +464,7 @@ class WorkerSession:
         self._check_open()
         limit_s = self.job.timeouts.lease_s
         if not self._transport.wait(self._transport.can_send, limit_s):
-            raise PeerError(f"waited {limit_s:g} s for servers to take what was sent before; look at what they do")
+            raise PeerError(f"waited {limit_s:g} s for servers to receive earlier messages; check what they do")
         return PendingRequest(self._transport, what, num_parts, finish, limit_s, values)
 
     def pull(
@@ -481,25 +477,25 @@ class WorkerSession:
         exact_version: bool = False,
         pooling: RowPooling | None = None,
     ) -> PendingRequest[PullResult]:
-        """What a key is, or some of its rows, or sums of these, is on its way."""
-        known = self._find_key(key)
-        wanted = known.split_pull(rows, pooling)
+        """Pull the value of a key, some of its rows, or sums of rows."""
+        partitioned = self._find_key(key)
+        reads = partitioned.split_pull(rows, pooling)
         if out is not None:
-            known.validate_out(out, rows, pooling)
-        bounds = (min_versions,) * len(wanted) if isinstance(min_versions, int) else min_versions
-        if len(bounds) != len(wanted):
-            raise PlanError(f"{len(bounds)} versions of {key}, which has {len(wanted)} parts; give so many, or one")
+            partitioned.validate_out(out, rows, pooling)
+        versions = (min_versions,) * len(reads) if isinstance(min_versions, int) else min_versions
+        if len(versions) != len(reads):
+            raise PlanError(f"{len(versions)} versions of {key}, which has {len(reads)} parts; give so many, or one")
 
         def finish(answers: list[PartReply]) -> PullResult:
             found = [answer for answer in answers if isinstance(answer, PullReply)]
             self._read_versions[key] = tuple(answer.version for answer in found)
             return PullResult(
-                known.assemble([answer.values for answer in found], wanted, out), self._read_versions[key]
+                partitioned.assemble([answer.values for answer in found], reads, out), self._read_versions[key]
             )
 
-        asked = self._start_request(f"{key} at version {min_versions} or newer", len(wanted), finish)
+        asked = self._start_request(f"{key} at version {min_versions} or newer", len(reads), finish)
         with self._transport.lock:
-            for part, (one, bound) in enumerate(zip(wanted, bounds, strict=True)):
+            for part, (one, bound) in enumerate(zip(reads, versions, strict=True)):
                 ticket, actions = self._client.pull(
                     one.shard,
                     lambda origin, ticket, one=one, bound=bound: PullRequest(  # type: ignore[misc]
@@ -511,84 +507,86 @@ class WorkerSession:
         return asked
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a block whose pushes and pulls leave in one go at its end."""
+        """Return a context whose pushes and pulls are sent together at its end."""
         return self._transport.batch()
 
     def join_clock(self) -> None:
-        """Others wait for this worker from now on (ssp); it comes before the pull for the first push."""
-        makes = [(shard, lambda origin, shard=shard: JoinClock(origin, shard)) for shard in range(self.job.num_shards)]
-        self._send_writes("the servers to let this worker enter", makes, lambda _: None).wait()
+        """Join the ssp clock, before the pull for the first push."""
+        writes = [(shard, lambda origin, shard=shard: JoinClock(origin, shard)) for shard in range(self.job.num_shards)]
+        self._send_writes("the servers to add this worker to the clock", writes, lambda _: None).wait()
 
     def leave_clock(self) -> None:
-        """Nobody waits for this worker any longer (ssp), until it enters again."""
-        makes = [(shard, lambda origin, shard=shard: LeaveClock(origin, shard)) for shard in range(self.job.num_shards)]
-        self._send_writes("the servers to let this worker rest", makes, lambda _: None).wait()
+        """Leave the ssp clock until the next :meth:`join_clock`."""
+        writes = [
+            (shard, lambda origin, shard=shard: LeaveClock(origin, shard)) for shard in range(self.job.num_shards)
+        ]
+        self._send_writes("the servers to remove this worker from the clock", writes, lambda _: None).wait()
 
     def _find_key(self, key: str) -> PartitionedKey:
         self._check_open()
-        known = self._keys.get(key)
-        if known is None:
+        partitioned = self._keys.get(key)
+        if partitioned is None:
             names = ", ".join(sorted(self._keys)) or "none"
-            raise PlanError(f"there is no key {key!r}, only {names}; init, or init_rows, comes before push and pull")
-        return known
+            raise PlanError(f"unknown key {key!r} (there are: {names}); call init or init_rows before push and pull")
+        return partitioned
 
     def _check_open(self) -> None:
         if self._error is not None:
             raise self._error
         if self._has_left:
-            raise PlanError(f"{self.name} has left {self.job.name}; join again to ask for more")
+            raise PlanError(f"{self.name} has left {self.job.name}; join again to use it")
 
     # Requests to the coordinator
 
     def wait_ready(self, timeout_s: float) -> Self:
-        """The session belongs to the job, and servers keep all shards.
+        """Wait until the session belongs to the job and all shards have servers.
 
         Raises:
-            LaunchError: another worker has the name, this worker has another job, or nobody has answered in time.
+            LaunchError: another worker has the name, this worker has another job, or no reply in time.
         """
-        is_told = self._transport.wait(self._has_join_outcome, timeout_s)
-        trouble = self._transport.last_error
+        has_outcome = self._transport.wait(self._has_join_outcome, timeout_s)
+        last_error = self._transport.last_error
         if not self._client.is_ready and self._error is None:
-            here = f"{len(self.view.servers)} of {self.job.num_servers} servers are there"
+            here = f"{len(self.view.servers)} of {self.job.num_servers} servers are running"
             missing = here if self._client.membership.is_member else "the coordinator has not answered"
-            waited = "could not join" if is_told else f"waited {timeout_s:g} s for"
-            raise LaunchError(f"{self.name} {waited} job {self.job.name}: {trouble or missing}") from trouble
+            waited = "could not join" if has_outcome else f"waited {timeout_s:g} s for"
+            raise LaunchError(f"{self.name} {waited} job {self.job.name}: {last_error or missing}") from last_error
         self._check_open()
         return self
 
     def _has_join_outcome(self) -> bool:
-        """Whether it belongs to the job, or never will."""
+        """Tell whether the session belongs to the job, or never will."""
         is_hopeless = isinstance(self._transport.last_error, ProtocolError)
         return self._client.is_ready or self._error is not None or is_hopeless
 
     def lease(self, timeout_s: float = 0.0) -> DataTask | NoTaskYet | None:
-        """Return data to work on; None when all data of all epochs has been counted."""
+        """Return a task; None if all data of all epochs has been processed."""
         self._check_open()
         return self._coordinator.lease(timeout_s)
 
     def report(self, task: DataTask, outcome: TaskOutcome, text: str = "") -> None:
-        """The coordinator knows how a task ended; done means that all its pushes have been answered."""
+        """Report the outcome of a task; done requires that all of its pushes were acknowledged."""
         newest = self._newest_version
         self._check_open()
         self._coordinator.call(lambda origin: TaskReport(origin, task, outcome, newest, text))
 
     def checkpoint(self) -> int:
-        """Return the number of a cut that will be saved as soon as no task is begun and not done."""
+        """Request a snapshot and return its number; it is saved once no task is partially applied."""
         self._check_open()
-        check_has_servers(self.job, "a cut")
-        told = self._coordinator.call(CheckpointRequest)
-        if not isinstance(told, CheckpointReply):
-            raise PeerError(f"the coordinator answered {told} to a checkpoint; look at what it runs")
-        return told.snapshot
+        check_has_servers(self.job, "a snapshot")
+        response = self._coordinator.call(CheckpointRequest)
+        if not isinstance(response, CheckpointReply):
+            raise PeerError(f"the coordinator answered {response} to a checkpoint request; check its version")
+        return response.snapshot
 
     def leave(self) -> None:
-        """The job goes on without this worker, and gives others what it had leased; nothing can be asked any more."""
+        """Leave the job; leased tasks are assigned to others, and the session cannot be used any more."""
         self._check_open()
         self._coordinator.call(LeaveRequest)
         self._has_left = True
 
     def close(self) -> None:
-        """The session has left, if it was still in and the job can be reached; nothing of it remains."""
+        """Leave the job if it can be reached, and release all resources."""
         try:
             if self._error is None and not self._has_left and self._client.membership.is_member:
                 self._coordinator.start_call(LeaveRequest)

@@ -1,6 +1,7 @@
-"""What is written down: the coordinator's decisions, one line each, and the entries of a shard that is kept alone.
+"""Write-ahead logs of the coordinator and of servers without a backup: their records, and their encoding as frames.
 
-A log as bytes: one frame for each line, so that what a crash has torn off is seen, and nothing else is left out.
+Each record is one frame with a checksum, so that a record torn by a crash is detected at the end of a log, and damage
+anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from counterpoint.ps.messages import DataTask, JournalEntry, Role, ShardReplicas
 
 @dataclass(frozen=True, slots=True)
 class MemberJoined:
-    """This life belongs to the job."""
+    """A member joined the job."""
 
     name: str
     role: Role
@@ -41,14 +42,14 @@ class MemberJoined:
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
-    """This member belongs to the job no longer: it said so, or was silent for too long."""
+    """A member left the job or timed out."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasAssigned:
-    """These are to keep this shard from now on."""
+    """The replicas of a shard changed."""
 
     shard: int
     replicas: ShardReplicas
@@ -56,7 +57,7 @@ class ReplicasAssigned:
 
 @dataclass(frozen=True, slots=True)
 class TaskAssigned:
-    """This worker has been given this task, in answer to the request with this sequence; None where all is done."""
+    """A task was assigned in reply to the request with this sequence; None if all data has been processed."""
 
     worker: str
     sequence: int
@@ -65,7 +66,7 @@ class TaskAssigned:
 
 @dataclass(frozen=True, slots=True)
 class TaskReported:
-    """This worker has said how a task ended, in the request with this sequence."""
+    """A worker reported the outcome of a task in the request with this sequence."""
 
     worker: str
     sequence: int
@@ -77,14 +78,14 @@ class TaskReported:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExpired:
-    """This task is to be given again, because its lease is over."""
+    """The lease of a task expired, so the task is to be assigned again."""
 
     task: DataTask
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequested:
-    """A worker has asked for a cut, in the request with this sequence."""
+    """A worker requested a snapshot in the request with this sequence."""
 
     worker: str
     sequence: int
@@ -92,14 +93,14 @@ class CheckpointRequested:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotQuiesced:
-    """Nothing is counted by halves; from here on the cut is saved."""
+    """No task is partially applied; shards are being saved for this snapshot from now on."""
 
     snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSaved:
-    """The part of a cut that belongs to this shard is saved, as of this position of its journal."""
+    """A shard has been saved for a snapshot, as of this journal position."""
 
     snapshot: int
     shard: int
@@ -108,19 +109,19 @@ class ShardSaved:
 
 @dataclass(frozen=True, slots=True)
 class JobLost:
-    """The job cannot go on without its last checkpoint, and why."""
+    """The job cannot continue without its last checkpoint, for this reason."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobResumed:
-    """Everybody is gone, and the job goes on from this cut; what was decided after it is not in the log any more.
+    """The job restarts from a snapshot with no members; later records have been removed from the log.
 
     Args:
-        cut: which.
-        generation: the newest that there was.
-        incarnation: the newest life that there was.
+        snapshot: its number.
+        generation: newest membership generation before.
+        incarnation: newest incarnation before.
     """
 
     snapshot: int
@@ -130,14 +131,14 @@ class JobResumed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JournalRecord:
-    """This entry has this position in the journal of a shard; for those who keep journals to look at them later.
+    """An entry of a shard's journal, kept for inspection and replay.
 
     Args:
-        shard: which.
-        position: from 0.
-        entry: what stands there.
-        handed_on: the generation in which a server handed the entry on without knowing whether it is certain; 0 where
-            it is.
+        shard: index of the shard.
+        position: of the entry, from 0.
+        entry: the entry.
+        transfer_generation: generation in which a server passed the entry to a new backup without knowing whether it
+            was committed; 0 if it was committed.
     """
 
     shard: int
@@ -169,26 +170,26 @@ RECORD_TYPES: Mapping[str, type] = {
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """Return a line as it is appended to a log."""
+    """Return a record as the bytes that are appended to a log."""
     return b"".join(map(as_memoryview, encode_chunks(record)))
 
 
 def encode_chunks(value: object) -> list[Tensor]:
-    """Return a line, or a value like it, as flat bytes one behind the other; large tensors of it are not copied."""
-    kind, plain, tensors = encode_message(value)
-    text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+    """Return a record or message as a list of flat byte tensors; large tensors are not copied."""
+    kind, fields, tensors = encode_message(value)
+    text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
     return encode_parts(RECORD_HEADER, kind, [text, *tensors])
 
 
 def decode_one(types: Mapping[str, type], buffer: Tensor) -> Any:  # noqa: ANN401 - one of the kinds
-    """Return the one value that these bytes are.
+    """Return the single value that these bytes encode.
 
     Args:
-        kinds: what it may be.
-        room: flat bytes; the value's tensors are views of them.
+        types: allowed types, by name.
+        buffer: flat bytes; the tensors of the value are views of them.
 
     Raises:
-        PeerError: they are not what :func:`pieces` wrote of such a value.
+        PeerError: the bytes are not what :func:`encode_chunks` wrote.
     """
     frame = decode(buffer)
     text, *tensors = frame.tensors
@@ -196,39 +197,39 @@ def decode_one(types: Mapping[str, type], buffer: Tensor) -> Any:  # noqa: ANN40
 
 
 def decode_log(raw: bytes) -> tuple[list[Any], int]:
-    """Return the lines of a log, and how many of its bytes they are; what follows was torn by a crash and is to go.
+    """Return the records of a log and their length in bytes; the rest was torn by a crash and is to be truncated.
 
     Raises:
-        CheckpointError: whole lines follow upon what cannot be read, so that something else than a crash was at work.
+        CheckpointError: readable records follow a damaged one, so the damage was not caused by a crash.
     """
-    lines, at = [], 0
-    while at < len(raw):
+    records, offset = [], 0
+    while offset < len(raw):
         try:
-            line, size = _decode_at(raw, at)
+            record, size = _decode_at(raw, offset)
         except PeerError as error:
-            _check_torn_tail(raw, at, error)
+            _check_torn_tail(raw, offset, error)
             break
-        lines.append(line)
-        at += size
-    return lines, at
+        records.append(record)
+        offset += size
+    return records, offset
 
 
-def _decode_at(raw: bytes, at: int) -> tuple[Any, int]:
-    start = torch.frombuffer(bytearray(raw[at : at + HEADER_BYTES]), dtype=torch.uint8)
-    size = read_header(start).frame_bytes
-    return decode_one(RECORD_TYPES, torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8)), size
+def _decode_at(raw: bytes, offset: int) -> tuple[Any, int]:
+    header = torch.frombuffer(bytearray(raw[offset : offset + HEADER_BYTES]), dtype=torch.uint8)
+    size = read_header(header).frame_bytes
+    return decode_one(RECORD_TYPES, torch.frombuffer(bytearray(raw[offset : offset + size]), dtype=torch.uint8)), size
 
 
-def _check_torn_tail(raw: bytes, at: int, error: PeerError) -> None:
-    """No line follows upon a damaged one."""
-    later = raw.find(MAGIC, at + 1)
-    while later >= 0:
+def _check_torn_tail(raw: bytes, offset: int, error: PeerError) -> None:
+    """Raise CheckpointError if a readable record follows the damaged one."""
+    next_offset = raw.find(MAGIC, offset + 1)
+    while next_offset >= 0:
         try:
-            _decode_at(raw, later)
+            _decode_at(raw, next_offset)
         except PeerError:
-            later = raw.find(MAGIC, later + 1)
+            next_offset = raw.find(MAGIC, next_offset + 1)
             continue
         raise CheckpointError(
-            f"a log is damaged at byte {at} of {len(raw)}, before whole lines from byte {later} on: {error}; go on "
-            "from the last checkpoint, and look at the disk"
+            f"log damaged at byte {offset} of {len(raw)}, but readable again from byte {next_offset}: {error}; restart "
+            "from the last checkpoint, and check the disk"
         ) from error

@@ -1,1 +1,1 @@
-"""The bytes between workers and servers: letters over authenticated connections, and bounds on everything."""
+"""Authenticated message transport between processes: frames of JSON and tensors over sockets and shared memory."""

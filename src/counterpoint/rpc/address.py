@@ -1,4 +1,4 @@
-"""Where a server is reached: a UNIX socket of this host, or TCP; beyond loopback only with a key."""
+"""Addresses of servers: a UNIX socket of this host, or TCP; beyond loopback only with a job key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A name for processes of one host and one user; no file stands for it."""
+    """Abstract UNIX socket, for processes of one host and one user."""
 
     name: str
 
@@ -29,7 +29,7 @@ class UnixAddress:
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A port of an interface; port 0 is any that is free."""
+    """TCP port of an interface; port 0 selects a free one."""
 
     host: str
     port: int
@@ -42,14 +42,14 @@ RpcAddress: TypeAlias = UnixAddress | TcpAddress
 
 
 def parse_address(text: str) -> RpcAddress:
-    """Return the place of this text form; ``str`` gives it back.
+    """Return the address with this text form; inverse of ``str``.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: it is malformed.
 
     Example:
-        >>> parse_place("tcp:10.0.0.1:4000"), str(parse_place("tcp:[::1]:4000")), parse_place("unix:job-7")
-        (TcpPlace(host='10.0.0.1', port=4000), 'tcp:[::1]:4000', UnixPlace(name='job-7'))
+        >>> parse_address("tcp:10.0.0.1:4000"), str(parse_address("tcp:[::1]:4000")), parse_address("unix:job-7")
+        (TcpAddress(host='10.0.0.1', port=4000), 'tcp:[::1]:4000', UnixAddress(name='job-7'))
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and 0 < len(rest.encode()) <= MAX_NAME_BYTES and rest.isprintable():
@@ -58,20 +58,18 @@ def parse_address(text: str) -> RpcAddress:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
         return TcpAddress(host, int(port))
-    raise LaunchError(
-        f"{text[:120]!r} is no place for a server; write unix:NAME or tcp:HOST:PORT, as tcp:10.0.0.1:4000"
-    )
+    raise LaunchError(f"{text[:120]!r} is not an address; write unix:NAME or tcp:HOST:PORT, such as tcp:10.0.0.1:4000")
 
 
 def open_listen_socket(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.socket, RpcAddress]:
-    """Return a socket that listens there and nowhere else, and the place with the port it has got.
+    """Return a socket that listens at this address only, and the address with the actual port.
 
     Args:
-        place: where.
-        is_keyed: whether whoever comes must prove to have the key.
+        address: to listen at.
+        is_keyed: whether peers must prove that they have the job key.
 
     Raises:
-        LaunchError: the place is taken or not of this host, or is beyond loopback and there is no key.
+        LaunchError: the address is in use, not of this host, or beyond loopback without a key.
     """
     family, target = resolve_address(address, is_keyed=is_keyed)
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -83,24 +81,22 @@ def open_listen_socket(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.s
     except OSError as error:
         listener.close()
         why = (error.strerror or str(error)).lower()
-        raise LaunchError(
-            f"cannot listen on {address}: {why}; every server needs a place of its own on its host"
-        ) from error
+        raise LaunchError(f"cannot listen on {address}: {why}; every server of a host needs its own address") from error
     if isinstance(address, TcpAddress):
         return listener, TcpAddress(address.host, listener.getsockname()[1])
     return listener, address
 
 
 def start_connect(address: RpcAddress, *, is_keyed: bool) -> socket.socket:
-    """Return a socket that is on its way there, or there; whether it arrives is known when it can be written.
+    """Return a non-blocking socket that is connecting or connected; it becomes writable when the outcome is known.
 
     Args:
-        place: where.
-        is_keyed: whether the other side must prove to have the key.
+        address: to connect to.
+        is_keyed: whether the peer must prove that it has the job key.
 
     Raises:
-        LaunchError: it is beyond loopback and there is no key.
-        OSError: nobody listens.
+        LaunchError: the address is beyond loopback and there is no key.
+        OSError: nobody listens there.
     """
     family, target = resolve_address(address, is_keyed=is_keyed)
     caller = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -115,10 +111,10 @@ def start_connect(address: RpcAddress, *, is_keyed: bool) -> socket.socket:
 
 
 def check_reachable(place: RpcAddress) -> None:
-    """Check that a server which listens there is found by that: it is what others are told.
+    """Check that other hosts can connect to an address that is announced to them.
 
     Raises:
-        LaunchError: it is every interface at once, or the name of a host that leads back to itself.
+        LaunchError: it is the wildcard address, or a host name that resolves to loopback.
     """
     if not isinstance(place, TcpAddress):
         return
@@ -126,21 +122,21 @@ def check_reachable(place: RpcAddress) -> None:
     address = ipaddress.ip_address(number.partition("%")[0])
     if address.is_unspecified:
         raise LaunchError(
-            f"{place} is every interface of a host, and nothing that others could call; give the address of one, as "
-            "tcp:10.0.0.1:4000"
+            f"{place} is a wildcard address, to which others cannot connect; give the address of one interface, such "
+            "as tcp:10.0.0.1:4000"
         )
     if address.is_loopback and place.host not in {number, "localhost"}:
         raise LaunchError(
-            f"{place} is {number} on this host, which no other host reaches; give the address that others know it by, "
-            "or mend /etc/hosts"
+            f"{place} is {number} on this host, which no other host can reach; give an address that is reachable, or "
+            "fix /etc/hosts"
         )
 
 
 def resolve_address(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """Return the family and address of a place.
+    """Return the family and socket address.
 
     Raises:
-        LaunchError: the host has no address, or is beyond loopback and there is no key.
+        LaunchError: the host cannot be resolved, or is beyond loopback and there is no key.
     """
     match address:
         case UnixAddress(name):
@@ -149,8 +145,8 @@ def resolve_address(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.Addr
             family, (number, port) = _resolve_tcp(address)
             if not is_keyed and not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
                 raise LaunchError(
-                    f"{address} is beyond loopback and there is no job key; without one anybody could join in: give a "
-                    "key by file or descriptor, or a place as tcp:127.0.0.1:0 or unix:NAME"
+                    f"{address} is beyond loopback and there is no job key, so anybody could connect; give a key by "
+                    "file or descriptor, or an address such as tcp:127.0.0.1:0 or unix:NAME"
                 )
             return family, (number, port)
 
@@ -159,12 +155,12 @@ def _resolve_tcp(place: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, in
     try:
         family, _, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise LaunchError(f"{place} leads nowhere: {error}; give a host's name or address") from error
+        raise LaunchError(f"{place} cannot be resolved: {error}; give a host's name or address") from error
     return family, (str(address[0]), place.port)
 
 
 def check_peer_credentials(peer: socket.socket) -> None:
-    """Whoever is at the other end of a UNIX socket has this process's user; other sockets are let pass.
+    """Check that the peer of a UNIX socket runs as the same user; other sockets pass.
 
     Raises:
         PeerError: it is another user.
@@ -173,15 +169,17 @@ def check_peer_credentials(peer: socket.socket) -> None:
         return
     _, user = peer_credentials(peer)
     if user not in {os.geteuid(), 0}:
-        raise PeerError(f"user {user} is at the other end of a UNIX socket of user {os.geteuid()}; a job has one user")
+        raise PeerError(
+            f"the peer of a UNIX socket runs as user {user}, not {os.geteuid()}; all processes of a job run as one user"
+        )
 
 
 def peer_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return who is at the other end of a UNIX socket, as the kernel says; process 0 if it cannot be seen from here."""
+    """Return process id and user id of the peer of a UNIX socket; process id 0 if it is not visible from here."""
     process, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return process, user
 
 
 def shared_memory_with(peer: socket.socket) -> SharedBuffers | None:
-    """Return what the two ends of a UNIX socket lend each other; None for other sockets."""
+    """Return the shared buffers of a UNIX socket connection; None for other sockets."""
     return SharedBuffers(PeerBuffers(peer_credentials(peer)[0])) if peer.family == socket.AF_UNIX else None

@@ -1,13 +1,19 @@
-"""Memory to receive into: large rooms are used again when nobody holds a tensor of them any more.
+"""Buffers for received tensors: a pool of reusable memory, and shared memory between processes of one host.
 
-New memory costs about as much as what is received into it, because the kernel has to find and clear every page.
+The pool reuses large buffers once no tensor refers to them; new memory costs about as much as receiving into it,
+because the kernel has to find and clear every page.
 
-Tensors between processes of one host without a socket: the sender lays them down where the receiver can see them.
+Shared memory: the sender owns anonymous files (memfd) and copies tensors into them; the frame then carries the buffer's
+number only::
 
-A shelf is a nameless file in memory that one side has made and lends, letter by letter, to the other. It is offered
-first; from when the other side has found it, large letters are copied onto it and only told of on the connection. The
-receiver's tensors are on the shelf; when nobody holds one of them any more, the shelf is given back. Whatever does not
-work, such as no memory or a process that may not be looked at, leaves letters on the socket.
+    sender                                             receiver
+      | -- SHM_OFFER (fd, number, size) -------------->  | maps /proc/<pid>/fd/<fd>
+      | <------------------------ SHM_RELEASE (number) - | buffer is mapped, and free
+      | write tensors
+      | -- SHM_PAYLOAD (number) ---------------------->  | tensors are views of the buffer
+      | <------------------------ SHM_RELEASE (number) - | last tensor was dropped: free again
+
+Whatever fails (no memory, a process that may not be inspected) falls back to the socket.
 """
 
 from __future__ import annotations
@@ -33,15 +39,17 @@ from counterpoint.fabric.frames import padded_size
 from counterpoint.fabric.shm.segments import SegmentMapping, create_segment, map_file
 
 LARGE_BYTES = 1 << 18
-UNHELD_REFCOUNT = 3  # references to memory that no tensor holds: the list's, the one that asks, and the question's own
+UNHELD_REFCOUNT = (
+    3  # reference count of memory without tensors: the list, the loop variable, and getrefcount's argument
+)
 
 
 class ReceiveBuffer:
     """Memory for the body of one frame.
 
     Args:
-        store: what holds it; tensors keep it alive.
-        num_bytes: how much of it.
+        store: the underlying memory, kept alive by tensors on it.
+        num_bytes: how much of it is used.
     """
 
     __slots__ = ("_store", "memory")
@@ -51,7 +59,7 @@ class ReceiveBuffer:
         self.memory = memoryview(store)[:num_bytes]
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
-        """Return a tensor of the bytes from ``start`` on, in this memory."""
+        """Return a tensor view of the bytes from ``start`` on."""
         num_bytes = prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -60,10 +68,10 @@ class ReceiveBuffer:
 
 
 class ReceiveBufferPool:
-    """Gives rooms.
+    """Pool of receive buffers.
 
     Args:
-        kept_bytes: how much of large ones is kept for later, held or not.
+        kept_bytes: how much large memory to keep for reuse, in use or not.
     """
 
     def __init__(self, kept_bytes: int = 1 << 28) -> None:
@@ -71,10 +79,10 @@ class ReceiveBufferPool:
         self._kept: list[mmap.mmap] = []
 
     def allocate(self, num_bytes: int) -> ReceiveBuffer:
-        """Return a room of this size; what is in it is not defined.
+        """Return an uninitialized buffer of this size.
 
         Raises:
-            ProtocolError: there is no memory for it.
+            ProtocolError: there is not enough memory.
         """
         if num_bytes < LARGE_BYTES:
             return ReceiveBuffer(bytearray(num_bytes), num_bytes)
@@ -84,11 +92,13 @@ class ReceiveBufferPool:
                 self._kept.append(store)
                 return ReceiveBuffer(store, num_bytes)
         try:
-            store = mmap.mmap(-1, -(-num_bytes // LARGE_BYTES) * LARGE_BYTES)  # a little more may come next time
+            store = mmap.mmap(
+                -1, -(-num_bytes // LARGE_BYTES) * LARGE_BYTES
+            )  # rounded up: the next message may be a little larger
         except OSError as error:
             raise ProtocolError(
-                f"a letter of {num_bytes} bytes came, for which there is no memory here ({error.strerror}); send it in "
-                "parts, or give this process more"
+                f"a message of {num_bytes} bytes arrived, but there is not enough memory ({error.strerror}); send it "
+                "in parts, or give this process more"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             store.madvise(mmap.MADV_HUGEPAGE)
@@ -96,22 +106,22 @@ class ReceiveBufferPool:
         return ReceiveBuffer(store, num_bytes)
 
     def _keep(self, store: mmap.mmap) -> None:
-        """It is kept, in the place of those that have not been used for longest."""
+        """Keep memory for reuse, in place of the least recently used."""
         self._kept.append(store)
         while len(self._kept) > 1 and sum(map(len, self._kept)) > self._kept_bytes:
             del self._kept[0]
 
 
-MIN_SHARED_BYTES: Final = 1 << 18  # from here on a copy and a word are less than a way through the socket
+MIN_SHARED_BYTES: Final = 1 << 18  # from this size on, a copy into shared memory is faster than the socket
 MAX_SHARED_BUFFERS: Final = 8
 MAX_KEPT_BYTES: Final = 1 << 30
 
 
 class SharedBuffer:
-    """Memory of this process that the other side may borrow.
+    """Shared memory of this process, on loan to the peer one message at a time.
 
     Args:
-        mapping: what :func:`counterpoint.fabric.shm.segments.create` gave.
+        mapping: what :func:`counterpoint.fabric.shm.segments.create` returned.
     """
 
     def __init__(self, mapping: SegmentMapping) -> None:
@@ -121,7 +131,7 @@ class SharedBuffer:
         self.is_free = False
 
     def write(self, tensors: Sequence[Tensor]) -> None:
-        """Copies of the tensors are on the shelf, one behind the other."""
+        """Copy the tensors into the buffer, each padded."""
         flat, start = torch.frombuffer(self.mapping.memory, dtype=torch.uint8), 0
         for tensor in tensors:
             raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -130,56 +140,56 @@ class SharedBuffer:
 
 
 class OwnedBuffers:
-    """The shelves of this side."""
+    """Shared buffers that this process owns."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, SharedBuffer] = {}
 
     def acquire(self, num_bytes: int) -> SharedBuffer | None:
-        """Return a free shelf that is large enough and not much larger; it is lent."""
-        for shelf in self._buffers.values():
-            if shelf.is_free and num_bytes <= shelf.num_bytes <= 2 * num_bytes:
-                shelf.is_free = False
-                return shelf
+        """Return a free buffer that is large enough and at most twice as large; it is then in use."""
+        for buffer in self._buffers.values():
+            if buffer.is_free and num_bytes <= buffer.num_bytes <= 2 * num_bytes:
+                buffer.is_free = False
+                return buffer
         return None
 
     def create(self, num_bytes: int) -> SharedBuffer | None:
-        """Return a new shelf to be offered; None where there are two of the size, or many, or no memory."""
-        kept, size = list(self._buffers.values()), 1 << (num_bytes - 1).bit_length()
-        if len(kept) >= MAX_SHARED_BUFFERS or sum(shelf.num_bytes for shelf in kept) + size > MAX_KEPT_BYTES:
+        """Return a new buffer to be offered; None if there are two of the size, too many, or no memory."""
+        buffers, size = list(self._buffers.values()), 1 << (num_bytes - 1).bit_length()
+        if len(buffers) >= MAX_SHARED_BUFFERS or sum(buffer.num_bytes for buffer in buffers) + size > MAX_KEPT_BYTES:
             return None
-        if sum(shelf.num_bytes == size for shelf in kept) == 2:
+        if sum(buffer.num_bytes == size for buffer in buffers) == 2:
             return None
         try:
-            shelf = SharedBuffer(create_segment("counterpoint shelf", size, allocate=True))
+            buffer = SharedBuffer(create_segment("counterpoint rpc", size, allocate=True))
         except PeerError:  # no memory: the socket needs none
             return None
-        self._buffers[shelf.number] = shelf
-        return shelf
+        self._buffers[buffer.number] = buffer
+        return buffer
 
     def release(self, number: int) -> None:
-        """The other side has found the shelf, or needs it no more.
+        """Mark a buffer as free: the peer has mapped it, or dropped the tensors in it.
 
         Raises:
-            ProtocolError: it has not been lent.
+            ProtocolError: it is not in use.
         """
-        shelf = self._buffers.get(number)
-        if shelf is None or shelf.is_free:
-            raise ProtocolError(f"shelf {number} is given back, which was not lent; look at what the other side runs")
-        shelf.is_free = True
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.is_free:
+            raise ProtocolError(f"shared buffer {number} was released but is not in use; check the peer's version")
+        buffer.is_free = True
 
     def close(self) -> None:
-        """Nobody can find the shelves any more; what the other side has found it keeps."""
-        for shelf in self._buffers.values():
-            shelf.mapping.close_file()
+        """Release all buffers; the peer keeps what it has mapped."""
+        for buffer in self._buffers.values():
+            buffer.mapping.close_file()
         self._buffers.clear()
 
 
 class PeerBuffers:
-    """The shelves of the other side.
+    """Shared buffers that the peer owns.
 
     Args:
-        process: the other side's number, as the kernel says.
+        pid: process id of the peer, as the kernel reports it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -188,46 +198,48 @@ class PeerBuffers:
         self._released: deque[int] = deque()  # any thread may drop the last tensor
 
     def open(self, fd: int, number: int, num_bytes: int) -> bool:
-        """Tell whether this side can see a shelf that was offered.
+        """Map a buffer that the peer offered; tell whether it worked.
 
         Args:
-            fd: the other side's descriptor.
-            number: of the file.
+            fd: the peer's file descriptor.
+            number: of the file (inode).
             num_bytes: its size.
 
         Raises:
-            ProtocolError: it was offered before, or there are too many.
+            ProtocolError: it was offered before, there are too many, or it is too large.
         """
         if number in self._mapped or len(self._mapped) >= MAX_SHARED_BUFFERS or not 0 < num_bytes <= MAX_KEPT_BYTES:
-            raise ProtocolError(f"shelf {number} of {num_bytes} bytes is offered, being one too many or too large")
+            raise ProtocolError(
+                f"shared buffer {number} of {num_bytes} bytes was offered, which is one too many or too large"
+            )
         try:
-            own = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+            own_fd = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError:  # it may not be looked at
             return False
         try:
-            self._mapped[number] = _map_sealed(own, number, num_bytes)
+            self._mapped[number] = _map_sealed(own_fd, number, num_bytes)
         except OSError:
             return False
         finally:
-            os.close(own)
+            os.close(own_fd)
         return True
 
     def view(self, number: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
-        """Return the memory of a shelf; when nothing holds it any more, :meth:`returned` names the shelf.
+        """Return the memory of a buffer; once nothing refers to it, :meth:`take_released` returns the buffer.
 
         Raises:
-            ProtocolError: it has not been found, or is not so large.
+            ProtocolError: it is not mapped, or too small.
         """
         memory = self._mapped.get(number)
         if memory is None or num_bytes > len(memory):
-            raise ProtocolError(f"a letter lies on shelf {number}, which was not found here or is too small")
+            raise ProtocolError(f"a message refers to shared buffer {number}, which is not mapped or too small")
         store = (ctypes.c_char * num_bytes).from_buffer(memory)
         weakref.finalize(store, self._released.append, number).atexit = False
         return store
 
     @property
     def has_released(self) -> bool:
-        """There are shelves that nobody holds a tensor of any more."""
+        """Whether there are buffers that nothing refers to any more."""
         return bool(self._released)
 
     def take_released(self) -> Iterator[int]:
@@ -238,11 +250,11 @@ class PeerBuffers:
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffers:
-    """What the two sides of a connection lend each other.
+    """Shared buffers of both ends of a connection.
 
     Args:
-        borrowing: from the other side.
-        lending: to the other side.
+        peer: owned by the peer.
+        own: owned by this process.
     """
 
     peer: PeerBuffers
@@ -250,13 +262,13 @@ class SharedBuffers:
 
 
 def _map_sealed(fd: int, number: int, num_bytes: int) -> mmap.mmap:
-    """Return the file in memory.
+    """Map a file.
 
     Raises:
-        OSError: it is not the one that was offered, or could become smaller while it is read.
+        OSError: it is not the offered one, or could shrink while it is read.
     """
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_ino != number or found.st_size < num_bytes:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_ino != number or status.st_size < num_bytes:
         raise OSError("another file")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise OSError("not sealed")

@@ -1,8 +1,9 @@
-"""Records out of frames: what to send next; a record is sealed when its turn has come, and no sooner.
+"""One side of a connection without its socket: a state machine from bytes to messages and back.
 
-Frames out of records: what to fill next, and the letters that are complete; no sockets in here.
+Data flow::
 
-One side of a connection without its socket: bytes in, bytes and letters out, from the greeting to the goodbye.
+    on_bytes -> handshake -> FrameReader: records -> frames -> messages
+    messages -> FrameWriter: frames -> records -> pending_buffers -> on_sent
 """
 
 from __future__ import annotations
@@ -40,16 +41,11 @@ from counterpoint.rpc.frame import (
 from counterpoint.rpc.handshake import Handshake, HandshakeStep, SecureSession
 from counterpoint.rpc.records import RECORD_BYTES, SMALL_BYTES, RecordReader, RecordWriter
 
-MAX_RECORDS_PER_SEND = 16  # records that are sent at once, if they are small or stay where they are
+MAX_RECORDS_PER_SEND = 16  # records per send call, if they are small or were not copied
 
 
 class FrameWriter:
-    """Sends one direction of a connection.
-
-    Args:
-        sealer: of the session.
-        first: what is to be sent before any record.
-    """
+    """Encode frames as records, for one direction of a connection; a record is encoded just before it is sent."""
 
     def __init__(self, writer: RecordWriter, first: bytes = b"") -> None:
         self._writer = writer
@@ -59,16 +55,16 @@ class FrameWriter:
         self._in_flight_bytes = 0
 
     def enqueue(self, chunks: Sequence[memoryview]) -> None:
-        """A frame will be sent after those before it.
+        """Append a frame.
 
         Args:
-            pieces: its head and what stands behind it; they must not change before they have been sent.
+            chunks: its header and body; must not change until sent.
         """
         self.unsent_bytes += sum(map(len, chunks))
         self._frames.append(_split_records(chunks))
 
     def pending_buffers(self) -> Sequence[memoryview]:
-        """Return what to send next; nothing if everything has been sent."""
+        """Return the buffers to send next; empty if everything has been sent."""
         if not self._sealed:
             self.unsent_bytes -= self._in_flight_bytes
             self._in_flight_bytes = 0
@@ -76,7 +72,7 @@ class FrameWriter:
         return self._sealed
 
     def _seal_records(self) -> None:
-        """Some records are ready to be sent: small ones, or up to the first that is in the way of the next."""
+        """Encode some records: small ones, or up to the first that occupies the scratch memory of the next."""
         for _ in range(MAX_RECORDS_PER_SEND):
             record = self._next_record()
             if record is None:
@@ -95,44 +91,44 @@ class FrameWriter:
         return None
 
     def on_sent(self, num_bytes: int) -> None:
-        """So many bytes of what is pending have been sent."""
+        """Remove bytes that have been sent from the pending buffers."""
         while num_bytes:
-            gone = min(num_bytes, len(self._sealed[0]))
-            num_bytes -= gone
-            self._sealed[0] = self._sealed[0][gone:]
+            num_done = min(num_bytes, len(self._sealed[0]))
+            num_bytes -= num_done
+            self._sealed[0] = self._sealed[0][num_done:]
             if not self._sealed[0]:
                 del self._sealed[0]
 
 
-def _split_records(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the head, and then the rest in full records and a last one; what lies in one piece is not copied."""
-    head, *rest = pieces
+def _split_records(chunks: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield the header, then the body in full records and a last one; contiguous data is not copied."""
+    head, *rest = chunks
     yield head
-    gathered = bytearray()
-    for piece in rest:
-        while piece:
-            if not gathered and len(piece) >= RECORD_BYTES:
-                yield piece[:RECORD_BYTES]
-                piece = piece[RECORD_BYTES:]
+    record = bytearray()
+    for chunk in rest:
+        while chunk:
+            if not record and len(chunk) >= RECORD_BYTES:
+                yield chunk[:RECORD_BYTES]
+                chunk = chunk[RECORD_BYTES:]
                 continue
-            space = RECORD_BYTES - len(gathered)
-            gathered += piece[:space]
-            piece = piece[space:]
-            if len(gathered) == RECORD_BYTES:
-                yield memoryview(gathered)
-                gathered = bytearray()
-    if gathered:
-        yield memoryview(gathered)
+            space = RECORD_BYTES - len(record)
+            record += chunk[:space]
+            chunk = chunk[space:]
+            if len(record) == RECORD_BYTES:
+                yield memoryview(record)
+                record = bytearray()
+    if record:
+        yield memoryview(record)
 
 
 class FrameReader:
-    """Receives one direction of a connection.
+    """Decode records into messages, for one direction of a connection.
 
     Args:
-        opener: of the session.
+        reader: record decoder of the session.
         limits: of this side.
-        rooms: where tensors will be.
-        borrowing: shelves of the other side where they may be as well.
+        pool: allocates memory for bodies.
+        peer_buffers: shared buffers in which payloads may be.
     """
 
     def __init__(
@@ -148,26 +144,26 @@ class FrameReader:
         self._to_fill = list(reader.receive(self._raw_header))
         self._has_begun = False
         self._peer_buffers = peer_buffers
-        self.control_frames: list[tuple[int, RpcMessage]] = []  # frames that are about shelves, with their sort
+        self.control_frames: list[tuple[int, RpcMessage]] = []  # frames about shared buffers, with their type
         self.is_closed_by_peer = False
 
     @property
     def is_within_frame(self) -> bool:
-        """A frame has begun and not ended."""
+        """Whether a frame has begun and not ended."""
         return self._has_begun
 
     def receive_buffers(self) -> Sequence[memoryview]:
-        """Return what to fill with the next bytes that come."""
+        """Return the buffers to fill with the next bytes."""
         return self._to_fill
 
     def on_bytes(self, num_bytes: int) -> RpcMessage | None:
-        """So many bytes have been filled in; return the letter that they complete, if they do.
+        """Process received bytes; return the message that they complete, if any.
 
         Args:
-            num_bytes: at most what is wanted.
+            num_bytes: number of bytes in the receive buffers, at most their size.
 
         Raises:
-            ProtocolError: they are not what the peer sealed, or no frame.
+            ProtocolError: a record fails verification, or the frame is malformed.
         """
         self._has_begun = self._has_begun or num_bytes > 0
         while num_bytes:
@@ -179,7 +175,6 @@ class FrameReader:
         return None if self._to_fill else self._on_record()
 
     def _on_record(self) -> RpcMessage | None:
-        """A record is complete."""
         self._reader.open()
         if self._header is None:
             head = decode_header(self._raw_header, self._limits)
@@ -197,38 +192,34 @@ class FrameReader:
         return self._on_frame(self._header)
 
     def _on_frame(self, head: RpcFrameHeader) -> RpcMessage | None:
-        """A frame is complete, and the next one is waited for."""
-        room, self._buffer, self._header, self._has_begun = self._buffer, ReceiveBuffer(bytearray(), 0), None, False
-        letter = decode_body(head, room, self._peer_buffers)
+        """Decode a complete frame, and prepare for the next one."""
+        buffer, self._buffer, self._header, self._has_begun = self._buffer, ReceiveBuffer(bytearray(), 0), None, False
+        message = decode_body(head, buffer, self._peer_buffers)
         self._to_fill = list(self._reader.receive(self._raw_header))
         if head.frame_type in {MESSAGE, SHM_PAYLOAD}:
-            return letter
+            return message
         if self._peer_buffers is None:
-            raise malformed_frame(f"{letter.kind!r} is about shelves, which a connection of this kind has not")
-        self.control_frames.append((head.frame_type, letter))
+            raise malformed_frame(f"{message.kind!r} is about shared buffers, which this connection does not have")
+        self.control_frames.append((head.frame_type, message))
         return None
 
     def on_eof(self) -> None:
-        """Nothing more comes.
-
-        Raises:
-            ProtocolError: a frame is not complete.
-        """
+        """Raise ProtocolError if the connection ended within a frame."""
         if self._has_begun:
             raise ProtocolError(
-                "the connection ended within a frame, nothing of which was believed: look at why the peer ended, or "
-                "for somebody in between"
+                "the connection ended within a frame, which was dropped; check why the peer ended, or for an "
+                "intermediary"
             )
 
 
 class RpcChannel:
-    """A state machine without effects.
+    """State machine of one side of a connection, without effects.
 
     Args:
-        greeting: of this side, not begun.
+        handshake: of this side, not started.
         limits: of this side.
-        rooms: where tensors will be.
-        shared: what the sides lend each other; None where they share no memory.
+        pool: allocates memory for tensors.
+        shared: shared buffers of both sides; None if they share no memory.
     """
 
     def __init__(
@@ -241,73 +232,73 @@ class RpcChannel:
         self._is_closing = False
         self._reader: FrameReader | None = None
         self._writer: FrameWriter | None = None
-        self._waiting: list[list[memoryview]] = []  # frames, until it is known how to seal them
+        self._waiting: list[list[memoryview]] = []  # frames enqueued before the handshake is complete
         self._waiting_bytes = 0
-        self._handshake_out: list[memoryview] = []  # of the greeting, to be sent
+        self._handshake_out: list[memoryview] = []  # bytes of the handshake to be sent
         self._handshake_in = bytearray()
         self._handshake_missing = memoryview(b"")
         self._start_handshake_step(next(handshake))
 
     @property
     def is_open(self) -> bool:
-        """The greeting is over: the other side has the key."""
+        """Whether the handshake is complete, so that the peer is authenticated."""
         return self._reader is not None
 
     @property
     def is_closed_by_peer(self) -> bool:
-        """The other side has said goodbye."""
+        """Whether the peer has sent a close frame."""
         return self._reader is not None and self._reader.is_closed_by_peer
 
     @property
     def is_within_frame(self) -> bool:
-        """A frame, or a greeting, has begun and not ended."""
+        """Whether a frame, or the handshake, has begun and not ended."""
         return self._reader is None or self._reader.is_within_frame
 
     @property
     def unsent_bytes(self) -> int:
-        """How much waits for the other side to take it."""
+        """Bytes that wait to be sent."""
         return self._waiting_bytes + (self._writer.unsent_bytes if self._writer else 0)
 
     def enqueue(self, message: RpcMessage) -> None:
-        """The letter will be sent after those before it; a PeerError where it cannot travel."""
+        """Append a message; raise PeerError if it cannot be encoded."""
         if self._writer is not None:
-            self._enqueue_releases()  # before a question, so that the answer may lie there
-        shelf = self._acquire_shared_buffer(message)
-        if shelf is None:
+            self._enqueue_releases()  # before the message, so that the reply may use the buffer
+        buffer = self._acquire_shared_buffer(message)
+        if buffer is None:
             self._enqueue_frame(encode_frame(message, self._limits))
             return
         try:
-            self._enqueue_frame(encode_frame(message, self._limits, SHM_PAYLOAD, shelf.number))
+            self._enqueue_frame(encode_frame(message, self._limits, SHM_PAYLOAD, buffer.number))
         except PeerError:
-            shelf.is_free = True
+            buffer.is_free = True
             raise
-        shelf.write(message.tensors)
+        buffer.write(message.tensors)
 
-    def _acquire_shared_buffer(self, letter: RpcMessage) -> SharedBuffer | None:
-        """Return a shelf that is free, if the letter is large; where none is, one is offered for the next."""
-        num_bytes = payload_bytes(letter.tensors)
+    def _acquire_shared_buffer(self, message: RpcMessage) -> SharedBuffer | None:
+        """Return a free shared buffer for a large message; if there is none, offer one for the next message."""
+        num_bytes = payload_bytes(message.tensors)
         if self._shared is None or self._writer is None or num_bytes < MIN_SHARED_BYTES:
             return None
-        shelf = self._shared.own.acquire(num_bytes)
-        if shelf is None and (made := self._shared.own.create(num_bytes)) is not None:
-            fields = {"fd": made.mapping.fd, "number": made.number, "bytes": made.num_bytes}
+        buffer = self._shared.own.acquire(num_bytes)
+        if buffer is None and (offered := self._shared.own.create(num_bytes)) is not None:
+            fields = {"fd": offered.mapping.fd, "number": offered.number, "bytes": offered.num_bytes}
             self._enqueue_frame(encode_frame(RpcMessage("offer", fields), self._limits, SHM_OFFER))
-        return shelf
+        return buffer
 
     def enqueue_close(self) -> None:
-        """Nothing will be sent after what has been put before."""
+        """Append a close frame, after which nothing may be sent."""
         self._enqueue_frame(close_frame())
         self._is_closing = True
 
-    def _enqueue_frame(self, pieces: list[memoryview]) -> None:
+    def _enqueue_frame(self, chunks: list[memoryview]) -> None:
         if self._writer is not None:
-            self._writer.enqueue(pieces)
+            self._writer.enqueue(chunks)
         else:
-            self._waiting.append(pieces)
-            self._waiting_bytes += sum(map(len, pieces))
+            self._waiting.append(chunks)
+            self._waiting_bytes += sum(map(len, chunks))
 
     def pending_buffers(self) -> Sequence[memoryview]:
-        """Return what to send next."""
+        """Return the buffers to send next."""
         if self._handshake_out or self._writer is None:
             return self._handshake_out
         self._enqueue_releases()
@@ -315,7 +306,7 @@ class RpcChannel:
 
     @property
     def has_releases(self) -> bool:
-        """Shelves of the other side are not needed here any more, which it should hear."""
+        """Whether there are shared buffers to release, which the peer should learn."""
         return self._shared is not None and self._shared.peer.has_released
 
     def _enqueue_releases(self) -> None:
@@ -324,73 +315,72 @@ class RpcChannel:
                 self._enqueue_frame(encode_frame(RpcMessage("back", {"number": number}), self._limits, SHM_RELEASE))
 
     def on_sent(self, num_bytes: int) -> None:
-        """So many bytes of what is pending have been sent."""
+        """Remove bytes that have been sent from the pending buffers."""
         if not self._handshake_out and self._writer is not None:
             self._writer.on_sent(num_bytes)
             return
         while num_bytes:
-            gone = min(num_bytes, len(self._handshake_out[0]))
-            num_bytes -= gone
-            self._handshake_out[0] = self._handshake_out[0][gone:]
+            num_done = min(num_bytes, len(self._handshake_out[0]))
+            num_bytes -= num_done
+            self._handshake_out[0] = self._handshake_out[0][num_done:]
             if not self._handshake_out[0]:
                 del self._handshake_out[0]
 
     def receive_buffers(self) -> Sequence[memoryview]:
-        """Return what to fill with the next bytes that come."""
+        """Return the buffers to fill with the next bytes."""
         return (self._handshake_missing,) if self._reader is None else self._reader.receive_buffers()
 
     def on_bytes(self, num_bytes: int) -> RpcMessage | None:
-        """So many bytes have been filled in; return the letter that they complete, if they do.
+        """Process received bytes; return the message that they complete, if any.
 
         Raises:
-            ProtocolError: they are not what may come; the channel must not be used any more, but may still have
-                something pending.
+            ProtocolError: they are invalid; the channel must not be used any more, except to send what is pending.
         """
         if self._reader is not None:
-            letter = self._reader.on_bytes(num_bytes)
+            message = self._reader.on_bytes(num_bytes)
             if self._reader.control_frames:
                 self._on_control_frame(*self._reader.control_frames.pop())
-            return letter
+            return message
         self._handshake_missing = self._handshake_missing[num_bytes:]
         if not self._handshake_missing:
             self._continue_handshake()
         return None
 
-    def _on_control_frame(self, sort: int, note: RpcMessage) -> None:
-        """A shelf has been offered or given back; a ProtocolError where it cannot be."""
+    def _on_control_frame(self, frame_type: int, control: RpcMessage) -> None:
+        """Process an offer or a release of a shared buffer; raise ProtocolError if it is invalid."""
         if self._shared is None:
             return
-        if sort == SHM_RELEASE:
-            self._shared.own.release(*int_fields(note, "number"))
+        if frame_type == SHM_RELEASE:
+            self._shared.own.release(*int_fields(control, "number"))
             return
-        fd, number, num_bytes = int_fields(note, "fd", "number", "bytes")
+        fd, number, num_bytes = int_fields(control, "fd", "number", "bytes")
         if self._shared.peer.open(fd, number, num_bytes):
             self._enqueue_frame(encode_frame(RpcMessage("back", {"number": number}), self._limits, SHM_RELEASE))
 
     def close(self) -> None:
-        """The channel is not used any more; tensors that came over it stay."""
+        """Release the shared buffers; received tensors stay valid."""
         if self._shared is not None:
             self._shared.own.close()
 
     def on_eof(self) -> None:
-        """Nothing more comes; a ProtocolError where a frame is not complete."""
+        """Raise ProtocolError if the connection ended within a frame."""
         if self._reader is not None:
             self._reader.on_eof()
 
     def _continue_handshake(self) -> None:
-        """The greeting has what it waited for."""
+        """Resume the handshake with the bytes that it waited for."""
         try:
-            turn = self._handshake.send(bytes(self._handshake_in))
-            self._start_handshake_step(turn)
-            if not turn.num_bytes:
+            step = self._handshake.send(bytes(self._handshake_in))
+            self._start_handshake_step(step)
+            if not step.num_bytes:
                 self._continue_handshake()
-        except StopIteration as over:
-            self._start_session(over.value)
+        except StopIteration as stop:
+            self._start_session(stop.value)
 
-    def _start_handshake_step(self, turn: HandshakeStep) -> None:
-        if turn.send:
-            self._handshake_out.append(memoryview(turn.send))
-        self._handshake_in = bytearray(turn.num_bytes)
+    def _start_handshake_step(self, step: HandshakeStep) -> None:
+        if step.send:
+            self._handshake_out.append(memoryview(step.send))
+        self._handshake_in = bytearray(step.num_bytes)
         self._handshake_missing = memoryview(self._handshake_in)
 
     def _start_session(self, session: SecureSession) -> None:
@@ -398,6 +388,6 @@ class RpcChannel:
             session.reader, self._limits, self._pool, self._shared.peer if self._shared else None
         )
         self._writer = FrameWriter(session.writer, session.final_bytes)
-        for pieces in self._waiting:
-            self._writer.enqueue(pieces)
+        for chunks in self._waiting:
+            self._writer.enqueue(chunks)
         self._waiting, self._waiting_bytes = [], 0

@@ -1,6 +1,10 @@
-"""A connection: one socket to a peer that has the key, letters both ways, and one end that everybody hears of.
+"""A connection: one socket to an authenticated peer, messages in both directions, and a single end.
 
-The end of the wire that calls.
+State of a connection::
+
+    CONNECTING --socket writable--> HANDSHAKE --peer authenticated--> OPEN --close()--> CLOSING --> ENDED
+         |                              |                              |                  |
+         +------------------------------+--- error, timeout, abort() --+------------------+-------> ENDED
 """
 
 from __future__ import annotations
@@ -24,16 +28,16 @@ from counterpoint.rpc.event_loop import READ, WRITE, EventLoop
 from counterpoint.rpc.frame import DEFAULT_LIMITS, RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import NONCE_BYTES, JobCredentials, client_handshake
 
-BYTES_PER_TURN = 1 << 22  # that one connection receives or sends before others have their turn
-MAX_LOW_WATERMARK_BYTES = 1 << 16  # of what is missing, so many are there before a side looks: packets come one by one
+BYTES_PER_TURN = 1 << 22  # received or sent by one connection before others are served
+MAX_LOW_WATERMARK_BYTES = 1 << 16  # bytes that must have arrived before the socket counts as readable
 
 
 class ConnectionLostError(PeerError):
-    """The connection is gone; whether the peer has read what was sent last is not known. A caller may call again."""
+    """The connection was lost; whether the peer has received the last messages is unknown. The caller may reconnect."""
 
 
 class ConnectionState(Enum):
-    """How far a connection has come."""
+    """Phase of a connection."""
 
     CONNECTING = "calling"
     HANDSHAKE = "greeting"
@@ -43,7 +47,7 @@ class ConnectionState(Enum):
 
 
 class ConnectionRole(Enum):
-    """Which part a side has."""
+    """Which side opened the connection."""
 
     CLIENT = "asks"
     SERVER = "answers"
@@ -54,15 +58,15 @@ OnEnd: TypeAlias = Callable[["Connection", PeerError | None], None]
 
 
 class Connection:
-    """One side of a connection, looked after by a loop.
+    """One side of a connection, driven by an event loop.
 
     Args:
-        loop: that looks after it.
+        loop: event loop.
         peer: the socket.
-        channel: the state machine, its greeting begun.
+        channel: the protocol state machine, its handshake started.
         limits: of this side.
-        side: which it is.
-        name: of the other side, for errors.
+        role: client or server.
+        name: of the peer, for errors.
     """
 
     def __init__(
@@ -90,47 +94,47 @@ class Connection:
         self.error: PeerError | None = None
 
     def start(self, on_message: OnRpcMessage | None, on_end: OnEnd | None) -> None:
-        """The loop looks after the connection, and these hear of its letters and of its end."""
+        """Register with the loop; the callbacks receive messages and the end of the connection."""
         with self._loop.lock:
             self._on_message, self._on_end = on_message, on_end
             self._loop.watch(self, WRITE)
 
     @property
     def state(self) -> ConnectionState:
-        """How far it has come."""
+        """Current phase."""
         return self._state
 
     @property
     def is_ended(self) -> bool:
-        """There is no connection any more."""
+        """Whether the connection has ended."""
         return self._state is ConnectionState.ENDED
 
     @property
     def unsent_bytes(self) -> int:
-        """How much waits for the peer to take it."""
+        """Bytes that wait to be sent."""
         return self._channel.unsent_bytes
 
     @property
     def has_data_in_flight(self) -> bool:
-        """Something is on its way: the peer's system has not taken all that was sent, or half of a frame has come."""
+        """Whether the peer's kernel has not received everything that was sent, or a frame is partially received."""
         if self._state is ConnectionState.ENDED:
             return False
         if self.unsent_bytes or self._channel.is_within_frame:
             return True
-        waiting = array("i", [0])
-        fcntl.ioctl(self._socket, termios.TIOCOUTQ, waiting)
-        return waiting[0] > 0
+        num_queued = array("i", [0])
+        fcntl.ioctl(self._socket, termios.TIOCOUTQ, num_queued)
+        return num_queued[0] > 0
 
     @property
     def is_full(self) -> bool:
-        """More waits than this side wants to keep; send when it does not."""
+        """Whether the unsent data exceeds the limit; wait before sending more."""
         return self._channel.unsent_bytes > self._limits.unsent_bytes
 
     def send(self, message: RpcMessage) -> None:
-        """The letter is on its way, or will be; its tensors must stay as they are until :attr:`unsent_bytes` is 0.
+        """Send a message; its tensors must not change until :attr:`unsent_bytes` is 0.
 
         Raises:
-            PeerError: the connection has ended, or the letter cannot travel.
+            PeerError: the connection has ended, or the message cannot be encoded.
         """
         with self._loop.lock:
             if self._is_closing or self._state is ConnectionState.ENDED:
@@ -139,11 +143,11 @@ class Connection:
                 self._last_progress_s = self._loop.clock()
             self._channel.enqueue(message)
             if self._is_receiving or (not self.is_full and self._loop.defer(self._flush_and_watch)):
-                return  # answers to what has come together leave together
+                return  # replies to messages that arrived together are sent together
             self._flush_and_watch()
 
     def close(self) -> None:
-        """What was sent before will arrive, and then the other side hears that nothing follows."""
+        """Send what is queued, then close the connection gracefully."""
         with self._loop.lock:
             if self._is_closing or self._state is ConnectionState.ENDED:
                 return
@@ -154,11 +158,11 @@ class Connection:
             self._flush_and_watch()
 
     def abort(self) -> None:
-        """The connection is gone, at once."""
+        """Close the connection immediately."""
         self._end(None)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor."""
+        """Return the socket's file descriptor."""
         return self._socket.fileno()
 
     @property
@@ -174,7 +178,7 @@ class Connection:
         return self._last_progress_s + self._limits.idle_timeout_s if is_waiting else inf
 
     def on_timeout(self) -> None:
-        """The peer has taken too long, or should hear what it gets back."""
+        """End the connection if the peer has taken too long; send releases of shared buffers that are due."""
         if self._channel.has_releases and self._state is ConnectionState.OPEN:
             self._flush_and_watch()
             return
@@ -183,20 +187,20 @@ class Connection:
             return
         moved_s = self._last_progress_s
         if self._state is ConnectionState.OPEN:
-            self._read()  # what has come may be less than what it sleeps for
+            self._read()  # data below the low watermark may have arrived
         if self._state is ConnectionState.ENDED or self._last_progress_s > moved_s:
             return
         is_greeting = self._state in {ConnectionState.CONNECTING, ConnectionState.HANDSHAKE}
         limit_s, what = (
-            (self._limits.handshake_s, "did not greet") if is_greeting else
-            (self._limits.idle_timeout_s, f"neither took one of {self.unsent_bytes} bytes nor went on with its frame")
+            (self._limits.handshake_s, "did not complete the handshake") if is_greeting else
+            (self._limits.idle_timeout_s, f"neither received one of {self.unsent_bytes} bytes nor continued its frame")
         )  # fmt: skip
         self._end(
-            ConnectionLostError(f"{self.name} {what} within {limit_s} s; look at what it does, or at the network")
+            ConnectionLostError(f"{self.name} {what} within {limit_s} s; check what it is doing, and the network")
         )
 
     def on_ready(self, events: int) -> None:
-        """The socket can be read or written."""
+        """Read from or write to the socket."""
         if self._state is ConnectionState.CONNECTING:
             self._on_connected()
         if events & READ:
@@ -204,7 +208,7 @@ class Connection:
         self._flush_and_watch()
 
     def _read(self) -> None:
-        """What has come has been heard, or the connection has ended."""
+        """Process received bytes, or end the connection."""
         self._is_receiving = True
         try:
             self._receive()
@@ -214,7 +218,7 @@ class Connection:
             self._is_receiving = False
 
     def _on_connected(self) -> None:
-        """The peer is there, and of the same user where the kernel knows, or the connection has ended."""
+        """Check the outcome of connecting, and the peer's user if the kernel knows it."""
         if number := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._end(self._lost_error(OSError(number, os.strerror(number))))
             return
@@ -226,13 +230,13 @@ class Connection:
         self._state = ConnectionState.HANDSHAKE
 
     def _receive(self) -> None:
-        """What has come, or enough of it, has been read; a ProtocolError where it may not come."""
-        left = BYTES_PER_TURN
-        while left > 0 and self._state is not ConnectionState.ENDED and not self._is_paused:
-            wanted = self._channel.receive_buffers()
+        """Receive until no data is left or the budget of this call is spent; raise ProtocolError for invalid data."""
+        budget = BYTES_PER_TURN
+        while budget > 0 and self._state is not ConnectionState.ENDED and not self._is_paused:
+            buffers = self._channel.receive_buffers()
             try:
                 num_bytes = (
-                    self._socket.recv_into(wanted[0]) if len(wanted) == 1 else self._socket.recvmsg_into(wanted)[0]
+                    self._socket.recv_into(buffers[0]) if len(buffers) == 1 else self._socket.recvmsg_into(buffers)[0]
                 )
             except BlockingIOError:
                 break
@@ -242,14 +246,14 @@ class Connection:
             if not num_bytes:
                 self._on_eof()
                 return
-            left -= num_bytes
+            budget -= num_bytes
             self._last_progress_s = self._loop.clock()
             self._on_bytes(num_bytes)
         if self._state is not ConnectionState.ENDED:
             self._set_low_watermark()
 
     def _set_low_watermark(self) -> None:
-        """The socket counts as readable when what is missing has come, or enough of it, or its end."""
+        """Let the socket become readable only when the missing bytes, or enough of them, have arrived."""
         num_bytes = min(sum(map(len, self._channel.receive_buffers())), MAX_LOW_WATERMARK_BYTES)
         if self._is_tcp and num_bytes != self._low_watermark_bytes:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
@@ -257,82 +261,83 @@ class Connection:
 
     @property
     def _is_paused(self) -> bool:
-        """This side answers, and reads nothing more before its answers have gone.
+        """Whether a server stops reading because its replies are not being received.
 
-        The side that asks always reads: if both stopped, neither would go on.
+        A client always reads: if both stopped, neither would continue.
         """
         return self._role is ConnectionRole.SERVER and self.is_full
 
     def _on_bytes(self, num_bytes: int) -> None:
-        """So many bytes have come."""
-        letter = self._channel.on_bytes(num_bytes)
+        message = self._channel.on_bytes(num_bytes)
         if self._state is ConnectionState.HANDSHAKE and self._channel.is_open:
             self._state = ConnectionState.CLOSING if self._is_closing else ConnectionState.OPEN
-        if letter is not None and self._state is ConnectionState.OPEN and self._on_message is not None:
-            self._on_message(self, letter)
+        if message is not None and self._state is ConnectionState.OPEN and self._on_message is not None:
+            self._on_message(self, message)
         if self._channel.is_closed_by_peer:
             self._end(None)
 
     def _on_eof(self) -> None:
-        """The other side has closed the connection."""
+        """Process that the peer closed the socket."""
         if self._state is ConnectionState.CLOSING:
             self._end(None)
             return
         try:
             self._channel.on_eof()
         except ProtocolError as error:
-            self._end(ConnectionLostError(f"{self.name} is gone: {error}"))
+            self._end(ConnectionLostError(f"{self.name} closed the connection: {error}"))
         else:
             self._end(
-                ConnectionLostError(f"{self.name} is gone without a goodbye; look at why it ended, then call again")
+                ConnectionLostError(
+                    f"{self.name} closed the connection unexpectedly; check why it ended, then reconnect"
+                )
             )
 
     def _flush_and_watch(self) -> None:
-        """What can be sent has been, and the loop watches for what is left."""
+        """Send what can be sent, and watch the socket for the rest."""
         if self._state is ConnectionState.ENDED:
             return
         try:
             self._flush()
-            is_left = bool(self._channel.pending_buffers())
-            if self._state is ConnectionState.CLOSING and not is_left:
+            has_pending = bool(self._channel.pending_buffers())
+            if self._state is ConnectionState.CLOSING and not has_pending:
                 self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
             self._on_socket_error(error)
             return
-        self._loop.watch(self, (0 if self._is_paused else READ) | (WRITE if is_left else 0))
+        self._loop.watch(self, (0 if self._is_paused else READ) | (WRITE if has_pending else 0))
 
     def _flush(self) -> None:
         if self._state in {ConnectionState.CONNECTING, ConnectionState.ENDED}:
             return
-        left = BYTES_PER_TURN
-        while left > 0 and (pending := self._channel.pending_buffers()):
+        budget = BYTES_PER_TURN
+        while budget > 0 and (pending := self._channel.pending_buffers()):
             try:
                 num_bytes = self._socket.sendmsg(pending)
             except BlockingIOError:
                 return
             self._channel.on_sent(num_bytes)
             self._last_progress_s = self._loop.clock()
-            left -= num_bytes
+            budget -= num_bytes
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
-        """The peer has broken a rule: it hears the last words of a greeting, if there are any, and no more."""
+        """End the connection; during the handshake, send the pending refusal first."""
         if self._state is ConnectionState.HANDSHAKE and not self._channel.is_open:
             try:
                 self._flush()
             except OSError as cause:
-                error.add_note(f"it could not be told: {cause}")
-        named = ProtocolError(f"{self.name}: {error}")
-        named.__cause__ = error
-        self._end(named)
+                error.add_note(f"the refusal could not be sent: {cause}")
+        peer_error = ProtocolError(f"{self.name}: {error}")
+        peer_error.__cause__ = error
+        self._end(peer_error)
 
     def _on_socket_error(self, error: OSError) -> None:
-        """The connection is gone; that is no loss if this side has said goodbye, and all before it."""
+        """End the connection; this is not an error if everything, including the close frame, had been sent."""
         is_done = self._state is ConnectionState.CLOSING and not self._channel.pending_buffers()
         self._end(None if is_done else self._lost_error(error))
 
     def _lost_error(self, error: OSError) -> ConnectionLostError:
         why = (error.strerror or str(error)).lower()
-        return ConnectionLostError(f"{self.name} is gone ({why}); look at whether it runs, then call again")
+        return ConnectionLostError(f"{self.name} is unreachable ({why}); check that it runs, then reconnect")
 
     def _end(self, error: PeerError | None) -> None:
         if self._state is ConnectionState.ENDED:
@@ -345,7 +350,7 @@ class Connection:
             self._on_end(self, error)
 
 
-UNIX_BUFFER_BYTES: Final = 1 << 22  # or as much as the system allows
+UNIX_BUFFER_BYTES: Final = 1 << 22  # capped by the system's limit
 
 
 def connect(
@@ -357,26 +362,24 @@ def connect(
     on_end: OnEnd | None = None,
     limits: RpcLimits = DEFAULT_LIMITS,
 ) -> Connection:
-    """Return a connection that is on its way; letters may be sent at once, and leave when the server has greeted.
+    """Return a connection that is being established; messages may be sent immediately.
 
     Args:
-        loop: that looks after it.
-        place: where the server is.
-        secret: of the job.
-        on_letter: called with the connection and each letter that comes.
-        on_end: called once, with the connection and why it ended; None after a goodbye.
+        loop: event loop.
+        address: of the server.
+        credentials: of the job.
+        on_message: called with the connection and each message.
+        on_end: called once with the connection and the reason of its end; None after a graceful close.
         limits: of this side.
 
     Raises:
-        LaunchError: the place leads nowhere, or is beyond loopback and there is no key.
+        LaunchError: the address cannot be resolved, or is beyond loopback without a key.
         ConnectionLostError: nobody listens there.
     """
     try:
         peer = start_connect(address, is_keyed=credentials.key is not None)
     except OSError as error:
-        raise ConnectionLostError(
-            f"nobody listens at {address}; look at whether the server runs, then call again"
-        ) from error
+        raise ConnectionLostError(f"nobody listens at {address}; check that the server runs, then reconnect") from error
     set_socket_options(peer, limits)
     greeting = client_handshake(credentials, credentials.security_mode(address), secrets.token_bytes(NONCE_BYTES))
     channel = RpcChannel(greeting, limits, ReceiveBufferPool(), shared_memory_with(peer))
@@ -386,8 +389,8 @@ def connect(
 
 
 def set_socket_options(peer: socket.socket, limits: RpcLimits) -> None:
-    """Small letters leave at once, and a peer whose host is gone is found out."""
-    if peer.family == socket.AF_UNIX:  # it keeps the size that it begins with, TCP finds a better one
+    """Send small messages immediately, and detect a peer whose host is gone."""
+    if peer.family == socket.AF_UNIX:  # fixed size, whereas TCP tunes its own
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         return
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

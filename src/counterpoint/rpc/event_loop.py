@@ -1,7 +1,7 @@
-"""One loop over all connections: who can be read or written, whose deadline has passed, who waits for what.
+"""Event loop over all connections of a process: readiness, deadlines, and waiting for conditions.
 
-It turns in the thread of whoever waits, or in one of its own. Everything that happens to a connection happens under the
-loop's lock, in whichever thread, so that callbacks never meet themselves.
+The loop is run by a thread that waits for something, or by a thread of its own. All callbacks run with the loop's lock
+held, in whichever thread, so they never run concurrently.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from typing import Protocol, Self
 
 from counterpoint.errors import PeerError
 
-MAX_PAUSE_S = 0.1  # between two looks at the deadlines: another thread may have set one
-YIELD_S = 0.005  # of the loop's own thread while others turn it: so long at most an answer lies that nobody waits for
+MAX_PAUSE_S = 0.1  # longest select: another thread may have set an earlier deadline
+YIELD_S = (
+    0.005  # pause of the loop's own thread while others run it; bounds the delay of messages that nobody waits for
+)
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
 
 class EventHandler(Protocol):
-    """What a loop looks after; it adds itself and takes itself out."""
+    """Something that an event loop watches; it registers and unregisters itself."""
 
     @property
     def deadline(self) -> float:
-        """When :meth:`expire` is to be called, by the loop's clock; infinite if never."""
+        """When :meth:`on_timeout` is to be called, by the loop's clock; infinite for never."""
 
     def fileno(self) -> int:
-        """Return the descriptor of its socket."""
+        """Return the file descriptor of its socket."""
 
     def on_ready(self, events: int) -> None:
-        """The socket can be read or written."""
+        """Read from or write to the socket."""
 
     def on_timeout(self) -> None:
-        """The deadline has passed."""
+        """Process the deadline."""
 
     def abort(self) -> None:
-        """It is gone, at once."""
+        """Close immediately."""
 
 
 class EventLoop:
-    """Turns until nobody waits any more; everything in it is gone when it is closed.
+    """Event loop; closing it closes everything that it watches.
 
     Args:
-        clock: says how late it is.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,60 +57,60 @@ class EventLoop:
         self.lock = threading.RLock()
         self._ran = threading.Condition(self.lock)
         self._yielding = threading.Condition(self.lock)
-        self._num_waiters_running = 0  # waiting threads that turn the loop instead of its own
+        self._num_waiters_running = 0  # waiting threads that run the loop in place of its own thread
         self._was_run = self._is_thread_running = False
         self._selector = selectors.DefaultSelector()
         self._handlers: dict[EventHandler, int] = {}
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._failure: BaseException | None = None
-        self._cork_depth: dict[int, int] = {}  # how deep, by thread
+        self._cork_depth: dict[int, int] = {}  # nesting depth by thread
         self._deferred: dict[Callable[[], None], None] = {}
 
     def watch(self, handler: EventHandler, events: int) -> None:
-        """It will hear when its socket can be read or written; 0 for neither."""
-        known = self._handlers.get(handler)
-        if known == events:
+        """Watch a handler's socket for these events; 0 for deadlines only."""
+        previous = self._handlers.get(handler)
+        if previous == events:
             return
         if events & WRITE:
             self._yielding.notify_all()
-        if events and known:
+        if events and previous:
             self._selector.modify(handler.fileno(), events, handler)
         elif events:
             self._selector.register(handler.fileno(), events, handler)
-        elif known:
+        elif previous:
             self._selector.unregister(handler.fileno())
         self._handlers[handler] = events
 
     def unwatch(self, handler: EventHandler) -> None:
-        """It hears nothing any more; its socket may be closed."""
+        """Stop watching a handler; its socket may be closed then."""
         if self._handlers.pop(handler, 0):
             self._selector.unregister(handler.fileno())
 
     def run_once(self, timeout_s: float = 0.0) -> None:
-        """Whoever could be read or written has been, and whoever was due has been told.
+        """Call the handlers that are ready or due.
 
         Args:
-            patience_s: how long to wait for somebody, if nobody can.
+            timeout_s: longest wait for an event.
         """
         with self.lock:
             next_due = min((watched.deadline for watched in self._handlers), default=inf)
-        pause_s = min(timeout_s, max(next_due - self.clock(), 0.0), MAX_PAUSE_S)
-        found = self._selector.select(pause_s)
+        wait_s = min(timeout_s, max(next_due - self.clock(), 0.0), MAX_PAUSE_S)
+        ready = self._selector.select(wait_s)
         with self.lock:
-            for key, events in found:
-                if key.data in self._handlers:  # it may have gone meanwhile
-                    key.data.ready(events)
+            for key, events in ready:
+                if key.data in self._handlers:  # it may have been unwatched meanwhile
+                    key.data.on_ready(events)
             now = self.clock()
-            for watched in [each for each in self._handlers if each.deadline <= now]:
+            for watched in [handler for handler in self._handlers if handler.deadline <= now]:
                 watched.on_timeout()
             self._ran.notify_all()
 
     @contextmanager
     def cork(self) -> Iterator[None]:
-        """What is sent meanwhile leaves in one go at the end, unless a connection has much to send.
+        """Return a context whose messages are sent together at its end, unless a connection has much to send.
 
-        Of blocks inside each other in one thread the end of the outermost one counts.
+        Nested contexts of one thread end with the outermost.
         """
         thread = threading.get_ident()
         with self.lock:
@@ -126,40 +128,40 @@ class EventLoop:
                         del self._cork_depth[thread]
 
     def _flush(self) -> None:
-        """What was gathered has left, or is about to; called with the lock."""
-        while self._deferred:  # messages become letters, and these leave
+        """Send corked messages; called with the lock held."""
+        while self._deferred:  # flushing a batch of messages may defer the flush of its connection
             deferred, self._deferred = self._deferred, {}
             for flush in deferred:
                 flush()
 
     def defer(self, flush: Callable[[], None]) -> bool:
-        """Tell whether what is sent is being gathered; then this will be called at the end, once."""
+        """Tell whether sending is corked; then ``flush`` is called once, at the end."""
         if self._cork_depth:
             self._deferred[flush] = None
         return bool(self._cork_depth)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """The condition holds; the loop has turned here, unless it does in its own thread.
+        """Wait until the condition holds, running the loop unless another thread does.
 
         Args:
-            holds: the condition.
-            deadline_s: the longest that this lasts.
+            condition: the condition.
+            timeout_s: longest wait.
             what: is waited for, for the error.
 
         Raises:
             PeerError: time is up.
         """
         if not self.wait(condition, timeout_s):
-            raise PeerError(f"waited {timeout_s} s for {what}; look at what the other side does instead")
+            raise PeerError(f"waited {timeout_s} s for {what}; check what the peer is doing")
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition holds, or comes to hold in time; meanwhile the loop turns.
+        """Tell whether the condition becomes true in time; meanwhile the loop runs.
 
-        It turns in the thread that waits, if no other turns it: so an answer wakes that one, not one that wakes it.
+        It runs in the waiting thread unless another thread runs it, so that a reply wakes the thread that waits for it.
 
         Args:
-            holds: the condition.
-            deadline_s: the longest that this lasts.
+            condition: the condition.
+            timeout_s: longest wait.
         """
         end = self.clock() + timeout_s
         while True:
@@ -172,7 +174,7 @@ class EventLoop:
                 if left <= 0:
                     return False
                 if self._is_run_elsewhere:
-                    self._was_run = True  # the loop's own thread steps aside after this turn
+                    self._was_run = True  # the loop's own thread yields after this iteration
                     self._ran.wait(min(left, 1.0))
                     continue
                 self._num_waiters_running += 1
@@ -186,14 +188,14 @@ class EventLoop:
 
     @property
     def _is_run_elsewhere(self) -> bool:
-        """Whether another thread turns the loop, or has to; asked with the lock."""
+        """Whether another thread runs the loop, or is about to; called with the lock held."""
         if self._thread is None or self._thread is threading.current_thread():
             return False
         return self._is_thread_running or self._num_waiters_running > 0
 
     def start(self) -> None:
-        """It turns in a thread of its own until it is closed."""
-        self._thread = threading.Thread(target=self._run, name="counterpoint wire", daemon=True)
+        """Run the loop in a thread of its own until it is closed."""
+        self._thread = threading.Thread(target=self._run, name="counterpoint rpc", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -203,7 +205,7 @@ class EventLoop:
                 self._is_thread_running = True
             try:
                 self.run_once(MAX_PAUSE_S)
-            except BaseException as error:  # noqa: BLE001 - told to whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised in waiting threads
                 with self.lock:
                     self._failure = error
                     self._ran.notify_all()
@@ -213,7 +215,7 @@ class EventLoop:
                     self._is_thread_running = False
 
     def _yield_to_waiters(self) -> None:
-        """Nobody who waits turns the loop, nor has just done so and left nothing to send; called with the lock."""
+        """Wait while waiting threads run the loop, or just did and left nothing to send; called with the lock held."""
         while not self._is_stopping and (self._num_waiters_running or (self._was_run and not self._is_sending)):
             self._was_run = False
             self._yielding.wait(YIELD_S)
@@ -227,7 +229,7 @@ class EventLoop:
             raise self._failure
 
     def close(self) -> None:
-        """All that it looked after is gone: no socket and no thread is left."""
+        """Close everything that is watched, and end the thread."""
         with self.lock:
             self._is_stopping = True
             self._yielding.notify_all()

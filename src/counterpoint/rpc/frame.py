@@ -1,6 +1,8 @@
-"""How much a peer may ask for: in bytes, in time, in number.
+"""Frames: a message (kind, JSON fields and tensors) as bytes and back. Decoding never executes code.
 
-A letter as bytes and back: a kind, fields that JSON can hold, and tensors; nothing in it can become code.
+Layout::
+
+    header (fixed size) | text: [kind, fields(, shared buffer)] | tensor metadata | padding | tensors, each padded
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ from counterpoint.rpc.buffers import PeerBuffers, ReceiveBuffer
 
 @dataclass(frozen=True, slots=True)
 class RpcLimits:
-    """What one side of a connection puts up with.
+    """Resource limits of one side of a connection.
 
     Args:
-        text_bytes: of a letter's kind and fields, and of what its tensors look like.
-        payload_bytes: of a letter's tensors.
-        unsent_bytes: a server does not read from a connection with more of them, and a client asks nothing more.
-        connections: how many a server has at a time.
-        strangers: how many of them may not have proved yet that they have the key; the oldest goes first.
-        greeting_s: the longest that a greeting may last.
-        patience_s: the longest that a peer may take no byte, or none of a frame that has begun may come.
+        text_bytes: of a message's kind, fields and tensor metadata.
+        payload_bytes: of a message's tensors.
+        unsent_bytes: a server stops reading from a connection with more unsent data, and a client stops sending
+            requests.
+        max_connections: of a server.
+        max_unauthenticated: connections that may be in the handshake; the oldest is dropped first.
+        handshake_s: longest duration of a handshake.
+        idle_timeout_s: longest time in which a peer receives no byte, or sends none of a frame that has begun.
     """
 
     text_bytes: int = 1 << 20
@@ -55,12 +58,14 @@ DEFAULT_LIMITS = RpcLimits()
 
 MAGIC: Final = b"CPWL"
 VERSION: Final = 1
-HEADER = struct.Struct("<4sBBHIIQ")  # magic, version, sort, tensors, bytes of text, of text and looks, of the payload
+HEADER = struct.Struct(
+    "<4sBBHIIQ"
+)  # magic, version, frame type, tensors, bytes of text, of text and metadata, of the payload
 MESSAGE: Final = 1
 CLOSE: Final = 2
-SHM_PAYLOAD: Final = 3  # a letter whose tensors are on a shelf, which its text names
-SHM_OFFER: Final = 4  # of a shelf
-SHM_RELEASE: Final = 5  # a shelf that the other side has found, or needs no more
+SHM_PAYLOAD: Final = 3  # a message whose tensors are in the shared buffer that its text names
+SHM_OFFER: Final = 4  # of a shared buffer
+SHM_RELEASE: Final = 5  # of a shared buffer that the peer has mapped, or no longer needs
 FRAME_TYPES: Final = {MESSAGE, CLOSE, SHM_PAYLOAD, SHM_OFFER, SHM_RELEASE}
 MAX_KIND: Final = 64
 MAX_TENSORS: Final = (1 << 16) - 1
@@ -71,12 +76,12 @@ JsonValue: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RpcMessage:
-    """What one process tells another.
+    """A message between two processes.
 
     Args:
-        kind: what it is about, in a word.
-        fields: what JSON can hold.
-        tensors: a sent one must stay as it is until it has left; a received one is the receiver's to keep.
+        kind: message type.
+        fields: JSON values.
+        tensors: must not change until sent; received ones are owned by the receiver.
     """
 
     kind: str
@@ -86,7 +91,7 @@ class RpcMessage:
 
 @dataclass(frozen=True, slots=True)
 class RpcFrameHeader:
-    """How long the parts of a frame are, within the limits."""
+    """Lengths of the parts of a frame, within the limits."""
 
     frame_type: int
     num_tensors: int
@@ -96,37 +101,38 @@ class RpcFrameHeader:
 
     @property
     def body_bytes(self) -> int:
-        """Length of what follows the head."""
+        """Length of what follows the header on the socket."""
         return self.front_bytes if self.frame_type == SHM_PAYLOAD else self.front_bytes + self.payload_bytes
 
 
 def encode_frame(
     message: RpcMessage, limits: RpcLimits, frame_type: int = MESSAGE, shared_buffer: int | None = None
 ) -> list[memoryview]:
-    """Return the frame in pieces: its head, and then what stands behind it; tensors are not copied.
+    """Return the frame as a list of buffers: header, then body; tensors are not copied.
 
     Args:
-        letter: to be sent.
+        message: to be sent.
         limits: of this side.
-        sort: of the frame.
-        shelf: where its tensors are; None where they travel with it.
+        frame_type: of the frame.
+        shared_buffer: number of the shared buffer with its tensors; None if they are part of the frame.
 
     Raises:
-        PeerError: the letter cannot travel.
+        PeerError: the message exceeds the limits or cannot be encoded.
     """
-    text, looks = encode_text(message, shared_buffer), b"".join(map(encode_tensor_meta, message.tensors))
-    front = text + looks + bytes(-(len(text) + len(looks)) % ALIGNMENT)
+    text, metadata = encode_text(message, shared_buffer), b"".join(map(encode_tensor_meta, message.tensors))
+    front_part = text + metadata + bytes(-(len(text) + len(metadata)) % ALIGNMENT)
     num_bytes = payload_bytes(message.tensors)
-    if len(front) > limits.text_bytes or num_bytes > limits.payload_bytes or len(message.tensors) > MAX_TENSORS:
+    if len(front_part) > limits.text_bytes or num_bytes > limits.payload_bytes or len(message.tensors) > MAX_TENSORS:
         raise PeerError(
-            f"{message.kind[:MAX_KIND]!r} with {len(message.tensors)} tensors has {len(front)} + {num_bytes} bytes; "
-            f"a letter has at most {MAX_TENSORS} tensors and {limits.text_bytes} + {limits.payload_bytes} bytes: send "
-            "it in parts"
+            f"{message.kind[:MAX_KIND]!r} with {len(message.tensors)} tensors has {len(front_part)} + {num_bytes} "
+            "bytes; "
+            f"the limit is {MAX_TENSORS} tensors and {limits.text_bytes} + {limits.payload_bytes} bytes; send it in "
+            "parts"
         )
-    head = HEADER.pack(MAGIC, VERSION, frame_type, len(message.tensors), len(text), len(front), num_bytes)
+    head = HEADER.pack(MAGIC, VERSION, frame_type, len(message.tensors), len(text), len(front_part), num_bytes)
     return [
         memoryview(head),
-        memoryview(front),
+        memoryview(front_part),
         *(() if shared_buffer is not None else payload_chunks(message.tensors)),
     ]
 
@@ -142,27 +148,27 @@ def payload_chunks(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def close_frame() -> list[memoryview]:
-    """Return the frame after which none follows."""
+    """Return the frame that ends a connection."""
     return [memoryview(HEADER.pack(MAGIC, VERSION, CLOSE, 0, 0, 0, 0))]
 
 
 def encode_text(message: RpcMessage, shared_buffer: int | None = None) -> bytes:
-    """Return kind and fields, and the shelf if there is one, as text.
+    """Return kind and fields, and the shared buffer's number if there is one, as JSON.
 
     Raises:
-        PeerError: they are not what JSON can hold.
+        PeerError: they cannot be encoded.
     """
-    said = [message.kind, message.fields] if shared_buffer is None else [message.kind, message.fields, shared_buffer]
+    content = [message.kind, message.fields] if shared_buffer is None else [message.kind, message.fields, shared_buffer]
     if not 0 < len(message.kind) <= MAX_KIND:
         raise PeerError(
-            f"a letter of kind {message.kind[:MAX_KIND]!r} cannot travel: a kind has 1 to {MAX_KIND} letters"
+            f"a message of kind {message.kind[:MAX_KIND]!r} cannot be sent: a kind has 1 to {MAX_KIND} characters"
         )
     try:
-        text = _JSON_ENCODER.encode(said)
+        text = _JSON_ENCODER.encode(content)
     except (TypeError, ValueError, RecursionError) as error:
         raise PeerError(
-            f"the fields of {message.kind[:MAX_KIND]!r} cannot travel: {error}; "
-            "numbers (no nan), texts, lists and mappings can"
+            f"the fields of {message.kind[:MAX_KIND]!r} cannot be encoded as JSON: {error}; "
+            "use finite numbers, strings, lists and mappings"
         ) from error
     return text.encode()
 
@@ -171,7 +177,7 @@ def decode_header(raw: memoryview, limits: RpcLimits) -> RpcFrameHeader:
     """Return the lengths of a frame.
 
     Raises:
-        ProtocolError: it is none, or it is beyond the limits.
+        ProtocolError: it is not a frame, or exceeds the limits.
     """
     magic, version, sort, num_tensors, text_bytes, front_bytes, num_bytes = HEADER.unpack(raw)
     if magic != MAGIC or version != VERSION or sort not in FRAME_TYPES:
@@ -183,34 +189,36 @@ def decode_header(raw: memoryview, limits: RpcLimits) -> RpcFrameHeader:
             f"{limits.payload_bytes} are allowed"
         )
     if sort == CLOSE and any((num_tensors, text_bytes, front_bytes, num_bytes)):
-        raise malformed_frame("it says goodbye and goes on")
+        raise malformed_frame("a close frame with content")
     return RpcFrameHeader(sort, num_tensors, text_bytes, front_bytes, num_bytes)
 
 
 def decode_body(header: RpcFrameHeader, buffer: ReceiveBuffer, peer_buffers: PeerBuffers | None) -> RpcMessage:
-    """Return what a frame says, its tensors in the room or on a shelf.
+    """Return the message of a frame; its tensors are views of the buffer or of a shared buffer.
 
     Args:
-        head: of the frame.
-        room: with its body.
-        borrowing: the shelves of the other side; None where there are none.
+        header: of the frame.
+        buffer: with its body.
+        peer_buffers: shared buffers of the peer; None if there are none.
 
     Raises:
-        ProtocolError: it contradicts itself.
+        ProtocolError: it is inconsistent.
     """
-    front = bytes(buffer.memory[: header.front_bytes])
-    kind, fields, shelf = decode_text(front[: header.text_bytes])
-    if (header.frame_type == SHM_PAYLOAD) != (shelf is not None) or (shelf is not None and peer_buffers is None):
-        raise malformed_frame("its tensors are neither in it nor on a shelf")
+    front_part = bytes(buffer.memory[: header.front_bytes])
+    kind, fields, shared_buffer = decode_text(front_part[: header.text_bytes])
+    if (header.frame_type == SHM_PAYLOAD) != (shared_buffer is not None) or (
+        shared_buffer is not None and peer_buffers is None
+    ):
+        raise malformed_frame("its frame type and its shared buffer do not match")
     start = header.front_bytes
-    if shelf is not None and peer_buffers is not None:
-        buffer, start = ReceiveBuffer(peer_buffers.view(shelf, header.payload_bytes), header.payload_bytes), 0
+    if shared_buffer is not None and peer_buffers is not None:
+        buffer, start = ReceiveBuffer(peer_buffers.view(shared_buffer, header.payload_bytes), header.payload_bytes), 0
     end = start + header.payload_bytes
     tensors: list[Tensor] = []
-    for dtype, shape in decode_tensor_meta(front[header.text_bytes :], header.num_tensors):
+    for dtype, shape in decode_tensor_meta(front_part[header.text_bytes :], header.num_tensors):
         size = prod(shape) * dtype.itemsize
         if start + padded_size(size) > end:
-            raise malformed_frame(f"tensor {len(tensors)}, {dtype} {shape}, ends behind its payload")
+            raise malformed_frame(f"tensor {len(tensors)}, {dtype} {shape}, ends after its payload")
         tensors.append(decode_tensor(buffer, dtype, shape, start))
         start += padded_size(size)
     if start != end:
@@ -219,10 +227,10 @@ def decode_body(header: RpcFrameHeader, buffer: ReceiveBuffer, peer_buffers: Pee
 
 
 def decode_tensor(buffer: ReceiveBuffer, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
-    """Return a tensor in the room.
+    """Return a tensor view of the buffer.
 
     Raises:
-        ProtocolError: it holds what its dtype does not.
+        ProtocolError: it has values that its dtype does not allow.
     """
     tensor = buffer.tensor(dtype, shape, start)
     if dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
@@ -231,45 +239,45 @@ def decode_tensor(buffer: ReceiveBuffer, dtype: torch.dtype, shape: tuple[int, .
 
 
 def decode_text(text: bytes) -> tuple[str, dict[str, JsonValue], int | None]:
-    """Return kind, fields and the number of a shelf, if there is one.
+    """Return kind, fields, and the shared buffer's number or None.
 
     Raises:
-        ProtocolError: the text is not as :func:`written` writes it.
+        ProtocolError: the text is not what :func:`encode_text` writes.
     """
     try:
-        found = _JSON_DECODER.decode(text.decode())
+        content = _JSON_DECODER.decode(text.decode())
     except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers, too
         raise malformed_frame(f"its text is no JSON ({ascii(str(error))[:80]})") from error
-    match found:
+    match content:
         case [str(kind), dict(fields)] if 0 < len(kind) <= MAX_KIND:
             return kind, fields, None
-        case [str(kind), dict(fields), int(shelf)] if 0 < len(kind) <= MAX_KIND and shelf is not True:
-            return kind, fields, int(shelf)
+        case [str(kind), dict(fields), int(shared_buffer)] if 0 < len(kind) <= MAX_KIND and shared_buffer is not True:
+            return kind, fields, int(shared_buffer)
         case _:
-            raise malformed_frame("its text is not a kind and fields")
+            raise malformed_frame("its text is not a list of kind and fields")
 
 
 def int_fields(message: RpcMessage, *names: str) -> list[int]:
-    """Return these fields, and there are no others.
+    """Return the values of these integer fields, which must be the only ones.
 
     Raises:
-        ProtocolError: they are not numbers, or not these.
+        ProtocolError: they are not.
     """
-    found = [value for name in names if type(value := message.fields.get(name)) is int]
-    if len(message.fields) != len(names) or message.tensors or len(found) != len(names):
-        raise malformed_frame(f"{message.kind!r} is not about {', '.join(names)}")
-    return found
+    values = [value for name in names if type(value := message.fields.get(name)) is int]
+    if len(message.fields) != len(names) or message.tensors or len(values) != len(names):
+        raise malformed_frame(f"{message.kind!r} does not have exactly the integer fields {', '.join(names)}")
+    return values
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
-    return found
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields
 
 
 _JSON_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -277,8 +285,8 @@ _JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_h
 
 
 def malformed_frame(problem: str) -> ProtocolError:
-    """Return the error for what is no frame of ours, though it came from a peer of ours."""
+    """Return the error for bytes that are not a valid frame, although the peer is authenticated."""
     return ProtocolError(
-        f"a malformed frame: {problem}; it was not looked at further and changed nothing: look for another version of "
-        "counterpoint at the other end"
+        f"a malformed frame: {problem}; it was dropped and no state changed; check that the peer runs the same version "
+        "of counterpoint"
     )

@@ -1,7 +1,13 @@
-"""The greeting: both sides prove that they have the job's key, and nobody learns it.
+"""Mutual authentication: both sides prove that they have the job's key without revealing it.
 
-Each is a generator without effects: it yields what to send and how many bytes to wait for, and returns the session.
-Caller and server say hello with a fresh nonce each; then the caller proves first, so that a stranger gets no proof.
+Each side is a generator without effects: it yields what to send and how many bytes to receive, and returns the
+session::
+
+    client                                   server
+      | -- hello (version, mode, nonce) ------> |
+      | <------ hello (version, mode, nonce) -- |
+      | -- proof ----------------------------> | checks it before it proves anything itself
+      | <------------------------------ proof -- |
 """
 
 from __future__ import annotations
@@ -38,19 +44,19 @@ REFUSAL: Final = bytes(DIGEST_BYTES)
 
 
 class SecurityMode(IntEnum):
-    """Who keeps others out of a connection when the greeting is over."""
+    """How a connection is protected after the handshake."""
 
     NONE = 0
-    """There is no key; checksums find faults, and no forgery."""
+    """There is no key; checksums detect faults, not forgery."""
     ENCRYPTED = 1
     """There is a key, and a network in between."""
     PEERCRED = 2
-    """There is a key, and a UNIX socket of one user: whoever could reach into it can reach into the process."""
+    """There is a key, and a UNIX socket of one user: whoever can read it can also read the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandshakeStep:
-    """What to send, and how many bytes of the peer to come back with."""
+    """Bytes to send, and how many bytes to receive before the next step."""
 
     send: bytes
     num_bytes: int
@@ -58,7 +64,7 @@ class HandshakeStep:
 
 @dataclass(frozen=True, slots=True)
 class SecureSession:
-    """What makes and reads this side's records; ``last`` is still to be sent before them."""
+    """Record encoders of both directions; ``final_bytes`` must be sent before the first record."""
 
     writer: RecordWriter
     reader: RecordReader
@@ -67,18 +73,18 @@ class SecureSession:
 
 @dataclass(frozen=True, slots=True)
 class JobCredentials:
-    """What both sides must have in common.
+    """What both sides must share.
 
     Args:
-        key: the job's; None among processes of one host that trust it.
-        job: its name and generation; not a secret, but another one leads to other keys.
+        key: of the job; None among processes of one host that trust it.
+        job: its name and generation; not secret, but it enters the derived keys.
     """
 
     key: JobKey | None
     job: str = ""
 
     def security_mode(self, address: RpcAddress) -> SecurityMode:
-        """Return who keeps others out of a connection to that place."""
+        """Return how a connection to this address is protected."""
         if self.key is None:
             return SecurityMode.NONE
         return SecurityMode.PEERCRED if isinstance(address, UnixAddress) else SecurityMode.ENCRYPTED
@@ -88,20 +94,20 @@ Handshake: TypeAlias = Generator[HandshakeStep, bytes, SecureSession]
 
 
 def client_handshake(credentials: JobCredentials, mode: SecurityMode, nonce: bytes) -> Handshake:
-    """Greet as the one who connects.
+    """Authenticate as the client.
 
     Args:
-        secret: of the job.
-        guard: of the connection.
+        credentials: of the job.
+        mode: of the connection.
         nonce: fresh random bytes.
 
     Raises:
-        ProtocolError: the other side is no server of ours, or has another key.
+        ProtocolError: the peer is not a counterpoint server, or has another key.
     """
-    mine = hello_message(mode, nonce)
-    theirs = yield HandshakeStep(mine, HELLO.size)
-    check_hello(theirs, mode)
-    keys = _HandshakeKeys(credentials, mode, mine, theirs)
+    own_hello = hello_message(mode, nonce)
+    peer_hello = yield HandshakeStep(own_hello, HELLO.size)
+    check_hello(peer_hello, mode)
+    keys = _HandshakeKeys(credentials, mode, own_hello, peer_hello)
     proof = yield HandshakeStep(keys.client_proof, DIGEST_BYTES)
     if not hmac.compare_digest(proof, keys.server_proof):
         raise handshake_error()
@@ -109,22 +115,22 @@ def client_handshake(credentials: JobCredentials, mode: SecurityMode, nonce: byt
 
 
 def server_handshake(credentials: JobCredentials, mode: SecurityMode, nonce: bytes) -> Handshake:
-    """Greet as the one who listens.
+    """Authenticate as the server.
 
     Args:
-        secret: of the job.
-        guard: of the connection.
+        credentials: of the job.
+        mode: of the connection.
         nonce: fresh random bytes.
 
     Raises:
-        ProtocolError: the other side is no caller of ours, or has another key.
+        ProtocolError: the peer is not a counterpoint client, or has another key.
     """
-    theirs = yield HandshakeStep(b"", HELLO.size)
-    check_magic(theirs)
-    mine = hello_message(mode, nonce)
-    proof = yield HandshakeStep(mine, DIGEST_BYTES)
-    check_hello(theirs, mode)
-    keys = _HandshakeKeys(credentials, mode, theirs, mine)
+    peer_hello = yield HandshakeStep(b"", HELLO.size)
+    check_magic(peer_hello)
+    own_hello = hello_message(mode, nonce)
+    proof = yield HandshakeStep(own_hello, DIGEST_BYTES)
+    check_hello(peer_hello, mode)
+    keys = _HandshakeKeys(credentials, mode, peer_hello, own_hello)
     if not hmac.compare_digest(proof, keys.client_proof):
         yield HandshakeStep(REFUSAL, 0)
         raise handshake_error()
@@ -132,53 +138,47 @@ def server_handshake(credentials: JobCredentials, mode: SecurityMode, nonce: byt
 
 
 def hello_message(mode: SecurityMode, nonce: bytes) -> bytes:
-    """Return the first words of a side."""
+    """Return the first message of a side."""
     return HELLO.pack(MAGIC, VERSION, mode, nonce)
 
 
-def check_magic(theirs: bytes) -> None:
-    """Somebody greets; whoever says something else is told nothing.
-
-    Raises:
-        ProtocolError: it is no greeting.
-    """
-    if not theirs.startswith(MAGIC):
-        raise ProtocolError(f"a peer begins with {theirs[:4]!r}, which is no greeting: look for another program there")
+def check_magic(peer_hello: bytes) -> None:
+    """Raise ProtocolError unless the peer speaks this protocol; others get no reply."""
+    if not peer_hello.startswith(MAGIC):
+        raise ProtocolError(f"a peer sent {peer_hello[:4]!r} instead of a handshake; check which program runs there")
 
 
-def check_hello(theirs: bytes, mode: SecurityMode) -> None:
-    """The other side speaks this version, has a key if this one has, and sees the same kind of connection.
+def check_hello(peer_hello: bytes, mode: SecurityMode) -> None:
+    """Check that the peer has this version, has a key if this side has one, and sees the same kind of connection.
 
     Raises:
         ProtocolError: it does not.
     """
-    check_magic(theirs)
-    _, version, other, _ = HELLO.unpack(theirs)
-    if version != VERSION or theirs[6:8] != bytes(2):
+    check_magic(peer_hello)
+    _, version, other, _ = HELLO.unpack(peer_hello)
+    if version != VERSION or peer_hello[6:8] != bytes(2):
         raise ProtocolError(
-            f"a peer speaks version {version} of the wire, and this side version {VERSION}: install one"
+            f"the peer speaks protocol version {version}, this side {VERSION}; install the same version of counterpoint"
         )
     if (other == SecurityMode.NONE) != (mode == SecurityMode.NONE):
         has, lacks = ("the peer", "this side") if mode == SecurityMode.NONE else ("this side", "the peer")
-        raise ProtocolError(
-            f"{has} has a job key and {lacks} has none; all processes of a job get the same: give it one"
-        )
+        raise ProtocolError(f"{has} has a job key and {lacks} has none; give all processes of the job the same key")
     if other != mode:
         raise ProtocolError(
-            f"a peer sees a connection of kind {other} where this side sees {mode}: look for what is in between"
+            f"the peer sees a connection of mode {other}, this side {mode}; check for a proxy in between"
         )
 
 
 def handshake_error() -> ProtocolError:
-    """Return the error for a key that is not the same on both sides."""
+    """Return the error for keys that do not match."""
     return ProtocolError(
-        "the greeting was refused: the two sides have not the same job key, or are not of the same job and generation; "
-        "nothing was said after it: give both the key of one job"
+        "the handshake failed: the two sides have different job keys, or belong to different jobs or generations; give "
+        "both the key of one job"
     )
 
 
 class _HandshakeKeys:
-    """What both sides compute from the key and from all that was said in the open."""
+    """Keys and proofs that both sides derive from the job key and the transcript."""
 
     def __init__(
         self, credentials: JobCredentials, mode: SecurityMode, client_hello: bytes, server_hello: bytes
@@ -194,7 +194,7 @@ class _HandshakeKeys:
         return hkdf_expand(self._root, b"counterpoint wire " + purpose + self._transcript)
 
     def session(self, *, sends: bytes, receives: bytes, final_bytes: bytes = b"") -> SecureSession:
-        """Return what seals in one direction and opens in the other."""
+        """Return the record encoders of both directions."""
         if self._mode is not SecurityMode.ENCRYPTED:
             return SecureSession(CrcRecordWriter(), CrcRecordReader(), final_bytes)
         keys = [self._derive(b"records of " + side)[:KEY_BYTES] for side in (sends, receives)]

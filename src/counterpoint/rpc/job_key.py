@@ -1,4 +1,4 @@
-"""The secret of a job: read from a file or a descriptor, shown to nobody."""
+"""The secret key of a job, read from a file or a descriptor and never displayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_BYTES = 4096
 
 
 class JobKey:
-    """What the processes of one job know and nobody else; its text form hides it.
+    """Secret that the processes of one job share; its text form hides it.
 
     Example:
         >>> JobKey(bytes(32))
@@ -36,15 +36,15 @@ class JobKey:
 
 
 def new_key() -> JobKey:
-    """Return a key that nobody has had."""
+    """Return a new random key."""
     return JobKey(secrets.token_bytes(32))
 
 
 def write_key(key: JobKey, path: Path) -> None:
-    """The key is in a new file that only its owner may read.
+    """Write the key to a new file that only its owner can read.
 
     Raises:
-        LaunchError: there is a file already, or none can be made.
+        LaunchError: the file exists, or cannot be created.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -60,7 +60,7 @@ def read_key(path: Path) -> JobKey:
     """Return the key in a file.
 
     Raises:
-        LaunchError: it cannot be read, others may read it, too, or it holds no key.
+        LaunchError: it cannot be read, is readable by others, or holds no key.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,14 +79,14 @@ def read_key(path: Path) -> JobKey:
 
 
 def read_key_from(fd: int, name: str = "") -> JobKey:
-    """Return the key that a descriptor gives, and close it.
+    """Return the key read from a descriptor, and close it.
 
     Args:
         fd: of a pipe or a file, read to its end.
-        name: what errors call it.
+        name: for errors.
 
     Raises:
-        LaunchError: it gives no key.
+        LaunchError: it holds no key.
     """
     place = name or f"descriptor {fd}"
     try:
@@ -103,5 +103,5 @@ def read_key_from(fd: int, name: str = "") -> JobKey:
 
 
 def os_error_text(error: OSError) -> str:
-    """Return what the system says, in lower case."""
+    """Return the system's error text, in lower case."""
     return (error.strerror or str(error)).lower()

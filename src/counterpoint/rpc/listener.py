@@ -1,4 +1,4 @@
-"""The end of the wire that waits for callers."""
+"""Accept connections at an address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from counterpoint.rpc.frame import DEFAULT_LIMITS, RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import NONCE_BYTES, JobCredentials, server_handshake
 
 ACCEPTS_PER_TURN: Final = 16
-ACCEPT_RETRY_S: Final = 1.0  # before the next caller is let in when this process has no descriptor left
+ACCEPT_RETRY_S: Final = 1.0  # pause of accepting when this process has no file descriptor left
 OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 ReplyFunction: TypeAlias = Callable[[RpcMessage], RpcMessage]
@@ -41,18 +41,19 @@ def listen(
     on_end: OnEnd | None = None,
     limits: RpcLimits = DEFAULT_LIMITS,
 ) -> Listener:
-    """Return a server that listens there; its ``place`` says which port it has got.
+    """Return a listener; its ``address`` has the actual port.
 
     Args:
-        loop: that looks after it.
-        place: where.
-        secret: of the job.
-        on_letter: called with the connection and each letter that comes; a ProtocolError of it ends the connection.
-        on_end: called with each connection that ends, strangers included, and why; None after a goodbye.
+        loop: event loop.
+        address: to listen at.
+        credentials: of the job.
+        on_message: called with the connection and each message; a ProtocolError from it ends the connection.
+        on_end: called with each connection that ends, unauthenticated ones included, and the reason; None after a
+            graceful close.
         limits: for each connection.
 
     Raises:
-        LaunchError: the place is taken, or is beyond loopback and there is no key.
+        LaunchError: the address is in use, or beyond loopback without a key.
     """
     listener, found = open_listen_socket(address, is_keyed=credentials.key is not None)
     with loop.lock:
@@ -63,18 +64,18 @@ def listen(
 
 
 def request_handler(reply: ReplyFunction) -> OnRpcMessage:
-    """Return what answers every letter, in the order in which they come."""
+    """Return a message callback that replies to every message, in order."""
     return lambda connection, letter: connection.send(reply(letter))
 
 
 class Listener:
-    """A place where callers come; each that has the key is a connection.
+    """A listening socket and the connections accepted from it.
 
     Args:
-        loop: that looks after it.
-        listener: the socket.
-        place: where it is.
-        secret: of the job.
+        loop: event loop.
+        listen_socket: the socket.
+        address: its address.
+        credentials: of the job.
         limits: for its connections.
     """
 
@@ -91,7 +92,7 @@ class Listener:
         self._credentials = credentials
         self._limits = limits
         self._pool = ReceiveBufferPool()
-        self._connections: dict[Connection, None] = {}  # in the order in which they came
+        self._connections: dict[Connection, None] = {}  # in order of arrival
         self._count = 0
         self.on_message: OnRpcMessage | None = None
         self.on_end: OnEnd | None = None
@@ -100,7 +101,7 @@ class Listener:
 
     @property
     def connections(self) -> list[Connection]:
-        """Those who have proved that they have the key, and have not ended."""
+        """Authenticated connections that have not ended."""
         return [
             connection
             for connection in self._connections
@@ -109,11 +110,11 @@ class Listener:
 
     @property
     def num_unauthenticated(self) -> int:
-        """Those who have not."""
+        """Number of connections that are not authenticated yet."""
         return len(self._connections) - len(self.connections)
 
     def close(self) -> None:
-        """Nobody is let in any more, strangers are gone, and the connections close."""
+        """Stop listening, drop unauthenticated connections, and close the others gracefully."""
         with self._loop.lock:
             self._stop_listening()
             for connection in list(self._connections):
@@ -123,7 +124,7 @@ class Listener:
                     connection.abort()
 
     def abort(self) -> None:
-        """Nobody is let in any more; connections end by themselves."""
+        """Stop listening; connections end on their own."""
         self._stop_listening()
 
     def _stop_listening(self) -> None:
@@ -131,11 +132,11 @@ class Listener:
         self._socket.close()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor."""
+        """Return the socket's file descriptor."""
         return self._socket.fileno()
 
     def on_ready(self, events: int) -> None:
-        """Somebody has come."""
+        """Accept new connections."""
         del events
         for _ in range(ACCEPTS_PER_TURN):
             try:
@@ -146,16 +147,16 @@ class Listener:
                 if error.errno in OUT_OF_RESOURCES:
                     self.deadline = self._loop.clock() + ACCEPT_RETRY_S
                     self._loop.watch(self, 0)
-                return  # or the caller has gone already
+                return  # or the client has closed already
             self._accept(peer, address)
 
     def on_timeout(self) -> None:
-        """Callers are let in again."""
+        """Accept connections again."""
         self.deadline = inf
         self._loop.watch(self, READ)
 
     def _accept(self, peer: socket.socket, address: object) -> None:
-        """A stranger has a short while to greet, and the one who has had most of it goes when there are too many."""
+        """Start the handshake with a new connection; drop the oldest unauthenticated one if there are too many."""
         if len(self._connections) - self.num_unauthenticated >= self._limits.max_connections:
             peer.close()
             return
@@ -167,9 +168,9 @@ class Listener:
             ).abort()
         self._count += 1
         name = (
-            f"caller {self._count} at {self.address}"
+            f"client {self._count} at {self.address}"
             if isinstance(self.address, UnixAddress)
-            else f"caller {_format_address(address)}"
+            else f"client {_format_address(address)}"
         )
         peer.setblocking(False)
         set_socket_options(peer, self._limits)

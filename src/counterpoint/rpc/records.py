@@ -1,12 +1,8 @@
-"""Keys from keys: HKDF with SHA-256, for keys of one block.
+"""Records, the unit of encryption and integrity: no byte of a record is used before all of it is verified.
 
-Source:
-    RFC 5869, HMAC-based extract-and-expand key derivation function.
-
-Records: what is sealed as one, so that not a byte of it is believed before all of it is authentic.
-
-Both sides count records and the count is the nonce, so that one that is lost, doubled, moved or of another connection
-is as wrong as one that was changed. Without a key a checksum takes the place of the tag: it finds faults, no forgery.
+Both sides count records, and the count is the nonce, so that a lost, repeated, reordered or foreign record is rejected
+like a modified one. Without a key, a checksum replaces the tag: it detects faults, not forgery.
+Keys are derived with HKDF-SHA256 (RFC 5869), for keys of one block.
 """
 
 from __future__ import annotations
@@ -27,22 +23,22 @@ DIGEST_BYTES = 32
 
 
 def hkdf_extract(salt: bytes, secret: bytes) -> bytes:
-    """Return 32 bytes that are even where the secret may not be."""
+    """Return a uniformly random 32-byte key from a secret that may not be."""
     return hmac.digest(salt, secret, hashlib.sha256)
 
 
 def hkdf_expand(key: bytes, purpose: bytes, num_bytes: int = DIGEST_BYTES) -> bytes:
-    """Return a key for one purpose, of at most 32 bytes.
+    """Return a key of at most 32 bytes for one purpose.
 
     Example:
-        >>> expand(bytes(32), b"one") == expand(bytes(32), b"other")
+        >>> hkdf_expand(bytes(32), b"one") == hkdf_expand(bytes(32), b"other")
         False
     """
     return hmac.digest(key, purpose + b"\1", hashlib.sha256)[:num_bytes]
 
 
 RECORD_BYTES: Final = 1 << 18
-SMALL_BYTES: Final = 1 << 12  # up to here a record is sealed into memory of its own, so that several are sent at once
+SMALL_BYTES: Final = 1 << 12  # up to this size a record has memory of its own, so that several can be sent in one call
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 16
 RECORDS_PER_KEY: Final = 1 << 18
@@ -52,32 +48,32 @@ CHECK = struct.Struct("<I12x")
 
 
 class RecordWriter(Protocol):
-    """Makes records of bytes, in the order in which they are sent."""
+    """Encode bytes as records, in the order in which they are sent."""
 
     @property
     def uses_scratch(self) -> bool:
-        """Whether a large record stands in memory that the next one takes."""
+        """Whether a large record is in scratch memory that the next one overwrites."""
 
     def seal(self, plain: memoryview) -> Sequence[memoryview]:
         """Return the next record."""
 
 
 class RecordReader(Protocol):
-    """Makes bytes of records, in the order in which they come."""
+    """Decode records, in the order in which they arrive."""
 
     def receive(self, target: memoryview) -> Sequence[memoryview]:
-        """Return what to fill with the next record, which will be opened into the target."""
+        """Return the buffers to fill with the next record, which is decoded into the target."""
 
     def open(self) -> None:
-        """The target has what was sealed; a ProtocolError where the record is not the one that was sealed next."""
+        """Verify the record and decode it into the target; raise ProtocolError if it fails verification."""
 
 
 class AesGcmRecordWriter:
-    """Encrypts and authenticates, by AES-128-GCM.
+    """Encrypt and authenticate with AES-128-GCM.
 
     Args:
         key: of this direction of this connection.
-        records_per_key: after so many another key follows, derived from this one.
+        records_per_key: number of records after which a new key is derived.
     """
 
     uses_scratch = True
@@ -99,7 +95,7 @@ class AesGcmRecordWriter:
 
 
 class AesGcmRecordReader:
-    """Verifies and decrypts what a :class:`AesGcmRecordWriter` of the same key has sealed."""
+    """Verify and decrypt records of an :class:`AesGcmRecordWriter` with the same key."""
 
     def __init__(self, key: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
         self._keys = _KeySchedule(key, records_per_key)
@@ -107,14 +103,14 @@ class AesGcmRecordReader:
         self._sealed = self._target = memoryview(b"")
 
     def receive(self, target: memoryview) -> Sequence[memoryview]:
-        """Return what to fill."""
+        """Return the buffers to fill."""
         if len(target) + TAG_BYTES > len(self._scratch):
             self._scratch = bytearray(RECORD_BYTES + TAG_BYTES)
         self._sealed, self._target = memoryview(self._scratch)[: len(target) + TAG_BYTES], target
         return (self._sealed,)
 
     def open(self) -> None:
-        """The target has what was sealed; a ProtocolError where it was not sealed so."""
+        """Decrypt into the target; raise ProtocolError if the record is not authentic."""
         cipher, nonce = self._keys.next_key()
         try:
             cipher.decrypt_into(nonce, self._sealed, None, self._target)
@@ -123,7 +119,7 @@ class AesGcmRecordReader:
 
 
 class _KeySchedule:
-    """The keys of one direction, one after the other, and the nonces."""
+    """Successive keys and nonces of one direction."""
 
     def __init__(self, key: bytes, records_per_key: int) -> None:
         self._key = key
@@ -132,7 +128,7 @@ class _KeySchedule:
         self._count = 0
 
     def next_key(self) -> tuple[AESGCM, bytes]:
-        """Return what seals the next record, and its nonce."""
+        """Return the cipher and the nonce of the next record."""
         if self._count and self._count % self._records_per_key == 0:
             self._key = hkdf_expand(self._key, b"the key that follows", KEY_BYTES)
             self._cipher = AESGCM(self._key)
@@ -142,7 +138,7 @@ class _KeySchedule:
 
 
 class CrcRecordWriter:
-    """Writes a checksum behind the bytes, which stay where they are."""
+    """Append a checksum to the bytes, without copying them."""
 
     uses_scratch = False
 
@@ -157,7 +153,7 @@ class CrcRecordWriter:
 
 
 class CrcRecordReader:
-    """Compares the checksum of a :class:`CrcRecordWriter`."""
+    """Verify the checksums of a :class:`CrcRecordWriter`."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -165,25 +161,25 @@ class CrcRecordReader:
         self._check = bytearray(TAG_BYTES)
 
     def receive(self, target: memoryview) -> Sequence[memoryview]:
-        """Return what to fill."""
+        """Return the buffers to fill."""
         self._target = target
         return (target, memoryview(self._check))
 
     def open(self) -> None:
-        """The target has what was sent; a ProtocolError where it was changed on the way."""
+        """Verify the target; raise ProtocolError if it was changed."""
         if checksum(self._target, self._count) != self._check:
             raise authentication_error()
         self._count += 1
 
 
 def checksum(plain: memoryview, count: int) -> bytes:
-    """Return what stands behind a record that has no tag."""
+    """Return the checksum that follows a record without a tag."""
     return CHECK.pack(crc32(plain, crc32(COUNT.pack(count))))
 
 
 def authentication_error() -> ProtocolError:
-    """Return the error for a record that is not as the peer sealed it."""
+    """Return the error for a record that fails verification."""
     return ProtocolError(
-        "a record is not the one that the peer sealed next; nothing of it was believed, and the connection ends here: "
-        "look for a bad link or for somebody in between"
+        "a record failed verification; it was dropped, and the connection is closed: check for a faulty link or an "
+        "intermediary"
     )

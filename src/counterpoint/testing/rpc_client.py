@@ -1,4 +1,4 @@
-"""Questions to one server that answers each in its turn, and waits with a deadline and a name."""
+"""Blocking client of a server that replies to every message in order, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.rpc.handshake import JobCredentials
 
 
 class PendingReply:
-    """A letter that was sent, and the answer when it has come."""
+    """A request that was sent, and its reply once it has arrived."""
 
     def __init__(self, client: RpcClient, kind: str) -> None:
         self._client = client
@@ -23,25 +23,25 @@ class PendingReply:
         self.reply: RpcMessage | None = None
 
     def wait(self, timeout_s: float) -> RpcMessage:
-        """Return the answer.
+        """Return the reply.
 
         Args:
-            deadline_s: the longest that this lasts.
+            timeout_s: longest wait.
 
         Raises:
-            ConnectionLostError: the server is gone; whether it has read the question is not known.
-            PeerError: it has not answered.
+            ConnectionLostError: the connection was lost; whether the server has received the request is unknown.
+            PeerError: no reply in time.
         """
         return self._client.wait_reply(self, timeout_s)
 
 
 class RpcClient:
-    """Asks a server that answers every letter; see :func:`counterpoint.rpc.listener.replying`.
+    """Client of a server that replies to every message; see :func:`counterpoint.rpc.listener.request_handler`.
 
     Args:
-        loop: that looks after the connection.
-        place: where the server is.
-        secret: of the job.
+        loop: event loop.
+        address: of the server.
+        credentials: of the job.
         limits: of this side.
     """
 
@@ -55,59 +55,61 @@ class RpcClient:
 
     @property
     def is_open(self) -> bool:
-        """The server has proved that it has the key, and has not gone."""
+        """Whether the connection is established and authenticated."""
         return self._connection.state is ConnectionState.OPEN
 
     def wait_open(self) -> None:
-        """The server has proved that it has the key; a PeerError says why not."""
-        what = f"the greeting of {self._connection.name}"
+        """Wait until the connection is open; raise PeerError if it fails."""
+        what = f"the handshake with {self._connection.name}"
         self._loop.wait_for(lambda: self.is_open or self._connection.is_ended, 2 * self._limits.handshake_s, what)
         if self._connection.is_ended:
-            raise self._end_reason("instead of a greeting")
+            raise self._end_reason("during the handshake")
 
     def request(self, message: RpcMessage) -> PendingReply:
-        """Return the question, which is on its way; several may be.
+        """Send a request; several may be outstanding.
 
         Raises:
-            ConnectionLostError: the server is gone.
-            PeerError: it has not taken what was sent before.
+            ConnectionLostError: the connection was lost.
+            PeerError: the server does not receive earlier requests.
         """
-        what = f"{self._connection.name} to take what was sent before {message.kind!r}"
+        what = f"{self._connection.name} to receive what was sent before {message.kind!r}"
         self._loop.wait_for(
             lambda: not self._connection.is_full or self._connection.is_ended, self._limits.idle_timeout_s, what
         )
-        question = PendingReply(self, message.kind)
+        pending = PendingReply(self, message.kind)
         with self._loop.lock:
             if self._connection.is_ended:
-                raise self._end_reason(f"before {message.kind!r} was asked")
-            self._pending.append(question)
+                raise self._end_reason(f"before {message.kind!r} was sent")
+            self._pending.append(pending)
             self._connection.send(message)
-        return question
+        return pending
 
     def wait_reply(self, pending: PendingReply, timeout_s: float) -> RpcMessage:
-        """Return the answer to a question; a PeerError says why there is none."""
-        what = f"the answer of {self._connection.name} to {pending.kind!r}, {len(self._pending)} being open"
+        """Return the reply to a request; raise PeerError if there is none."""
+        what = f"the reply of {self._connection.name} to {pending.kind!r}, {len(self._pending)} outstanding"
         self._loop.wait_for(lambda: pending.reply is not None or self._connection.is_ended, timeout_s, what)
         if pending.reply is None:
-            raise self._end_reason(f"before it answered {pending.kind!r}")
+            raise self._end_reason(f"before it replied to {pending.kind!r}")
         return pending.reply
 
     def close(self) -> None:
-        """What was asked has been sent, and the connection is closed."""
+        """Send what is queued, and close the connection."""
         self._connection.close()
-        what = f"{self._connection.name} to take the goodbye"
+        what = f"{self._connection.name} to close"
         self._loop.wait_for(lambda: self._connection.is_ended, self._limits.idle_timeout_s + 1.0, what)
 
     def _end_reason(self, when: str) -> PeerError:
         """Return why the connection has ended."""
         return self._connection.error or ConnectionLostError(
-            f"{self._connection.name} said goodbye {when}; look at why, then call again"
+            f"{self._connection.name} closed the connection {when}; check why, then reconnect"
         )
 
-    def _on_message(self, _: Connection, letter: RpcMessage) -> None:
+    def _on_message(self, _: Connection, message: RpcMessage) -> None:
         if not self._pending:
-            raise ProtocolError(f"an answer {letter.kind!r} to nothing that was asked; look at what the server runs")
-        self._pending.popleft().reply = letter
+            raise ProtocolError(
+                f"unexpected reply {message.kind!r}: no request is outstanding; check the server's version"
+            )
+        self._pending.popleft().reply = message
 
     def __enter__(self) -> Self:
         self.wait_open()

@@ -187,7 +187,7 @@ class ChaosMonkey:
         view = self.observer.view
         lives = {member.name: member.incarnation for member in view.servers}
         are_up = all(lives.get(name) != life for name, life in self.kill_rank.items() if name != COORDINATOR)
-        if lives and are_up and all(keepers.is_complete for keepers in view.shards):
+        if lives and are_up and all(keepers.is_backup_ready for keepers in view.replicas):
             name = self.random.choice(sorted(lives))
             self.kill_rank[name] = lives[name]
             self.servers.kill(name)

@@ -40,7 +40,7 @@ class CountingWorkload:
     def read(self, session):
         """How often each portion was counted, below zero."""
         program.work(session)
-        return session.pull(program.LAYOUT_KEY).wait().values.tolist()
+        return session.pull(program.KEY).wait().values.tolist()
 
 
 class TrainingWorkload:

@@ -27,11 +27,11 @@ def work(session, num_tasks=0):
     while (task := session.lease(WAIT_S)) is not None:
         if task is NO_TASK_YET:
             if has_entered:
-                session.rest()
+                session.leave_clock()
             has_entered = False
             continue
         if isinstance(job.consistency, Ssp) and not has_entered:
-            session.enter()
+            session.join_clock()
             has_entered = True
         count(session, task)
         session.report(task, "done")
@@ -46,10 +46,10 @@ def count(session, task):
     for number in range(task.start, task.stop):
         portion = task.epoch * job.work.num_slices + number
         least = portion // job.consistency.slices_per_step if isinstance(job.consistency, Bsp) else 0
-        session.pull(KEY, least=least).wait()
+        session.pull(KEY, min_versions=least).wait()
         gradient = torch.zeros(total_of(job), dtype=torch.float64)
         gradient[portion] = 1.0
-        session.push(KEY, gradient, portion=portion).wait()
+        session.push(KEY, gradient, slice_index=portion).wait()
 
 
 def main(contact, name, num_tasks):

@@ -42,7 +42,7 @@ def written(consistency: Consistency) -> str:
 def work(session, num_looks=0):
     """All lines are counted, or this worker has left."""
     job, looks = session.job, count(1)
-    elastic(written(job.consistency), job.num_servers, job.patience).train(
+    elastic(written(job.consistency), job.num_servers, job.timeouts).train(
         session, LINES.build_model(0), loss=LINES.loss, optimizer=LINES.optimizer, tables=TABLES,
         should_stop=lambda: next(looks) == num_looks,
     )  # fmt: skip

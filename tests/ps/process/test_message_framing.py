@@ -71,13 +71,13 @@ def test_a_bundle_is_no_longer_than_a_letter_can_be():
 WRONG = {
     "nothing": {"messages": []},
     "no list": {"messages": {}},
-    "something beside it": {"messages": [["done", {"shard": 0, "sequence": 1}, 0]], "more": 1},
+    "something beside it": {"messages": [["ack", {"shard": 0, "sequence": 1}, 0]], "more": 1},
     "a number": {"messages": [3]},
-    "too many tensors": {"messages": [["done", {"shard": 0, "sequence": 1}, 1]]},
-    "a truth for a number": {"messages": [["done", {"shard": 0, "sequence": 1}, False]]},
+    "too many tensors": {"messages": [["ack", {"shard": 0, "sequence": 1}, 1]]},
+    "a truth for a number": {"messages": [["ack", {"shard": 0, "sequence": 1}, False]]},
     "a bundle": {"messages": [[BATCH_KIND, {"messages": []}, 0]]},
     "a piece": {"messages": [["piece", {"whole": 1, "at": 0}, 0]]},
-    "a whole and a broken message": {"messages": [["done", {"shard": 0, "sequence": 1}, 0], ["done", {}, 0]]},
+    "a whole and a broken message": {"messages": [["ack", {"shard": 0, "sequence": 1}, 0], ["ack", {}, 0]]},
 }
 
 

@@ -63,17 +63,17 @@ def test_many_requests_are_under_way_together(threads):
 
 
 def test_two_workers_make_the_steps_of_bsp(threads):
-    servers = threads(job(Bsp(2), work=DataConfig(4, 1, 1, 2)))
+    servers = threads(job(Bsp(2), data=DataConfig(4, 1, 1, 2)))
 
     def work(name):
         with servers.join(name) as session:
             session.init("weight", torch.zeros(3, dtype=torch.float64), HALF)
             while (task := session.lease(wait_s=5.0)) is not None:
-                session.pull("weight", least=task.start // 2).wait()
+                session.pull("weight", min_versions=task.start // 2).wait()
                 gradient = torch.full((3,), task.start + 1.0, dtype=torch.float64)
-                session.push("weight", gradient, portion=task.start).wait()
+                session.push("weight", gradient, slice_index=task.start).wait()
                 session.report(task, "done")
-            found[name] = session.pull("weight", least=2).wait().values
+            found[name] = session.pull("weight", min_versions=2).wait().values
 
     found: dict[str, torch.Tensor] = {}
     workers = [threading.Thread(target=work, args=(f"worker-{index}",)) for index in range(2)]
@@ -124,7 +124,7 @@ def test_a_job_without_its_coordinator_is_not_waited_for_forever(threads):
 
 
 def test_a_lone_server_and_the_coordinator_begin_again_after_their_logs(threads, tmp_path):
-    servers = threads(job(work=DataConfig(2, 1)), tmp_path)
+    servers = threads(job(data=DataConfig(2, 1)), tmp_path)
     with servers.join("worker-0") as session:
         session.init("weight", torch.zeros(3), HALF)
         session.report(session.lease(), "done")
@@ -212,7 +212,7 @@ def test_the_journals_of_servers_that_died_make_the_same_shard(threads, tmp_path
     with servers.join("worker-0") as session:
         session.init("weight", torch.zeros(8), HALF)
         for number in range(3):
-            session.push("weight", torch.full((8,), float(number)), portion=number).wait()
+            session.push("weight", torch.full((8,), float(number)), slice_index=number).wait()
         values = session.pull("weight").wait().values
     servers.close()
     (entries,) = [
@@ -229,7 +229,7 @@ def test_a_server_that_was_killed_before_its_journal_had_the_end_of_its_log_says
         servers = threads(job(), tmp_path, is_journaled=True)
         with servers.join(f"worker-{portion}") as session:
             session.init("weight", torch.zeros(8), HALF)
-            session.push("weight", torch.ones(8), portion=portion).wait()
+            session.push("weight", torch.ones(8), slice_index=portion).wait()
         servers.close()
         if not portion:
             (journal,) = journal_folder(tmp_path).glob("*.log")
@@ -270,8 +270,8 @@ def test_what_is_asked_together_is_answered_as_if_it_had_been_asked_in_turn(thre
     with threads(job(num_servers=2)).join("worker-0") as session:
         session.init("weight", torch.zeros(3), HALF)
         session.init_rows("table", 10, 2, torch.float32, HALF, ConstantInit(1.0))
-        with session.together():
+        with session.batch():
             pushed = session.push("weight", torch.ones(3)), session.push("table", torch.ones(2, 2), rows=rows)
-            pulled = session.pull("weight"), session.pull("table", rows=rows, sums=sums)
+            pulled = session.pull("weight"), session.pull("table", rows=rows, pooling=sums)
         assert [one.wait().versions for one in pushed] == [(1,), (1, 1)]
         assert [one.wait().values.tolist() for one in pulled] == [[-0.5] * 3, [[1.0] * 2, [0.5] * 2]]

@@ -1,10 +1,8 @@
-"""What has been sent over a connection and not been answered: saying it again there would only be in the way.
+"""Connections of a process to other members: send to a member by name and incarnation, connecting if necessary.
 
-The state machines say everything again that has not been answered for a while, since a network may lose it. A
-connection loses nothing but with itself, so a repeat waits until nothing is on its way there any more, neither to the
-other side nor from it, then longer each time; but what has been refused for now may be said again at once.
-
-Messages to members by name and life, over whichever connection leads there; called where there is none yet.
+The state machines resend whatever has not been answered for a while, since a network may lose messages. A connection
+loses messages only when it breaks, so a resend on the same connection waits until nothing is in flight in either
+direction, then twice as long each time. After a rejection, everything may be resent immediately.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ RequestKey: TypeAlias = tuple[str, int, int]
 
 
 class RetransmitFilter:
-    """Requests under way over one connection.
+    """Requests outstanding on one connection.
 
     Args:
-        first_s: how long the first repeat waits; each further one twice as long as the one before.
+        initial_delay_s: delay before the first resend; each further one doubles it.
     """
 
     def __init__(self, initial_delay_s: float) -> None:
@@ -54,31 +52,31 @@ class RetransmitFilter:
         self._sent: dict[RequestKey, tuple[int, float, float]] = {}
 
     def should_send(self, message: PsMessage, now: float, is_moving: Callable[[], bool]) -> bool:
-        """Tell whether a message is to be sent; it counts as sent then.
+        """Tell whether to send a message now; it is then counted as sent.
 
         Args:
             message: to be sent.
-            now: what the clock says.
-            is_moving: tells whether something is still on its way over the connection; asked before a repeat alone.
+            now: current time.
+            is_moving: tells whether data is in flight on the connection; called only before a resend.
         """
-        name = _request_key(message)
-        if name is None:
+        key = _request_key(message)
+        if key is None:
             return True
         generation = message.header.generation  # type: ignore[union-attr]
-        known = self._sent.get(name)
-        pause_s = self._initial_delay_s
-        if known is not None and known[0] == generation:
-            if now < known[1]:
+        previous = self._sent.get(key)
+        delay_s = self._initial_delay_s
+        if previous is not None and previous[0] == generation:
+            if now < previous[1]:
                 return False
             if is_moving():
-                self._sent[name] = (generation, now + known[2], known[2])
+                self._sent[key] = (generation, now + previous[2], previous[2])
                 return False
-            pause_s = 2 * known[2]
-        self._sent[name] = (generation, now + pause_s, pause_s)
+            delay_s = 2 * previous[2]
+        self._sent[key] = (generation, now + delay_s, delay_s)
         return True
 
     def on_reply(self, message: PsMessage) -> None:
-        """What a message answers is not under way any more."""
+        """Forget the request that a message answers."""
         match message:
             case PushReply() | Ack():
                 self._sent.pop(("change", message.shard, message.sequence), None)
@@ -86,9 +84,9 @@ class RetransmitFilter:
                 self._sent.pop(("pull", message.shard, message.ticket), None)
             case ReplicationAck():
                 self._sent = {
-                    name: sent
-                    for name, sent in self._sent.items()
-                    if name[:2] != ("replicate", message.shard) or name[2] >= message.position
+                    key: entry
+                    for key, entry in self._sent.items()
+                    if key[:2] != ("replicate", message.shard) or key[2] >= message.position
                 }
                 self._sent.pop(("install", message.shard, 0), None)
             case Rejected():
@@ -98,7 +96,7 @@ class RetransmitFilter:
 
 
 def _request_key(message: PsMessage) -> RequestKey | None:
-    """Return what a request is called among those to one server; None for what may be said as often as one likes."""
+    """Return the key of a request among those to one server; None if it may be sent at any time."""
     match message:
         case InitRequest() | PushRequest() | JoinClock() | LeaveClock():
             return "change", message.shard, message.header.sequence
@@ -113,17 +111,17 @@ def _request_key(message: PsMessage) -> RequestKey | None:
 
 
 RECONNECT_DELAY_S = 0.2
-"""Before somebody is called again whom no call has reached."""
+"""Delay before another attempt to connect to an unreachable address."""
 
 
 class Peer:
-    """Who is at the other end of a connection.
+    """The other end of a connection.
 
     Attributes:
         connection: to it.
-        name: what it is called, as soon as it has said so.
-        life: its incarnation; 0 as long as it is not known.
-        address: where it was called; empty if it has called.
+        name: its member name, once known.
+        incarnation: 0 until known.
+        address: at which it was connected; empty if it connected to this process.
     """
 
     def __init__(self, connection: Connection, resend_s: float, name: str = "", address: str = "") -> None:
@@ -134,23 +132,23 @@ class Peer:
         self.retransmits = RetransmitFilter(resend_s)
 
     def flush(self) -> None:
-        """What is bundled is on its way; it is lost with the connection, and whoever asked will ask again."""
+        """Send the current batch; if the connection is lost, the sender of each request will resend it."""
         with suppress(ConnectionLostError):
-            for letter in self.batch.drain():
-                self.connection.send(letter)
+            for rpc_message in self.batch.drain():
+                self.connection.send(rpc_message)
 
 
 OnMessage = Callable[[PsMessage, Peer], None]
 
 
 class ConnectionPool:
-    """The connections of one process of a job.
+    """Connections of one process of a job.
 
     Args:
-        loop: that looks after them.
-        secret: of the job.
-        on_message: called with each message and whom it comes from, under the loop's lock.
-        retry_s: how long to wait for an answer before a request may be said again.
+        loop: event loop of the connections.
+        credentials: of the job.
+        on_message: called with each message and its sender, with the loop's lock held.
+        resend_s: delay before an unanswered request may be resent.
         limits: for each connection.
     """
 
@@ -172,10 +170,10 @@ class ConnectionPool:
         self.last_error: CounterpointError | None = None
 
     def listen(self, address: RpcAddress) -> RpcAddress:
-        """Others may call here now; returns the place with the port it has got, which is what they are told.
+        """Accept connections at an address; return it with the actual port.
 
         Raises:
-            LaunchError: the place is taken, beyond loopback without a key, or none that others could call.
+            LaunchError: the address is in use, is beyond loopback without a key, or cannot be reached by others.
         """
         check_reachable(address)
         self._listener = listen(
@@ -185,49 +183,49 @@ class ConnectionPool:
 
     @property
     def can_send(self) -> bool:
-        """More may be sent: nobody who was called has too much to take."""
+        """Whether no connection that was opened here has too much unsent data."""
         return not any(peer.connection.is_full for peer in self._outgoing.values())
 
-    def send(self, message: PsMessage, to: Peer) -> None:
-        """The message is on its way, unless it is there already, or the connection has ended."""
-        connection = to.connection
+    def send(self, message: PsMessage, peer: Peer) -> None:
+        """Send a message, unless it is already in flight, or the connection has ended."""
+        connection = peer.connection
         if connection.is_ended:
             return
-        if not to.retransmits.should_send(message, self._loop.clock(), lambda: connection.has_data_in_flight):
+        if not peer.retransmits.should_send(message, self._loop.clock(), lambda: connection.has_data_in_flight):
             return
         if isinstance(message, JoinReply):
-            to.incarnation = message.incarnation
+            peer.incarnation = message.incarnation
         if isinstance(message, BATCHED_TYPES):
-            if not (to.batch.add(message) and self._loop.defer(to.flush)):
-                to.flush()
+            if not (peer.batch.add(message) and self._loop.defer(peer.flush)):
+                peer.flush()
             return
-        to.flush()  # what was said before goes before
+        peer.flush()  # keep the order of messages
         with suppress(ConnectionLostError):
-            for letter in to_rpc_messages(message):
-                connection.send(letter)
+            for rpc_message in to_rpc_messages(message):
+                connection.send(rpc_message)
 
     def find_peer(self, name: str, incarnation: int, source: Peer | None) -> Peer | None:
-        """Return who has this name and life and can be told something.
+        """Return a connected peer with this name and incarnation; None if there is none.
 
         Args:
             name: of the member.
-            life: its incarnation; 0 for the one that has just asked, if it has the name, else the newest.
-            source: who has just asked.
+            incarnation: 0 for the sender of the current request, if it has the name, else for the newest.
+            source: sender of the current request.
         """
         if source is not None and source.name == name and incarnation in {0, source.incarnation}:
             return source
-        found = [
+        candidates = [
             peer
             for peer in self._peers.values()
             if peer.name == name and incarnation in {0, peer.incarnation} and not peer.connection.is_ended
         ]
-        return max(found, key=lambda peer: peer.incarnation) if found else None
+        return max(candidates, key=lambda peer: peer.incarnation) if candidates else None
 
     def connect_peer(self, name: str, address: str) -> Peer | None:
-        """Return who is at an address, called if need be; None where a call has failed a moment ago."""
-        known = self._outgoing.get(address)
-        if known is not None:
-            return known
+        """Return the peer at an address, connecting if necessary; None shortly after a failed attempt."""
+        connected = self._outgoing.get(address)
+        if connected is not None:
+            return connected
         if self._loop.clock() < self._reconnect_at.get(address, 0.0):
             return None
         self._reconnect_at[address] = self._loop.clock() + RECONNECT_DELAY_S
@@ -247,13 +245,13 @@ class ConnectionPool:
         return peer
 
     def disconnect_except(self, addresses: set[str]) -> None:
-        """Nobody is called any more but at these addresses."""
+        """Close connections to all other addresses."""
         for address, peer in list(self._outgoing.items()):
             if address not in addresses:
                 peer.connection.abort()
 
     def close(self) -> None:
-        """Nobody can call any more, and everybody has been told goodbye."""
+        """Stop listening, and close all connections gracefully."""
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._peers):
@@ -261,15 +259,15 @@ class ConnectionPool:
 
     @property
     def is_closed(self) -> bool:
-        """There is no connection any more."""
+        """Whether there are no connections left."""
         return not self._peers
 
-    def _on_rpc_message(self, connection: Connection, letter: RpcMessage) -> None:
+    def _on_rpc_message(self, connection: Connection, rpc_message: RpcMessage) -> None:
         peer = self._peers.get(connection)
         if peer is None:
             peer = self._peers[connection] = Peer(connection, self._resend_s)
-        messages = peer.assembler.feed(letter)
-        with self._loop.cork():  # what they are answered with leaves together
+        messages = peer.assembler.feed(rpc_message)
+        with self._loop.cork():  # send their replies together
             for message in messages:
                 self._on_message_from(message, peer)
 

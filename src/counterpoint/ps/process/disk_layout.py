@@ -1,14 +1,14 @@
-"""A process's folder: logs that grow line by line, and the parts of cuts; what is in it survives the process.
+"""Files of a process: write-ahead logs and snapshots, and how a job restarts from them.
 
-coordinator.log          what the coordinator has decided
-shard-0.log              what a server that keeps its shard alone has counted
-shard-0.000002-57.log    the same, after cut 2 saved what 57 entries had made; then the log before it is not needed
-cuts/000002/shard-0      a shard as of a cut; the cut is whole when the coordinator's log says so
+Layout of a folder::
 
-A log that goes on after a cut is there, and empty, before the part of the cut is: it counts from the moment on at which
-the part has its number of entries. So a server may die at any time between the two, and save the same cut again.
+    coordinator.log          decisions of the coordinator
+    shard-0.log              changes of a shard without a backup
+    shard-0.000002-57.log    the same, after snapshot 2 saved the state of 57 entries; the log before it is obsolete
+    snapshots/000002/shard-0 a shard in snapshot 2; the snapshot is complete when the coordinator's log says so
 
-Going on from a cut after everybody has died: the coordinator's log ends with it, and nobody belongs to the job.
+The log segment that follows a snapshot is created, empty, before the snapshot of the shard is written. It is in use
+from the moment at which the snapshot with its number of entries exists, so a server may die between the two steps.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ SNAPSHOT_TYPES = {"shardstate": ShardState}
 
 
 SegmentBase: TypeAlias = tuple[int, int]
-"""The cut after which a log goes on, and how many entries its shard had counted by then."""
+"""The snapshot that a log segment follows, and the number of entries that it contains."""
 
 
 def log_path(folder: Path, log: str, base: SegmentBase | None = None) -> Path:
-    """Return where a log is, or the one that goes on after a cut."""
+    """Return the path of a log, or of its segment that follows a snapshot."""
     return folder / (f"{log}.log" if base is None else f"{log}.{base[0]:06d}-{base[1]}.log")
 
 
 def log_segments(folder: Path, log: str) -> list[SegmentBase]:
-    """Return after which cuts the logs with this name go on, the newest first."""
-    found = (path.name.split(".")[-2].split("-") for path in folder.glob(f"{log}.*-*.log"))
-    return sorted(((int(cut), int(position)) for cut, position in found), reverse=True)
+    """Return the snapshots that segments of this log follow, newest first."""
+    suffixes = (path.name.split(".")[-2].split("-") for path in folder.glob(f"{log}.*-*.log"))
+    return sorted(((int(cut), int(position)) for cut, position in suffixes), reverse=True)
 
 
 def snapshot_path(folder: Path, snapshot: int, shard: int) -> Path:
-    """Return where a shard's part of a cut is."""
-    return folder / "cuts" / f"{snapshot:06d}" / f"shard-{shard}"
+    """Return the path of a shard in a snapshot."""
+    return folder / "snapshots" / f"{snapshot:06d}" / f"shard-{shard}"
 
 
 def recover_log(folder: Path, log: str, base: SegmentBase | None = None) -> list[Any]:
-    """Return the lines of a log that nobody writes to; what a crash has torn off its end is gone.
+    """Return the records of a log that is not in use; truncate a record torn by a crash.
 
     Raises:
         CheckpointError: the log is damaged otherwise, or cannot be read.
     """
     path = log_path(folder, log, base)
-    lines, size = read_records(path)
+    records, size = read_records(path)
     if path.exists() and size < path.stat().st_size:
         os.truncate(path, size)
-    return lines
+    return records
 
 
 def recover_shard(folder: Path, shard: int) -> tuple[ShardState | None, list[Any]]:
-    """Return what a server that keeps a shard alone has on its disk: the shard as saved last, and what came then.
+    """Return the last saved state of a shard without a backup, and the log records after it.
 
     Raises:
-        CheckpointError: the log or the saved shard is damaged, or there is a log of a shard that is not there.
+        CheckpointError: the log or the saved state is damaged or missing.
     """
     log = shard_log_name(shard)
     for base in log_segments(folder, log):
@@ -80,15 +80,15 @@ def recover_shard(folder: Path, shard: int) -> tuple[ShardState | None, list[Any
             return state, recover_log(folder, log, base)
         if path.stat().st_size:
             raise CheckpointError(
-                f"{path} goes on after {base[1]} entries, but {part} is not the shard that they made; give back the "
-                "file that was there, or go on from an earlier copy of the folder"
+                f"{path} continues after {base[1]} entries, but {part} is not a snapshot of them; restore that file, "
+                "or restart from an earlier copy of the folder"
             )
         path.unlink()  # its server died before it had written the part
     return None, recover_log(folder, log)
 
 
 def read_records(path: Path) -> tuple[list[Any], int]:
-    """Return the whole lines of a log, to which somebody may be writing, and how many bytes they are.
+    """Return the complete records of a log, which may be in use, and their length in bytes.
 
     Raises:
         CheckpointError: the log is damaged, or cannot be read.
@@ -96,21 +96,21 @@ def read_records(path: Path) -> tuple[list[Any], int]:
     try:
         return decode_log(path.read_bytes() if path.exists() else b"")
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; look at the disk") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; check the disk") from error
 
 
 def write_durably(path: Path, value: object) -> None:
-    """A file holds the value, and would survive a power cut; whatever was there is replaced in one step.
+    """Write a value to a file, durably, replacing the file atomically.
 
     Args:
-        path: of the file; its folder is made if need be.
-        value: see :func:`counterpoint.ps.write_ahead_log.pieces`.
+        path: of the file; its folder is created if necessary.
+        value: see :func:`counterpoint.ps.write_ahead_log.encode_chunks`.
     """
     write_chunks(path, encode_chunks(value))
 
 
 def write_chunks(path: Path, chunks: list[Tensor]) -> None:
-    """A file holds these bytes, as :func:`write_durably` says."""
+    """Write these bytes to a file, as :func:`write_durably` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -125,15 +125,15 @@ def write_chunks(path: Path, chunks: list[Tensor]) -> None:
 
 
 def write_all(fd: int, chunks: list[Tensor]) -> None:
-    """All the bytes are appended to the file."""
-    for piece in chunks:
-        left = memoryview(piece.numpy())  # type: ignore[arg-type]
-        while left:
-            left = left[os.write(fd, left) :]
+    """Append all the bytes to a file descriptor."""
+    for chunk in chunks:
+        remaining = memoryview(chunk.numpy())  # type: ignore[arg-type]
+        while remaining:
+            remaining = remaining[os.write(fd, remaining) :]
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder survive a power cut."""
+    """Make the directory entries of a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -142,28 +142,28 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_shard_state(path: Path) -> ShardState:
-    """Return the shard that a part of a cut is.
+    """Return the state of a shard in a snapshot.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
+        CheckpointError: it is missing or damaged.
     """
     try:
         with path.open("rb") as file:
-            room = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        state: ShardState = decode_one(SNAPSHOT_TYPES, torch.frombuffer(room, dtype=torch.uint8))
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        state: ShardState = decode_one(SNAPSHOT_TYPES, torch.frombuffer(mapping, dtype=torch.uint8))
     except (OSError, ValueError, PeerError) as error:
         raise CheckpointError(
-            f"{path} is not a whole part of a cut: {error}; go on from an earlier cut, and look at the disk"
+            f"{path} is not a complete shard snapshot: {error}; restart from an earlier snapshot, and check the disk"
         ) from error
     return state
 
 
 class SnapshotShards(Mapping[int, ShardState]):
-    """The shards of a cut, each read when it is asked for.
+    """The shards of a snapshot, each read when it is accessed.
 
     Args:
         folder: of the job.
-        cut: which.
+        snapshot: its number.
     """
 
     def __init__(self, folder: Path, snapshot: int) -> None:
@@ -175,54 +175,54 @@ class SnapshotShards(Mapping[int, ShardState]):
         return read_shard_state(snapshot_path(self._folder, self._snapshot, shard))
 
     def __iter__(self) -> Iterator[int]:
-        found = snapshot_path(self._folder, self._snapshot, 0).parent.glob("shard-*")
-        return iter(sorted(int(path.name.removeprefix("shard-")) for path in found))
+        paths = snapshot_path(self._folder, self._snapshot, 0).parent.glob("shard-*")
+        return iter(sorted(int(path.name.removeprefix("shard-")) for path in paths))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
 
 def resume(folder: Path, job: JobConfig) -> int | None:
-    """The job can be started from this folder again; returns the cut that it goes on from.
+    """Prepare the folder of a stopped job for a restart; return the snapshot that it restarts from.
 
-    A server that keeps its shard alone and writes everything down has lost nothing, and goes on from where it was:
-    then None is returned. Otherwise everything after the last whole cut is forgotten, tasks included.
+    A server without a backup that keeps a log has lost nothing and continues from it: then None is returned. Otherwise
+    everything after the last complete snapshot is discarded, tasks included.
 
     Args:
-        folder: of the job, in which nobody works any more.
-        job: as it was.
+        folder: of the job, not in use.
+        job: configuration, unchanged.
 
     Raises:
-        CheckpointError: there is no whole cut, or a part of it is damaged.
+        CheckpointError: there is no complete snapshot, or it is damaged.
     """
     if job.num_servers == 1 and job.is_logged:
         return None
-    lines = recover_log(folder, COORDINATOR_LOG)
-    book, ends = _replay_coordinator_log(job, lines)
+    records = recover_log(folder, COORDINATOR_LOG)
+    state, ends = _replay_coordinator_log(job, records)
     if not ends:
         raise CheckpointError(
-            f"there is no whole cut in {folder}, and what servers knew died with them; begin anew in an empty folder, "
-            "and let a worker ask for checkpoints"
+            f"there is no complete snapshot in {folder}, and the servers' memory is lost; start again in an empty "
+            "folder, and let a worker request checkpoints"
         )
     cut = len(ends) - 1  # they are numbered from 0 in their order
     for shard in range(job.num_shards):
         read_shard_state(snapshot_path(folder, cut, shard))
-    kept = [*lines[: ends[-1]], JobResumed(cut, book.generation, book.incarnation)]
-    write_chunks(log_path(folder, COORDINATOR_LOG), [piece for line in kept for piece in encode_chunks(line)])
+    remaining = [*records[: ends[-1]], JobResumed(cut, state.generation, state.incarnation)]
+    write_chunks(log_path(folder, COORDINATOR_LOG), [chunk for record in remaining for chunk in encode_chunks(record)])
     return cut
 
 
 def complete_snapshots(folder: Path, job: JobConfig) -> list[int]:
-    """Return the cuts in the folder of a job that are whole, oldest first; the job may be at work."""
-    lines, _ = read_records(log_path(folder, COORDINATOR_LOG))
-    return list(range(len(_replay_coordinator_log(job, lines)[1])))
+    """Return the complete snapshots of a job, oldest first; the job may be running."""
+    records, _ = read_records(log_path(folder, COORDINATOR_LOG))
+    return list(range(len(_replay_coordinator_log(job, records)[1])))
 
 
-def _replay_coordinator_log(job: JobConfig, lines: Sequence[CoordinatorRecord]) -> tuple[CoordinatorState, list[int]]:
-    """Return the book after all lines, and after how many each cut was whole."""
-    book, ends = CoordinatorState(job), list[int]()
-    for end, line in enumerate(lines, 1):
-        book.apply(line)
-        if len(book.snapshots) > len(ends):
+def _replay_coordinator_log(job: JobConfig, records: Sequence[CoordinatorRecord]) -> tuple[CoordinatorState, list[int]]:
+    """Return the state after all records, and after how many records each snapshot was complete."""
+    state, ends = CoordinatorState(job), list[int]()
+    for end, record in enumerate(records, 1):
+        state.apply(record)
+        if len(state.snapshots) > len(ends):
             ends.append(end)
-    return book, ends
+    return state, ends

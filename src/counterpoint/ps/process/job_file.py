@@ -1,4 +1,4 @@
-"""What a process has to know to join a job: what the job is, and where its coordinator listens; as a JSON file."""
+"""The job file: job configuration and coordinator address as JSON, which a process needs to join."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from counterpoint.rpc.address import RpcAddress, parse_address
 
 @dataclass(frozen=True, slots=True)
 class JobEndpoint:
-    """Where a job is found.
+    """A job and the address of its coordinator.
 
     Args:
-        job: what all agree on.
-        coordinator: where its coordinator listens.
+        job: configuration.
+        coordinator: address at which its coordinator listens.
     """
 
     job: JobConfig
@@ -27,34 +27,34 @@ class JobEndpoint:
 
 
 def write_job_file(endpoint: JobEndpoint, path: Path) -> None:
-    """The file says where the job is found; whatever it said before, in one step.
+    """Write the job file, replacing it atomically.
 
     Raises:
         LaunchError: it cannot be written.
     """
-    _, plain, _ = encode_message(endpoint.job)
-    text = json.dumps({"coordinator": str(endpoint.coordinator), "job": plain}, indent=2)
+    _, fields, _ = encode_message(endpoint.job)
+    text = json.dumps({"coordinator": str(endpoint.coordinator), "job": fields}, indent=2)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        raise LaunchError(f"cannot write the job to {path}: {error.strerror}; give a folder that is yours") from error
+        raise LaunchError(f"cannot write the job file {path}: {error.strerror}; give a writable folder") from error
 
 
 def read_job_file(path: Path) -> JobEndpoint:
-    """Return where the job of this file is found.
+    """Return the content of a job file.
 
     Raises:
-        LaunchError: the file cannot be read, or is none.
+        LaunchError: it cannot be read, or is not a job file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        job = decode_as({"job": JobConfig}, "job", found["job"], [])
-        return JobEndpoint(job, parse_address(str(found["coordinator"])))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        job = decode_as({"job": JobConfig}, "job", content["job"], [])
+        return JobEndpoint(job, parse_address(str(content["coordinator"])))
     except OSError as error:
         raise LaunchError(
-            f"cannot read a job in {path}: {error.strerror}; give the file that says what it is"
+            f"cannot read the job file {path}: {error.strerror}; give the file that write_job_file wrote"
         ) from error
     except (ValueError, KeyError, TypeError, ProtocolError) as error:
-        raise LaunchError(f"{path} does not say what a job is: {error}; let write_contact write it") from error
+        raise LaunchError(f"{path} is not a job file: {error}; create it with write_job_file") from error

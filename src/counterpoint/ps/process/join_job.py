@@ -1,4 +1,4 @@
-"""A worker of a job with real servers: its session, and the thread that carries its messages."""
+"""Join a job with real servers as a worker: its session, and the thread that transports its messages."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ LOOPBACK = "127.0.0.1"
 def join(
     endpoint: JobEndpoint, name: str, key: JobKey | None = None, *, timeout_s: float = READY_TIMEOUT_S
 ) -> WorkerSession:
-    """Return the session of a new worker, which belongs to the job.
+    """Join a job and return the session of the new worker.
 
-    A thread carries its messages and gives signs of life, while the worker's own computes.
+    A thread sends and receives its messages and heartbeats while the worker's own thread computes.
 
     Args:
-        contact: where the job is found.
-        name: of the worker; one at a time may have it.
-        key: the job's; None among processes of one host that trust it.
-        deadline_s: how long to wait for the coordinator, and for servers.
+        endpoint: the job and its coordinator.
+        name: of the worker; unique among live members.
+        key: of the job; None among processes of one host that trust it.
+        timeout_s: longest wait for the coordinator and the servers.
 
     Raises:
-        LaunchError: the name is taken, the job is another one, or nobody has answered in time; the error says why.
+        LaunchError: the name is taken, the job is another one, or no reply in time; the error says why.
     """
     place = None if endpoint.job.num_servers else RendezvousStore(local_address_for(endpoint.coordinator))
     loop = EventLoop()
@@ -55,19 +55,19 @@ def join(
 
 
 def local_address_for(coordinator: RpcAddress) -> str:
-    """Return this host's own address on the way to a coordinator; loopback where both are on one host."""
+    """Return this host's address on the route to a coordinator; loopback if both are on one host."""
     if isinstance(coordinator, UnixAddress):
         return LOOPBACK
     return local_address_towards(Address(coordinator.host, coordinator.port))
 
 
 class SocketTransport:
-    """Carries a session's messages over the wire.
+    """Transport of a session's messages over sockets.
 
     Args:
-        loop: turns in a thread of its own.
-        host: of the session.
-        place: where workers meet, if this one is the oldest of a job without servers; it is closed with the rest.
+        loop: event loop, run by a thread of its own.
+        runner: of the session.
+        rendezvous: store at which workers of a job without servers rendezvous, if hosted here; closed with the rest.
     """
 
     def __init__(self, loop: EventLoop, runner: NodeRunner, rendezvous: RendezvousStore | None = None) -> None:
@@ -75,19 +75,19 @@ class SocketTransport:
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """The loop's."""
+        """Lock of the event loop."""
         return self._loop.lock
 
     def execute(self, actions: Sequence[PsAction]) -> None:
-        """Messages are on their way; called with the lock."""
+        """Send messages; called with the lock held."""
         self._runner.execute(list(actions))
 
     def batch(self) -> AbstractContextManager[None]:
-        """Return a block whose messages leave in one go at its end; called without the lock."""
+        """Return a context whose messages are sent together at its end; called without the lock."""
         return self._loop.cork()
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition holds, or comes to hold within the time; called without the lock."""
+        """Tell whether the condition becomes true within the time; called without the lock."""
         return self._loop.wait(condition, timeout_s)
 
     def can_send(self) -> bool:
@@ -96,11 +96,11 @@ class SocketTransport:
 
     @property
     def last_error(self) -> CounterpointError | None:
-        """Why the last connection that was lost, or not made, is not there."""
+        """Why the last connection that failed or ended did so."""
         return self._runner.connections.last_error
 
     def close(self) -> None:
-        """No connection and no thread is left."""
+        """Close all connections and end the thread."""
         self._runner.close()
         self._loop.close()
         if self._rendezvous is not None:

@@ -1,4 +1,4 @@
-"""One machine of a job at work: messages to and from the wire, lines to the disk, and the time that passes."""
+"""Run one state machine of a job: messages from and to sockets, log records to disk, clock ticks."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from counterpoint.rpc.handshake import JobCredentials
 
 StateMachine: TypeAlias = Coordinator | ServerNode | WorkerSession
 TICKS_PER_TIMEOUT = 4
-"""Looks at the clock within the shortest time that the job's patience knows."""
+"""Clock ticks within the shortest timeout of the job."""
 FLUSH_TIMEOUT_S = 60.0
 MAX_FUTURE_REQUESTS = 4096
-"""Requests of a generation that this machine has not heard of yet, which wait until it has."""
+"""Requests of a newer generation that may wait until this process has received that view."""
 
 
 class NodeRunner:
-    """Runs one machine.
+    """Runs the state machine of one process.
 
     Args:
-        job: what all agree on.
-        loop: that looks after everything; its clock is the machine's.
-        secret: of the job.
-        coordinator: where it listens; None on the coordinator itself.
-        folder: for what is to be durable; None if nothing is.
-        journal: for the journals of the shards, all that was ever pushed; None if nobody is to look at them.
+        job: configuration.
+        loop: event loop; its clock is the state machine's.
+        credentials: of the job.
+        coordinator: its address; None on the coordinator itself.
+        folder: for durable state; None if there is none.
+        journal: folder for the shards' journals; None to keep none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NodeRunner:
         self.error: CounterpointError | None = None
 
     def run(self, state_machine: StateMachine) -> None:
-        """The host runs this machine from now on."""
+        """Run this state machine from now on."""
         with self._loop.lock:
             self._state_machine, self.stop_reason = state_machine, ""
             self._future_requests.clear()
@@ -85,22 +85,22 @@ class NodeRunner:
 
     @property
     def is_stopped(self) -> bool:
-        """The machine's life is over, or its disk has failed."""
+        """Whether the incarnation has ended, or its disk has failed."""
         return bool(self.stop_reason) or self.error is not None
 
     def execute(self, actions: list[PsAction], source: Peer | None = None) -> None:
-        """What the machine wants to happen happens, or will when what it has written before is durable.
+        """Execute actions; sends wait until the log records before them are durable.
 
-        To save a shard takes the disk a while: nobody waits for that but who is to be told so.
+        Saving a shard takes long, so only the message that reports it waits for it.
 
         Args:
-            actions: in their order.
-            source: whose message made it want so.
+            actions: in order.
+            source: sender of the message that caused them.
         """
         for action in actions:
             match action:
-                case SendMessage() if self._num_durable < (num_orders := self._required_durability(action.message)):
-                    self._waiting_sends.append((num_orders, action, source))
+                case SendMessage() if self._num_durable < (num_required := self._required_durability(action.message)):
+                    self._waiting_sends.append((num_required, action, source))
                 case SendMessage():
                     self._send(action, source)
                 case AppendLog() | SaveSnapshot():
@@ -116,13 +116,13 @@ class NodeRunner:
 
     def _enqueue_write(self, action: AppendLog | SaveSnapshot) -> None:
         if self._journal is not None and isinstance(action, SaveSnapshot):
-            self._journal.flush()  # a log may go that says what the journal has not heard yet
+            self._journal.flush()  # the snapshot removes log records that the journal may not have yet
         if self._writer is not None:
             self._num_enqueued = self._writer.enqueue(action)
             self._num_logged = self._num_enqueued if isinstance(action, AppendLog) else self._num_logged
 
     def _required_durability(self, message: PsMessage) -> int:
-        """Return up to which order all must be durable before a message leaves; signs of life promise nothing."""
+        """Return the number of the write that must be durable before a message is sent; heartbeats wait for none."""
         match message:
             case Heartbeat() | JoinRequest():
                 return 0
@@ -132,14 +132,14 @@ class NodeRunner:
                 return self._num_logged
 
     def flush(self) -> None:
-        """What the machine has written is durable; a PeerError where the disk takes too long."""
+        """Wait until everything written is durable; raise PeerError if the disk takes too long."""
         what = f"the disk to take {self._num_enqueued - self._num_durable} lines"
         self._loop.wait_for(
             lambda: self._num_durable >= self._num_enqueued or self.error is not None, FLUSH_TIMEOUT_S, what
         )
 
     def close(self) -> None:
-        """The machine does nothing any more; what it has written is durable, and its connections say goodbye."""
+        """Stop the state machine, make its writes durable, and close its connections gracefully."""
         with self._loop.lock:
             self._loop.unwatch(self)
             self._state_machine = None
@@ -149,23 +149,23 @@ class NodeRunner:
                 writer.close()
         self._loop.wait(lambda: self.connections.is_closed, 1.0)
 
-    # What the loop calls
+    # Called by the event loop
 
     def fileno(self) -> int:
-        """Return no descriptor: it has no socket of its own."""
+        """Return -1: it has no socket of its own."""
         return -1
 
     def on_ready(self, events: int) -> None:
-        """Nothing is: it has no socket of its own."""
-        raise PeerError(f"events {events} for a host, which has no socket; this is a fault of the loop")
+        """Raise PeerError: it has no socket of its own."""
+        raise PeerError(f"events {events} for a node runner, which has no socket; this is a bug in the event loop")
 
     def on_timeout(self) -> None:
-        """Time has passed."""
+        """Run a clock tick."""
         self.deadline = self._loop.clock() + self._tick_s
         self._step(None, None)
 
     def abort(self) -> None:
-        """The loop is closed."""
+        """Stop the state machine, since the loop is closed."""
         self._state_machine = None
 
     # Messages
@@ -185,14 +185,14 @@ class NodeRunner:
             self._apply_view()
 
     def _apply_view(self) -> None:
-        """The view may be a new one: servers that are gone are not called any more, and early requests have come."""
-        machine = self._state_machine
-        if machine is None or isinstance(machine, Coordinator):
+        """Disconnect from servers that have left, and process requests that waited for this view."""
+        state_machine = self._state_machine
+        if state_machine is None or isinstance(state_machine, Coordinator):
             return
-        servers = {member.address for member in machine.membership.view.servers}
+        servers = {member.address for member in state_machine.membership.view.servers}
         self.connections.disconnect_except(servers | {self._coordinator})
-        early, self._future_requests = self._future_requests, []
-        for message, peer in early:
+        waiting, self._future_requests = self._future_requests, []
+        for message, peer in waiting:
             self._on_message(message, peer)
 
     def _step(self, message: PsMessage | None, peer: Peer | None) -> None:
@@ -210,7 +210,7 @@ class NodeRunner:
             self.connections.send(send.message, peer)
 
     def _find_peer(self, send: SendMessage, source: Peer | None) -> Peer | None:
-        """Return whom a message goes to; None where nobody can be reached now."""
+        """Return the recipient of a message; None if it cannot be reached now."""
         if send.incarnation or (source is not None and source.name == send.to):
             return self.connections.find_peer(send.to, send.incarnation, source)
         if send.to == COORDINATOR:
@@ -222,7 +222,7 @@ class NodeRunner:
                 return self.connections.connect_peer(send.to, member.address)
         return self.connections.find_peer(send.to, 0, None)
 
-    # What the writer calls
+    # Called by the writer thread
 
     def _on_durable(self, num_orders: int) -> None:
         with self._loop.lock, self._loop.cork():

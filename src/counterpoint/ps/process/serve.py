@@ -1,4 +1,4 @@
-"""A coordinator or a server in this process, until it is told to stop."""
+"""Run a coordinator or a server in this process until it is told to stop."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def serve_coordinator(
     should_stop: Callable[[], bool],
     on_listen: Callable[[RpcAddress], None] | None = None,
 ) -> None:
-    """The coordinator of a job has run, after what its log says, until it was over.
+    """Run the coordinator of a job, from its log, until it is told to stop.
 
     Args:
-        contact: where it listens.
-        key: the job's; None among processes of one host that trust it.
-        folder: of its log; without one it cannot be started again.
-        is_over: tells whether to stop.
-        listens: called with the place, once others can call.
+        endpoint: address to listen at.
+        key: of the job; None among processes of one host that trust it.
+        folder: of its log; without one it cannot be restarted.
+        should_stop: tells whether to stop.
+        on_listen: called with the address once others can connect.
 
     Raises:
-        LaunchError: the place is taken, or beyond loopback and there is no key.
+        LaunchError: the address is in use, or beyond loopback without a key.
         CheckpointError: the log is damaged, or cannot be written.
     """
-    lines = recover_log(folder, COORDINATOR_LOG) if folder is not None else []
+    records = recover_log(folder, COORDINATOR_LOG) if folder is not None else []
     with EventLoop() as loop:
-        host = NodeRunner(endpoint.job, loop, JobCredentials(key, endpoint.job.name), None, folder)
-        found = host.connections.listen(endpoint.coordinator)
+        runner = NodeRunner(endpoint.job, loop, JobCredentials(key, endpoint.job.name), None, folder)
+        address = runner.connections.listen(endpoint.coordinator)
         if on_listen is not None:
-            on_listen(found)
-        host.run(Coordinator(endpoint.job, lines, loop.clock()))
-        _run_until(loop, host, should_stop)
-        host.close()
+            on_listen(address)
+        runner.run(Coordinator(endpoint.job, records, loop.clock()))
+        _run_until(loop, runner, should_stop)
+        runner.close()
 
 
 def serve_shards(  # noqa: PLR0913 - what a server is
@@ -67,42 +67,42 @@ def serve_shards(  # noqa: PLR0913 - what a server is
     should_stop: Callable[[], bool],
     on_listen: Callable[[RpcAddress], None] | None = None,
 ) -> None:
-    """A server of a job has run until it was over; a life that the others went on without was followed by another.
+    """Run a server of a job until it is told to stop; an incarnation that was evicted is followed by another.
 
     Args:
-        contact: where the coordinator listens.
-        name: of the server; one at a time may have it.
-        place: where the server listens.
-        key: the job's; None among processes of one host that trust it.
-        folder: for cuts, and for the logs of a shard that it keeps alone.
-        cut: that the job goes on from; None where it has begun with nothing.
-        is_journaled: whether everything that is counted is written to the folder's journals, to be looked at later.
-        is_over: tells whether to stop.
-        listens: called with the place and the port that it has got, once others can call.
+        endpoint: address of the coordinator.
+        name: of the server; unique among live members.
+        address: to listen at.
+        key: of the job; None among processes of one host that trust it.
+        folder: for snapshots, and for the log of a shard without a backup.
+        snapshot: that the job restarts from; None if it starts from scratch.
+        is_journaled: whether to write all changes to the folder's journals, for replay.
+        should_stop: tells whether to stop.
+        on_listen: called with the actual address once others can connect.
 
     Raises:
-        LaunchError: the place is taken, or beyond loopback and there is no key.
+        LaunchError: the address is in use, or beyond loopback without a key.
         CheckpointError: a log is damaged, or cannot be written.
     """
     with EventLoop() as loop:
         journal = journal_folder(folder) if is_journaled and folder is not None else None
-        host = NodeRunner(
+        runner = NodeRunner(
             endpoint.job, loop, JobCredentials(key, endpoint.job.name), endpoint.coordinator, folder, journal
         )
-        found = host.connections.listen(address)
+        listen_address = runner.connections.listen(address)
         if on_listen is not None:
-            on_listen(found)
+            on_listen(listen_address)
         while not should_stop():
-            host.run(restore_server(endpoint.job, name, str(found), folder, snapshot))
-            _run_until(loop, host, lambda: should_stop() or bool(host.stop_reason))
-            host.flush()
-        host.close()
+            runner.run(restore_server(endpoint.job, name, str(listen_address), folder, snapshot))
+            _run_until(loop, runner, lambda: should_stop() or bool(runner.stop_reason))
+            runner.flush()
+        runner.close()
 
 
 def restore_server(
     job: JobConfig, name: str, address: str, folder: Path | None, snapshot: int | None = None
 ) -> ServerNode:
-    """Return a server as it begins: with nothing, after its log, or from the cut that the job goes on from."""
+    """Return a server in its initial state: empty, from its log, or from the snapshot that the job restarts from."""
     token = secrets.randbits(TOKEN_BITS)
     if folder is None:
         return ServerNode(job, name, token, address)
@@ -110,12 +110,12 @@ def restore_server(
         return ServerNode(
             job, name, token, address, saved=SnapshotShards(folder, snapshot) if snapshot is not None else {}
         )
-    state, lines = recover_shard(folder, 0)
-    return ServerNode(job, name, token, address, saved={} if state is None else {0: state}, logs={0: lines})
+    state, records = recover_shard(folder, 0)
+    return ServerNode(job, name, token, address, saved={} if state is None else {0: state}, logs={0: records})
 
 
 def _run_until(loop: EventLoop, runner: NodeRunner, should_stop: Callable[[], bool]) -> None:
-    """The loop has turned until it was over; a disk that failed is raised."""
+    """Run the loop until told to stop; raise CheckpointError if the disk fails."""
     while not loop.wait(lambda: should_stop() or runner.error is not None, WAIT_SLICE_S):
         continue
     if runner.error is not None:

@@ -1,7 +1,4 @@
-"""A thread that writes: logs line by line and states as files, made durable together before anybody is told.
-
-Journals on disk: what every server noted of its shards, and the journals put together from all of them.
-"""
+"""Writer thread for logs and snapshots (group commit), and the journal files that servers keep for replay."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ THREAD_JOIN_S = 60.0
 
 
 class WalWriter:
-    """Writes in the order of the orders, and makes durable all that has come meanwhile in one go.
+    """Write log records and snapshots in order, from a thread; one sync makes all that is queued durable.
 
     Args:
         folder: of the process.
-        on_durable: called from the writer's thread with the number of the last order that is durable now.
-        on_failure: called from it with the error that ends it.
+        on_durable: called from the thread with the number of the last durable request.
+        on_failure: called from the thread with the error that ends it.
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class WalWriter:
         self._thread.start()
 
     def enqueue(self, request: AppendLog | SaveSnapshot) -> int:
-        """It will be written after what was ordered before; returns its number, from 1."""
+        """Queue a record or snapshot; return its number, from 1."""
         with self._changed:
             self._queue.append(request)
             self._num_enqueued += 1
@@ -63,13 +60,13 @@ class WalWriter:
             return self._num_enqueued
 
     def flush(self) -> None:
-        """What was ordered before is durable, or the writer has failed and said so."""
+        """Wait until everything queued so far is durable, or the writer has failed."""
         with self._changed:
             num_orders = self._num_enqueued
             self._changed.wait_for(lambda: self._num_done >= num_orders or not self._is_healthy, THREAD_JOIN_S)
 
     def close(self) -> None:
-        """What was ordered is durable, and the thread has ended."""
+        """Write everything queued, and end the thread."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -93,7 +90,9 @@ class WalWriter:
                     self._is_healthy = False
                     self._changed.notify_all()
                 self._on_failure(
-                    CheckpointError(f"cannot write in {self._folder}: {error.strerror}; free space, or give another")
+                    CheckpointError(
+                        f"cannot write to {self._folder}: {error.strerror}; free space, or use another folder"
+                    )
                 )
                 return
             with self._changed:
@@ -113,23 +112,23 @@ class WalWriter:
         for log in touched & self._files.keys():  # what stood in others is saved
             os.fdatasync(self._files[log])
 
-    def _save_snapshot(self, save: SaveSnapshot) -> None:
-        """The shard is saved; what it has counted stands in no log any more, if it stood in one."""
-        log, base = shard_log_name(save.shard), (save.snapshot, save.state.position)
-        before = [path for path in self._segment_paths(log) if path.exists()]
-        if before:
+    def _save_snapshot(self, request: SaveSnapshot) -> None:
+        """Save a shard, start a new log segment, and remove the segments before it."""
+        log, base = shard_log_name(request.shard), (request.snapshot, request.state.position)
+        segments = [path for path in self._segment_paths(log) if path.exists()]
+        if segments:
             log_path(self._folder, log, base).touch()
             sync_folder(self._folder)
-        write_chunks(snapshot_path(self._folder, save.snapshot, save.shard), encode_chunks(save.state))
-        if log_path(self._folder, log, base) in before:
+        write_chunks(snapshot_path(self._folder, request.snapshot, request.shard), encode_chunks(request.state))
+        if log_path(self._folder, log, base) in segments:
             return
         if (fd := self._files.pop(log, None)) is not None:
             os.close(fd)
-        for path in before:
+        for path in segments:
             path.unlink()
 
     def _segment_paths(self, log: str) -> list[Path]:
-        """Return where logs with this name may be, the one that is written to first."""
+        """Return the possible segments of a log, the current one first."""
         return [log_path(self._folder, log, base) for base in (*log_segments(self._folder, log), None)]
 
     def _open_log(self, log: str) -> int:
@@ -142,39 +141,41 @@ class WalWriter:
 
 
 def journal_folder(folder: Path) -> Path:
-    """Return where the journals of a job's folder are."""
+    """Return the folder of a job's journals."""
     return folder / "journals"
 
 
 def read_journals(folder: Path, num_shards: int) -> dict[int, list[JournalEntry]]:
-    """Return the journal of each shard, as far as it has no gap; see :func:`counterpoint.ps.shard.replay`.
+    """Return the journal of each shard up to its first gap; see :func:`counterpoint.ps.shard.replay_journal`.
 
     Args:
         folder: of the job.
         num_shards: of the job.
     """
-    found: dict[int, dict[int, JournalEntry]] = {shard: {} for shard in range(num_shards)}
-    handed_on: list[JournalRecord] = []
+    journals: dict[int, dict[int, JournalEntry]] = {shard: {} for shard in range(num_shards)}
+    transferred: list[JournalRecord] = []
     for path in sorted(journal_folder(folder).glob("*.log")):
-        for line in read_records(path)[0]:
-            if line.handed_on:
-                handed_on.append(line)
+        for record in read_records(path)[0]:
+            if record.handed_on:
+                transferred.append(record)
             else:
-                found[line.shard].setdefault(line.position, line.entry)
-    handed_on.sort(key=lambda line: line.transfer_generation)
-    for shard, entries in found.items():
-        fill_gaps(entries, {line.position: line.entry for line in handed_on if line.shard == shard})
-    return {shard: _contiguous_prefix(entries) for shard, entries in found.items()}
+                journals[record.shard].setdefault(record.position, record.entry)
+    transferred.sort(key=lambda record: record.transfer_generation)
+    for shard, entries in journals.items():
+        fill_gaps(entries, {record.position: record.entry for record in transferred if record.shard == shard})
+    return {shard: _contiguous_prefix(entries) for shard, entries in journals.items()}
 
 
 def _contiguous_prefix(entries: Mapping[int, JournalEntry]) -> list[JournalEntry]:
     first = min(entries, default=0)
-    last = next((at for at in range(first, first + len(entries)) if at not in entries), first + len(entries))
-    return [entries[at] for at in range(first, last)]
+    last = next(
+        (position for position in range(first, first + len(entries)) if position not in entries), first + len(entries)
+    )
+    return [entries[position] for position in range(first, last)]
 
 
 class JournalWriter:
-    """What the lives of one server note.
+    """Write the journal entries that the incarnations of one server see.
 
     Args:
         writer: in the folder of the journals.
@@ -186,20 +187,20 @@ class JournalWriter:
         self._tracker = JournalTracker()
 
     def start_incarnation(self, node: ServerNode) -> None:
-        """Another life begins."""
+        """Start a new incarnation."""
         self._node, self._tracker = node, JournalTracker()
 
     def before_message(self, message: PsMessage | None) -> None:
-        """The server is about to take in a message."""
+        """Note that the server is about to process a message."""
         if self._node is not None:
             self._tracker.before_message(self._node, message)
 
     def append(self, note: AppendJournal) -> None:
-        """The server has noted an entry."""
+        """Record an entry."""
         self._write(note.shard, self._tracker.add(note))
 
     def after_message(self) -> None:
-        """The server has taken in a message, and may lead now what it did not lead before."""
+        """Record entries that are committed because the server became the primary of a shard."""
         if self._node is not None:
             for shard, entries in self._tracker.take_promoted(self._node.shard_replicas).items():
                 self._write(shard, entries)
@@ -214,9 +215,9 @@ class JournalWriter:
             self._writer.enqueue(AppendLog(log, JournalRecord(shard, position, entry, transfer_generation)))
 
     def flush(self) -> None:
-        """What was noted so far is on the disk."""
+        """Wait until all recorded entries are durable."""
         self._writer.flush()
 
     def close(self) -> None:
-        """What was noted is on the disk."""
+        """Write all recorded entries, and end the writer."""
         self._writer.close()

@@ -1,1 +1,1 @@
-"""Store the values and optimizer state of keys on one shard, and update them."""
+"""Storage of keys on a shard: values, optimizer state, and the in-place updates of both."""

@@ -1,8 +1,7 @@
-"""Numbers that others look at without a copy, and whether anybody still does.
+"""Storage of one key on a shard: a dense range or a table's pushed rows, with optimizer state and the previous version.
 
-The numbers of a key as they were: before its last step, or at a moment that is looked at later.
-
-A key's numbers on a shard: a range of a tensor, or the rows of a table that have been pushed, with their rule's.
+Reads and snapshots share memory with the storage: `borrow` hands out a tensor without a copy, and an update copies
+first if somebody still holds one (copy on write).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from counterpoint.ps.update_rules import check_request, invalid_request
 
 
 def borrow(values: Tensor, borrowed: list[weakref.ref[Any]]) -> Tensor:
-    """Return the same numbers; as long as somebody has them, so it is said among those that are lent."""
+    """Return a tensor on the same memory; a weak reference to it is recorded for `has_borrowers`."""
     if not values.numel():
         return values.new_empty(values.shape)
     raw = values.view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
@@ -50,20 +49,20 @@ def borrow(values: Tensor, borrowed: list[weakref.ref[Any]]) -> Tensor:
 
 
 def has_borrowers(borrowed: list[weakref.ref[Any]]) -> bool:
-    """Tell whether somebody still has what was lent."""
+    """Tell whether somebody still holds a borrowed tensor."""
     return any(one() is not None for one in borrowed)
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousVersion:
-    """The numbers of a key before its last step, for whoever has to compute a portion of that step once more.
+    """Values of a key before its last update, for recomputing a data slice of that step.
 
-    Of a portion whose worker died, some keys may have counted its push, and gone on to the next step with it. Whoever
-    repeats the portion reads all keys as they were before.
+    If a worker dies between its pushes of one slice, some keys may have completed the step and others not. The worker
+    that repeats the slice reads all keys as of before the step.
 
     Args:
-        values: of a range all of them, of a table those of the rows that the step changed.
-        rows: which these are; None for a range.
+        values: all of a dense key; of a table, the rows that the update changed.
+        rows: ids of these rows; None for a dense key.
     """
 
     values: Tensor
@@ -72,12 +71,12 @@ class PreviousVersion:
 
 @dataclass(frozen=True, slots=True)
 class KeySnapshot:
-    """A key's numbers at one moment, without a copy of them: a table that is to change them copies them before.
+    """State of a key at one moment, sharing memory with the storage (copy on write).
 
     Args:
-        parts: its numbers, and those of its rule.
-        rows: of a table, in the order of the parts; None for a range.
-        earlier: the numbers before the last step, where they are kept.
+        tensors: values and optimizer state.
+        rows: row ids, in the order of the tensors; None for a dense key.
+        previous: values before the last update, if kept.
     """
 
     tensors: tuple[Tensor, ...]
@@ -86,18 +85,20 @@ class KeySnapshot:
 
 
 GROWTH_FACTOR, PREALLOCATED_BYTES = 8, 1 << 30
-"""A table has room for all of its rows, if they are no more than this, and gets room for so many times those that it
-has when it is full. Memory that nobody has written to is not taken."""
+"""A table preallocates all of its rows if they fit `PREALLOCATED_BYTES`; otherwise its capacity grows by this factor.
+
+Untouched memory is not committed.
+"""
 
 
 class DenseStorage:
-    """A range of a key.
+    """A range of a dense key.
 
     Args:
-        spec: which.
-        parts: its numbers, and what its rule keeps; made, where only the numbers are given.
-        keeps_earlier: whether the numbers before the last update are kept.
-        earlier: these, if there are any yet.
+        spec: definition of the key.
+        tensors: values and optimizer state; the latter is initialized if only the values are given.
+        keeps_previous: whether to keep the values before the last update.
+        previous: these values, if there are any yet.
     """
 
     def __init__(
@@ -121,31 +122,31 @@ class DenseStorage:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, or will with its first update."""
+        """Memory in use, including that of the first update."""
         return sum(part.nbytes for part in self.tensors) + self.keeps_previous * self.tensors[0].nbytes
 
     def validate_push(self, values: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
-        """Check that a push fits; a ProtocolError where it does not."""
+        """Raise ProtocolError unless a push fits."""
         key, shape = self.spec.key, (self.spec.high - self.spec.low,)
         if rows is not None or pooling is not None:
-            raise invalid_request(f"rows pushed to {key}, which has none")
+            raise invalid_request(f"rows pushed to {key}, which is a dense key")
         if tuple(values.shape) != shape:
             raise invalid_request(f"{tuple(values.shape)} pushed to {key}, which is {shape} here")
         _validate_values(self.spec, values)
 
     def growth_bytes(self, rows: Tensor | None) -> int:
-        """Return how much more memory a push would take."""
+        """Return how much more memory a push needs."""
         return 0
 
     max_growth_bytes = growth_bytes
 
     def validate_pull(self, rows: Tensor | None) -> None:
-        """Check that a pull fits; a ProtocolError where it does not."""
+        """Raise ProtocolError unless a pull fits."""
         if rows is not None:
-            raise invalid_request(f"rows pulled of {self.spec.key}, which has none")
+            raise invalid_request(f"rows pulled from {self.spec.key}, which is a dense key")
 
     def update(self, step: int, values: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
-        """The numbers are as after one step more."""
+        """Apply the gradient of one step."""
         if self.keeps_previous:
             self._rotate_previous()
         elif has_borrowers(self._borrowed):
@@ -157,23 +158,23 @@ class DenseStorage:
         update_range(self.spec.rule, step, self.tensors[0], self.tensors[1:], values)
 
     def _rotate_previous(self) -> None:
-        """The numbers are the earlier ones, and a copy of them is what will be changed."""
-        value, spare = self.tensors[0], self.previous
-        is_free = spare is not None and not has_borrowers(self._borrowed_previous)
-        copy = spare.values.copy_(value) if spare is not None and is_free else value.clone()
+        """Make the values the previous version, and continue on a copy."""
+        value, buffer = self.tensors[0], self.previous
+        is_free = buffer is not None and not has_borrowers(self._borrowed_previous)
+        copy = buffer.values.copy_(value) if buffer is not None and is_free else value.clone()
         self.tensors, self.previous = (copy, *self.tensors[1:]), PreviousVersion(value)
         self._borrowed_previous = self._borrowed.copy()
 
     def read(self, rows: Tensor | None) -> Tensor:
-        """Return the numbers; what was read does not change with them."""
+        """Return the values; later updates do not change the result."""
         return borrow(self.tensors[0], self._borrowed)
 
     def read_previous(self, rows: Tensor | None) -> Tensor:
-        """Return the numbers before the last update, where they are kept."""
+        """Return the values before the last update, if kept."""
         return self.read(rows) if self.previous is None else borrow(self.previous.values, self._borrowed_previous)
 
     def snapshot(self) -> KeySnapshot:
-        """Return its numbers as they are now; later updates do not change what was returned."""
+        """Return the current state; later updates do not change the result."""
         value, *rest = self.tensors
         parts = (borrow(value, self._borrowed), *(borrow(part, self._borrowed_state) for part in rest))
         earlier = (
@@ -183,16 +184,16 @@ class DenseStorage:
 
 
 class SparseRowStorage:
-    """The rows of a table on one shard.
+    """The rows of a table on one shard, stored once they are pushed.
 
     Args:
-        spec: which table.
-        shard: which shard.
-        num_shards: of how many; a row is here if `shard_of_row` says so.
-        rows: numbers of the rows that have been pushed, each once; none, if not given.
-        parts: their numbers, and what the rule keeps.
-        keeps_earlier: whether the rows that the last update changed are kept as they were before it.
-        earlier: these, if there are any yet.
+        spec: definition of the table.
+        shard: index of the shard.
+        num_shards: number of shards; `shard_of_row` says which rows belong here.
+        rows: ids of rows to start with, unique; none if not given.
+        tensors: their values and optimizer state.
+        keeps_previous: whether to keep the rows that the last update changed.
+        previous: these rows, if there are any yet.
     """
 
     def __init__(  # noqa: PLR0913 - what a table is, and where it stands
@@ -223,50 +224,50 @@ class SparseRowStorage:
         if rows is not None:
             _validate_tensors(spec, tensors, (len(rows), spec.width))
             self._load_rows(rows)
-            for own, part in zip(self._storage, tensors, strict=True):
-                own[: len(rows)] = part
+            for storage, tensor in zip(self._storage, tensors, strict=True):
+                storage[: len(rows)] = tensor
 
     def _load_rows(self, rows: Tensor) -> None:
-        """These rows have places; a ProtocolError where they cannot all have one."""
+        """Allocate slots for the initial rows; raise ProtocolError if they are invalid or repeated."""
         spec = self.spec
-        fits = not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < spec.high)
-        check_request(fits, f"rows of {spec.key}, which has {spec.high}, that are no such rows")
-        places = self._allocate_slots(rows)
-        check_request(bool((self._index.lookup(rows) == places).all()), f"rows of {spec.key} that are there twice")
+        are_valid = not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < spec.high)
+        check_request(are_valid, f"rows of {spec.key}, which has {spec.high}, that are out of range")
+        slots = self._allocate_slots(rows)
+        check_request(bool((self._index.lookup(rows) == slots).all()), f"rows of {spec.key} that occur twice")
 
     @property
     def rows(self) -> Tensor:
-        """Numbers of the rows that have been pushed, ascending."""
+        """Ids of the stored rows, ascending."""
         return self._row_ids[: self._num_rows].sort().values
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Their numbers and what the rule keeps, in the order of the rows."""
+        """Their values and optimizer state, in the order of the rows."""
         order = self._row_ids[: self._num_rows].argsort()
         return tuple(part[order] for part in self._storage)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its rows take."""
+        """Memory of the stored rows."""
         return self._num_rows * self._row_bytes
 
     def validate_pull(self, rows: Tensor | None) -> None:
-        """Check that the rows are of this shard; a ProtocolError where they are not."""
+        """Raise ProtocolError unless the rows belong to this shard."""
         key = self.spec.key
         if rows is None:
-            raise invalid_request(f"all rows of {key} at once; name those that are wanted")
+            raise invalid_request(f"a pull of {key} without row ids")
         numbers = rows.numpy()
         if not numbers.size:
             return
         if numbers[-1] >= self.spec.high:
             raise invalid_request(f"row {numbers[-1]} of {key}, which has {self.spec.high}")
         if self.num_shards > 1 and not (shard_of_row(numbers, self.num_shards) == self.shard).all():
-            raise invalid_request(f"rows of {key} that shard {self.shard} of {self.num_shards} does not keep")
+            raise invalid_request(f"rows of {key} that do not belong to shard {self.shard} of {self.num_shards}")
 
     def validate_push(self, values: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
-        """Check that a push fits; a ProtocolError where it does not."""
+        """Raise ProtocolError unless a push fits."""
         if rows is None:
-            raise invalid_request(f"a range pushed to {self.spec.key}, which has rows")
+            raise invalid_request(f"a push to table {self.spec.key} without row ids")
         self.validate_pull(rows)
         if values.shape[1:] != (self.spec.width,):
             found = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}"
@@ -276,61 +277,61 @@ class SparseRowStorage:
             _validate_values(self.spec, pooling.pool(values))
 
     def growth_bytes(self, rows: Tensor | None) -> int:
-        """Return how much more memory a push would take."""
+        """Return how much more memory a push needs."""
         new = 0 if rows is None else int((self._index.lookup(rows) < 0).sum())
         return new * self._row_bytes
 
     def max_growth_bytes(self, rows: Tensor | None) -> int:
-        """Return how much more it would take if all rows were new, which nobody has to look for."""
+        """Return an upper bound of :meth:`growth_bytes` that needs no lookup: all rows are new."""
         return 0 if rows is None else len(rows) * self._row_bytes
 
     def update(self, step: int, values: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
-        """The rows are as after the key's next step, each with its value, or with its sum of values."""
+        """Apply one step to rows, with one gradient or pooled gradients per row."""
         if rows is None or not rows.numel():
             self.previous = None
             return
-        places = self._index.lookup(rows)
-        is_new = places < 0
+        slots = self._index.lookup(rows)
+        is_new = slots < 0
         if is_new.any():
-            places[is_new] = self._insert_rows(torch.from_numpy(rows.numpy()[is_new]))
+            slots[is_new] = self._insert_rows(torch.from_numpy(rows.numpy()[is_new]))
         if has_borrowers(self._borrowed):
             self._storage = grow(self._storage, self._num_rows, self._capacity, self._capacity)
         self._borrowed.clear()
         factor = sgd_factor(self.spec.rule)
         if factor is not None and not self.keeps_previous:
-            add_rows(self._storage[0], places, values, pooling, factor)
+            add_rows(self._storage[0], slots, values, pooling, factor)
             return
         values = values if pooling is None else pooling.pool(values)
         self.previous = (
-            PreviousVersion(gather_rows(self._storage[0], torch.from_numpy(places)), rows)
+            PreviousVersion(gather_rows(self._storage[0], torch.from_numpy(slots)), rows)
             if self.keeps_previous
             else None
         )
-        for chosen, is_first in ((is_new, True), (~is_new, False)):
-            own = values if chosen.all() else values[torch.from_numpy(chosen)]
-            self._update_in_chunks(step, places[chosen], own, is_first=is_first)
+        for selected, is_first in ((is_new, True), (~is_new, False)):
+            gradients = values if selected.all() else values[torch.from_numpy(selected)]
+            self._update_in_chunks(step, slots[selected], gradients, is_first=is_first)
 
     def _update_in_chunks(self, step: int, slots: Int64Array, values: Tensor, *, is_first: bool) -> None:
-        """The rows at places are as after the key's next step: so many at a time that they stay in the cache.
+        """Update the rows at these slots in chunks that fit the cache.
 
-        Rows that are new lie behind one another, and are changed where they are.
+        New rows are contiguous and are updated in place; others are gathered, updated and scattered.
         """
         num_rows = max(1, CHUNK_NUMEL // self.spec.width)
         for low in range(0, len(slots), num_rows):
-            own = slots[low : low + num_rows]
-            there = torch.from_numpy(own)
+            chunk_slots = slots[low : low + num_rows]
+            chunk_index = torch.from_numpy(chunk_slots)
             if is_first:
-                rows = [part[own[0] : own[-1] + 1] for part in self._storage]
+                rows = [part[chunk_slots[0] : chunk_slots[-1] + 1] for part in self._storage]
             else:
-                rows = [gather_rows(part, there) for part in self._storage]
-            few, firsts = values[low : low + num_rows], torch.tensor([[is_first]])
-            update_rows(self.spec.rule, step, rows[0], tuple(rows[1:]), few, is_first=firsts)
+                rows = [gather_rows(part, chunk_index) for part in self._storage]
+            gradients, is_first_row = values[low : low + num_rows], torch.tensor([[is_first]])
+            update_rows(self.spec.rule, step, rows[0], tuple(rows[1:]), gradients, is_first=is_first_row)
             if not is_first:
                 for part, changed in zip(self._storage, rows, strict=True):
-                    scatter_rows(part, own, changed)
+                    scatter_rows(part, chunk_slots, changed)
 
     def read(self, rows: Tensor | None) -> Tensor:
-        """Return rows; one that has never been pushed as it begins."""
+        """Return rows; initial values for rows that were never pushed."""
         if rows is None or not rows.numel():
             return torch.empty(0, self.spec.width, dtype=self._dtype)
         if not self._num_rows:
@@ -340,52 +341,54 @@ class SparseRowStorage:
         )
 
     def read_pooled(self, rows: Tensor | None, pooling: RowPooling) -> Tensor:
-        """Return sums of rows, without a copy of these where all of them have been pushed."""
+        """Return pooled rows, without a copy of the rows if all of them are stored."""
         if rows is not None and rows.numel() and self._num_rows:
-            places = self._index.lookup(rows)
-            if not (places < 0).any():
-                members = torch.from_numpy(places[pooling.indices.numpy()])
-                return RowPooling(members, pooling.offsets.long()).pool(self._storage[0])
+            slots = self._index.lookup(rows)
+            if not (slots < 0).any():
+                indices = torch.from_numpy(slots[pooling.indices.numpy()])
+                return RowPooling(indices, pooling.offsets.long()).pool(self._storage[0])
         return pooling.pool(self.read(rows))
 
     def read_previous(self, rows: Tensor | None) -> Tensor:
-        """Return rows as they were before the last update, where they are kept."""
-        found = self.read(rows)
+        """Return rows as of before the last update, if kept."""
+        rows_read = self.read(rows)
         if self.previous is not None and self.previous.rows is not None and rows is not None:
-            changed, wanted = self.previous.rows.numpy(), rows.numpy()
-            places = changed.searchsorted(wanted).clip(max=len(changed) - 1)
-            is_changed = changed[places] == wanted
-            found[torch.from_numpy(is_changed)] = self.previous.values[torch.from_numpy(places[is_changed])]
-        return found
+            changed_ids, row_ids = self.previous.rows.numpy(), rows.numpy()
+            positions = changed_ids.searchsorted(row_ids).clip(max=len(changed_ids) - 1)
+            is_changed = changed_ids[positions] == row_ids
+            rows_read[torch.from_numpy(is_changed)] = self.previous.values[torch.from_numpy(positions[is_changed])]
+        return rows_read
 
     def snapshot(self) -> KeySnapshot:
-        """Return its rows as they are now, in the order in which they came; see :meth:`Range.snapshot`."""
-        numbers, *parts = (borrow(one[: self._num_rows], self._borrowed) for one in (self._row_ids, *self._storage))
-        return KeySnapshot(tuple(parts), numbers, self.previous)
+        """Return the current rows, in storage order; see :meth:`DenseStorage.snapshot`."""
+        row_ids, *tensors = (
+            borrow(tensor[: self._num_rows], self._borrowed) for tensor in (self._row_ids, *self._storage)
+        )
+        return KeySnapshot(tuple(tensors), row_ids, self.previous)
 
     def _insert_rows(self, rows: Tensor) -> Int64Array:
-        """Return places for rows that have none yet, where they are as they begin."""
-        places, first = self._allocate_slots(rows), initial_rows(self.spec, rows)
-        for own, part in zip(self._storage, (first, *initial_state(self.spec.rule, first)), strict=True):
-            own[places[0] : places[-1] + 1] = part
-        return places
+        """Return slots for new rows, which are set to their initial values."""
+        slots, values = self._allocate_slots(rows), initial_rows(self.spec, rows)
+        for storage, initial in zip(self._storage, (values, *initial_state(self.spec.rule, values)), strict=True):
+            storage[slots[0] : slots[-1] + 1] = initial
+        return slots
 
     def _allocate_slots(self, rows: Tensor) -> Int64Array:
-        """Return places for rows that have none yet."""
+        """Return slots for new rows."""
         first, self._num_rows = self._num_rows, self._num_rows + rows.numel()
         if self._num_rows > self._capacity:
-            many = max(GROWTH_FACTOR * first, PREALLOCATED_BYTES // (self.spec.width * self._dtype.itemsize))
-            wanted = min(many, -(-self.spec.high // self.num_shards))
-            self._row_ids, *storage = grow((self._row_ids, *self._storage), first, self._num_rows, wanted)
+            preferred = max(GROWTH_FACTOR * first, PREALLOCATED_BYTES // (self.spec.width * self._dtype.itemsize))
+            num_slots = min(preferred, -(-self.spec.high // self.num_shards))
+            self._row_ids, *storage = grow((self._row_ids, *self._storage), first, self._num_rows, num_slots)
             self._storage, self._capacity = tuple(storage), len(self._row_ids)
         self._row_ids[first : self._num_rows] = rows
-        places = np.arange(first, self._num_rows)
-        self._index.add(rows, places)
-        return places
+        slots = np.arange(first, self._num_rows)
+        self._index.add(rows, slots)
+        return slots
 
 
 def initial_rows(spec: KeySpec, rows: Tensor) -> Tensor:
-    """Return how rows of a table begin."""
+    """Return the initial values of rows of a table."""
     if spec.initializer is None:
         return torch.empty(0, spec.width)
     return initialize_rows(spec.initializer, spec.key, rows, spec.width, DTYPES[spec.dtype])
@@ -393,27 +396,25 @@ def initial_rows(spec: KeySpec, rows: Tensor) -> Tensor:
 
 def _validate_tensors(spec: KeySpec, tensors: tuple[Tensor, ...], shape: tuple[int, ...]) -> None:
     expected = 1 + num_state_slots(spec.rule)
-    check_request(len(tensors) == expected, f"{len(tensors)} parts of {spec.key}, whose rule keeps {expected}")
+    check_request(len(tensors) == expected, f"{len(tensors)} parts of {spec.key}, expected {expected}")
     for part in tensors:
         _validate_tensor(spec, part, shape)
 
 
 def _validate_tensor(spec: KeySpec, tensor: Tensor, shape: tuple[int, ...]) -> None:
     fits = tuple(tensor.shape) == shape and tensor.dtype == DTYPES[spec.dtype]
-    check_request(
-        fits, f"a part of {spec.key} of {tensor.dtype} {tuple(tensor.shape)} where {spec.dtype} {shape} belongs"
-    )
+    check_request(fits, f"a part of {spec.key} of {tensor.dtype} {tuple(tensor.shape)} expected {spec.dtype} {shape}")
 
 
 def has_finite_sum(values: Tensor, count: int) -> bool:
-    """Tell whether so many values have a finite sum, whichever they are; it may have one where this says no."""
+    """Tell whether any ``count`` of the values have a finite sum; False does not imply that some have none."""
     largest = float(values.abs().max()) if values.numel() else 0.0
     return largest * count < torch.finfo(values.dtype).max
 
 
 def _validate_values(spec: KeySpec, values: Tensor) -> None:
-    """They have the key's dtype and are finite."""
+    """Raise ProtocolError unless the values have the key's dtype and are finite."""
     if values.dtype != DTYPES[spec.dtype]:
         raise invalid_request(f"{values.dtype} pushed to {spec.key}, which is {spec.dtype}")
     if not isfinite(values.sum()) and not bool(values.isfinite().all()):
-        raise invalid_request(f"numbers that are not finite pushed to {spec.key}")
+        raise invalid_request(f"non-finite values pushed to {spec.key}")

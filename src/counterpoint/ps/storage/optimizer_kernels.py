@@ -1,7 +1,7 @@
-"""What a push does to the numbers of a key: the arithmetic of ``torch.optim``, operation by operation, without objects.
+"""Update rules as functions on tensors, bitwise equal to ``torch.optim``.
 
-A range has one step for all its numbers. Rows have the step of their key, as in torch's sparse forms, but only those
-that are pushed are touched.
+A dense key has one step count for all elements. Rows share the step count of their key, as in torch's sparse
+optimizers, but only rows that are pushed are updated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from counterpoint.ps.update_rules import Adagrad, Adam, Assign, Sgd, UpdateRule
 
 CHUNK_NUMEL = 1 << 17
-"""Numbers that are updated before the next, so that each operation finds them in the cache."""
+"""Elements updated at a time, so that every operation finds them in the cache."""
 
 
 def num_state_slots(rule: UpdateRule) -> int:
-    """Return how many numbers the rule keeps beside each number of the key."""
+    """Return the number of optimizer-state tensors per value tensor."""
     match rule:
         case Assign():
             return 0
@@ -34,30 +34,30 @@ def num_state_slots(rule: UpdateRule) -> int:
 
 
 def initial_state(rule: UpdateRule, like: Tensor) -> tuple[Tensor, ...]:
-    """Return what the rule keeps before the first step, in the shape of the numbers."""
+    """Return the optimizer state before the first step, in the shape of the values."""
     fill = rule.initial_accumulator_value if isinstance(rule, Adagrad) else 0.0
     return tuple(torch.full_like(like, fill) for _ in range(num_state_slots(rule)))
 
 
 def sgd_factor(rule: UpdateRule) -> float | None:
-    """Return what a gradient is multiplied with before it is added, where that is all that the rule does to rows.
+    """Return the factor to add a gradient with, if that is all that the rule does to rows; else None.
 
     Example:
-        >>> added_factor(Sgd(0.1)), added_factor(Sgd(0.1, momentum=0.9))
+        >>> sgd_factor(Sgd(0.1)), sgd_factor(Sgd(0.1, momentum=0.9))
         (-0.1, None)
     """
     return -rule.lr if isinstance(rule, Sgd) and not rule.momentum and not rule.weight_decay else None
 
 
 def update_range(rule: UpdateRule, step: int, value: Tensor, state: tuple[Tensor, ...], gradient: Tensor) -> None:
-    """The numbers and what the rule keeps beside them are as after one step more.
+    """Update a dense key and its optimizer state in place.
 
     Args:
-        rule: which.
+        rule: update rule.
         step: of this update, from 1.
-        value: the numbers; changed in place, as are the parts.
-        parts: what the rule keeps.
-        gradient: of the shape of the numbers; not changed.
+        value: flat values, updated in place, as is the state.
+        state: optimizer state.
+        gradient: in the shape of the values; not changed.
     """
     for low in range(0, len(value), CHUNK_NUMEL):
         part = slice(low, low + CHUNK_NUMEL)
@@ -98,15 +98,15 @@ def _update_chunk(rule: UpdateRule, step: int, value: Tensor, state: tuple[Tenso
 def update_rows(
     rule: UpdateRule, step: int, value: Tensor, state: tuple[Tensor, ...], gradient: Tensor, *, is_first: Tensor
 ) -> None:
-    """Rows that were pushed, and what the rule keeps beside them, are as after the key's next step.
+    """Update pushed rows and their optimizer state in place.
 
     Args:
-        rule: which.
+        rule: update rule.
         step: of the key, from 1.
-        value: ``(rows, width)``; changed in place, as are the parts.
-        parts: what the rule keeps of these rows.
+        value: ``(rows, width)``, updated in place, as is the state.
+        state: optimizer state of these rows.
         gradient: ``(rows, width)``; not changed.
-        is_first: ``(rows, 1)``, or ``(1, 1)`` for all of them: whether a row had never been pushed.
+        is_first: ``(rows, 1)``, or ``(1, 1)`` for all of them: whether a row was never pushed before.
     """
     match rule:
         case Assign():
@@ -133,8 +133,8 @@ def _sgd_rows(rule: Sgd, value: Tensor, state: tuple[Tensor, ...], gradient: Ten
     gradient = _add_weight_decay(gradient, value, rule.weight_decay)
     if state:
         momentum = state[0]
-        later = momentum.mul(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
-        momentum.copy_(torch.where(is_first, gradient, later))
+        updated = momentum.mul(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
+        momentum.copy_(torch.where(is_first, gradient, updated))
         gradient = gradient.add(momentum, alpha=rule.momentum) if rule.nesterov else momentum
     value.add_(gradient, alpha=-rule.lr)
 

@@ -1,1 +1,1 @@
-"""A world for servers, workers and their coordinator, drawn from a seed: bad links, crashes, and what must hold."""
+"""Deterministic simulation of a parameter-server job under faults, and checks of what must hold afterwards."""

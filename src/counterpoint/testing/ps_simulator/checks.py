@@ -1,6 +1,6 @@
-"""The update rules of bsp, ssp and asp in sequence: of the server's, nothing is used but the order of its journal.
+"""Invariants of a finished run, computed independently of the code under test.
 
-What must hold of a finished run, said a second time and in other words than in the code that is checked.
+Values are compared with a sequential reference: torch's own optimizers applied in the order of the journal.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from counterpoint.testing.ps_simulator.simulated_worker import (
 
 
 def check_values(job: JobConfig, index: int, pushes: Sequence[PushRequest], shard: PsShard) -> Iterator[str]:
-    """Yield where gradients in a journal, or a shard in the end, are not what one machine with torch's optimizer makes.
+    """Yield gradients in a journal, or final values, that differ from those of one machine with torch's optimizer.
 
     Args:
-        job: what was done.
-        index: the shard.
+        job: configuration.
+        index: of the shard.
         pushes: of its journal, in order.
-        shard: as it is in the end.
+        shard: its final state.
     """
     is_bsp = isinstance(job.consistency, Bsp)
     for spec in key_specs(job, index):
@@ -67,7 +67,7 @@ def check_values(job: JobConfig, index: int, pushes: Sequence[PushRequest], shar
 
 
 def _group_updates(job: JobConfig, pushes: Sequence[PushRequest]) -> Iterator[list[PushRequest]]:
-    """Yield the pushes that make one update, each portion once."""
+    """Yield the pushes of each update, each slice once."""
     first: dict[int, PushRequest] = {}
     for push in pushes:
         first.setdefault(push.slice_index, push)
@@ -83,7 +83,8 @@ def _check_gradients(index: int, update: Sequence[PushRequest], versions: Sequen
     for push in update:
         read = versions[push.read_version] if push.rows is None else versions[push.read_version][push.rows]
         if not torch.equal(slice_gradient(read, push.slice_index), push.values):
-            yield f"push {entry_id(push)} of {push.key} on shard {index} is not the gradient at version {push.read_version}"
+            where = f"{push.key} on shard {index}"
+            yield f"push {entry_id(push)} of {where} is not the gradient at version {push.read_version}"
 
 
 def _sum_gradients(update: Sequence[PushRequest], param: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def _sum_gradients(update: Sequence[PushRequest], param: Tensor) -> Tensor:
 
 
 def make_torch_optimizer(spec: KeySpec, param: nn.Parameter) -> torch.optim.Optimizer:
-    """Return torch's own optimizer for the rule of a key."""
+    """Return torch's optimizer for the update rule of a key."""
     match spec.rule:
         case Assign():
             return torch.optim.SGD([param], 1.0)
@@ -117,7 +118,7 @@ def make_torch_optimizer(spec: KeySpec, param: nn.Parameter) -> torch.optim.Opti
 def check_run(
     job: JobConfig, coordinator: Coordinator, nodes: Sequence[ServerNode], history: ObservedHistory
 ) -> list[str]:
-    """Return what is wrong with a run that is over."""
+    """Return all violations of a finished run."""
     found: list[str] = []
     for index, keepers in enumerate(coordinator.state.replicas):  # whoever kept it before may not have heard of it yet
         keeping = [node for node in nodes if node.name in {keepers.primary, keepers.backup}]
@@ -144,14 +145,14 @@ def _check_shard(job: JobConfig, index: int, nodes: Sequence[ServerNode], histor
 
 
 def shard_copies(index: int, nodes: Sequence[ServerNode]) -> list[tuple[str, PsShard]]:
-    """Return the copies of a shard with their servers' names, that of the first keeper first."""
+    """Return the copies of a shard with their servers' names, the primary's first."""
     found = [(node.name, held) for node in nodes if (held := node.shard_replicas.get(index)) is not None]
     found.sort(key=lambda one: not isinstance(one[1], PrimaryReplica))
     return [(name, held.shard) for name, held in found if held.shard is not None]
 
 
 def check_acknowledged(index: int, entries: Sequence[JournalEntry], history: ObservedHistory) -> Iterator[str]:
-    """Yield pushes that a worker was told are counted, and that are not in the journal."""
+    """Yield acknowledged pushes that are missing from the journal."""
     names = {entry_id(entry) for entry in entries}
     for shard, name in history.acknowledged:
         if shard == index and name not in names:
@@ -161,9 +162,9 @@ def check_acknowledged(index: int, entries: Sequence[JournalEntry], history: Obs
 def check_replicas(
     job: JobConfig, index: int, entries: Sequence[JournalEntry], nodes: Sequence[ServerNode], history: ObservedHistory
 ) -> Iterator[str]:
-    """Yield keepers that lack a part of the journal, or have more than it and than what they have noted as uncertain.
+    """Yield replicas that lack journal entries, or have later ones that they did not record as uncommitted.
 
-    A server that keeps the shard alone may be ahead of its journal by what its disk does not have yet.
+    A server without a backup may be ahead of its journal by what its disk does not have yet.
     """
     for node in nodes:
         held = node.shard_replicas.get(index)
@@ -181,7 +182,7 @@ def check_replicas(
 def check_replay(
     job: JobConfig, index: int, entries: Sequence[JournalEntry], copies: Sequence[tuple[str, PsShard]]
 ) -> Iterator[str]:
-    """Yield data that is not counted exactly once, and copies that are not what the journal makes, bit for bit."""
+    """Yield slices not counted exactly once, and copies that differ bitwise from a replay of the journal."""
     counted: dict[str, list[int]] = {RANGE_KEY: [], TABLE_KEY: []}
     shard = PsShard(job, index)
     for position, entry in enumerate(entries, 1):
@@ -199,7 +200,7 @@ def check_replay(
 
 
 def check_staleness(staleness: int, index: int, entries: Sequence[JournalEntry]) -> Iterator[str]:
-    """Yield pushes whose gradient had not seen what the slowest had pushed ``staleness`` clocks before."""
+    """Yield pushes whose gradient missed pushes of the slowest worker from more than ``staleness`` clocks ago."""
     for key in (RANGE_KEY, TABLE_KEY):
         clocks: dict[tuple[str, int], int] = {}
         slowest_at, seen, slowest = [0], set[int](), 0
@@ -227,7 +228,7 @@ def check_staleness(staleness: int, index: int, entries: Sequence[JournalEntry])
 
 
 def requester(entry: WriteRequest) -> tuple[str, int]:
-    """Return who asked."""
+    """Return the incarnation that sent a request."""
     return entry.header.member, entry.header.incarnation
 
 
@@ -239,7 +240,7 @@ def _check_tasks(job: JobConfig, coordinator: Coordinator) -> Iterator[str]:
 
 
 def _check_snapshots(job: JobConfig, history: ObservedHistory) -> Iterator[str]:
-    """Yield cuts whose parts have not counted the same data."""
+    """Yield snapshots whose shards have counted different data."""
     for cut in sorted({cut for cut, _ in history.snapshots}):
         states = [history.snapshots.get((cut, index)) for index in range(job.num_shards)]
         counted = {key.progress.applied_slices for state in states if state is not None for key in state.keys}

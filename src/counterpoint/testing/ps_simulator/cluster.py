@@ -1,11 +1,4 @@
-"""What goes wrong in a simulated world, and how often; drawn from the seed: each is another kind of day.
-
-A disk that tears: what has not become durable when its machine dies is there in part, or not at all.
-
-What was seen of a simulated run: journals, answers, owners; and what about it cannot be.
-
-Machines, links and a clock that only moves when something happens; the same seed makes the same world twice.
-"""
+"""Simulated machines, disks and network with a discrete-event clock; the same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -36,17 +29,17 @@ from counterpoint.testing.ps_simulator.simulated_worker import SimulatedWorker
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How bad the world is, until it gets better.
+    """Fault rates, until faults stop.
 
     Args:
-        loss: of a message, as a probability.
-        twice: of a message that arrives twice.
-        slow: of a message that takes seconds, and is overtaken.
-        crash_every_s: between two crashes, on average; 0 for none.
-        pause_every_s: between two pauses of a member, on average.
-        cut_every_s: between two broken links, on average.
-        torn: of a write that its machine does not survive.
-        stop_s: from then on nothing goes wrong any more.
+        loss: probability that a message is lost.
+        duplicate: probability that a message arrives twice.
+        delay: probability that a message takes seconds, and is overtaken.
+        crash_every_s: mean time between crashes; 0 for none.
+        pause_every_s: mean time between pauses of a member; 0 for none.
+        partition_every_s: mean time between broken links; 0 for none.
+        torn_write: probability that a machine crashes during a write.
+        stop_s: simulated time after which there are no more faults.
     """
 
     loss: float = 0.0
@@ -60,7 +53,7 @@ class FaultRates:
 
 
 def draw_faults(random: Random) -> FaultRates:
-    """Return the faults of one seed."""
+    """Return the fault rates of one seed."""
 
     def often(most: float) -> float:
         return random.choice((0.0, random.random() * most))
@@ -73,24 +66,24 @@ def draw_faults(random: Random) -> FaultRates:
 
 
 class SimulatedDisk:
-    """Logs by name, as bytes."""
+    """Logs by name; after a crash, writes in flight are lost, or torn."""
 
     def __init__(self) -> None:
         self._durable: dict[str, bytearray] = {}
         self._in_flight: list[tuple[float, str, bytes]] = []
 
     def append(self, log: str, raw: bytes, durable_at: float) -> None:
-        """The bytes are on their way, and durable at that time."""
+        """Start a write that becomes durable at the given time."""
         self._in_flight.append((durable_at, log, raw))
 
     def complete_writes(self, now: float) -> None:
-        """What is due by now is durable."""
+        """Make all writes durable that are due."""
         while self._in_flight and self._in_flight[0][0] <= now:
             _, log, raw = self._in_flight.pop(0)
             self._durable.setdefault(log, bytearray()).extend(raw)
 
     def crash(self, now: float, random: Random) -> None:
-        """Of what was on its way, a beginning of any length is there, the last part of it perhaps as zeros."""
+        """Keep a random prefix of the writes in flight, whose end may be zeros."""
         self.complete_writes(now)
         if self._in_flight:
             _, log, _ = self._in_flight[0]
@@ -103,16 +96,16 @@ class SimulatedDisk:
         self._in_flight.clear()
 
     def read(self, log: str) -> bytes:
-        """Return what is durable."""
+        """Return the durable bytes of a log."""
         return bytes(self._durable.get(log, b""))
 
     def truncate(self, log: str, num_bytes: int) -> None:
-        """Only the first bytes of a log are left."""
+        """Truncate a log."""
         del self._durable.setdefault(log, bytearray())[num_bytes:]
 
 
 def entry_id(entry: JournalEntry) -> tuple[object, ...]:
-    """Return what tells an entry from every other."""
+    """Return a unique id of a journal entry."""
     if isinstance(entry, SetMembers):
         return ("members", entry.generation)
     return (entry.header.member, entry.header.incarnation, entry.header.sequence)
@@ -120,14 +113,14 @@ def entry_id(entry: JournalEntry) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class ObservedHistory:
-    """A run as an onlooker sees it who knows everything.
+    """A run as seen by an omniscient observer.
 
     Attributes:
-        journals: for each shard, its entries by position.
-        acknowledged: pushes of which a worker has been told that they are counted, by shard and name.
-        owners: for each shard and generation, the lives of servers that answered as the first.
-        cuts: for each cut and shard, what was saved, and what the queue had done by then.
-        violations: what cannot be.
+        journals: entries by shard and position.
+        acknowledged: pushes whose worker received a reply, by shard and id.
+        owners: for each shard and generation, the servers that replied as its primary.
+        snapshots: saved states, by snapshot and shard.
+        violations: violated invariants.
     """
 
     journals: dict[int, dict[int, JournalEntry]] = field(default_factory=dict)
@@ -138,64 +131,64 @@ class ObservedHistory:
     _uncommitted: dict[tuple[str, int, int], dict[int, JournalEntry]] = field(default_factory=dict)
 
     def add_entry(self, shard: int, position: int, entry: JournalEntry) -> None:
-        """This is the entry of the journal with this position."""
+        """Record a committed journal entry."""
         known = self.journals.setdefault(shard, {}).setdefault(position, entry)
         if entry_id(known) != entry_id(entry):
             self.violations.append(
-                f"entry {position} of shard {shard} is {entry_id(known)} and {entry_id(entry)}: two servers went on apart"
+                f"entry {position} of shard {shard} is {entry_id(known)} and {entry_id(entry)}: two servers diverged"
             )
 
     def add_uncommitted(self, member: tuple[str, int], shard: int, position: int, entry: JournalEntry) -> None:
-        """A backup has this entry."""
+        """Record an entry of a backup."""
         self._uncommitted.setdefault((*member, shard), {})[position] = entry
 
     def promote(self, member: tuple[str, int], shard: int) -> None:
-        """The backup is the first now, and what it has is the journal."""
+        """Commit the entries of a backup that became the primary."""
         found = self._uncommitted.pop((*member, shard), None)
         if found:
             for position, entry in found.items():
                 self.add_entry(shard, position, entry)
 
     def install_snapshot(self, member: tuple[str, int], shard: int, source: tuple[str, int], position: int) -> None:
-        """The backup has been given its primary's state as of a position, and what is uncertain in that."""
+        """Replace a backup's uncommitted entries by those that its primary's state contains."""
         found = self._uncommitted.get((*source, shard), {})
         self._uncommitted[*member, shard] = {at: entry for at, entry in found.items() if at < position}
 
     def uncommitted(self, member: tuple[str, int], shard: int) -> dict[int, JournalEntry]:
-        """Return what this life has of the shard and is not certain of."""
+        """Return the uncommitted entries of a server incarnation."""
         return self._uncommitted.get((*member, shard), {})
 
     def observe_reply(self, member: tuple[str, int], shard: int, generation: int) -> None:
-        """A server answers as the first keeper of a shard, in a generation."""
+        """Record that a server replied as the primary of a shard, in a generation."""
         owners = self.owners.setdefault((shard, generation), set())
         owners.add(member)
         if len(owners) == 2:
             self.violations.append(f"shard {shard} has two owners in generation {generation}: {sorted(owners)}")
 
     def acknowledge(self, worker: tuple[str, int], answer: PushReply | PullReply) -> None:
-        """A worker has been told that its push is counted."""
+        """Record that a worker received the reply to a push."""
         if isinstance(answer, PushReply):
             self.acknowledged[answer.shard, (*worker, answer.sequence)] = answer
 
 
 SimulatedMachine: TypeAlias = Coordinator | ServerNode | PsClient
-MachineFactory: TypeAlias = Callable[["Host", int], SimulatedMachine]
+MachineFactory: TypeAlias = Callable[["SimulatedHost", int], SimulatedMachine]
 
 MEMBER_TYPES = (ServerNode, PsClient)
 PRIMARY_REPLIES = (PushReply, Ack, PullReply)
-"""What only the first keeper of a shard answers."""
+"""Replies that only a primary sends."""
 
 
 @dataclass(slots=True)
 class SimulatedHost:
-    """A machine that runs one life after the other.
+    """A machine that runs one incarnation of a member after another.
 
     Attributes:
         name: of the member.
-        start: makes a life, given a token.
-        machine: the life that it runs; None while it is down.
-        trainer: the worker's program, on a worker.
-        disk: what is left of earlier lives.
+        start: returns a new incarnation, given a token.
+        machine: the current incarnation; None while it is down.
+        worker: the worker's program, on a worker.
+        disk: survives incarnations.
         durable_at: when everything that has been written is durable.
         paused_until: until when it does nothing.
     """
@@ -216,12 +209,12 @@ class SimulatedHost:
 
 
 class SimulatedCluster:
-    """Everything that happens, in its order.
+    """Event queue of all machines and messages.
 
     Args:
-        random: decides all that is left open.
-        faults: what goes wrong.
-        tick_s: how often a machine looks at the clock.
+        random: source of all random choices.
+        faults: fault rates.
+        tick_s: interval of clock ticks.
     """
 
     def __init__(self, random: Random, faults: FaultRates, tick_s: float) -> None:
@@ -237,27 +230,27 @@ class SimulatedCluster:
 
     @property
     def has_faults(self) -> bool:
-        """Whether things still go wrong."""
+        """Whether faults are still injected."""
         return self.now < self.faults.stop_s and not self.is_healed
 
     def schedule(self, time_s: float, event: Callable[[], None]) -> None:
-        """It happens then."""
+        """Schedule an event."""
         self._count += 1
         heapq.heappush(self._due, (time_s, self._count, event))
 
     def add_host(self, host: SimulatedHost, start_s: float) -> None:
-        """There is one machine more, and it starts then."""
+        """Add a machine that starts at the given time."""
         self.hosts[host.name] = host
         self.schedule(start_s, lambda: self.boot(host))
 
     def step(self) -> None:
-        """The next thing happens."""
+        """Run the next event."""
         self.now, _, what = heapq.heappop(self._due)
         self.num_events += 1
         what()
 
     def boot(self, host: SimulatedHost) -> None:
-        """The machine runs a new life, unless it runs one."""
+        """Start a new incarnation, unless one is running."""
         if host.machine is None:
             host.disk.complete_writes(self.now)
             host.durable_at = self.now
@@ -272,14 +265,14 @@ class SimulatedCluster:
             )
 
     def crash(self, host: SimulatedHost, back_s: float | None) -> None:
-        """The machine is down; if a time is given, it comes back after it."""
+        """Stop a machine, which restarts after the given time."""
         host.disk.crash(self.now, self.random)
         host.machine = None
         if back_s is not None:
             self.schedule(self.now + back_s, lambda: self.boot(host))
 
     def deliver(self, host: SimulatedHost, machine: SimulatedMachine, message: PsMessage | None) -> None:
-        """A life takes in a message, or the time, as soon as it is not paused."""
+        """Deliver a message or a clock tick, as soon as the machine is not paused."""
         if host.machine is not machine:
             return
         if host.paused_until > self.now:
@@ -303,9 +296,9 @@ class SimulatedCluster:
         return actions
 
     def _observe_install(self, host: SimulatedHost, node: ServerNode, message: PsMessage | None) -> None:
-        """What a backup had of its own counts no more, once it has been given the primary's state; what that has does.
+        """Record that a backup's uncommitted entries were replaced by its primary's state.
 
-        A primary that was the backup before may have entries of which nobody has been told yet that they are certain.
+        A primary that was the backup before may have entries that are not known to be committed.
         """
         held = node.shard_replicas.get(message.shard) if isinstance(message, InstallSnapshot) else None
         if not isinstance(message, InstallSnapshot) or not isinstance(held, BackupReplica) or held.shard is None:
@@ -347,13 +340,13 @@ class SimulatedCluster:
         host.durable_at = max(self.now, host.durable_at) + 0.02 * self.random.random()
 
     def _observe_send(self, host: SimulatedHost, message: PsMessage) -> None:
-        """Note who speaks as the first keeper of a shard."""
+        """Record who replies as the primary of a shard."""
         machine = host.machine
         if isinstance(machine, ServerNode) and isinstance(message, PRIMARY_REPLIES):
             self.history.observe_reply(host.identity, message.shard, machine.generation)
 
     def _tear_write(self, host: SimulatedHost, machine: SimulatedMachine) -> None:
-        """A life ends while it writes."""
+        """Crash a machine during a write."""
         if host.machine is machine:
             self.crash(host, 4 * self.random.random())
 
@@ -362,7 +355,7 @@ class SimulatedCluster:
             self._release(host, action)
 
     def _release(self, host: SimulatedHost, action: SendMessage | AppendJournal) -> None:
-        """What waits for writes happens."""
+        """Execute an action that waited for writes."""
         if isinstance(action, SendMessage):
             self._transmit(host.name, action)
         elif action.is_committed:
@@ -371,7 +364,7 @@ class SimulatedCluster:
             self.history.add_uncommitted(host.identity, action.shard, action.position, action.entry)
 
     def _transmit(self, source: str, action: SendMessage) -> None:
-        """A message is on its way, or lost."""
+        """Send a message, which may be lost, duplicated or delayed."""
         faults, random = self.faults, self.random
         is_bad = self.has_faults
         if is_bad and (random.random() < faults.loss or self._is_broken(source, action.to)):

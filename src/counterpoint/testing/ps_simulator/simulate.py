@@ -1,4 +1,4 @@
-"""One seed: a job, its machines, their bad days, and the verdict on what came out of it."""
+"""Simulate one seed: a random job, its machines, their faults, and the checks of the result."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from counterpoint.testing.ps_simulator.simulated_worker import SimulatedWorker
 TIMEOUTS = Timeouts(heartbeat_s=0.5, failure_timeout_s=3.0, lease_s=6.0, resend_s=1.0)
 RETRY_POLICY = RetryPolicy(max_failures=1000, max_preemptions=10_000)
 DRAIN_TIMEOUT_S = 200.0
-"""Virtual time after the last fault within which a job must be done."""
+"""Simulated time after the last fault within which a job must finish."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What one seed came to.
+    """Result of one seed.
 
     Attributes:
-        seed: which.
-        job: what was done.
-        faults: what went wrong.
-        events: how much happened.
-        seconds: of virtual time.
-        violations: what must not be, and was.
-        history: all that was seen.
+        seed: of all random choices.
+        job: that was simulated.
+        faults: fault rates.
+        events: number of events.
+        seconds: simulated time.
+        violations: violated invariants.
+        history: what was observed.
     """
 
     seed: int
@@ -56,7 +56,7 @@ class SimulationResult:
 
 
 def draw_job(random: Random) -> JobConfig:
-    """Return a small job: a way of counting, one to three servers, some data."""
+    """Return a small random job: consistency model, one to three servers, some data."""
     step = random.choice((2, 3, 4))
     consistency: Consistency = random.choice((Bsp(step), Ssp(random.randrange(3)), Asp()))
     is_bsp = isinstance(consistency, Bsp)
@@ -68,14 +68,14 @@ def draw_job(random: Random) -> JobConfig:
 def simulate(
     seed: int, *, faults: FaultRates | None = None, draw_job: Callable[[Random], JobConfig] = draw_job
 ) -> SimulationResult:
-    """Return what a seed comes to.
+    """Return the result of a seed.
 
     Args:
-        seed: of everything that is left to chance.
-        faults: what goes wrong; drawn from the seed, if not given.
-        draw_job: makes the job.
+        seed: of all random choices.
+        faults: fault rates; drawn from the seed if not given.
+        draw_job: returns the job.
     """
-    with torch.inference_mode():  # tensors of a few numbers are made by the thousand: nothing is kept for a backward
+    with torch.inference_mode():  # thousands of tiny tensors, none of which needs autograd
         return _simulate(seed, faults, draw_job)
 
 
@@ -90,7 +90,7 @@ def _simulate(seed: int, faults: FaultRates | None, draw_job: Callable[[Random],
         while not cast.is_finished and world.now < bad.stop_s + DRAIN_TIMEOUT_S and not world.history.violations:
             world.step()
     except CounterpointError as error:
-        world.history.violations.append(f"a machine stopped at {world.now:.1f} s: {error}")
+        world.history.violations.append(f"a machine failed at {world.now:.1f} s: {error}")
     found = [*world.history.violations, *(host.worker.error for host in cast.workers if host.worker)]
     if not any(found):
         book = cast.running_coordinator
@@ -103,7 +103,7 @@ def _simulate(seed: int, faults: FaultRates | None, draw_job: Callable[[Random],
 
 
 class _SimulatedJob:
-    """The machines of a job, and what befalls them."""
+    """The machines of a job, and the faults that are injected."""
 
     def __init__(self, world: SimulatedCluster, job: JobConfig) -> None:
         self.cluster, self.job = world, job
@@ -114,7 +114,7 @@ class _SimulatedJob:
         self.failure_probability = self.random.choice((0.0, 0.1))
 
     def start(self) -> None:
-        """Everybody starts, and their troubles begin."""
+        """Start all machines, and schedule the faults."""
         spare = [SimulatedHost(f"server-{self.job.num_servers}", self._node)] if self.job.num_servers > 1 else []
         self.servers += spare
         for host in (self.coordinator, *self.servers):
@@ -159,12 +159,12 @@ class _SimulatedJob:
 
     @property
     def nodes(self) -> list[ServerNode]:
-        """The servers that are up."""
+        """Servers that are up."""
         return [host.machine for host in self.servers if isinstance(host.machine, ServerNode)]
 
     @property
     def is_finished(self) -> bool:
-        """Whether all data is counted, everybody is well, and the servers agree on who they are."""
+        """Whether all data has been processed, and all replicas are ready and agree on the view."""
         machine = self.coordinator.machine
         if not isinstance(machine, Coordinator):
             return False
@@ -176,14 +176,15 @@ class _SimulatedJob:
         return all(one.is_backup_ready and {one.primary, one.backup} - {""} <= up for one in book.replicas)
 
     def describe_progress(self) -> str:
-        """Say how far it came."""
+        """Return a description of the progress, for errors."""
         if self.running_coordinator is None:
             return "no progress: there is no coordinator"
         queue = self.running_coordinator.state.tasks
         errors = [host.worker.error for host in self.workers if host.worker and host.worker.error]
         return (
             f"no progress: {len(queue.done)} tasks done, {len(queue.doing)} given, {len(queue.todo)} left, "
-            f"keepers {self.running_coordinator.state.replicas}, cut {self.running_coordinator.state.snapshot} after {self.cluster.now:.0f} s {errors}"
+            f"keepers {self.running_coordinator.state.replicas}, cut {self.running_coordinator.state.snapshot} after "
+            f"{self.cluster.now:.0f} s {errors}"
         )
 
     def _repeat(self, every_s: float, what: Callable[[], None]) -> None:
@@ -201,7 +202,7 @@ class _SimulatedJob:
         self.cluster.crash(host, 0.2 + 6 * self.random.random())
 
     def _is_redundant(self, host: SimulatedHost) -> bool:
-        """Tell whether another server has everything that this one has."""
+        """Tell whether another live server holds everything that this one holds."""
         coordinator = self.running_coordinator
         if self.job.num_servers == 1:
             return True

@@ -1,4 +1,4 @@
-"""A worker's program in the simulated world: take a task, read, compute, push, report; its model is two small keys."""
+"""The program of a simulated worker: take a task, pull, compute, push, report; its model is two small keys."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SIZE, NUM_ROWS = 5, 12
 
 
 class UnexpectedRejection(Exception):  # noqa: N818 - it ends a script, nothing else
-    """A request was refused that should not have been."""
+    """A request was rejected that should have been accepted."""
 
 
 def key_specs(job: JobConfig, shard: int) -> list[KeySpec]:
-    """Return the keys of a shard: a part of a range, and rows of a table."""
+    """Return the keys of a shard: a range of a dense key, and rows of a table."""
     place = split_range(SIZE, job.num_shards)[shard]
     rule = (Sgd(0.1, momentum=0.9), Adagrad(0.1), Adam(0.1))[len(job.name) % 3]
     return [
@@ -57,29 +57,29 @@ def key_specs(job: JobConfig, shard: int) -> list[KeySpec]:
 
 
 def initial_range(spec: KeySpec) -> Tensor:
-    """Return how a range begins."""
+    """Return the initial values of a dense range."""
     return torch.arange(spec.low, spec.high, dtype=torch.float64) / 8
 
 
 @lru_cache(maxsize=4096)
 def rows_of_slice(slice_index: int, shard: int, num_shards: int) -> Tensor:
-    """Return the rows on a shard that a portion of data looks up."""
+    """Return the rows on a shard that a data slice looks up."""
     rows = sorted({slice_index * 5 % NUM_ROWS, (slice_index * 7 + 3) % NUM_ROWS, slice_index % 4})
     return torch.tensor([row for row in rows if shard_of_row(row, num_shards) == shard], dtype=torch.int64)
 
 
 def slice_gradient(values: Tensor, slice_index: int) -> Tensor:
-    """Return what a portion of data pushes, having read these values."""
+    """Return the gradient of a data slice at these values."""
     return values * 0.25 + ((slice_index * 7 + 1) % 11 - 5) * 0.125
 
 
 class SimulatedWorker:
-    """One life of a worker.
+    """One incarnation of a worker.
 
     Args:
-        client: its side of the protocol.
-        random: decides when it fails, and when it goes.
-        trouble: the probability of each.
+        client: its protocol state machine.
+        random: decides when it fails or leaves.
+        failure_probability: of each.
     """
 
     def __init__(self, client: PsClient, random: Random, failure_probability: float) -> None:
@@ -94,7 +94,7 @@ class SimulatedWorker:
         self.error = ""
 
     def step(self, actions: Sequence[PsAction]) -> list[PsAction]:
-        """Return what is to be done after the client's actions, answers that it delivers being taken in."""
+        """Process the client's actions, and return the actions to execute."""
         found: list[PsAction] = []
         if not self._has_begun and self.client.is_ready:
             self._has_begun = True
@@ -142,37 +142,39 @@ class SimulatedWorker:
     def _train(self, task: DataTask) -> Generator[list[PsAction], Reply, int]:
         newest = 0
         for number in range(task.start, task.stop):
-            portion = task.epoch * self.job.data.num_slices + number
+            slice_index = task.epoch * self.job.data.num_slices + number
             if isinstance(self.job.consistency, Ssp) and not self._is_in_clock:
                 yield from self._write_all([(s, lambda o, s=s: JoinClock(o, s)) for s in range(self.job.num_shards)])
                 self._is_in_clock = True
-            least = portion // self.job.consistency.slices_per_step if isinstance(self.job.consistency, Bsp) else 0
-            pulled = yield from self._pull_all(portion, least)
-            answers = yield from self._write_all([(one.shard, self._push(one, portion)) for one in pulled])
+            least = slice_index // self.job.consistency.slices_per_step if isinstance(self.job.consistency, Bsp) else 0
+            pulled = yield from self._pull_all(slice_index, least)
+            answers = yield from self._write_all([(one.shard, self._push(one, slice_index)) for one in pulled])
             pushed = [answer for answer in answers if isinstance(answer, PushReply)]
-            self._check_step(portion, least, pulled, pushed)
+            self._check_step(slice_index, least, pulled, pushed)
             newest = max(newest, *(answer.version for answer in pushed))
         return newest
 
-    def _check_step(self, portion: int, step: int, pulled: Sequence[PullReply], pushed: Sequence[PushReply]) -> None:
-        """Under bsp, what is counted of a portion was computed from its step's weights, all of them."""
+    def _check_step(
+        self, slice_index: int, step: int, pulled: Sequence[PullReply], pushed: Sequence[PushReply]
+    ) -> None:
+        """Check that under bsp, what is counted of a slice was computed from the weights of its step only."""
         read = {one.version for one in pulled}
         if isinstance(self.job.consistency, Bsp) and read != {step} and any(answer.is_new for answer in pushed):
             raise UnexpectedRejection(
-                f"portion {portion} of step {step} was computed from versions {sorted(read)}, and counted"
+                f"slice {slice_index} of step {step} was computed from versions {sorted(read)}, and counted"
             )
 
-    def _push(self, pulled: PullReply, portion: int) -> Callable[..., PushRequest]:
+    def _push(self, pulled: PullReply, slice_index: int) -> Callable[..., PushRequest]:
         shard = pulled.shard
-        rows = rows_of_slice(portion, shard, self.job.num_shards) if pulled.key == TABLE_KEY else None
-        values = slice_gradient(pulled.values, portion)
-        return lambda origin: PushRequest(origin, shard, pulled.key, portion, pulled.version, values, rows)
+        rows = rows_of_slice(slice_index, shard, self.job.num_shards) if pulled.key == TABLE_KEY else None
+        values = slice_gradient(pulled.values, slice_index)
+        return lambda origin: PushRequest(origin, shard, pulled.key, slice_index, pulled.version, values, rows)
 
-    def _pull_all(self, portion: int, least: int) -> Generator[list[PsAction], Reply, list[PullReply]]:
+    def _pull_all(self, slice_index: int, least: int) -> Generator[list[PsAction], Reply, list[PullReply]]:
         actions: list[PsAction] = []
         is_bsp = isinstance(self.job.consistency, Bsp)
         for shard in range(self.job.num_shards):
-            rows = rows_of_slice(portion, shard, self.job.num_shards)
+            rows = rows_of_slice(slice_index, shard, self.job.num_shards)
             for key, wanted in ((RANGE_KEY, None), (TABLE_KEY, rows)):
                 _, more = self.client.pull(
                     shard,
@@ -190,7 +192,7 @@ class SimulatedWorker:
         return (yield from self._wait(actions, len(asked)))
 
     def _wait(self, actions: list[PsAction], count: int) -> WaitingScript:
-        """Return as many answers of shards as were asked for."""
+        """Return as many replies of shards as were requested."""
         answers: list[Reply] = []
         while len(answers) < count:
             answer = yield actions
@@ -220,7 +222,7 @@ class SimulatedWorker:
         yield from self._call(lambda origin: make(origin, task, outcome, version))  # type: ignore[arg-type]
 
     def _call(self, make: Callable[[RequestHeader], CoordinatorCall]) -> Script:
-        """Ask the coordinator, until it says that it is done."""
+        """Call the coordinator until it acknowledges."""
         answer = yield self.client.call_coordinator(make)
         while isinstance(answer, Rejected):
             if answer.reason != "later":
