@@ -24,7 +24,7 @@ def make_remote_module(name, session, ahead):
         session,
         workload.optimizer,
         tables=tables,
-        sync=SyncPolicy(pull_ahead=ahead),
+        sync_policy=SyncPolicy(pull_ahead=ahead),
     )
 
 
@@ -33,7 +33,7 @@ def make_step(name, worker, copy):
     workload, batch, ahead = (
         server_workloads.workload(name),
         server_workloads.worker_batches(name, worker),
-        copy.sync.pull_ahead,
+        copy.sync_policy.pull_ahead,
     )
 
     def expect(number):

@@ -1,4 +1,4 @@
-"""``counterpoint serve``: what cannot be meant is told before anything listens."""
+"""``counterpoint serve``: what is invalid is told before anything listens."""
 
 import pytest
 from typer.testing import CliRunner
@@ -24,11 +24,11 @@ def serve(tmp_path):
 
 
 REFUSED = [
-    (("coordinator",), "tcp:0.0.0.0:0 is every interface of a host, and nothing that others could call"),
+    (("coordinator",), "tcp:0.0.0.0:0 is a wildcard address, to which others cannot connect"),
     (("coordinator", "--name", "first"), "a coordinator has no name and listens at tcp:0.0.0.0:0"),
     (("server", "--name", "server-0"), "a server needs --name and --listen, as --name server-0 --listen"),
-    (("server", "--name", "server-0", "--listen", "tcp:0.0.0.0:0"), "give the address of one, as tcp:10.0.0.1:4000"),
-    (("server", "--name", "server-0", "--listen", "10.0.0.2"), "is no place for a server; write unix:NAME or tcp:"),
+    (("server", "--name", "server-0", "--listen", "tcp:0.0.0.0:0"), "give the address of one interface, such as tcp:10.0.0.1:4000"),
+    (("server", "--name", "server-0", "--listen", "10.0.0.2"), "is not an address; write unix:NAME or tcp:"),
     (("coordinator", "--key-fd", "0"), "--key-file and --key-fd are both given"),
     (("resume",), "resume needs --folder"),
 ]
@@ -43,4 +43,4 @@ def test_what_cannot_be_meant_is_refused_with_a_remedy(serve, words, told):
 
 def test_a_job_without_a_cut_cannot_be_gone_on_from(serve, tmp_path):
     said = serve("resume", "--folder", str(tmp_path))
-    assert said.startswith(f"CheckpointError: there is no whole cut in {tmp_path}")
+    assert said.startswith(f"CheckpointError: there is no complete snapshot in {tmp_path}")

@@ -37,7 +37,7 @@ def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind
     data = make_numeric_data(24)
     portions = make_slices(data, Asp(), batch_size=2, minibatches_per_slice=n_push)
     crew = InterleavedWorkers(portions, epochs=1)
-    crew.join("a", mlp(), ADAGRAD, sync=SyncPolicy(n_push, n_fetch, alpha, pull_ahead=behind))
+    crew.join("a", mlp(), ADAGRAD, sync_policy=SyncPolicy(n_push, n_fetch, alpha, pull_ahead=behind))
     crew.run_rounds()
     pieces = [one for number in range(portions.num_slices) for one in portions.read(0, number)]
     expected = downpour(
@@ -59,8 +59,8 @@ def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind
 def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(num_servers, indices, behind):
     portions = make_slices(make_lookup_data(24), Asp(), batch_size=2)
     crew = InterleavedWorkers(portions, epochs=1, task_portions=12, num_servers=num_servers)
-    table, sync = EmbeddingConfig(START, lookup_indices=indices), SyncPolicy(pull_ahead=behind)
-    served = crew.join("a", embedding_bag_model(), tables={"0.weight": table}, sync=sync)
+    table, sync_policy = EmbeddingConfig(START, lookup_indices=indices), SyncPolicy(pull_ahead=behind)
+    served = crew.join("a", embedding_bag_model(), tables={"0.weight": table}, sync_policy=sync_policy)
     first = embedding_bag_model()
     first.get_parameter("0.weight").data = served.tables["0.weight"].pull_all_rows()
     crew.run_rounds()
@@ -107,17 +107,17 @@ def test_a_worker_that_is_slow_holds_the_others_no_further_back_than_agreed():
     assert sorted(crew.trained) == list(range(20))
 
 
-@pytest.mark.parametrize("sync", [{"pull_every": 2}, {"pull_ahead": 1}], ids=str)
-def test_weights_of_before_are_for_asynchronous_jobs_only(sync):
+@pytest.mark.parametrize("sync_policy", [{"pull_every": 2}, {"pull_ahead": 1}], ids=str)
+def test_weights_of_before_are_for_asynchronous_jobs_only(sync_policy):
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Ssp(1)))
-    with pytest.raises(PlanError, match="computes from weights of before"):
-        crew.join("a", mlp(), sync=SyncPolicy(**sync))
+    with pytest.raises(PlanError, match="uses stale weights"):
+        crew.join("a", mlp(), sync_policy=SyncPolicy(**sync_policy))
 
 
 def test_one_push_for_several_minibatches_is_the_sum_of_their_gradients():
     data = make_numeric_data(8)
     crew = InterleavedWorkers(make_slices(data, Asp(), batch_size=4, minibatches_per_slice=2), epochs=1)
-    crew.join("a", mlp(), sync=SyncPolicy(push_every=2))
+    crew.join("a", mlp(), sync_policy=SyncPolicy(push_every=2))
     crew.run_rounds()
     expected = mlp()
     updates = SGD(expected.parameters())

@@ -42,7 +42,7 @@ def test_workers_that_ask_for_other_keys_train_those_of_the_first(first, second)
 def test_keys_of_several_modules_are_no_matter_for_a_code():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
-    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', and codec='int8' looks at one"
+    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', but codec='int8' compresses each"
     with pytest.raises(PlanError, match=told):
         crew.join("b", mlp(), codec="int8")
 
@@ -57,7 +57,7 @@ def test_another_model_is_told_what_differs():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
     deeper = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)))
-    told = r"another model: none there alone, 2\.bias, 2\.weight here alone; give the model with which it was begun"
+    told = r"another model: only there none, only here 2\.bias, 2\.weight; use the model that the job was started with"
     with pytest.raises(PlanError, match=told):
         crew.join("b", deeper, key_bytes=TOGETHER)
 
@@ -66,7 +66,7 @@ def test_another_optimizer_of_a_part_is_told_where_it_differs():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
     with pytest.raises(
-        PlanError, match=r"keeps 0\.weight and 0\.bias in one key, but here they have not the same rule"
+        PlanError, match=r"has 0\.weight and 0\.bias in one key, but here their rules or dtypes differ"
     ):
         crew.join("b", mlp(), two_groups, key_bytes=APART)
 

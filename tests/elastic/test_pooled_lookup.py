@@ -27,11 +27,11 @@ TABLE = {"0.weight": START}
 
 
 def trained(consistency, build=embedding_bag_model, *, config=None, minibatches=1):
-    sync = SyncPolicy(push_every=minibatches)
+    sync_policy = SyncPolicy(push_every=minibatches)
     crew = InterleavedWorkers(
         make_slices(make_lookup_data(40), consistency, batch_size=8, minibatches_per_slice=minibatches), num_servers=1
     )
-    crew.join("a", build(), tables=TABLE, config=config, sync=sync)
+    crew.join("a", build(), tables=TABLE, config=config, sync_policy=sync_policy)
     crew.run_rounds()
     return crew
 

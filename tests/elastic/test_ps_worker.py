@@ -45,7 +45,7 @@ def test_a_task_that_fails_is_told_and_done_again():
 def test_a_task_that_always_fails_ends_the_job_with_its_reason():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
     crew.join("a", mlp(), loss=Failing(*range(100)))
-    with pytest.raises(PeerError, match="were failed 3 times, more than the 2 of the budget: RuntimeError: a disk is"):
+    with pytest.raises(PeerError, match="were failed 3 times, more than the 2 of the retry policy: RuntimeError: a disk is"):
         crew.run_rounds()
 
 
@@ -67,7 +67,7 @@ def test_a_loss_that_is_not_finite_fails_the_task():
     crew.join("a", mlp(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets) * torch.nan)
     crew.run_rounds(1)
     (text,) = crew.failures
-    assert text.startswith("DataError: the loss of portion 0 is nan; look at its samples")
+    assert text.startswith("DataError: the loss of slice 0 is nan; check its samples")
 
 
 def test_a_loss_that_is_not_finite_may_count_as_zeros():
@@ -90,7 +90,7 @@ def test_a_parameter_without_a_gradient_is_named():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()), epochs=1)
     crew.join("a", Idle().double())
     crew.run_rounds(1)
-    assert "idle.weight got no gradient from portion 0" in crew.failures[0]
+    assert "idle.weight got no gradient from slice 0" in crew.failures[0]
     crew.gone.add("a")
     crew.join("b", Idle().double(), unused="zero")
     crew.run_rounds()
@@ -137,14 +137,14 @@ def test_a_schedule_of_plain_sgd_goes_by_steps():
 
 def test_a_schedule_that_servers_cannot_follow_is_refused():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
-    with pytest.raises(PlanError, match="whose rate on the servers stays"):
+    with pytest.raises(PlanError, match="remove the schedule"):
         crew.join("a", mlp(), torch.optim.Adagrad, config=WorkerConfig(schedule=lambda step: 0.5))
 
 
 def test_a_job_of_other_data_is_refused():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
     crew.portions = make_slices(make_numeric_data(100), Bsp(2))
-    with pytest.raises(PlanError, match="6 portions in an epoch, but this dataset makes 26"):
+    with pytest.raises(PlanError, match="6 slices per epoch, but this dataset has 26"):
         crew.join("a", mlp())
 
 

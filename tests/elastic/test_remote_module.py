@@ -108,13 +108,13 @@ def of_code(push, shard):
 
 REFUSED = [
     (optim.AdamW, "give Adam with weight_decay=0"),
-    (lambda parameters: optim.Adam(parameters, amsgrad=True), "amsgrad=True; leave it out"),
-    (lambda parameters: optim.SGD(parameters, lr=0.1, maximize=True), "maximize=True; leave it out"),
+    (lambda parameters: optim.Adam(parameters, amsgrad=True), "amsgrad=True; remove it"),
+    (lambda parameters: optim.SGD(parameters, lr=0.1, maximize=True), "maximize=True; remove it"),
     (optim.RMSprop, "torch.optim.SGD, Adagrad and Adam"),
-    (optim.Adam, "give SparseAdam, Adagrad or SGD without momentum"),
+    (optim.Adam, "use SparseAdam, Adagrad or SGD without momentum"),
     (lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9), "Table\\(rule=...\\)"),
-    (optim.SparseAdam, "1.weight, which is no table"),
-    (3, "neither an optimizer nor a way to make one"),
+    (optim.SparseAdam, "1.weight, which is not a table"),
+    (3, "neither an optimizer nor a factory"),
 ]
 
 
@@ -146,8 +146,8 @@ def test_sparse_gradients_ask_for_a_table():
         (mlp(), {"tables": {"0.weight": START}}, "a weight of Linear"),
         (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), {}, "buffers='own'"),
         (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {"tables": {"0.weight": START}}, "max_norm=1.0"),
-        (nn.Linear(4, 2, device="meta"), {}, "on meta, but workers of servers compute on the CPU"),
-        (mlp(), {"code": "powersgd:1"}, "counts pushes one by one"),
+        (nn.Linear(4, 2, device="meta"), {}, "on meta, but workers of parameter servers compute on the CPU"),
+        (mlp(), {"code": "powersgd:1"}, "compresses an all-reduce, not a single push"),
         (mlp(), {"code": "zip"}, "there is no code 'zip'"),
     ],
 )

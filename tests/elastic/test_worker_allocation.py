@@ -47,7 +47,7 @@ def test_a_worker_that_is_taken_away_is_replaced_by_who_can_be_spared():
 def test_a_job_begins_once():
     pool = WorkerAllocator(["a"])
     pool.add_job(JobDemand("first"))
-    with pytest.raises(PlanError, match="has begun already"):
+    with pytest.raises(PlanError, match="is already running"):
         pool.add_job(JobDemand("first"))
-    with pytest.raises(PlanError, match="cannot be meant"):
+    with pytest.raises(PlanError, match="is invalid"):
         JobDemand("second", min_workers=2, max_workers=1)

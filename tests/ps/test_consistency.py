@@ -40,12 +40,12 @@ def test_a_portion_counts_once_whoever_pushes_it():
 
 
 def test_a_portion_of_a_step_to_come_is_refused():
-    with pytest.raises(ProtocolError, match="staleness: portion 3 of step 1"):
+    with pytest.raises(ProtocolError, match="staleness: slice 3 of step 1"):
         ConsistencyTracker(Bsp(3)).is_duplicate("worker", push(3))
 
 
 def test_bsp_refuses_a_push_without_its_data():
-    with pytest.raises(ProtocolError, match="without its portion"):
+    with pytest.raises(ProtocolError, match="without a slice index"):
         ConsistencyTracker(Bsp(3)).is_duplicate("worker", push())
 
 
@@ -87,5 +87,5 @@ def test_nobody_waits_for_one_who_rests_or_before_it_enters():
 
 
 def test_only_those_who_have_entered_push():
-    with pytest.raises(ProtocolError, match="who has not entered"):
+    with pytest.raises(ProtocolError, match="has not joined the clock"):
         ConsistencyTracker(Ssp(0)).is_duplicate("worker", push(0))

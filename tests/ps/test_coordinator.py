@@ -47,7 +47,7 @@ def with_worker():
 def test_a_second_member_of_one_name_is_refused_while_the_first_is_heard():
     (refused,) = sent(with_worker().on_event(hello(token=8), 1.0), Rejected)
     assert refused.reason == "identity"
-    assert "worker belongs to the job already, as life 1, heard 1.0 s ago" in refused.text
+    assert "worker already belongs to the job, as incarnation 1, last heard 1.0 s ago" in refused.text
 
 
 def test_a_hello_that_is_repeated_is_answered_again_and_nobody_joins_twice():
@@ -97,7 +97,7 @@ def test_a_life_that_was_given_up_is_told_so():
     coordinator = with_worker()
     coordinator.on_event(None, 100.0)
     (refused,) = sent(coordinator.on_event(Heartbeat(RequestHeader("worker", 1, 1)), 101.0), Rejected)
-    assert "life 1 of worker does not belong to the job" in refused.text
+    assert "incarnation 1 of worker does not belong to the job" in refused.text
 
 
 def test_shards_are_given_out_when_all_servers_are_there():
@@ -129,4 +129,4 @@ def test_a_job_without_servers_is_lost_with_its_last_worker_if_anything_was_done
     coordinator.on_event(LeaveRequest(origin(coordinator, 2)), 0.0)
     (refused,) = sent(coordinator.on_event(hello("worker", 8, job), 1.0), Rejected)
     assert (refused.reason, coordinator.state.loss_reason) == ("lost", refused.text)
-    assert "the last worker of job job has gone, and the weights with it, when 1 tasks were done" in refused.text
+    assert "the last worker of job job left, and the weights are lost with it, after 1 tasks" in refused.text

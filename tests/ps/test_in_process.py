@@ -168,10 +168,10 @@ def test_whoever_waits_for_a_job_that_is_lost_learns_it_at_once(ask):
     job.kill("server-0")
     waiting = session.push("weight", torch.ones(2)) if ask == "push" else session.pull("weight")
     job.start_server("server-0")
-    with pytest.raises(PeerError, match="worker-0: server server-0 has begun anew while it alone kept shards"):
+    with pytest.raises(PeerError, match="worker-0: server server-0 restarted while it held the only copy of shards"):
         waiting.wait()
     assert job.now < job.job.timeouts.failure_timeout_s + 3 * job.job.timeouts.heartbeat_s
-    with pytest.raises(PeerError, match="go on from the last checkpoint"):
+    with pytest.raises(PeerError, match="restart from the last checkpoint"):
         session.lease()
 
 
@@ -235,7 +235,7 @@ def test_the_journal_has_what_a_server_handed_on_that_never_heard_that_it_led():
 
 BAD = {
     "unknown key": (lambda s: s.push("bias", torch.ones(1)), PlanError, "there is no key 'bias', only weight"),
-    "pull before init": (lambda s: s.pull("bias"), PlanError, "init, or init_rows, comes before"),
+    "pull before init": (lambda s: s.pull("bias"), PlanError, "call init or init_rows before"),
     "wrong shape": (lambda s: s.push("weight", torch.ones(3)), PlanError, r"float32 \(3,\) .* which is .*\(2, 3\)"),
     "wrong dtype": (lambda s: s.push("weight", torch.ones(2, 3).double()), PlanError, "float64"),
     "not finite": (lambda s: s.push("weight", torch.full((2, 3), torch.nan)).wait(), DataError, "not finite"),
@@ -244,7 +244,7 @@ BAD = {
     "another rule": (lambda s: s.init("weight", torch.zeros(2, 3), Sgd(0.1)), PlanError, "already"),
     "no optimizer": (lambda s: s.init("bias", torch.ones(1), Assign()), PlanError, "which asp needs"),
     "whole numbers": (lambda s: s.init("bias", torch.ones(1).int(), HALF), PlanError, "int32"),
-    "rows of a tensor": (lambda s: s.pull("weight", rows=torch.tensor([1])), PlanError, "has no rows"),
+    "rows of a tensor": (lambda s: s.pull("weight", rows=torch.tensor([1])), PlanError, "is a dense key"),
     "versions": (lambda s: s.push("weight", torch.ones(2, 3), read_versions=(0, 0)), PlanError, "2 versions of weight"),
     "future": (lambda s: s.push("weight", torch.ones(2, 3), read_versions=(9,)).wait(), PlanError, "at version 9"),
 }
@@ -259,7 +259,7 @@ def test_bad_requests_are_refused_by_whose_fault_it_is(session, name):
 
 
 @pytest.mark.parametrize(
-    ("rows", "text"), [([3, 1], "do not ascend"), ([1, 1], "each once"), ([-1], "-1"), ([10], "which has 10")]
+    ("rows", "text"), [([3, 1], "do not ascend"), ([1, 1], "ascend strictly"), ([-1], "-1"), ([10], "which has 10")]
 )
 def test_rows_that_cannot_be_meant_are_refused(session, rows, text):
     session.init_rows("table", 10, 2, torch.float32, HALF, ConstantInit())
@@ -269,12 +269,12 @@ def test_rows_that_cannot_be_meant_are_refused(session, rows, text):
 
 def test_a_full_server_says_what_to_do():
     session = local(capacity_bytes=100).join("worker-0")
-    with pytest.raises(PlanError, match="give the job more servers or a larger capacity_bytes"):
+    with pytest.raises(PlanError, match="use more servers or a larger capacity_bytes"):
         session.init("weight", torch.zeros(1000), HALF)
 
 
 def test_two_workers_cannot_have_one_name(servers, session):
-    with pytest.raises(LaunchError, match="worker-0 belongs to the job already"):
+    with pytest.raises(LaunchError, match="worker-0 already belongs to the job"):
         servers.join("worker-0")
     assert session.push("weight", torch.ones(2, 3)).wait().versions == (1,)
 
@@ -282,7 +282,7 @@ def test_two_workers_cannot_have_one_name(servers, session):
 def test_what_nobody_answers_names_who_is_waited_for(servers, session):
     for name in ("server-0", "server-1", "server-2"):
         servers.kill(name)
-    with pytest.raises(PeerError, match=r"waited 2 s for weight .* 1 of 1 parts of which are missing"):
+    with pytest.raises(PeerError, match=r"waited 2 s for weight .* 1 of 1 replies missing"):
         session.pull("weight").wait(2.0)
 
 

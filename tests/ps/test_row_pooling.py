@@ -101,12 +101,12 @@ WRONG = {
         RowPooling(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)),
         "int32",
     ),
-    "members that are not there": (sums([0, 2], [0, 1]), "of others than its 2 parts"),
-    "members below 0": (sums([-1, 0], [0, 1]), "of others than its 2 parts"),
-    "members without a sum": (sums([0, 1], []), "0 sums of table where|of others than"),
-    "sums that begin behind 0": (sums([0, 1], [1, 1]), "do not follow one another"),
-    "sums that go back": (sums([0, 1, 1], [0, 2, 1]), "do not follow one another|3 sums of table where 2 belong"),
-    "sums that begin behind the end": (sums([0, 1], [0, 3]), "do not follow one another"),
+    "members that are not there": (sums([0, 2], [0, 1]), "indices outside its 2 values"),
+    "members below 0": (sums([-1, 0], [0, 1]), "indices outside its 2 values"),
+    "members without a sum": (sums([0, 1], []), "0 pooled outputs of table|indices outside"),
+    "sums that begin behind 0": (sums([0, 1], [1, 1]), "do not ascend from 0"),
+    "sums that go back": (sums([0, 1, 1], [0, 2, 1]), "do not ascend from 0|3 pooled outputs of table, expected 2"),
+    "sums that begin behind the end": (sums([0, 1], [0, 3]), "do not ascend from 0"),
 }
 
 

@@ -209,7 +209,7 @@ def test_rows_of_a_saved_table_that_cannot_be_are_refused(rows):
 @pytest.mark.parametrize(
     ("values", "rows", "found"),
     [
-        (torch.ones(1, 3), None, "which has rows"),
+        (torch.ones(1, 3), None, "without row ids"),
         (torch.ones(1, 4), [1], "whose rows have 3"),
         (torch.ones(1, 3, dtype=torch.float64), [1], "which is float32"),
         (torch.full((1, 3), torch.nan), [1], "not finite"),
@@ -223,7 +223,7 @@ def test_a_push_that_does_not_fit_a_table_is_refused(values, rows, found):
 
 def test_rows_of_another_shard_are_refused():
     kept = SparseRowStorage(KeySpec("table", "float32", 0, 8, 3, Sgd(0.1), ConstantInit()), 1, 2)
-    with pytest.raises(ProtocolError, match="shard 1 of 2 does not keep"):
+    with pytest.raises(ProtocolError, match="do not belong to shard 1 of 2"):
         kept.validate_push(torch.ones(2, 3), torch.tensor([1, 2]))
 
 

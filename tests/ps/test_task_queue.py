@@ -50,7 +50,7 @@ def test_failures_and_preemptions_have_budgets_of_their_own():
     assert not tasks.stop_reason
     tasks.finish(tasks.assign("worker"), "failed", 0, "no such file")
     assert (
-        "portions 0 to 1 of epoch 0 were failed 2 times, more than the 1 of the budget: no such file"
+        "slices 0 to 1 of epoch 0 were failed 2 times, more than the 1 of the retry policy: no such file"
         in tasks.stop_reason
     )
     assert tasks.todo

@@ -54,7 +54,7 @@ def test_a_wrong_key_is_refused_without_a_hint(loop, place, secret):
     heard = Records()
     server = listen(loop, place, secret, heard.letter)
     with pytest.raises(
-        ProtocolError, match=r"refused: the two sides have not the same job key, or are not of the same"
+        ProtocolError, match=r"handshake failed: the two sides have different job keys, or belong to different"
     ):
         RpcClient(loop, place, JobCredentials(new_key())).wait_open()
     run_loop(loop)
@@ -64,7 +64,7 @@ def test_a_wrong_key_is_refused_without_a_hint(loop, place, secret):
 def test_another_generation_of_a_job_is_refused(loop, place):
     key = new_key()
     listen(loop, place, JobCredentials(key, "job 7, generation 1"), request_handler(echo))
-    with pytest.raises(ProtocolError, match="not of the same job and generation"):
+    with pytest.raises(ProtocolError, match="belong to different jobs or generations"):
         RpcClient(loop, place, JobCredentials(key, "job 7, generation 2")).wait_open()
 
 
@@ -159,9 +159,9 @@ def test_a_server_that_closes_says_goodbye_to_those_it_knows(loop, place_and_sec
 def test_a_connection_that_breaks_off_is_an_error_on_the_other_side(loop, place, secret):
     server = listen(loop, place, secret, lambda connection, letter: connection.abort())
     with RpcClient(loop, server.address, secret) as client:
-        with pytest.raises(ConnectionLostError, match=r"server unix:.* is gone without a goodbye; .* then call again"):
+        with pytest.raises(ConnectionLostError, match=r"server unix:.* closed the connection unexpectedly; .* then reconnect"):
             client.request(RpcMessage("ask")).wait(5.0)
-        with pytest.raises(ConnectionLostError, match="is gone without a goodbye"):
+        with pytest.raises(ConnectionLostError, match="closed the connection unexpectedly"):
             client.request(RpcMessage("ask"))
 
 
@@ -182,7 +182,7 @@ def test_an_answer_that_does_not_come_names_who_waits_for_what(loop, place, secr
     listen(loop, place, secret, Records().letter)
     with (
         RpcClient(loop, place, secret) as client,
-        pytest.raises(PeerError, match=r"0.05 s for the answer of server unix:"),
+        pytest.raises(PeerError, match=r"0.05 s for the reply of server unix:"),
     ):
         client.request(RpcMessage("pull")).wait(0.05)
 

@@ -17,13 +17,13 @@ def test_a_large_tensor_is_sent_from_where_it_is():
 
 @pytest.mark.parametrize("fields", [{"a": float("nan")}, {"a": b"raw"}, {"a": {1, 2}}, {"a": torch.ones(2)}])
 def test_fields_that_cannot_travel_are_refused_before_they_are_sent(fields):
-    with pytest.raises(PeerError, match=r"the fields of 'push' cannot travel: .*lists and mappings can"):
+    with pytest.raises(PeerError, match=r"the fields of 'push' cannot be encoded as JSON: .*lists and mappings"):
         encode_frame(RpcMessage("push", fields), DEFAULT_LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["", "a" * 65])
 def test_a_letter_without_a_kind_is_refused_before_it_is_sent(kind):
-    with pytest.raises(PeerError, match="a kind has 1 to 64 letters"):
+    with pytest.raises(PeerError, match="a kind has 1 to 64 characters"):
         encode_frame(RpcMessage(kind), DEFAULT_LIMITS)
 
 
@@ -34,7 +34,7 @@ def test_a_tensor_that_cannot_travel_is_refused_before_it_is_sent():
 
 @pytest.mark.parametrize("letter", [RpcMessage("push", {"a": "b" * 1000}), RpcMessage("push", {}, [torch.ones(300)])])
 def test_a_letter_beyond_the_limits_is_refused_with_its_size(letter):
-    with pytest.raises(PeerError, match=r"'push' with \d tensors has \d+ \+ \d+ bytes; a letter has at most 65535"):
+    with pytest.raises(PeerError, match=r"'push' with \d tensors has \d+ \+ \d+ bytes; the limit is 65535"):
         encode_frame(letter, RpcLimits(text_bytes=1000, payload_bytes=1000))
 
 

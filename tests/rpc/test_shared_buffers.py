@@ -91,9 +91,9 @@ def test_shelves_are_given_back_once_and_borrowed_as_they_were_offered():
     shelf = lending.create(SIZE)
     assert shelf
     lending.release(shelf.number)
-    with pytest.raises(ProtocolError, match="is given back, which was not lent"):
+    with pytest.raises(ProtocolError, match="was released but is not in use"):
         lending.release(shelf.number)
-    with pytest.raises(ProtocolError, match="was not found here or is too small"):
+    with pytest.raises(ProtocolError, match="is not mapped or too small"):
         borrowing.view(shelf.number, 16)
     lending.close()
 

@@ -228,7 +228,7 @@ class PsWorker:
     def _train(self, task: DataTask) -> Generator[WorkerEvent, None, bool]:
         """Yield the slices of a task as they are done; return whether that is all of them."""
         numbers = range(task.start, task.stop)
-        reader = TaskReader(self.slices, task.epoch, numbers, max(1, self.remote.sync.pull_ahead))
+        reader = TaskReader(self.slices, task.epoch, numbers, max(1, self.remote.sync_policy.pull_ahead))
         for slice_index, positions in reader.slices():
             total, count = 0.0, sum(position.minibatch.num_samples for position in positions)
             for position in positions:
@@ -249,7 +249,7 @@ class PsWorker:
         """
         remote, minibatch, is_last = self.remote, position.minibatch, position.is_last
         remote.begin_minibatch(position.slice_index, minibatch.inputs, is_last_minibatch=is_last)
-        if remote.sync.pull_ahead:
+        if remote.sync_policy.pull_ahead:
             self._prefetch(upcoming)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(sample_key(self.config.seed, position.slice_index, position.index))

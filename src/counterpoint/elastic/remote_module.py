@@ -52,7 +52,7 @@ class RemoteModule:
         optimizer: of torch, or a factory; its update rule runs on the servers.
         tables: weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that are held as rows, and their initial values.
             Such a weight is never materialized on the worker, where it is on the ``meta`` device.
-        sync: how often the worker pushes and pulls.
+        sync_policy: how often the worker pushes and pulls.
         codec: compression codec of dense pushes, such as ``int8`` or ``topk:0.01``, with error feedback.
         unused: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
         buffers: what running statistics, which servers do not hold, mean: ``error``, or ``own`` for each worker's own.
@@ -71,18 +71,18 @@ class RemoteModule:
         optimizer: optim.Optimizer | OptimizerFactory,
         *,
         tables: Mapping[str, EmbeddingConfig | Initializer] | None = None,
-        sync: SyncPolicy | None = None,
+        sync_policy: SyncPolicy | None = None,
         codec: str = "",
         unused: UnusedPolicy = "error",
         buffers: Literal["error", "own"] = "error",
         overlap: bool = True,
         key_bytes: int = KEY_BYTES,
     ) -> None:
-        self.model, self.session, self.sync = model, session, sync or SyncPolicy()
+        self.model, self.session, self.sync_policy = model, session, sync_policy or SyncPolicy()
         self.unused, self.overlap = unused, overlap
-        self.context = StepContext(pull_ahead=self.sync.pull_ahead)
+        self.context = StepContext(pull_ahead=self.sync_policy.pull_ahead)
         consistency = session.job.consistency
-        self.sync.check_consistency(consistency)
+        self.sync_policy.check_consistency(consistency)
         if codec:
             validate_codec(codec)
         if buffers == "error":
@@ -150,7 +150,7 @@ class RemoteModule:
         moment.slice_index, moment.is_last_minibatch, moment.is_open = slice_index, is_last_minibatch, True
         moment.step, moment.next_step = find_step(self.session.job.consistency, slice_index)
         self._since_pull += 1
-        moment.pulls_next = is_last_minibatch if moment.next_step else self._since_pull >= self.sync.pull_every
+        moment.pulls_next = is_last_minibatch if moment.next_step else self._since_pull >= self.sync_policy.pull_every
         self._ready_keys.clear()
         for remote in self.weights:
             remote.begin_minibatch()
@@ -200,7 +200,7 @@ class RemoteModule:
         """Push all ready gradients together."""
         with self.session.batch():
             for remote in self._ready_keys:
-                remote.add_gradient(self.context, self.sync.local_lr)
+                remote.add_gradient(self.context, self.sync_policy.local_lr)
         self._ready_keys.clear()
 
     def prefetch(self, inputs: Sequence[Any], slice_index: int) -> None:
@@ -239,9 +239,9 @@ class RemoteModule:
             self._push_ready()
             for table in self.tables.values():
                 table.add_gradient()
-        if self.sync.local_lr:
+        if self.sync_policy.local_lr:
             for remote in self.weights:
-                remote.apply_local_step(self.sync.local_lr)
+                remote.apply_local_step(self.sync_policy.local_lr)
         if self.context.pulls_next:
             self._since_pull = 0
         self.context.is_open = False

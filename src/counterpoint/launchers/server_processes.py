@@ -76,7 +76,7 @@ def start_servers(
         CheckpointError: what is in the folder cannot be gone on from.
     """
     cut = resume(folder, job) if folder is not None and log_path(folder, COORDINATOR_LOG).exists() else None
-    options = [] if cut is None else ["--cut", str(cut)]
+    options = [] if cut is None else ["--snapshot", str(cut)]
     found = ServerProcesses(job, folder, key, threads, [*options, *(["--journal"] if is_journaled else [])])
     try:
         found.start(num_spares)

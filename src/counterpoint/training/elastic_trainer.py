@@ -190,7 +190,7 @@ class ElasticTrainer:
             PlanError: an option needs servers, and there are none.
         """
         if self.servers:
-            return RemoteModule(model, session, optimizer, tables=tables, sync=self.sync_policy, **options)
+            return RemoteModule(model, session, optimizer, tables=tables, sync_policy=self.sync_policy, **options)
         server_options = [*(["tables"] if tables else []), *sorted(options.keys() - {"buffers", "folder"})]
         if server_options:
             raise PlanError(

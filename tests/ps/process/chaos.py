@@ -29,7 +29,7 @@ LIVE_S = 60.0
 COORDINATOR_REST_S = 6.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.ps.process.chaos_workloads"])  # torch is imported once, not by each worker
-EXPELLED = "the job goes on without this life", "does not belong to the job; say hello as a new one"
+EXPELLED = "the job continues without this incarnation", "does not belong to the job; join again"
 
 
 @dataclass

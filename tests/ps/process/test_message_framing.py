@@ -75,8 +75,8 @@ WRONG = {
     "a number": {"messages": [3]},
     "too many tensors": {"messages": [["ack", {"shard": 0, "sequence": 1}, 1]]},
     "a truth for a number": {"messages": [["ack", {"shard": 0, "sequence": 1}, False]]},
-    "a bundle": {"messages": [[BATCH_KIND, {"messages": []}, 0]]},
-    "a piece": {"messages": [["piece", {"whole": 1, "at": 0}, 0]]},
+    "a batch": {"messages": [[BATCH_KIND, {"messages": []}, 0]]},
+    "a piece": {"messages": [["chunk", {"whole": 1, "at": 0}, 0]]},
     "a whole and a broken message": {"messages": [["ack", {"shard": 0, "sequence": 1}, 0], ["ack", {}, 0]]},
 }
 
@@ -89,7 +89,7 @@ def test_a_bundle_of_what_is_no_message_is_refused_as_a_whole(name):
 
 def test_tensors_that_no_message_has_are_refused():
     (letter,) = letters_of([Ack(0, 1), Ack(0, 2)])
-    with pytest.raises(ProtocolError, match="1 tensors, of which its messages have 0"):
+    with pytest.raises(ProtocolError, match="1 tensors, of which its messages use 0"):
         travelled(RpcMessage(letter.kind, letter.fields, (torch.zeros(1),)))
 
 

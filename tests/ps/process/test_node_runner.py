@@ -96,7 +96,7 @@ def test_two_workers_cannot_have_one_name_and_the_first_goes_on(threads):
     servers = threads(job())
     with servers.join("worker-0") as session:
         session.init("weight", torch.zeros(3), HALF)
-        with pytest.raises(LaunchError, match="worker-0 belongs to the job already"):
+        with pytest.raises(LaunchError, match="worker-0 already belongs to the job"):
             servers.join("worker-0")
         assert session.push("weight", torch.ones(3)).wait().versions == (1,)
 
@@ -112,7 +112,7 @@ def test_a_worker_with_another_job_is_told(threads, tmp_path):
     write_job_file(servers.contact, tmp_path / "job.json")
     assert read_job_file(tmp_path / "job.json") == servers.contact
     other = type(servers.contact)(job(num_servers=2), servers.contact.coordinator)
-    with pytest.raises(LaunchError, match="has another job than this coordinator"):
+    with pytest.raises(LaunchError, match="has another job configuration than this coordinator"):
         join(other, "worker-0", servers.key, timeout_s=10.0)
 
 
@@ -203,7 +203,7 @@ def test_a_job_without_a_whole_cut_cannot_be_gone_on_from(threads, tmp_path):
     servers = threads(job(num_servers=2), tmp_path)
     servers.join("worker-0").close()
     servers.close()
-    with pytest.raises(CheckpointError, match="there is no whole cut in"):
+    with pytest.raises(CheckpointError, match="there is no complete snapshot in"):
         resume(tmp_path, job(num_servers=2))
 
 

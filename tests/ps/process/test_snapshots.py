@@ -129,5 +129,5 @@ def test_a_server_that_died_before_its_shard_was_saved_goes_on_from_the_log_befo
 
 def test_a_log_without_the_shard_that_it_goes_on_from_is_no_log(tmp_path):
     log_path(tmp_path, "shard-0", (0, 1)).write_bytes(encode_record(members(2)))
-    with pytest.raises(CheckpointError, match=r"goes on after 1 entries, but .* is not the shard that they made"):
+    with pytest.raises(CheckpointError, match=r"continues after 1 entries, but .* is not a snapshot of them"):
         recover_shard(tmp_path, 0)

@@ -417,4 +417,4 @@ def _validate_values(spec: KeySpec, values: Tensor) -> None:
     if values.dtype != DTYPES[spec.dtype]:
         raise invalid_request(f"{values.dtype} pushed to {spec.key}, which is {spec.dtype}")
     if not isfinite(values.sum()) and not bool(values.isfinite().all()):
-        raise invalid_request(f"non-finite values pushed to {spec.key}")
+        raise invalid_request(f"values that are not finite pushed to {spec.key}")
