@@ -35,7 +35,7 @@ def ranks(count, bytes_per_s):
 
 def runs(plan, model=MODEL):
     """The blocks of every chunk."""
-    refined = reduce(lambda spec, strategy: strategy.refine(spec), plan.strategies, model)
+    refined = reduce(lambda spec, strategy: strategy.split_model(spec), plan.strategies, model)
     return [one.chunks(refined).block_ranges for one in plan.strategies if isinstance(one, Pipeline)]
 
 

@@ -90,7 +90,7 @@ def test_what_cannot_be_carried_out_is_listed_with_the_reason():
     ranking = ranked([Plan.parse("tensor(4)"), Plan.parse("data(3)"), Plan.parse("data(4)")], odd)
     assert named([one.plan for one in ranking.predictions]) == ["data(4), 1"]
     assert [one.reason.split(";")[0] for one in ranking.rejected] == [
-        "tensor(4) cannot slice hidden of block0: 6 does not divide by 4",
+        "tensor(4) cannot shard hidden of block0: 6 is not divisible by 4",
         "a batch of 16 samples does not divide into the 3 microbatches of data(3) with num_microbatches=1",
     ]
 

@@ -29,9 +29,9 @@ def place(sum_s, **link):
     return Cluster(DEVICE, Link(0.0, LAYER_BYTES / sum_s if sum_s else float("inf"), **link))
 
 
-def step_s(text, cluster, passes=("overlap",), micros=1, timing=None):
+def step_s(text, cluster, passes=("overlap",), micros=1, profile=None):
     plan = replace(Plan.parse(text, num_microbatches=micros), passes=passes)
-    return predict_plan(plan, MODEL, cluster, batch_size=plan.global_num_microbatches, profile=timing).step_s
+    return predict_plan(plan, MODEL, cluster, batch_size=plan.global_num_microbatches, profile=profile).step_s
 
 
 @pytest.mark.parametrize(("sum_s", "expected"), [(0.5, 12.5), (2.0, 14.0), (3.0, 18.0)])
@@ -68,12 +68,12 @@ def test_what_goes_through_memory_in_common_is_not_summed_early():
 
 
 def test_a_timing_says_when_each_bucket_is_complete():
-    timing = build_profile(
+    profile = build_profile(
         MODEL,
         [layer_profile(1.0, 6.0), layer_profile(1.0, 1.0), layer_profile(1.0, 1.0), layer_profile(1.0, 0.0)],
         samples=1,
     )
-    assert step_s("data(2, bucket=0)", place(2.0), timing=timing) == pytest.approx(4 + 8 + 2)
+    assert step_s("data(2, bucket=0)", place(2.0), profile=profile) == pytest.approx(4 + 8 + 2)
 
 
 def test_a_weight_that_several_pieces_read_is_complete_with_the_first_of_them():

@@ -77,7 +77,7 @@ def test_a_profile_is_ranked_in_every_order_beside_data_and_zero():
     found = rank_graph(read_published("vgg16"), case_cluster(case), 4, 12)
     plans = [str(one.plan) for one in found.ranking.predictions]
     assert {"data(4)", *(f"zero(4, level={level})" for level in (1, 2, 3))} <= set(plans)
-    orders = {one.schedule for plan in found.profiles for one in plan.strategies if isinstance(one, Pipeline)}
+    orders = {one.schedule for plan in found.graphs for one in plan.strategies if isinstance(one, Pipeline)}
     assert orders == set(REPLICABLE_SCHEDULES)
     assert plans[0].startswith("pipeline(2")
     assert "replicas=(3,1)" in plans[0], "as published"
@@ -85,6 +85,6 @@ def test_a_profile_is_ranked_in_every_order_beside_data_and_zero():
 
 def test_its_balance_counts_layers_in_the_order_that_is_returned():
     found = rank_graph(read_published("resnet18"), Cluster(case_cluster(CASES[-6]).device, Link(1e-5, 3e7)), 2, 4)
-    for plan, profile in found.profiles.items():
+    for plan, profile in found.graphs.items():
         for one in plan.strategies:
             assert not isinstance(one, Pipeline) or sum(one.balance) == len(profile.nodes)

@@ -29,7 +29,7 @@ FREE = Cluster(DEVICE, Link(0.0, 1e9))
 def test_layers_stand_behind_what_they_read(profile):
     states = find_cuts(profile)
     row = [layer.name for layer in linearize(states, (states.num_cuts - 1,)).nodes]
-    assert sorted(row) == sorted(layer.name for layer in profile.layers)
+    assert sorted(row) == sorted(layer.name for layer in profile.nodes)
     assert all(row.index(one) < row.index(other) for one, other in profile.edges)
 
 

@@ -50,10 +50,10 @@ levels = st.builds(PartitionLevel, st.integers(1, 4), st.sampled_from([0.5, 1.0,
 
 def every_chain(states, start=0):
     """Yield every row of states from one to the whole, each inside the next."""
-    if start == states.count - 1:
+    if start == states.num_cuts - 1:
         yield [start]
-    for state in range(states.count):
-        if states.inside[start, state]:
+    for state in range(states.num_cuts):
+        if states.is_subset[start, state]:
             yield from ([start, *rest] for rest in every_chain(states, state))
 
 
@@ -141,8 +141,8 @@ def test_vgg_keeps_its_dense_layers_on_one_device(count):
 @given(profile=graphs())
 def test_every_set_that_holds_what_it_reads_is_a_state(profile):
     """The states are the sets closed under reading that hold every layer without work that they can."""
-    names = [layer.name for layer in profile.layers]
-    idle = {layer.name for layer in profile.layers if not layer.seconds and not layer.weight_bytes}
+    names = [layer.name for layer in profile.nodes]
+    idle = {layer.name for layer in profile.nodes if not layer.seconds and not layer.weight_bytes}
     needs = {name: {one for one, other in profile.edges if other == name} for name in names}
     subsets = [set(some) for count in range(len(names) + 1) for some in combinations(names, count)]
     closed = [some for some in subsets if all(needs[name] <= some for name in some)]
@@ -164,12 +164,12 @@ FIGURES = "forward_compute_time=1.0, backward_compute_time=2.0, activation_size=
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("node1 - Linear", "line 1 is no layer: 'node1 - Linear'; it reads 'name -- text --"),
-        (f"node1 -- Linear -- {FIGURES.replace('2.0', '-2.0')}", "line 1, node1: -2.0 is no size and no time"),
+        ("node1 - Linear", "line 1 is not a layer: 'node1 - Linear'; expected 'name -- text --"),
+        (f"node1 -- Linear -- {FIGURES.replace('2.0', '-2.0')}", "line 1, node1: -2.0 is not a size or a time"),
         (f"node1 -- Linear -- {FIGURES.replace('8.0', 'much')}", "line 1, node1: could not convert"),
-        (f"node1 -- Linear -- {FIGURES}\n\tnode1", "line 2 is no edge: 'node1'"),
-        (f"node1 -- Linear -- {FIGURES}\n\tnode1 -- node2", "names 'node2', which no line describes"),
-        (f"node1 -- Linear -- {FIGURES}\nnode1 -- Linear -- {FIGURES}", "line 2 names 'node1' again"),
+        (f"node1 -- Linear -- {FIGURES}\n\tnode1", "line 2 is not an edge: 'node1'"),
+        (f"node1 -- Linear -- {FIGURES}\n\tnode1 -- node2", "names 'node2', which no line defines"),
+        (f"node1 -- Linear -- {FIGURES}\nnode1 -- Linear -- {FIGURES}", "line 2 defines 'node1' again"),
     ],
 )
 def test_what_cannot_be_read_is_named(text, message):
@@ -179,7 +179,7 @@ def test_what_cannot_be_read_is_named(text, message):
 
 
 def test_layers_in_a_circle():
-    """Layers that the layer graph has a cycle cannot be cut."""
+    """A graph with a cycle cannot be cut."""
     row = chain_graph(GraphNode(name, "Layer", 1.0, 1.0, 1.0, 1.0) for name in "ab")
     with pytest.raises(PlanError, match="the layer graph has a cycle"):
         find_cuts(LayerGraph(row.nodes, (*row.edges, ("b", "a"))))

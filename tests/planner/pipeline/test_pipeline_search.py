@@ -41,7 +41,7 @@ def wanted(profile, num_ranks, order="pipedream", num_microbatches=None, cluster
 
 def every_staging(pipeline):
     """All stages of a chain over all ranks."""
-    last = pipeline.cuts.count - 1
+    last = pipeline.cuts.num_cuts - 1
     for count in range(1, min(last, pipeline.num_ranks) + 1):
         inner = combinations(range(1, last), count - 1)
         for cuts, replicas in product(inner, product(range(1, pipeline.num_ranks + 1), repeat=count)):
@@ -61,7 +61,7 @@ def test_neither_is_it_with_a_flush(case):
     straight = query_for(case)
     shared = straight.step_microbatches(released_layout(case, straight.cuts))
     pipeline = replace(
-        straight, order="one_f_one_b", num_microbatches=shared * -(-FLUSHED * straight.num_ranks // shared)
+        straight, schedule="one_f_one_b", num_microbatches=shared * -(-FLUSHED * straight.num_ranks // shared)
     )
     reference = simulate_layout(pipeline, released_layout(case, pipeline.cuts))
     assert find_pipeline(pipeline).step_s <= reference.step_s + 1e-9
