@@ -1,4 +1,4 @@
-"""Handwritten digits on two ranks; the same script under every launcher, and the same losses.
+"""Handwritten digits on two ranks; the same script and the same losses under every launcher.
 
 python examples/digits.py                              # both ranks in this process
 counterpoint run -n 2 examples/digits.py               # one process each
@@ -32,19 +32,19 @@ def build_model() -> nn.Module:
 
 
 def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, cp.MeanMetric]:
-    """Return how many of how many digits were recognised."""
+    """Return the accuracy."""
     return {"accuracy": cp.MeanMetric(float((outputs.argmax(1) == labels).sum()), len(labels))}
 
 
 def main() -> None:
-    """Train, and print what the first rank sees."""
+    """Train and print the results on rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="data(2)")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--print-losses", action="store_true", help="the loss of every step with 9 digits")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # a launcher would do so; with more threads the same sums are added in another order
+    torch.set_num_threads(1)  # as launchers do; with more threads sums are rounded differently
 
     train, held_out = split_digits()
     trainer = cp.Trainer(

@@ -1,4 +1,4 @@
-"""Handwritten digits as Horovod's users train them; only the import is not Horovod's.
+"""Handwritten digits with Horovod's API; only the import differs.
 
 counterpoint run -n 2 examples/horovod_mnist.py
 torchrun --nproc-per-node 2 examples/horovod_mnist.py
@@ -29,7 +29,7 @@ def loader_of(dataset, batch_size: int) -> DataLoader:
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, loader: DataLoader) -> None:
-    """Go through this rank's part once; gradients are those of all ranks."""
+    """Train one epoch on this rank's part; gradients are averaged over all ranks."""
     model.train()
     for images, digits in loader:
         optimizer.zero_grad()
@@ -39,14 +39,14 @@ def train(model: nn.Module, optimizer: optim.Optimizer, loader: DataLoader) -> N
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of held-out digits that the model knows, of all ranks together."""
+    """Return the accuracy on held-out digits, over all ranks."""
     model.eval()
     known = torch.stack([(model(images).argmax(1) == digits).float().mean() for images, digits in loader]).mean()
     return hvd.allreduce(known, name="accuracy").item()
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Train, and return the last accuracy; rank 0 prints each."""
+    """Train and return the final accuracy; rank 0 prints one per epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel in half precision")

@@ -1,4 +1,4 @@
-"""Handwritten digits as users of MXNet's KVStore train them: gradients are pushed, weights are pulled.
+"""Handwritten digits with MXNet's KVStore API: gradients are pushed, weights are pulled.
 
 counterpoint run -n 2 examples/kvstore_digits.py                      # launch.py -n 2 -s 1 python train.py
 counterpoint run -n 2 examples/kvstore_digits.py --kv-store dist_async
@@ -28,7 +28,7 @@ def batches(dataset, batch_size: int, kv):
 
 
 def train(model: nn.Module, kv, images: torch.Tensor, digits: torch.Tensor) -> None:
-    """Take one step: what workers push is added up, so each gives its share of the mean."""
+    """Take one step: pushed gradients are summed, so each worker divides its loss by their number."""
     model.zero_grad()
     share = kv.num_workers if "async" not in kv.type else 1
     (F.cross_entropy(model(images), digits) / share).backward()
@@ -40,14 +40,14 @@ def train(model: nn.Module, kv, images: torch.Tensor, digits: torch.Tensor) -> N
 
 @torch.no_grad()
 def accuracy(model: nn.Module, dataset) -> float:
-    """Return the share of held-out digits that the model knows."""
+    """Return the accuracy on held-out digits."""
     loader = torch.utils.data.DataLoader(dataset, batch_size=64)
     known = sum(int((model(images).argmax(1) == digits).sum()) for images, digits in loader)
     return known / len(dataset)
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Train, and return the accuracy; rank 0 prints it."""
+    """Train and return the accuracy; rank 0 prints it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kv-store", default="dist_sync")
     parser.add_argument("--epochs", type=int, default=3)

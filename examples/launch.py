@@ -1,4 +1,4 @@
-"""Ranks from a function, as in a notebook: no command, no environment, results come back as values.
+"""Ranks from a function, as in a notebook: without a command or environment variables; results are return values.
 
 The function stands at the top of a file, because the other processes import it. In a notebook, write the file with
 ``%%writefile`` and import it.
@@ -26,7 +26,7 @@ def train(strategy: str, num_steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Start two ranks, and print what both of them saw."""
+    """Start two ranks and print the losses of both."""
     losses = cp.launch(train, ranks=2, args=["zero1", 8])
     for rank, seen in enumerate(losses):
         print(f"rank {rank}: {' '.join(f'{loss:.4f}' for loss in seen)}")

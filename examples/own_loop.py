@@ -1,4 +1,4 @@
-"""A training loop of your own: counterpoint takes the global batch through the plan, you keep all the rest.
+"""A custom training loop: counterpoint runs the plan on the global batch, everything else is yours.
 
 python examples/own_loop.py "zero3(2)"
 """
@@ -14,7 +14,7 @@ import counterpoint as cp
 
 
 def main(strategy: str = "pipeline(2)", num_steps: int = 50) -> list[float]:
-    """Fit a sine, and return the loss of every step."""
+    """Fit a sine and return the loss of every step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     losses = []

@@ -1,4 +1,4 @@
-"""Many ways to spread one model, one result: each strategy is compared with training on one rank.
+"""Many parallel strategies, one result: each is compared with training on one rank.
 
 All ranks run in this process, so that eight of them fit on a laptop.
 """
@@ -40,7 +40,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def main() -> dict[str, float]:
-    """Print and return how far each strategy is from one rank."""
+    """Print and return the difference of each strategy from one rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8)).double()
     alone = train(copy.deepcopy(model), "solo")
