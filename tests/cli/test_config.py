@@ -71,9 +71,9 @@ def test_the_schema_refuses_what_the_command_refuses():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("training:\n  batchsize: 3\n", "run.yaml:2: training.batchsize is no key of a run; did you mean"),
-        ("batch_size: 3\n", "run.yaml:1: batch_size is no key of a run; did you mean training.batch_size?"),
-        ("job: text\njob: digits\n", "run.yaml:2: job stands there twice; give it once"),
+        ("training:\n  batchsize: 3\n", "run.yaml:2: training.batchsize is not a key of a run; did you mean"),
+        ("batch_size: 3\n", "run.yaml:1: batch_size is not a key of a run; did you mean training.batch_size?"),
+        ("job: text\njob: digits\n", "run.yaml:2: job is given twice; give it once"),
         ("training: 3\n", "run.yaml:1: training must be keys with values below it"),
         ("a: [1\n", "run.yaml is not YAML"),
     ],
@@ -107,9 +107,9 @@ def test_a_word_that_is_not_allowed_is_told_with_the_nearest():
 @pytest.mark.parametrize(
     ("assignment", "told"),
     [
-        ("training.epochs", "is no assignment; write --set KEY=VALUE"),
+        ("training.epochs", "is not an assignment; write --set KEY=VALUE"),
         ("training.epoch=3", "did you mean training.epochs?"),
-        ("training=3", "training is no key of a run"),
+        ("training=3", "training is not a key of a run"),
     ],
 )
 def test_an_assignment_that_means_nothing_is_refused(assignment, told):

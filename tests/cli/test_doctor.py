@@ -52,7 +52,7 @@ def test_what_training_changes_in_the_allocator_is_said_and_how_to_leave_it(monk
     assert "retain_freed_memory=False" in finding.fix
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
     (finding,) = doctor.check_allocator(1)
-    assert finding.fact == "set up by MALLOC_MMAP_MAX_: training leaves it as it is"
+    assert finding.fact == "set up by MALLOC_MMAP_MAX_: training leaves it unchanged"
 
 
 def test_tunables_count_as_an_allocator_that_is_set_up_only_if_they_are_about_it():

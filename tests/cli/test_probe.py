@@ -47,4 +47,4 @@ def test_under_a_launcher_its_ranks_are_measured_and_no_others(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     result = run("probe", "-n", "3")
-    assert result.output.startswith("LaunchError: a launcher has started 2 ranks with threads of their own")
+    assert result.output.startswith("LaunchError: a launcher has started 2 ranks with their own number of threads")

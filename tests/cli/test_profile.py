@@ -14,18 +14,18 @@ def profile(tmp_path, monkeypatch):
     return lambda *words: CliRunner().invoke(build_app(["profile"]), ["profile", "digits", *words])
 
 
-def test_the_table_has_a_row_for_every_piece(profile):
+def test_the_table_has_a_row_for_every_layer(profile):
     lines = profile("--samples", "2", "--roofline").output.splitlines()
     assert lines[0] == "SmallCNN on counted, not run; microbatches of 2"
-    assert lines[2].split() == ["piece", "forward", "ms", "backward", "ms", "output", "kept", "parameters"]
+    assert lines[2].split() == ["layer", "forward", "ms", "backward", "ms", "output", "saved", "parameters"]
     assert [line.split()[0] for line in lines[3:9]] == ["0", "1", "3", "4", "8", "10"]
 
 
-def test_measured_times_are_kept_and_written_for_others(profile, tmp_path):
-    first = profile("--samples", "4", "--out", str(tmp_path / "timing.json"))
+def test_profiles_are_cached_and_written_to_files(profile, tmp_path):
+    first = profile("--samples", "4", "--out", str(tmp_path / "profile.json"))
     again = profile("--samples", "4", "--json")
     assert first.output.splitlines()[0].endswith("measured with 1 thread; microbatches of 4")
-    assert parse_profile(again.output) == parse_profile((tmp_path / "timing.json").read_text())
+    assert parse_profile(again.output) == parse_profile((tmp_path / "profile.json").read_text())
 
 
 def test_a_profile_is_written_as_pipedream_reads_it(profile, tmp_path):
@@ -36,7 +36,7 @@ def test_a_profile_is_written_as_pipedream_reads_it(profile, tmp_path):
     assert found.nodes[0].activation_bytes == 4 * 4 * 16 * 64
 
 
-def test_one_file_holds_one_timing(profile, tmp_path):
-    done = profile("--threads", "1", "--threads", "2", "--out", str(tmp_path / "timing.json"))
+def test_a_file_holds_one_profile(profile, tmp_path):
+    done = profile("--threads", "1", "--threads", "2", "--out", str(tmp_path / "profile.json"))
     assert done.exit_code == 1
-    assert "--threads was given 2 times, but one file holds one timing" in done.output
+    assert "--threads was given 2 times, but a file holds one profile" in done.output

@@ -16,7 +16,7 @@ def test_a_pipeline_of_four_stages_and_eight_microbatches_has_the_published_bubb
     assert shown.exit_code == 0
     assert "bubble 0.2727" in shown.output
     assert "rank 3 .  .  .  F0 F1" in shown.output
-    assert "laws 1 to 8 hold" in shown.output
+    assert "rules 1 to 8 hold" in shown.output
 
 
 def test_more_ranks_than_can_be_shown_are_refused_at_once():
@@ -25,7 +25,7 @@ def test_more_ranks_than_can_be_shown_are_refused_at_once():
     assert shown.output.startswith("PlanError: data(100000) has 100000 ranks, and show draws up to 2048: ")
 
 
-def test_rows_are_shown_as_the_program_writes_them():
+def test_the_instructions_of_each_rank_are_shown():
     shown = run("show", "data(2)", "--blocks", "1")
     assert "rank 0 F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0\n" in shown.output
     assert "rank 1 F0.1 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0\n" in shown.output
@@ -34,15 +34,15 @@ def test_rows_are_shown_as_the_program_writes_them():
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ("data(4, compress=topk:0.01)", "code topk:0.01: the largest 1% of each parameter, with their places; 50 times "
-         "smaller, gathered by all; what is not sent is kept for the next step"),
-        ("data(2, compress=powersgd:2)", "code powersgd:2: two thin factors of rank 2 for each matrix, all else as it "
-         "is; 64 times smaller, added up on the way; what is not sent is kept for the next step"),
-        ("data(2, reduce=adasum)", "code adasum: every number as it is; what is parallel is averaged, what is "
-         "orthogonal is added; 1 times smaller, gathered by all"),
+        ("data(4, compress=topk:0.01)", "codec topk:0.01: the largest 1% of each parameter's elements, with their indices; "
+         "50 times smaller, all-gathered, with error feedback"),
+        ("data(2, compress=powersgd:2)", "codec powersgd:2: two factors of rank 2 for each matrix, all else uncompressed; "
+         "64 times smaller, all-reduced, with error feedback"),
+        ("data(2, reduce=adasum)", "codec adasum: every element uncompressed; parallel gradients are averaged, orthogonal "
+         "ones added; 1 times smaller, all-gathered"),
     ],
 )  # fmt: skip
-def test_a_code_is_explained(plan, said):
+def test_a_codec_is_described(plan, said):
     assert said in " ".join(run("show", plan, "--blocks", "1").output.split())
 
 

@@ -29,9 +29,9 @@ def losses(folder):
 def test_a_run_ends_with_its_figure_beside_the_bar_and_names_its_report(tmp_path):
     result = train("digits", "--steps", 3, "--folder", "run", *SHORT)
     assert result.exit_code == 0
-    *_, verdict, report = result.output.splitlines()
-    assert verdict.startswith("held-out accuracy 0.")
-    assert verdict.endswith(", target at least 0.95: not reached")
+    *_, final_metric, report = result.output.splitlines()
+    assert final_metric.startswith("held-out accuracy 0.")
+    assert final_metric.endswith(", target at least 0.95: not reached")
     assert report == "report: run/report.html"
     assert (tmp_path / report.removeprefix("report: ")).is_file()
 

@@ -37,7 +37,7 @@ def test_the_run_can_be_repeated_without_the_plan_file(tmp_path):
     train("zero(2, level=2)", 2)
     (tmp_path / "plan.yaml").unlink()
     kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["plan"]
-    assert kept == {"strategy": "zero(2, level=2)", "num_microbatches": 2, "passes": [], "measure": None}
+    assert kept == {"strategy": "zero(2, level=2)", "num_microbatches": 2, "passes": [], "num_measured_plans": None}
 
 
 def test_values_of_a_plan_file_are_shown_with_their_lines():
@@ -78,4 +78,4 @@ def test_a_plan_that_came_with_the_timing_of_another_model_is_refused_before_it_
     Path("plan.yaml").write_text(Plan.parse("data(2)").to_yaml("plan.profile.json"), encoding="utf-8")
     short = ("--plan", "plan.yaml", "--steps", "1", "--batch-size", "16", "--progress", "plain", "--folder", "run")
     result = CliRunner().invoke(build_app(["train"]), ["train", "digits", "--local", *short])
-    assert "plan.yaml:6: the timing is of Chain, and this is another model" in result.output
+    assert "plan.yaml:6: the profile is of Chain, but this is another model" in result.output

@@ -36,7 +36,7 @@ class Forgetful(Data):
 
     def lower(self, program, model):
         whole = super().lower(program, model)
-        rows = [replace(row, body=tuple(w for w in row.body if not hasattr(w, "verb"))) for row in whole.rank_programs]
+        rows = [replace(row, body=tuple(w for w in row.body if not hasattr(w, "op"))) for row in whole.rank_programs]
         return replace(whole, rank_programs=tuple(rows))
 
 
@@ -77,4 +77,4 @@ def test_a_whole_block_has_no_partial_values(name):
 @given(legal_cases())
 def test_a_plan_knows_how_many_microbatches_its_program_has(case):
     model, plan, _ = case
-    assert len(compile_plan(plan, model).program.micros) == plan.num_micros
+    assert len(compile_plan(plan, model).program.micros) == plan.global_num_microbatches

@@ -106,13 +106,13 @@ def test_recomputing_needs_a_model_in_blocks():
 
 
 DAMAGE = [
-    ("behind its backward", 4, "R0.0 g0.0<1 B0.0", "g0.0<1 B0.0 R0.0", "for a backward that is still to come"),
-    ("before its forward", 4, "F0.0", "R0.0 F0.0", "on the rank that ran it forward"),
-    ("twice", 4, "R0.0", "R0.0 R0.0", "has been recomputed in this block already"),
-    ("by another rank", 4, "R0.0", "R1.0", "on the rank that ran it forward"),
-    ("with other weights", 5, "R0.0", "R0.0:-1", "no version -1 of weight0 was kept"),
-    ("not at all", 7, "R0.0", "", "keeps what 2 backwards of blocks need at once"),
-    ("not at all, in time", 7, "R0.1", "", "keeps all that the backward of block 0 on microbatch 1 needs"),
+    ("behind its backward", 4, "R0.0 g0.0<1 B0.0", "g0.0<1 B0.0 R0.0", "before its backward"),
+    ("before its forward", 4, "F0.0", "R0.0 F0.0", "on the rank that ran its forward"),
+    ("twice", 4, "R0.0", "R0.0 R0.0", "has been recomputed already"),
+    ("by another rank", 4, "R0.0", "R1.0", "on the rank that ran its forward"),
+    ("with other weights", 5, "R0.0", "R0.0:-1", "no version -1 of weight0 is held"),
+    ("not at all", 7, "R0.0", "", "holds saved activations for 2 backwards at once"),
+    ("not at all, in time", 7, "R0.1", "", "saves activations for the backward of block 0 on microbatch 1"),
     ("too early", 7, "x1.1>1 R0.1 g0.1<1 B0.1 R0.0", "x1.1>1 R0.1 R0.0 g0.1<1 B0.1", "it is at most 1"),
 ]
 
@@ -138,10 +138,10 @@ def test_a_stream_that_recomputes_with_newer_weights_is_found():
 
 @pytest.mark.parametrize("order", ["gpipe", "one_f_one_b"])
 def test_the_activations_of_one_microbatch_are_there_at_once(order):
-    for recompute, tapes in [("never", [6, 3]), ("except_last", [3, 3]), ("always", [3, 3])]:
+    for recompute, saved in [("never", [6, 3]), ("except_last", [3, 3]), ("always", [3, 3])]:
         made = compile_text(f"pipeline(2, schedule={order}, recompute={recompute})", m=2, blocks=6)
         first = peak_saved_activations(made.program.rank_programs[0].body)
-        assert first == tapes[0]
+        assert first == saved[0]
     assert (
         peak_saved_activations(compile_text("solo", blocks=6, passes=("recompute",)).program.rank_programs[0].body) == 1
     )

@@ -79,7 +79,7 @@ def test_another_cut_of_the_model_gets_the_times_of_its_part_of_the_work():
     ],
 )
 def test_a_timing_of_another_model_is_refused_by_name(model, words):
-    with pytest.raises(PlanError, match=f"the timing is of Chain, and this is another model.*{words}.*profile JOB"):
+    with pytest.raises(PlanError, match=f"the profile is of Chain, but this is another model.*{words}.*profile JOB"):
         TIMING.match_to(model)
 
 
@@ -95,18 +95,18 @@ def test_a_timing_reads_back_as_it_was_written():
 
 
 def test_a_text_that_is_no_timing_is_refused():
-    assert refused("{").startswith("this is no timing: Expecting property name")
-    assert refused("[]").startswith("this is no timing: it has no 'counterpoint profile'")
-    assert refused('{"counterpoint profile": 7}').startswith("the timing is of version 7, but only version 3 can be")
+    assert refused("{").startswith("this is not a profile: Expecting property name")
+    assert refused("[]").startswith("this is not a profile: it has no 'counterpoint profile'")
+    assert refused('{"counterpoint profile": 7}').startswith("the profile has version 7, but only version 3 can be")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text.pop("points"), "no 'points'"),
-        (lambda text: text["points"].clear(), "its sizes of microbatches are \\[\\]"),
-        (lambda text: text["fixed"].update(step_s=-1.0), "-1.0 is no time and no size"),
-        (lambda text: text["points"][0]["pieces"].pop(), "it has 3 pieces, but for 4 samples 2 times"),
+        (lambda text: text.pop("batch_sizes"), "no 'batch_sizes'"),
+        (lambda text: text["batch_sizes"].clear(), "its microbatch sizes are \\[\\]"),
+        (lambda text: text["overheads"].update(step_s=-1.0), "-1.0 is not a time or a size"),
+        (lambda text: text["batch_sizes"][0]["layers"].pop(), "it has 3 layers, but for 4 samples 2 times"),
     ],
 )
 def test_a_timing_with_figures_that_cannot_be_is_refused(change, words):

@@ -60,13 +60,13 @@ def test_words_send_encoded_bytes():
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("int9", "there is no code 'int9'; the codes are fp16, bf16, int8,"),
-        ("int8:3", "the code int8 takes no number, so 'int8:3' is none; write int8"),
-        ("topk:1.5", "the part of 'topk:1.5' is 1.5, but must be between 0 and 1"),
-        ("topk:0", "the part of 'topk:0' is 0, but must be between 0 and 1"),
+        ("int9", "there is no codec 'int9'; the codecs are fp16, bf16, int8,"),
+        ("int8:3", "the codec int8 takes no number, but 'int8:3' has one; write int8"),
+        ("topk:1.5", "the fraction of 'topk:1.5' is 1.5, but must be between 0 and 1"),
+        ("topk:0", "the fraction of 'topk:0' is 0, but must be between 0 and 1"),
         ("powersgd:1.5", "the rank of 'powersgd:1.5' is 1.5, but must be a whole number from 1"),
         ("twobit:0.0", "the threshold of 'twobit:0.0' is 0.0, but must be above 0"),
-        ("topk:-1", "the part of 'topk:-1' is no positive number in digits; write topk:0.01"),
+        ("topk:-1", "the fraction of 'topk:-1' must be a positive number in digits; write topk:0.01"),
     ],
 )
 def test_what_is_no_code_is_refused_in_a_plan_as_in_a_program(code, why):
@@ -81,10 +81,10 @@ def test_what_is_no_code_is_refused_in_a_plan_as_in_a_program(code, why):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("compress=int8, update=sharded", r"update=sharded with the code int8, but a code is about whole gradients"),
-        ("reduce=adasum, update=sharded", r"update=sharded with the code adasum"),
-        ("compress=int8, reduce=adasum", r"compress=int8 and reduce=adasum, but adasum needs whole gradients"),
-        ("compress=adasum", r"compress=adasum and reduce=sum, but adasum needs whole gradients; give reduce=adasum"),
+        ("compress=int8, update=sharded", r"update=sharded with int8, but a codec needs whole gradients"),
+        ("reduce=adasum, update=sharded", r"update=sharded with adasum"),
+        ("compress=int8, reduce=adasum", r"compress=int8 and reduce=adasum, but adasum needs uncompressed gradients"),
+        ("compress=adasum", r"compress=adasum and reduce=sum, but adasum needs uncompressed gradients; give reduce=adasum"),
         ("reduce=mean", r"data has no reduce='mean'; give reduce=sum or reduce=adasum"),
     ],
 )
@@ -97,7 +97,7 @@ def test_options_that_contradict_each_other_are_refused(options, why):
     "word", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
 )
 def test_only_sums_of_gradients_have_a_code(word):
-    with pytest.raises(ProgramError, match=r"only sums of gradients have a code, but .* is none; leave out :int8"):
+    with pytest.raises(ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; leave out :int8"):
         parse_instruction(word)
 
 
@@ -107,9 +107,9 @@ def test_only_sums_of_gradients_have_a_code(word):
         (("F0.0 B0.0 all_reduce:int8(grad0)@0,1 commit@0,1 U0", "F0.1 B0.1 all_reduce:sign(grad0)@0,1 commit@0,1 U0"), 3,
          r"rank 1 calls all_reduce:sign\(grad0\)@0,1 where rank 0 of the same group called all_reduce:int8\(grad0\)"),
         (("F0.0 B0.0 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0",
-          "F0.1 B0.1 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0"), 6, r"different parts of this gradient"),
+          "F0.1 B0.1 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0"), 6, r"different shards of this gradient"),
         (("F0.0 B0.0 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0",
-          "F0.1 B0.1 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"), 3, r"for what it never started"),
+          "F0.1 B0.1 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"), 3, r"for a collective that it has not started"),
     ],
 )  # fmt: skip
 def test_programs_that_code_what_cannot_be_are_refused(rows, law, why):
@@ -122,7 +122,7 @@ def test_a_gradient_that_was_shared_out_has_no_code():
     """The parts of two pairs are summed over the pairs, as ZeRO's are over replicas."""
     text = "F0.{0} B0.{0} reduce_scatter(grad0)@{1} all_reduce:int8(grad0)@{2} commit@0-3 U0 all_gather(weight0)@{1}"
     rows = [text.format(rank, "0,1" if rank < 2 else "2,3", "0,2" if rank % 2 == 0 else "1,3") for rank in range(4)]
-    with pytest.raises(ProgramError, match="this gradient was shared out; only whole ones have a code") as caught:
+    with pytest.raises(ProgramError, match="this gradient was reduce-scattered; only whole gradients can be compressed") as caught:
         verify(parse_program("\n".join(rows)), Bounds(), [(0,)])
     assert caught.value.rule == 6
 

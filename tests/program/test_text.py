@@ -38,13 +38,13 @@ units = st.sets(st.integers(0, 30), min_size=1, max_size=4).map(lambda found: tu
 numbers = st.integers(0, 99)
 parameters = st.builds(TensorRef, st.sampled_from(["grad", "weight"]), units)
 activations = st.builds(TensorRef, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
-strands = st.builds(
+edges = st.builds(
     TensorRef,
     st.sampled_from(["s", "ds"]),
     units.filter(lambda blocks: blocks[1:] not in {(), (blocks[0] + 1,)}),
     numbers,
 )
-values = parameters | activations | strands
+values = parameters | activations | edges
 phases = st.sampled_from(["", "start", "wait"])
 codes = st.sampled_from(
     ["fp16", "int8", "sign", "twobit", "twobit:0.5", "topk:0.01", "topk:1", "powersgd:12", "adasum"]
@@ -69,8 +69,8 @@ instructions = st.one_of(
     st.builds(Recv, gradients, ranks, alone),
     st.builds(Pull, parameters, ranks),
     st.builds(ApplyPushes, served, groups, st.none() | st.integers(0, 9)),
-    st.builds(ApplyPushes, served, groups, verb=st.just("apply")),
-    st.builds(ApplyPushes, served, groups, verb=st.just("elastic_average"), part=st.sampled_from(["0.5", "0.0225"])),
+    st.builds(ApplyPushes, served, groups, op=st.just("apply")),
+    st.builds(ApplyPushes, served, groups, op=st.just("elastic_average"), alpha=st.sampled_from(["0.5", "0.0225"])),
     st.builds(Free, values),
 )
 words = st.lists(instructions, max_size=5).map(tuple)
@@ -123,13 +123,13 @@ def test_a_group_may_be_written_out_or_mixed():
 
 @pytest.mark.parametrize("text", ["1,0", "0,0", "5-2", "0-7/0", "0-5/2", "0-3,2", "4,0-3"])
 def test_a_group_whose_ranks_do_not_go_upwards_is_refused(text):
-    with pytest.raises(ProgramError, match="is not a group; write its ranks upwards, as 0,1 or 0-7 or 0-12/4"):
+    with pytest.raises(ProgramError, match="is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4"):
         parse_group(text)
 
 
 @pytest.mark.parametrize("text", ["w3", "grad", "grad0.1", "x1", "x1+2.0", "weight0+", "gradient3", ""])
 def test_what_is_no_value_is_refused(text):
-    with pytest.raises(ProgramError, match=r"is not a value; expected one such as x1\.2"):
+    with pytest.raises(ProgramError, match=r"is not a tensor reference; expected one such as x1\.2"):
         parse_tensor_ref(text)
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_value_is_refused(text):
     ],
 )
 def test_what_is_no_word_is_refused_with_examples(word):
-    with pytest.raises(ProgramError, match="is not an instruction; expected a word such") as caught:
+    with pytest.raises(ProgramError, match="is not an instruction; expected one such") as caught:
         parse_instruction(word)
     assert caught.value.rule == 0
 
@@ -188,7 +188,7 @@ def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_wor
 
 
 def test_a_row_has_one_part_or_three():
-    with pytest.raises(ProgramError, match=r"line 1 has 2 parts; a row is a body, or prologue \| body \| epilogue"):
+    with pytest.raises(ProgramError, match=r"line 1 has 2 parts; a rank program is a body, or prologue \| body \| epilogue"):
         parse_program("F0.0 | B0.0")
 
 
@@ -201,3 +201,32 @@ def test_only_the_body_and_the_epilogue_of_a_stream_count_from_the_repetition():
         (Forward(0, 1),), (Forward(0, 0), Send(TensorRef("x", (1,), 0), 1)), (Free(TensorRef("x", (1,), 1)),)
     )
     assert format_program(Program((row,))) == "F0.0 x1.0>1 | F0.+1 | free(x1.+1)"
+
+
+@pytest.mark.parametrize(
+    ("former", "current"),
+    [
+        ("sum(grad0)@0,1", "all_reduce(grad0)@0,1"),
+        ("sum:int8(grad0)@0,1+", "all_reduce_start:int8(grad0)@0,1"),
+        ("sum(grad0)@0,1-", "all_reduce_wait(grad0)@0,1"),
+        ("all_reduce(grad0)@0,1+", "all_reduce_start(grad0)@0,1"),
+        ("sum(late0)@0,1", "all_reduce(delayed_grad0)@0,1"),
+        ("share(grad0)@0,1", "reduce_scatter(grad0)@0,1"),
+        ("join(weight0)@0,1", "all_gather(weight0)@0,1"),
+        ("copy(weight0)@0,1", "broadcast(weight0)@0,1"),
+        ("mean(weight0)@0,1", "all_reduce_mean(weight0)@0,1"),
+        ("tell(grad0)>2", "push_no_reply(grad0)>2"),
+        ("serve(0,1)@0,1", "apply_and_reply(0,1)@0,1"),
+        ("serve:2(0)@0,1", "apply_and_reply:2(0)@0,1"),
+        ("take(0)@0,1", "apply(0)@0,1"),
+        ("draw:0.25(0)@0,1", "elastic_average:0.25(0)@0,1"),
+        ("swap(grad0)", "swap_grad_buffers(grad0)"),
+        ("release(late0)", "free(delayed_grad0)"),
+        ("late0>1", "delayed_grad0>1"),
+    ],
+)
+def test_a_former_name_of_an_instruction_is_refused_with_its_current_one(former, current):
+    assert parse_instruction(current)
+    with pytest.raises(ProgramError) as caught:
+        parse_instruction(former)
+    assert str(caught.value) == f"{former!r} is not an instruction; its name has changed: write {current}"

@@ -22,7 +22,7 @@ def test_without_levels_every_pair_has_the_same_link():
     assert (Cluster().host(7), Cluster().num_ranks, HOSTS.num_ranks) == (0, 0, 12)
 
 
-def test_a_crowd_shares_what_as_many_as_are_listed_have():
+def test_more_ranks_than_listed_share_the_total_of_the_last_entry():
     crowded = Cluster(compute_contention=(1.0, 0.9))
     assert [crowded.contended_compute_fraction(count) for count in (1, 2, 3, 4)] == pytest.approx([1.0, 0.9, 0.6, 0.45])
     assert Cluster().contended_compute_fraction(8) == 1.0

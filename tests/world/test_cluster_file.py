@@ -42,10 +42,10 @@ levels = st.lists(
     st.builds(Level, names, st.integers(1, 10**6), links, is_shared=st.booleans()), min_size=1, max_size=3
 )
 devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
-crowds = st.lists(parts).map(tuple)
+fractions = st.lists(parts).map(tuple)
 slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
-turns = st.none() | st.builds(TimeSlicing, st.integers(1, 10**6), crowds, st.floats(min_value=0, max_value=1e6))
-shared = {"compute_contention": crowds, "memory_contention": crowds, "slow_links": slow, "time_slicing": turns}
+turns = st.none() | st.builds(TimeSlicing, st.integers(1, 10**6), fractions, st.floats(min_value=0, max_value=1e6))
+shared = {"compute_contention": fractions, "memory_contention": fractions, "slow_links": slow, "time_slicing": turns}
 flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), **shared)
 nested = st.builds(Cluster, devices, levels=levels.map(tuple), **shared)
 
@@ -106,30 +106,30 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("30 GFLOP/s", "30", "c.yaml:2: device.flops is 30; it has no unit; say what these floating point operations"),
-        ("16 GiB", "16 gb", "c.yaml:3: device.memory is 16 gb; gb is no unit of bytes; did you mean GB"),
-        ("1 Gbit/s", "1 Gb/s", "c.yaml:13: levels[1].bandwidth is 1 Gb/s; Gb/s is no unit of bits or bytes per second"),
+        ("30 GFLOP/s", "30", "c.yaml:2: device.flops is 30; it has no unit; give the unit of floating point operations"),
+        ("16 GiB", "16 gb", "c.yaml:3: device.memory is 16 gb; gb is not a unit of bytes; did you mean GB"),
+        ("1 Gbit/s", "1 Gb/s", "c.yaml:13: levels[1].bandwidth is 1 Gb/s; Gb/s is not a unit of bits or bytes per second"),
         ("1 Gbit/s", "-1 Gbit/s", "c.yaml:13: levels[1].bandwidth is -1 Gbit/s; it must be more than 0"),
         ("1 Gbit/s", "0 Gbit/s", "c.yaml:13: levels[1].bandwidth is 0 Gbit/s; it must be more than 0"),
         ("50 us", "-50 us", "c.yaml:12: levels[1].latency is -50 us; it must be 0 or more"),
-        ("50 us", "50 m", "c.yaml:12: levels[1].latency is 50 m; m is no unit of seconds; did you mean ms"),
-        ("16 GiB", "1e400 GiB", "c.yaml:3: device.memory is 1e400 GiB; that is more than there can be"),
-        ("16 GiB", "[16 GiB]", "c.yaml:3: device.memory is a list; it must be a number of bytes with its unit"),
-        ("count: 4", "count: 0", "c.yaml:11: levels[1].count is 0; it must be a whole number from 1 on"),
-        ("count: 4", "count: 2.5", "c.yaml:11: levels[1].count is 2.5; it must be a whole number"),
-        ("  memory: 16", "  memry: 16", "c.yaml:3: device has a key memry, which there is not; did you mean memory?"),
+        ("50 us", "50 m", "c.yaml:12: levels[1].latency is 50 m; m is not a unit of seconds; did you mean ms"),
+        ("16 GiB", "1e400 GiB", "c.yaml:3: device.memory is 1e400 GiB; it is too large"),
+        ("16 GiB", "[16 GiB]", "c.yaml:3: device.memory is a list; it must be a number with a unit of bytes"),
+        ("count: 4", "count: 0", "c.yaml:11: levels[1].count is 0; it must be an integer of at least 1"),
+        ("count: 4", "count: 2.5", "c.yaml:11: levels[1].count is 2.5; it must be an integer"),
+        ("  memory: 16", "  memry: 16", "c.yaml:3: device has an unknown key memry; did you mean memory?"),
         ("shared: true", "shared: 1", "c.yaml:14: levels[1].shared is 1; it must be true or false"),
-        ("name: network", "name:", "c.yaml:10: levels[1].name is empty; it must be a word, as in name: host"),
+        ("name: network", "name:", "c.yaml:10: levels[1].name is empty; it must be a name, as in name: host"),
         ("[1.0, 0.5]", "[1.0, -1]", "c.yaml:15: speeds[1] is -1; it must be a number above 0"),
-        ("[1.0, 0.5]", str([1.0] * 9), "c.yaml:15: speeds has 9 numbers, and the levels have 8 ranks"),
-        ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: compute_contention has 60; no rank is faster in a crowd than alone"),
-        ("compute_contention:", "memory_contention: [2]\ncrowding:", "c.yaml:16: memory_contention has 2; no rank is faster in"),
+        ("[1.0, 0.5]", str([1.0] * 9), "c.yaml:15: speeds has 9 numbers, but the levels have 8 ranks"),
+        ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: compute_contention has 60; a fraction cannot be more than 1"),
+        ("compute_contention:", "memory_contention: [2]\ncompute_contention:", "c.yaml:16: memory_contention has 2; a fraction cannot"),
         ("speeds:", "time_slicing: {fractions: [1]}\nspeeds:", "c.yaml:15: time_slicing has no cores; give it, as in cores: 2"),
-        ("speeds:", "time_slicing: {cores: 0}\nspeeds:", "c.yaml:15: time_slicing.cores is 0; it must be a whole number from 1 on"),
+        ("speeds:", "time_slicing: {cores: 0}\nspeeds:", "c.yaml:15: time_slicing.cores is 0; it must be an integer of at least 1"),
         ("speeds:", "time_slicing: {cores: 1, message: 5}\nspeeds:", "c.yaml:15: time_slicing.message is 5; it has no unit"),
-        ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: link stands beside levels"),
+        ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: the file has both link and levels"),
         ("speeds:", "compute_contention:", "c.yaml:16: the file has compute_contention twice; give it once"),
-        ("device:", "? [device]\n:", "c.yaml:1: the file has a key a list, which there is not; its keys are device"),
+        ("device:", "? [device]\n:", "c.yaml:1: the file has an unknown key a list; its keys are device"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said):
@@ -139,11 +139,11 @@ def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said)
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("{level: 1, group: 3, fraction: 2}", "slow_links[0].part is 2; it must be more than 0 and at most 1"),
-        ("{level: 2, group: 0, fraction: 0.5}", "slow_links[0] is of level 2, and the outermost one is 1"),
-        ("{level: 1, group: 4, fraction: 0.5}", "slow_links[0] is group 4, and level 1 joins 4, from 0 on"),
-        ("{level: host, group: 4, fraction: 0.5}", "slow_links[0].level is host; it must be a whole number from 0 on"),
-        ("{level: 1, group: 3}", "slow_links[0] has no part; give it, as in part: 0.5"),
+        ("{level: 1, group: 3, fraction: 2}", "slow_links[0].fraction is 2; it must be more than 0 and at most 1"),
+        ("{level: 2, group: 0, fraction: 0.5}", "slow_links[0] is of level 2, but the outermost level is 1"),
+        ("{level: 1, group: 4, fraction: 0.5}", "slow_links[0] is group 4, but level 1 has 4 groups, numbered from 0"),
+        ("{level: host, group: 4, fraction: 0.5}", "slow_links[0].level is host; it must be an integer of at least 0"),
+        ("{level: 1, group: 3}", "slow_links[0] has no fraction; give it, as in fraction: 0.5"),
     ],
 )
 def test_a_slow_link_is_one_that_there_is(entry, said):
@@ -154,7 +154,7 @@ def test_a_slow_link_is_one_that_there_is(entry, said):
 def test_all_mistakes_are_told_at_once_from_the_first_line_on():
     text = changed("30 GFLOP/s", "30").replace("count: 2", "count: 0").replace("speeds", "speed")
     assert [line.split(":")[1] for line in mistakes(text)] == ["2", "7", "15"]
-    assert mistakes(text)[-1] == "c.yaml:15: the file has a key speed, which there is not; did you mean speeds?"
+    assert mistakes(text)[-1] == "c.yaml:15: the file has an unknown key speed; did you mean speeds?"
 
 
 def test_a_missing_key_is_given_by_example():
@@ -174,8 +174,8 @@ def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
         ("words", "c.yaml:1: the file is words; it must have keys with values, device, link, levels, speeds"),
         ("[1, 2]", "c.yaml:1: the file is a list; it must have keys"),
         ("device:\nlink:", "c.yaml:1: device is empty; it must have keys with values, flops, memory, memory_bandwidth"),
-        ("levels: []", "c.yaml:1: levels must be a list with at least one member"),
-        ("device: {}", "c.yaml:1: the file has neither link nor levels; say by what ranks are joined"),
+        ("levels: []", "c.yaml:1: levels must be a list with at least one item"),
+        ("device: {}", "c.yaml:1: the file has neither link nor levels; give one of them"),
         ("levels: [x]", "c.yaml:1: the file has no device; give it, as in device: {flops: 30 GFLOP/s, memory: 16 GiB"),
     ],
 )  # fmt: skip

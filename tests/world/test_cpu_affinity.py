@@ -66,7 +66,7 @@ def test_a_rank_straddles_nodes_only_where_no_node_has_room():
 def test_more_ranks_than_cores_are_told_and_have_one_thread_each():
     found = place_ranks(machine(2), 4, threads=2, bind="core")
     assert found.note == (
-        "4 ranks x 2 threads on 2 cores; setting 1 thread each, and ranks take turns: no more than 2 ranks can compute "
+        "4 ranks x 2 threads on 2 cores; setting 1 thread each, and ranks share cores: at most 2 ranks can compute "
         "here at once"
     )
     assert {(where.threads, where.cpus) for where in found.ranks} == {(1, ())}
@@ -76,7 +76,7 @@ def test_more_threads_than_cores_are_the_users_choice_and_told():
     found = place_ranks(machine(2), 2, threads=2)
     assert [where.threads for where in found.ranks] == [2, 2]
     assert found.note == (
-        "2 ranks x 2 threads on 2 cores: threads take turns, as asked for; leave --threads and OMP_NUM_THREADS away "
+        "2 ranks x 2 threads on 2 cores: threads share cores, as requested; leave out --threads and OMP_NUM_THREADS "
         "for 1 each"
     )
     assert place_ranks(machine(2), 2).note == ""

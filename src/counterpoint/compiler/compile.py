@@ -125,21 +125,21 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     samples = request.samples_per_micro
     refined = reduce(lambda spec, strategy: strategy.split_model(spec), plan.strategies, request.model)
     program = single_device_program(refined, plan.num_microbatches)
-    forecast = single_device_cost(refined, plan.num_microbatches, samples)
+    cost = single_device_cost(refined, plan.num_microbatches, samples)
     for strategy in plan.strategies:
         program = strategy.lower(program, refined)
-        forecast = strategy.estimate_cost(forecast, refined)
+        cost = strategy.estimate_cost(cost, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
     recomputation = plan.recomputation
     if recomputation is not None:
         with plan_error_at(plan.source, "passes"):
             blocks = recomputation.select_blocks(refined)
-        program, forecast = recompute(program, recomputation, blocks), recomputation.estimate_cost(forecast, blocks)
-    ledger = SymbolicResult()
+        program, cost = recompute(program, recomputation, blocks), recomputation.estimate_cost(cost, blocks)
+    symbolic = SymbolicResult()
     if request.verified:
-        ledger = verify(program, bounds_from(forecast), refined.units, count_bytes(program, refined, samples))
-    return CompiledPlan(plan, refined, program, forecast, ledger, ())
+        symbolic = verify(program, bounds_from(cost), refined.units, count_bytes(program, refined, samples))
+    return CompiledPlan(plan, refined, program, cost, symbolic, ())
 
 
 def bounds_from(cost: CostEstimate) -> Bounds:
@@ -174,10 +174,10 @@ def value_bytes(tensor: TensorRef, model: ModelSpec, samples_per_micro: int, cod
         return split.output_bytes * samples_per_micro if split is not None else 0
     if tensor.name == "dx":
         return split.input_bytes * samples_per_micro if split is not None else 0
-    strand = model.find_edge(edge_endpoints(tensor))
-    if strand is None:  # of what only the model's output holds
+    edge = model.find_edge(edge_endpoints(tensor))
+    if edge is None:  # of what only the model's output holds
         return model.outgoing_bytes(block) * samples_per_micro if tensor.name == "g" else 0
-    size = strand.num_bytes if tensor.name in ACTIVATIONS else strand.grad_bytes
+    size = edge.num_bytes if tensor.name in ACTIVATIONS else edge.grad_bytes
     return (size or 0) * samples_per_micro
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from counterpoint.program.instruction import Backward, Collective, Commit, Group, Instruction, Recv, TensorRef
 from counterpoint.program.program import Instructions, Program
-from counterpoint.program.rewrite import map_row
+from counterpoint.program.rewrite import map_parts
 
 
 def overlap(program: Program) -> Program:
@@ -24,7 +24,7 @@ def overlap(program: Program) -> Program:
     """
     return replace(
         program,
-        rank_programs=tuple(map_row(rank_program, _overlap_instructions) for rank_program in program.rank_programs),
+        rank_programs=tuple(map_parts(rank_program, _overlap_instructions) for rank_program in program.rank_programs),
     )
 
 

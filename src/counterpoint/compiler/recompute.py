@@ -19,7 +19,7 @@ from counterpoint.program.instruction import (
     TensorRef,
 )
 from counterpoint.program.program import Instructions, Program
-from counterpoint.program.rewrite import map_row
+from counterpoint.program.rewrite import map_parts
 from counterpoint.strategies.recomputation import Recomputation
 
 _BackwardChain = list[int]
@@ -40,7 +40,7 @@ def recompute(program: Program, policy: Recomputation, blocks: Collection[int]) 
     """
     rewrite = partial(_insert_recomputation, policy=policy, blocks=blocks)
     return replace(
-        program, rank_programs=tuple(map_row(rank_program, rewrite) for rank_program in program.rank_programs)
+        program, rank_programs=tuple(map_parts(rank_program, rewrite) for rank_program in program.rank_programs)
     )
 
 

@@ -78,7 +78,7 @@ def assign_values_to_edges(
     Raises:
         PlanError: no edge of its producer reaches all consumers of a value.
     """
-    indices_of: dict[tuple[int, ...], list[int]] = {strand.endpoints: [] for strand in edges}
+    indices_of: dict[tuple[int, ...], list[int]] = {edge.endpoints: [] for edge in edges}
     for index, value in enumerate(values):
         blocks = block_endpoints(value, block_of)
         if len(blocks) < 2:

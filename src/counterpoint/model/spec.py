@@ -187,13 +187,13 @@ class ModelSpec:
 
     def find_edge(self, endpoints: tuple[int, ...]) -> Edge | None:
         """Return the edge with these endpoints, if there is one."""
-        return next((strand for strand in self.edges if strand.endpoints == endpoints), None)
+        return next((edge for edge in self.edges if edge.endpoints == endpoints), None)
 
     def outgoing_bytes(self, block: int) -> int:
         """Return the bytes per sample that a block produces for others; for the last block, those of the output."""
         if block == self.num_blocks - 1 or not self.values:
             return self.blocks[block].output_bytes
-        return sum(strand.num_bytes for strand in self.edges if strand.producer == block)
+        return sum(edge.num_bytes for edge in self.edges if edge.producer == block)
 
     @property
     def input_blocks(self) -> frozenset[int]:

@@ -58,7 +58,7 @@ def replicate(program: Program, times: int, *, same_samples: bool = False) -> Pr
     stride = 0 if same_samples else len(program.micros)
     return Program(
         tuple(
-            map_row(rank_program, partial(_shift_copy, by=(copy * program.num_ranks, copy * stride), seen={}))
+            map_parts(rank_program, partial(_shift_copy, by=(copy * program.num_ranks, copy * stride), seen={}))
             for copy in range(times)
             for rank_program in program.rank_programs
         )
@@ -101,7 +101,7 @@ def _shift_group(group: Group, ranks: int, seen: dict[int, Group]) -> Group:
     return seen[id(group)]
 
 
-def map_row(rank_program: RankProgram, change: Callable[[Instructions], Iterable[Instruction]]) -> RankProgram:
+def map_parts(rank_program: RankProgram, change: Callable[[Instructions], Iterable[Instruction]]) -> RankProgram:
     """Return the rank program with ``change`` applied to each of its three parts."""
     return replace(
         rank_program,
@@ -118,7 +118,7 @@ def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruc
         return (inserted for old in instructions for inserted in rule(rank, old))
 
     rank_programs = (
-        map_row(rank_program, partial(spread, rank=rank)) for rank, rank_program in enumerate(program.rank_programs)
+        map_parts(rank_program, partial(spread, rank=rank)) for rank, rank_program in enumerate(program.rank_programs)
     )
     return replace(program, rank_programs=tuple(rank_programs))
 
@@ -162,7 +162,7 @@ def widen_commits(program: Program, times: int) -> Program:
 
     return replace(
         program,
-        rank_programs=tuple(map_row(rank_program, partial(map, widened)) for rank_program in program.rank_programs),
+        rank_programs=tuple(map_parts(rank_program, partial(map, widened)) for rank_program in program.rank_programs),
     )
 
 

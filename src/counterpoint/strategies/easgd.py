@@ -22,7 +22,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.program import Instructions, Program, RankProgram
-from counterpoint.program.rewrite import map_row, replicate
+from counterpoint.program.rewrite import map_parts, replicate
 from counterpoint.ps.placement import assign
 from counterpoint.strategies.local_sgd import require_unsharded
 from counterpoint.strategies.replica_groups import updated_units, updating_ranks
@@ -117,7 +117,7 @@ class ElasticAveraging:
             self, program.num_ranks, updating_ranks(program), _assign_servers(model, self.servers)
         )
         workers = [
-            map_row(rank_program, partial(exchange.worker_instructions, rank))
+            map_parts(rank_program, partial(exchange.worker_instructions, rank))
             for rank, rank_program in enumerate(replicate(program, self.degree).rank_programs)
         ]
         servers = [RankProgram(tuple(exchange.server_instructions(index))) for index in range(self.servers)]

@@ -26,7 +26,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.program import Program, RankProgram
-from counterpoint.program.rewrite import map_row, replicate, widen_commits
+from counterpoint.program.rewrite import map_parts, replicate, widen_commits
 from counterpoint.ps.placement import assign
 from counterpoint.strategies.replica_groups import receives_grad, updated_units, updating_ranks
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
@@ -283,7 +283,7 @@ class _ServerRouting:
                 pulls.append(self.pull_instruction(unit))
             if len(group) > 1 and self.plan.replies:
                 pulls.append(Collective("broadcast", weight(unit), group))
-        return map_row(rank_program, lambda body: self.replace_updates(body, pushes, pulls))
+        return map_parts(rank_program, lambda body: self.replace_updates(body, pushes, pulls))
 
     def push_instruction(self, unit: Unit) -> Instruction:
         """Return the instruction with which a worker sends its gradient of a unit."""

@@ -31,7 +31,7 @@ from counterpoint.program.rewrite import (
     backward_runs,
     forward_blocks,
     insert_before_commit,
-    map_row,
+    map_parts,
     order_by_grad_completion,
     replicate,
     widen_commits,
@@ -138,15 +138,15 @@ class Zero:
     def _shard_rank_program(self, rank_program: RankProgram, group: Group, units: tuple[Unit, ...]) -> RankProgram:
         use = _UnitUse.from_rank_program(rank_program, units)
         if self.level == 3:
-            return map_row(
+            return map_parts(
                 rank_program, lambda body: [new for one in body for new in _all_gather_around(one, group, use)]
             )
         if self.level == 2:
-            rank_program = map_row(
+            rank_program = map_parts(
                 rank_program,
                 lambda body: [new for one in body for new in _reduce_scatter_after_backward(one, group, use)],
             )
-        return map_row(rank_program, lambda body: add_after_updates(body, "all_gather", group))
+        return map_parts(rank_program, lambda body: add_after_updates(body, "all_gather", group))
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost with the reduce-scatters and all-gathers of the level."""

@@ -102,7 +102,7 @@ def placements(draw, model, stages):
     heads = [0, *sorted(draw(st.permutations(range(1, model.num_blocks)))[: count - 1])]
     others = draw(st.lists(st.integers(0, stages - 1), min_size=count - stages, max_size=count - stages))
     owners = draw(st.permutations([*range(stages), *others]))
-    names = [model.blocks[head].pieces[0].name for head in heads]
+    names = [model.blocks[head].layers[0].name for head in heads]
     return Pipeline(stages, "gpipe", split_points=tuple(f"{name}:{at}" for name, at in zip(names, owners, strict=True)))
 
 
@@ -186,7 +186,7 @@ def legal_plans(draw, model):
             ranks = strategy.num_ranks(ranks)
 
     kinds = draw(st.sets(st.sampled_from(KINDS)))
-    if "tensor" in kinds and any(piece.split for piece in model.pieces):
+    if "tensor" in kinds and any(layer.tp for layer in model.layers):
         add(Tensor(draw(degrees(4))))
     if "pipeline" in kinds and model.num_blocks > 1:
         add(draw(pipelines(model, num_micros, MOST_RANKS)))
@@ -201,7 +201,7 @@ def legal_plans(draw, model):
         add(draw(servers(4) if "server" in kinds else centers(4)))
     elif "zero" in kinds and not has_tree:
         add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
-    if "more data" in kinds and not any(strategy_kind(strategy) in {"ssp", "asp", "elastic"} for strategy in chosen):
+    if "more data" in kinds and not any(strategy_kind(strategy) in {"ssp", "asp", "elastic averaging"} for strategy in chosen):
         add(draw(outermost_replicas({type(strategy) for strategy in chosen})))
     return Plan(tuple(chosen), num_micros, draw(passes_for(chosen)))
 
@@ -259,6 +259,10 @@ def strategy_kind(strategy):
             return consistency
         case Data(compress=code) if code:
             return "coded data"
+        case TreeReduce():
+            return "tree"
+        case ElasticAveraging():
+            return "elastic averaging"
         case Zero(level=level) if level > 1:
             return "zero that shares gradients"
         case _:
@@ -269,17 +273,17 @@ ZERO_KINDS = {"zero", "zero that shares gradients"}
 ASYNC_SERVERS = {"ssp", "asp"}
 """Servers that do not wait."""
 MAY_NOT_FOLLOW = {
-    "tensor": {"tensor", "elastic", *ASYNC_SERVERS},
-    "pipeline": {"pipeline", "data", "coded data", "tree", "bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "data": {"elastic", *ASYNC_SERVERS},
-    "coded data": {"elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "tree": {"bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "zero": {"tree", "bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "zero that shares gradients": {"tree", "bsp", "elastic", "coded data", *ASYNC_SERVERS, *ZERO_KINDS},
-    "bsp": {"tensor", "tree", "bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "ssp": {"tensor", "tree", "bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "asp": {"tensor", "tree", "bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
-    "elastic": {"tensor", "tree", "bsp", "elastic", *ASYNC_SERVERS, *ZERO_KINDS},
+    "tensor": {"tensor", "elastic averaging", *ASYNC_SERVERS},
+    "pipeline": {"pipeline", "data", "coded data", "tree", "bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "data": {"elastic averaging", *ASYNC_SERVERS},
+    "coded data": {"elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "tree": {"bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "zero": {"tree", "bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "zero that shares gradients": {"tree", "bsp", "elastic averaging", "coded data", *ASYNC_SERVERS, *ZERO_KINDS},
+    "bsp": {"tensor", "tree", "bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "ssp": {"tensor", "tree", "bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "asp": {"tensor", "tree", "bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
+    "elastic averaging": {"tensor", "tree", "bsp", "elastic averaging", *ASYNC_SERVERS, *ZERO_KINDS},
 }
 
 

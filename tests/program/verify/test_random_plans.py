@@ -187,5 +187,5 @@ def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(ca
 
 def test_a_promise_that_says_nothing_is_kept_by_every_program():
     made = compile_text("pipeline(2) * data(2)", m=2)
-    ledger = verify(made.program, Bounds(None), made.model.units)
-    assert len(ledger.updates) == 4
+    symbolic = verify(made.program, Bounds(None), made.model.units)
+    assert len(symbolic.updates) == 4

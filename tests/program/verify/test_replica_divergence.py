@@ -39,9 +39,9 @@ def test_the_kinds_of_steps_of_post_local_sgd_read_as_written():
     assert [turn.frequency for turn in turns.values()] == [0, Fraction(7, 8), Fraction(1, 8)]
 
 
-def test_a_rhythm_says_which_step_is_which():
-    rhythm = SyncSchedule(sync_every=3, sync_first=2)
-    names = [rhythm.kind_at(number, has_delayed_grad=False) for number in range(9)]
+def test_a_sync_schedule_says_which_step_is_which():
+    schedule = SyncSchedule(sync_every=3, sync_first=2)
+    names = [schedule.kind_at(number, has_delayed_grad=False) for number in range(9)]
     assert names == ["all_reduce", "all_reduce", "local", "local", "sync", "local", "local", "sync", "local"]
     assert [SyncSchedule(staleness=1).kind_at(number, has_delayed_grad=number > 0) for number in range(3)] == [
         "fill",
@@ -71,25 +71,25 @@ def test_more_microbatches_add_up_before_the_one_sum_and_send_no_gradient_more(p
 @pytest.mark.parametrize(
     ("old", "new", "fact"),
     [
-        (" all_reduce_mean(weight0)@0-3", "", "that no mean over all of them has made alike"),
+        (" all_reduce_mean(weight0)@0-3", "", "that are not averaged over all of them"),
         (
             "U0 all_reduce_mean(weight0)@0-3",
             "all_reduce_mean(weight0)@0-3 U0",
-            "that no mean over all of them has made alike",
+            "that are not averaged over all of them",
         ),
         (
             "all_reduce_mean(weight0)@0-3",
             "all_reduce_mean(weight0)@0-3 all_reduce_mean(weight0)@0-3",
             "of different replicas, each counted once",
         ),
-        ("commit@0-3:0", "commit@0-3:1", "those whose samples share one mean must all say the same of it"),
+        ("commit@0-3:0", "commit@0-3:1", "all ranks of one loss group must state the same loss group"),
         ("commit@0-3:0", "commit@0-3:0,1", "rank 0 updates unit 0 with gradients counted never B0.1"),
         ("commit@0-3:0", "commit@0-3", "of different replicas, each counted once"),
-        ("all_reduce_mean(weight0)", "all_reduce(weight0)", "weights are gathered, copied or averaged"),
+        ("all_reduce_mean(weight0)", "all_reduce(weight0)", "weights can be gathered, broadcast or averaged"),
         (
             "all_reduce_mean(weight0)",
             "all_reduce_mean(grad0)",
-            "gradients are summed or shared out, never gathered or copied",
+            "gradients can be all-reduced or reduce-scattered, but not gathered or broadcast",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_replicas_that_do_not_end_alike_or_count_apart_break_law_6(old, new, fac
 def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
     made = compile_text(MEETING, blocks=1)
     quiet = next(turn for turn in made.step_variants if turn.name == "local")
-    with pytest.raises(ProgramError, match="no mean over all of them has made alike"):
+    with pytest.raises(ProgramError, match="not averaged over all of them"):
         verify(quiet.program, replace(bounds_from(made.cost), sent_bytes=None), made.model.units)
     verify(quiet.program, replace(bounds_from(made.cost), replicas_may_diverge=True), made.model.units)
 
@@ -113,7 +113,7 @@ def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
         (
             " swap_grad_buffers(grad0) commit@0,1 |",
             " commit@0,1 |",
-            "without a gradient that has come since the update before",
+            "without a new gradient since its previous update",
         ),
         (
             "all_reduce_wait(delayed_grad0)@0,1 swap_grad_buffers(grad0)",
@@ -123,10 +123,10 @@ def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
         (
             "swap_grad_buffers(grad0) commit@0,1 U0",
             "commit@0,1 swap_grad_buffers(grad0) U0",
-            "no commit stands between the gradients",
+            "there is no commit between the gradients",
         ),
         (" | free(delayed_grad0)", " | ", "gradients counted never B0.4"),
-        ("U0 |", "free(delayed_grad0) U0 |", "only the end of a stream drops a gradient that was set aside"),
+        ("U0 |", "free(delayed_grad0) U0 |", "a delayed gradient may only be dropped in the epilogue"),
     ],
 )
 def test_a_gradient_set_aside_is_decided_on_and_applied(old, new, fact):
@@ -141,4 +141,4 @@ def test_gradients_that_nobody_sums_are_missed():
 
 
 def test_late_gradients_break_a_promise_of_fresh_ones():
-    assert "a gradient 1 updates old; the plan promises at most 0" in str(broken(LATE, staleness=0))
+    assert "a gradient 1 updates old; the plan declares at most 0" in str(broken(LATE, staleness=0))

@@ -32,9 +32,9 @@ MESSAGES = [
     DamagedProgram("a receive is dropped", 1, "pipeline(2)", ((1, "x1.0<0", ""),), "is never received"),
     DamagedProgram("a message goes to the wrong peer", 1, "pipeline(3)", ((0, "x1.0>1", "x1.0>2"),), "rank 0 to rank 2",
            (("blocks", 3),)),
-    DamagedProgram("a message goes to a rank that is not there", 1, "solo", ((0, "F1.0", "x1.0>7 F1.0"),)),
+    DamagedProgram("a message goes to a rank that is not live here", 1, "solo", ((0, "F1.0", "x1.0>7 F1.0"),)),
     DamagedProgram("a message goes twice", 4, "pipeline(2)", ((0, "x1.0>1", "x1.0>1 x1.0>1"), (1, "x1.0<0", "x1.0<0 x1.0<0"))),
-    DamagedProgram("a push is not answered", 1, "asp(2)", ((0, "pull(weight1)<2", ""),), "never answered by a pull"),
+    DamagedProgram("a push is not answered", 1, "asp(2)", ((0, "pull(weight1)<2", ""),), "never pulled"),
     DamagedProgram("a pull has no push", 1, "asp(2)", ((0, "push(grad1)>2", ""),), "pulled without a push"),
     DamagedProgram("a worker neither pushes nor pulls", 2, "asp(2)",
            ((0, "push(grad1)>2", ""), (0, "pull(weight1)<2", "")), "[apply_and_reply(0,1)@0,1] <- waits here"),
@@ -60,12 +60,12 @@ TOGETHER = [
     DamagedProgram("a rank calls another verb", 3, "data(2)", ((0, S1, "all_gather(grad1)@0,1"),), "called all_gather(grad1)"),
     DamagedProgram("a rank calls a smaller group", 2, "data(3)", ((0, "all_reduce(grad1)@0-2", "all_reduce(grad1)@0,1"),), "3 of 3 ranks"),
     DamagedProgram("a rank calls a group it is not in", 3, "data(3)", ((0, "all_reduce(grad1)@0-2", "all_reduce(grad1)@1,2"),),
-           "of which it is no member"),
-    DamagedProgram("a group has a rank that is not there", 2, "data(2)", ((ALL_RANKS, S1, "all_reduce(grad1)@0,1,7"),)),
+           "but is not a member of its group"),
+    DamagedProgram("a group has a rank that is not live here", 2, "data(2)", ((ALL_RANKS, S1, "all_reduce(grad1)@0,1,7"),)),
     DamagedProgram("a commit is missing on one member", 2, "data(2)", ((0, "commit@0,1", ""),)),
     DamagedProgram("a wait has no start", 3, "data(2)",
-           ((0, started(S1), ""),), "waits with all_reduce_wait(grad1)@0,1 for what it never", EARLY),
-    DamagedProgram("nobody starts what all wait for", 3, "data(2)", ((ALL_RANKS, started(S1), ""),), "never started", EARLY),
+           ((0, started(S1), ""),), "waits with all_reduce_wait(grad1)@0,1 for a collective", EARLY),
+    DamagedProgram("nobody starts what all wait for", 3, "data(2)", ((ALL_RANKS, started(S1), ""),), "has not started", EARLY),
 ]  # fmt: skip
 
 WORK = [
@@ -77,9 +77,9 @@ WORK = [
            "backward of block 1 on microbatch 0 is done 0 times"),
     DamagedProgram("backward comes before forward", 4, "solo", ((0, "F1.0 B1.0", "B1.0 F1.0"),)),
     DamagedProgram("a microbatch goes backward on another replica", 4, "data(2)", ((0, "B0.0", "B0.1"), (1, "B0.1", "B0.0")),
-           "on this rank", ONE),
+           "this rank has not run the forward", ONE),
     DamagedProgram("a block is left out on one slice", 4, "tensor(2)", ((1, "F1.0", ""), (1, "B1.0", "")),
-           "forward of block 1 on microbatch 0 of slice 1 is done 0 times"),
+           "forward of block 1 on microbatch 0 of shard 1 is done 0 times"),
     DamagedProgram("two replicas do the same microbatch", 4, "data(2)", ((1, "F0.1 B0.1", "F0.0 B0.0"),), "", ONE),
 ]  # fmt: skip
 
@@ -89,7 +89,7 @@ PARTS = [
     DamagedProgram("an input part is missing", 4, "zero_bubble(2)", ((1, "Bi1.0", ""),),
            "input part of the backward of block 1 on microbatch 0 is done 0 times"),
     DamagedProgram("a weight part comes before its input part", 4, "zero_bubble(2)", ((0, "Bi0.0 Bw0.0", "Bw0.0 Bi0.0"),),
-           "the weight part of a backward comes once, behind its input part"),
+           "the weight part of a backward comes once, after its input part"),
     DamagedProgram("a whole backward comes behind an input part", 4, "zero_bubble(2)", ((0, "Bi0.0 Bw0.0", "Bi0.0 B0.0"),),
            "input part of the backward of block 0 on microbatch 0 is done 2 times"),
     DamagedProgram("a weight part comes behind the update", 6, "zero_bubble(2)",
@@ -97,10 +97,10 @@ PARTS = [
     DamagedProgram("a gradient is summed before its weight part", 6, "zero_bubble(2) * data(2)",
            ((ALL_RANKS, "Bw0.0 all_reduce(grad0)@0,2", "all_reduce(grad0)@0,2 Bw0.0"),), "with different gradients", (("m", 1),)),
     DamagedProgram("what an input part would send is sent first", 4, "zero_bubble(2)", ((1, "Bi1.0 g0.0>0", "g0.0>0 Bi1.0"),),
-           "g0.0 is not there"),
+           "g0.0 is not live here"),
     DamagedProgram("two messages are received the wrong way round", 1, "interleaved(2)",
            ((1, "x1.1<0 F1.1 x2.1>0 x3.0<0", "x3.0<0 F1.1 x2.1>0 x1.1<0"),),
-           "rank 1 receives x3.0 where rank 0 has sent x1.1 before", (("m", 2), ("blocks", 4))),
+           "rank 1 receives x3.0 where rank 0 sends x1.1", (("m", 2), ("blocks", 4))),
 ]  # fmt: skip
 
 VERSIONS = [
@@ -122,8 +122,8 @@ GRADIENTS = [
     DamagedProgram("an update comes before the sum", 6, "data(2)", ((ALL_RANKS, f"{S0} commit@0,1 U0", f"U0 {S0} commit@0,1"),),
            "never B0.1", ONE),
     DamagedProgram("an update is missing everywhere", 6, "data(2)",
-           ((ALL_RANKS, "U1", ""),), "unit 1 is updated only in part: nothing"),
-    DamagedProgram("an update is missing on one rank", 6, "data(2)", ((0, "U1", ""),), "that no update has used"),
+           ((ALL_RANKS, "U1", ""),), "unit 1 is updated only partly: nothing"),
+    DamagedProgram("an update is missing on one rank", 6, "data(2)", ((0, "U1", ""),), "that no update has applied"),
     DamagedProgram("an update is done twice on one rank", 6, "data(2)", ((0, "U1", "U1 U1"),), "with different gradients"),
     DamagedProgram("a share is missing", 6, "zero(2)", ((ALL_RANKS, "reduce_scatter(grad1)@0,1", ""),)),
     DamagedProgram("a share is missing where weights are shared", 6, "zero3(2)", ((ALL_RANKS, "reduce_scatter(grad1)@0,1", ""),)),
@@ -135,7 +135,7 @@ GRADIENTS = [
            ((ALL_RANKS, "all_reduce(grad0)@0,1", "reduce_scatter(grad0)@0,1"), (ALL_RANKS, "all_reduce(grad0)@2,3", "reduce_scatter(grad0)@2,3")), "other", ONE),
     DamagedProgram("different parts are summed", 6, "zero(2) * data(2)",
            ((0, "all_reduce(grad0)@0,2", "all_reduce(grad0)@0,1"), (1, "all_reduce(grad0)@1,3", "all_reduce(grad0)@0,1"),
-            (2, "all_reduce(grad0)@0,2", "all_reduce(grad0)@2,3"), (3, "all_reduce(grad0)@1,3", "all_reduce(grad0)@2,3")), "different parts", ONE),
+            (2, "all_reduce(grad0)@0,2", "all_reduce(grad0)@2,3"), (3, "all_reduce(grad0)@1,3", "all_reduce(grad0)@2,3")), "different shards", ONE),
     DamagedProgram("a part of the weights is never updated", 6, "zero3(2)", ((0, "U1", ""),)),
     DamagedProgram("a gradient is released before it is shared", 6, "zero2(2)",
            ((ALL_RANKS, "reduce_scatter(grad0)@0,1 free(grad0)", "free(grad0) reduce_scatter(grad0)@0,1"),), "never B0.0, B0.1"),
@@ -148,16 +148,16 @@ GRADIENTS = [
     DamagedProgram("a sum is started before all of its gradient has come", 6, "tree(2) * data(2)",
            ((0, f"grad0<1 {started(S02)}", f"{started(S02)} grad0<1"), (2, f"grad0<3 {started(S02)}", f"{started(S02)} grad0<3")), "B0.1",
            (*ONE, *EARLY)),
-    DamagedProgram("weights are summed", 6, "data(2)", ((ALL_RANKS, "U1", "U1 all_reduce(weight1)@0,1"),), "never summed"),
+    DamagedProgram("weights are summed", 6, "data(2)", ((ALL_RANKS, "U1", "U1 all_reduce(weight1)@0,1"),), "but not summed"),
     DamagedProgram("tied stages do not sum", 6, "pipeline(2)", ((ALL_RANKS, "all_reduce(grad0+1)@0,1", ""),), "", (("tied", True),)),
 ]  # fmt: skip
 
 MEMORY = [
     DamagedProgram("weights are not gathered after the update", 7, "zero(2)", ((ALL_RANKS, "all_gather(weight1)@0,1", ""),), "rank 0"),
     DamagedProgram("weights are not gathered before forward", 7, "zero3(2)", ((ALL_RANKS, f"F0.0 {R0}", f"{R0} F0.0"),),
-           "weight0 is here only from 0 to 1/2 of it"),
+           "weight0 is available only from 0 to 1/2 of it"),
     DamagedProgram("weights are released twice", 7, "zero3(2)", ((ALL_RANKS, f"F0.0 {R0}", f"F0.0 {R0} {R0}"),),
-           "nothing was gathered that could be released"),
+           "no gathered weight is there to free"),
     DamagedProgram("more microbatches are in flight than promised", 7, "pipeline(2)",
            ((0, "g0.0<1 B0.0 F0.2 x1.2>1", "F0.2 x1.2>1 g0.0<1 B0.0"),), "3 microbatches in flight", (("m", 4),)),
 ]  # fmt: skip
@@ -238,7 +238,7 @@ def test_sends_that_cross_in_one_batch_with_their_receives_are_fine():
 
 
 def without(program, rank, index):
-    rows = list(program.rows)
+    rows = list(program.rank_programs)
     body = rows[rank].body
     rows[rank] = RankProgram(body[:index] + body[index + 1 :], (), (), rows[rank].slice_index, rows[rank].num_slices)
     return Program(tuple(rows))
