@@ -119,7 +119,7 @@ def test_the_same_checkpoint_saved_twice_is_one_checkpoint(tmp_path):
 
 def test_another_checkpoint_of_the_same_step_is_never_overwritten(tmp_path):
     save_step(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="exists and is not what is being saved; a checkpoint is never over"):
+    with pytest.raises(CheckpointError, match="exists and differs from what is being saved; a checkpoint is never"):
         save(tmp_path, 1, {}, {})
     assert holds_exactly(Checkpoint.open(tmp_path), 1)
 
@@ -127,7 +127,7 @@ def test_another_checkpoint_of_the_same_step_is_never_overwritten(tmp_path):
 def test_a_damaged_checkpoint_of_the_same_step_is_moved_aside_not_deleted(tmp_path):
     shard = save_step(tmp_path, 1) / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.warns(RuntimeWarning, match="was damaged .*; it now stands at step-00000001.damaged-"):
+    with pytest.warns(RuntimeWarning, match="was damaged .*; renamed to step-00000001.damaged-"):
         save_step(tmp_path, 1)
     assert holds_exactly(Checkpoint.open(tmp_path), 1)
     assert len(list(tmp_path.glob("step-00000001.damaged-*/shard-00000.safetensors"))) == 1

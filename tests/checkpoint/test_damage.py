@@ -56,7 +56,7 @@ def test_a_flipped_byte_is_named_by_file_tensor_and_both_checksums(tmp_path):
     assert "step-00000001/shard-00000.safetensors is damaged: tensor 'fc.bias'" in message
     assert re.search(r"crc32 expected [0-9a-f]{8}, found [0-9a-f]{8}", message)
     assert "nothing was loaded" in message
-    assert "open the folder above it to fall back" in message
+    assert "open the folder above it for the" in message
 
 
 def test_no_flipped_bit_anywhere_is_ever_loaded(tmp_path):
@@ -92,7 +92,7 @@ def test_swapped_shards_are_recognised_as_swapped(tmp_path):
     (folder / SHARD).rename(folder / "x")
     (folder / "shard-00001.safetensors").rename(folder / SHARD)
     (folder / "x").rename(folder / "shard-00001.safetensors")
-    assert f"{SHARD} holds the bytes of shard-00001.safetensors: the files were swapped" in error_of(folder)
+    assert f"{SHARD} has the bytes of shard-00001.safetensors: the files were swapped" in error_of(folder)
 
 
 def save_through_two_equal_shards(root):
@@ -104,7 +104,7 @@ def save_through_two_equal_shards(root):
 def test_a_shard_of_another_step_is_refused(tmp_path):
     one, two = save_step(tmp_path, 1), save_step(tmp_path, 2)
     (one / SHARD).replace(two / SHARD)
-    assert f"{SHARD} is the shard of step 1, rank 0; that of step 2, rank 0 belongs here" in error_of(two)
+    assert f"{SHARD} is the shard of step 1, rank 0, not that of step 2, rank 0" in error_of(two)
 
 
 def test_a_link_in_place_of_a_file_is_refused(tmp_path):
@@ -117,7 +117,7 @@ def test_a_link_in_place_of_a_file_is_refused(tmp_path):
 def test_a_file_that_does_not_belong_is_named(tmp_path):
     folder = save_step(tmp_path)
     (folder / "extra.bin").write_bytes(b"?")
-    assert "step-00000001/extra.bin does not belong to it" in error_of(folder)
+    assert "step-00000001/extra.bin is not part of it;" in error_of(folder)
 
 
 def test_a_byte_that_changes_after_opening_is_found_on_reading(tmp_path):
@@ -153,26 +153,26 @@ def test_an_empty_root_has_no_latest_but_cannot_be_opened(tmp_path):
     assert latest(tmp_path) is None
     assert latest(tmp_path / "not-there") is None
     assert f"no checkpoint in {tmp_path}: the folder is empty" in error_of(tmp_path)
-    assert "there is nothing at" in error_of(tmp_path / "not-there")
+    assert "does not exist; give a" in error_of(tmp_path / "not-there")
 
 
 def test_a_folder_without_checkpoint_says_what_is_there(tmp_path):
     for name in ("model.pt", "notes.txt"):
         (tmp_path / name).touch()
-    assert "it holds model.pt (a pickle, refused), notes.txt; a checkpoint is a folder step-" in error_of(tmp_path)
+    assert "it has model.pt (a pickle, rejected), notes.txt; give a folder with" in error_of(tmp_path)
 
 
 def test_a_pickle_is_refused_and_says_why(tmp_path):
     for name in ("model.pt", "weights"):
         torch.save({"x": torch.zeros(2)}, tmp_path / name)
         message = error_of(tmp_path / name)
-        assert "is a pickle file; loading one can run any code that is hidden in it, so it is refused" in message
+        assert "is a pickle file, which can run arbitrary code when it is loaded, and" in message
 
 
 def test_a_path_that_is_a_file_is_refused_on_both_ways(tmp_path):
     (tmp_path / "file").write_text("hello")
     assert "is a file, but a checkpoint is a folder" in error_of(tmp_path / "file")
-    assert "is one file of a checkpoint; give the folder it lies in" in error_of(save_step(tmp_path) / SHARD)
+    assert "is one file of a checkpoint; give its folder" in error_of(save_step(tmp_path) / SHARD)
     with pytest.raises(CheckpointError, match="is a file, but checkpoints need a folder"):
         save_step(tmp_path / "file")
 
@@ -186,8 +186,8 @@ def test_a_checkpoint_of_another_model_lists_the_first_differences(tmp_path):
     with pytest.raises(CheckpointError, match="is a checkpoint of another model: 3 differences") as caught:
         load(folder, model=wanted)
     text = str(caught.value)
-    assert "missing: conv3.weight float32[3] (the nearest there is conv2.weight float32[3])" in text
-    assert "changed: conv1.weight is float32[8, 4] there, float32[8, 2] here" in text
+    assert "missing: conv3.weight float32[3] (the nearest is conv2.weight float32[3])" in text
+    assert "changed: conv1.weight is float32[8, 4] in the checkpoint, float32[8, 2] in the model" in text
     assert "unexpected: conv2.weight float32[3]" in text
 
 
@@ -200,14 +200,14 @@ def test_a_model_that_was_not_saved_whole_is_refused(tmp_path):
     ("change", "text"),
     [
         (lambda m: m.update(version=2), "has format version 2, this Counterpoint reads 1"),
-        (lambda m: m.update(format="zip"), "is the manifest of something else"),
+        (lambda m: m.update(format="zip"), "has an unknown format"),
         (lambda m: m.update(surprise=1), "breaks the schema: surprise: unexpected keyword"),
         (lambda m: m["files"][0].update(file="../../etc/passwd"), r"files\[0\]\.file: string should match"),
         (lambda m: m["files"][0]["slices"][0].update(dtype="float31"), "has the unknown dtype 'float31'"),
-        (lambda m: m["files"][0]["slices"][0].update(global_shape=[2**40, 2**40]), "contradicts itself"),
+        (lambda m: m["files"][0]["slices"][0].update(global_shape=[2**40, 2**40]), "is inconsistent"),
         (lambda m: m["files"][0]["slices"][0].update(stop=7), "but is recorded at"),
         (lambda m: m["files"].append(m["files"][0]), "rank 0 gave more than one record"),
-        (lambda m: m.update(step=9), "holds the checkpoint of step 9; was the folder renamed?"),
+        (lambda m: m.update(step=9), "is the checkpoint of step 9; was the folder renamed?"),
     ],
 )
 def test_a_forged_manifest_is_refused(tmp_path, change, text):
@@ -246,8 +246,8 @@ def test_the_state_comes_back_as_it_was(tmp_path_factory, state):
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"rng": (1, 2)}, "state.rng is a tuple, which JSON cannot give back"),
-        ({"loss": [1.0, float("nan")]}, r"state.loss\[1\] is nan, and JSON has no such number"),
+        ({"rng": (1, 2)}, r"state\.rng is a tuple, which JSON cannot represent;"),
+        ({"loss": [1.0, float("nan")]}, r"state\.loss\[1\] is nan, which JSON cannot represent;"),
         ({"groups": {3: "x"}}, "state.groups has the key 3, a int; keys are text"),
         ({"weights": torch.zeros(2)}, "state.weights is a Tensor"),
     ],
@@ -269,7 +269,7 @@ def test_a_rank_without_record_is_noticed(tmp_path):
     with begin(tmp_path, 1) as draft:
         first = write_shard(draft.folder, 0, [whole_tensor("a", torch.zeros(2))])
         write_shard(draft.folder, 1, [whole_tensor("b", torch.zeros(2))])
-        with pytest.raises(CheckpointError, match=r"holds shard-00001\.safetensors, but was given no record of it"):
+        with pytest.raises(CheckpointError, match=r"has shard-00001\.safetensors, but no record of it"):
             commit(draft, [first], state={})
 
 

@@ -159,14 +159,14 @@ def test_a_part_that_was_damaged_is_named_and_no_checkpoint_is_made_of_it(tmp_pa
     with pytest.raises(CheckpointError, match=r"part-00000.json is damaged: "):
         add(tmp_path, 1, 1)
     with pytest.warns(
-        RuntimeWarning, match="step-00000001.tmp-0123abcd is no checkpoint: .*part-00000.json is damaged"
+        RuntimeWarning, match="step-00000001.tmp-0123abcd cannot be committed: .*part-00000.json is damaged"
     ):
         assert recover_drafts(tmp_path) == []
 
 
 def test_a_state_that_is_not_json_is_named_before_anything_is_written(tmp_path):
     draft = join_draft(tmp_path, 1, RUN)
-    with pytest.raises(CheckpointError, match="a checkpoint's state is plain JSON"):
+    with pytest.raises(CheckpointError, match="of a checkpoint is plain JSON:"):
         add_part(draft, (0, 2), [], {"epoch": tensors(1)})
     assert list(draft.folder.iterdir()) == []
     draft.discard()

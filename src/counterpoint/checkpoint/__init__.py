@@ -2,10 +2,17 @@
 
 A save is ``begin`` (one rank), ``write_shard`` (every rank), ``commit`` (one rank); ``save`` does all three
 in one process.
-Where ranks do not wait for each other it is ``join``, ``add_part`` and ``commit_if_complete`` on every rank.
-A load is ``CheckpointRequest.open``; ``latest`` finds the newest intact one.
+If ranks do not wait for each other, it is ``join_draft``, ``add_part`` and ``commit_if_complete`` on every rank.
+A load is ``Checkpoint.open``; ``latest`` finds the newest intact checkpoint.
 
-Names are imported when they are first used: ranks that train need a piece, but not what reads and checks manifests.
+::
+
+    root/step-00000100.tmp-1f3a/   draft: shards are written here, invisible to readers
+         step-00000100/            checkpoint: the draft after one rename
+             manifest.json             written last; has the checksums of all files
+             shard-00000.safetensors   tensor slices of rank 0
+
+Names are imported on first use, because ranks that train do not need the modules that read and verify.
 """
 
 from __future__ import annotations
@@ -66,13 +73,14 @@ _MODULES = {
 __all__ = [
     "Checkpoint",
     "CheckpointDraft",
-    "TensorSlice",
-    "VerificationReport",
     "ShardRecord",
     "SkippedCheckpoint",
     "State",
+    "TensorSlice",
+    "VerificationReport",
     "add_part",
     "begin",
+    "cleanup_drafts",
     "commit",
     "commit_if_complete",
     "fingerprint",
@@ -83,7 +91,6 @@ __all__ = [
     "recover_drafts",
     "save",
     "step_folders",
-    "cleanup_drafts",
     "verify",
     "whole_tensor",
     "write_shard",

@@ -1,4 +1,4 @@
-"""A save: shards into a draft folder, the manifest last, one rename; older checkpoints go only afterwards."""
+"""A save: shards are written to a draft folder, the manifest last; one rename publishes it, then old ones go."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from counterpoint.errors import CheckpointError
 
 
 class CheckpointDraft:
-    """A save in progress: a folder that no reader looks at, locked so that no other run sweeps it away.
+    """A save in progress: a folder that readers ignore, locked so that no other run removes it.
 
-    Used as a context manager; leaving it without a commit removes the folder. It owns the lock,
-    and is therefore no frozen value.
+    As a context manager it removes the folder on exit unless it was committed. It owns the lock, and is therefore
+    mutable.
     """
 
     def __init__(self, folder: Path, step: int, lock: int, files: FileOps) -> None:
@@ -54,31 +54,31 @@ class CheckpointDraft:
         self.discard()
 
     def discard(self) -> None:
-        """The draft's folder is gone, unless it was committed; the lock is released."""
+        """Remove the draft's folder, unless it was committed, and release the lock."""
         if self._lock is None:
             return
         try:
             if self.folder.is_dir():
-                with suppress(OSError):  # an error may be on its way already; the next save sweeps what is left
+                with suppress(OSError):  # an exception may be active already; the next save removes the rest
                     remove_tree(self._files, self.folder)
         finally:
             self.release()
 
     def release(self) -> None:
-        """The lock is released; a folder that is still a draft may be swept by the next save."""
+        """Release the lock; a folder that is still a draft may be removed by the next save."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def begin(root: Path, step: int, *, needed_bytes: int = 0, files: FileOps = LOCAL_FILES) -> CheckpointDraft:
-    """A new draft folder stands in ``root``, and what dead runs left there is gone. One rank calls this.
+    """Create a draft folder in ``root``, and remove the drafts of dead runs. One rank calls this.
 
     Args:
-        root: the folder of all checkpoints of a run; made if it is not there.
+        root: the folder of all checkpoints of a run; created if missing.
         step: the step that is being saved.
-        needed_bytes: size of the whole checkpoint over all ranks, if known; there must be room for it.
-        files: the file operations; tests pass some that fail.
+        needed_bytes: size of the checkpoint over all ranks, if known, for which there must be space.
+        files: file operations; tests pass failing ones.
 
     Raises:
         CheckpointError: ``root`` is a file, cannot be written, or has not enough space.
@@ -109,22 +109,22 @@ def commit(
     keep: int | None = None,
     files: FileOps = LOCAL_FILES,
 ) -> Path:
-    """The draft is the checkpoint of its step, whole and durable. One rank calls this, for all.
+    """Make the draft the checkpoint of its step, durably. One rank calls this.
 
     Args:
         draft: from ``begin``.
-        records: from ``write_shard``, one per rank that holds something.
-        state: everything that is not a tensor, as JSON.
-        model: ``fingerprint(model.state_dict())``, so that another model is recognised on loading.
-        keep: how many checkpoints stay, this one included; None keeps all.
-        files: the file operations; tests pass some that fail.
+        records: from ``write_shard``, one per rank with a shard.
+        state: the non-tensor state, as JSON.
+        model: ``fingerprint(model.state_dict())``, to detect another model on loading.
+        keep: number of checkpoints to keep, including this one; None keeps all.
+        files: file operations; tests pass failing ones.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: the pieces do not cover the tensors, the state is not JSON, the disk failed, or
-            another checkpoint of this step exists. Earlier checkpoints are untouched.
+        CheckpointError: the slices do not cover the tensors, the state is not JSON, the disk failed, or
+            another checkpoint of this step exists. Earlier checkpoints are unchanged.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(
@@ -139,7 +139,7 @@ def commit(
 
 
 def publish(draft: CheckpointDraft, manifest: CheckpointManifest, *, keep: int | None, files: FileOps) -> Path:
-    """A draft that has its manifest is the checkpoint of its step; parts that ranks added apart are gone.
+    """Rename a draft with a manifest to the checkpoint of its step, and remove the part descriptions in it.
 
     Raises:
         CheckpointError: the disk failed, or another checkpoint of this step exists.
@@ -169,7 +169,7 @@ def save(
     model: Mapping[str, str] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """All of ``tensors`` and ``state`` are saved by this one process; the checkpoint's folder is returned.
+    """Save ``tensors`` and ``state`` from a single process; return the checkpoint's folder.
 
     Its errors are those of ``begin``, ``write_shard`` and ``commit``.
     """
@@ -185,16 +185,16 @@ def _build_manifest(
     flaw = find_json_flaw(dict(state))
     if flaw is not None:
         raise CheckpointError(
-            f"{flaw}; a checkpoint's state is plain JSON: tensors go among the tensors, tuples become lists"
+            f"{flaw}; the state of a checkpoint is plain JSON: save tensors as tensors, and tuples as lists"
         )
     ordered = tuple(sorted(records, key=lambda record: record.rank))
     check_records(ordered)
-    saved = {piece.name: piece for record in ordered for piece in record.slices}
+    saved = {slice_record.name: slice_record for record in ordered for slice_record in record.slices}
     for name, kind in (model or {}).items():
         found = saved[name].dtype_and_shape if name in saved else "nothing"
         if found != kind:
             raise CheckpointError(
-                f"the model has {name!r} as {kind}, but the ranks wrote {found}; a checkpoint holds all of a model"
+                f"the model has {name!r} as {kind}, but the ranks wrote {found}; a checkpoint must have the whole model"
             )
     return CheckpointManifest(
         format="counterpoint-checkpoint",
@@ -202,33 +202,34 @@ def _build_manifest(
         step=step,
         libraries={"torch": str(torch.__version__)},
         model=dict(model or {}),
-        state=cast("dict[str, JsonValue]", dict(state)),  # json_flaw has proved it
+        state=cast("dict[str, JsonValue]", dict(state)),  # verified by find_json_flaw
         files=ordered,
     )
 
 
 def _check_draft(folder: Path, manifest: CheckpointManifest, files: FileOps) -> None:
-    """The draft holds a manifest, all shards in full size, and reads back as what was meant."""
+    """Write the manifest; check that all shards have their size, and that the manifest reads back unchanged."""
     for record in manifest.files:
         flaw = find_size_flaw(folder, record)
         if flaw is not None:
             raise CheckpointError(f"{flaw}; do all ranks write to the same folder, on a disk they share?")
-    strays = {path.name for path in folder.iterdir() if not is_part(path)} - {record.file for record in manifest.files}
-    if strays:
+    unknown = {path.name for path in folder.iterdir() if not is_part(path)} - {record.file for record in manifest.files}
+    if unknown:
         raise CheckpointError(
-            f"{folder.name} holds {', '.join(sorted(strays))}, but was given no record of it; pass every rank's record"
+            f"{folder.name} has {', '.join(sorted(unknown))}, but no record of it was given; pass every rank's record"
         )
     write_file(files, folder / MANIFEST, format_manifest(manifest))
     files.sync_folder(folder)
     written = parse_manifest(folder / MANIFEST)
     if replace(written, sha256=manifest.sha256) != manifest:
         raise CheckpointError(
-            f"{folder.name}/{MANIFEST} reads back differently than it was written; nothing was committed"
+            f"{folder.name}/{MANIFEST} reads back differently than it was written; nothing was committed: check the "
+            "disk"
         )
 
 
 def _remove_parts(folder: Path, files: FileOps) -> None:
-    """What the manifest says by now is said nowhere else; only behind the sync is that so for ever."""
+    """Remove the part descriptions, which the manifest replaces, and sync."""
     parts = [path for path in sorted(folder.iterdir()) if is_part(path)]
     for path in parts:
         files.unlink(path)
@@ -237,22 +238,24 @@ def _remove_parts(folder: Path, files: FileOps) -> None:
 
 
 def _is_already_saved(files: FileOps, target: Path, manifest: CheckpointManifest) -> bool:
-    """Return whether ``target`` already holds this very checkpoint; a damaged one is moved out of the way."""
+    """Tell whether ``target`` is this very checkpoint already; move a damaged one to another name."""
     if not target.exists():
         return False
     try:
-        there = parse_manifest(target / MANIFEST)
-        flaws = [flaw for record in there.files for flaw in find_shard_flaws(target, record, there.step, {})]
+        existing = parse_manifest(target / MANIFEST)
+        flaws = [flaw for record in existing.files for flaw in find_shard_flaws(target, record, existing.step, {})]
     except CheckpointError as error:
         flaws = [str(error)]
     if flaws:
-        aside = target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
-        files.rename(target, aside)
-        warnings.warn(f"{target} was damaged ({flaws[0]}); it now stands at {aside.name}", RuntimeWarning, stacklevel=4)
+        moved = target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
+        files.rename(target, moved)
+        warnings.warn(
+            f"{target} was damaged ({flaws[0]}); it was renamed to {moved.name}", RuntimeWarning, stacklevel=4
+        )
         return False
-    if replace(there, libraries=manifest.libraries, sha256=manifest.sha256) == manifest:
+    if replace(existing, libraries=manifest.libraries, sha256=manifest.sha256) == manifest:
         return True
     raise CheckpointError(
-        f"{target} exists and is not what is being saved; a checkpoint is never overwritten: "
-        f"save to another folder, or move that one away"
+        f"{target} exists and differs from what is being saved; a checkpoint is never overwritten: "
+        f"save to another folder, or move the existing one"
     )

@@ -1,4 +1,4 @@
-"""The few file operations a save is made of, so that tests can stop the machine after any of them."""
+"""The file operations of a save, behind an interface so that tests can fail at any of them; errors of full disks."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FileOps(Protocol):
-    """Everything that a save does to the disk; loading only reads and needs none of it."""
+    """The file operations of a save; loading only reads and does not use them."""
 
     def make_folder(self, path: Path) -> None:
-        """A new folder stands at ``path``; it was not there before."""
+        """Create a folder; it must not exist."""
 
     def create(self, path: Path) -> int:
-        """A new empty file stands at ``path``; the descriptor is open for writing."""
+        """Create an empty file; return a descriptor that is open for writing."""
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        """All of ``data`` is appended to the file."""
+        """Append all of ``data`` to the file."""
 
     def sync(self, descriptor: int) -> None:
-        """The bytes written so far survive a power cut."""
+        """Make the bytes written so far durable."""
 
     def close(self, descriptor: int) -> None:
-        """The descriptor is closed."""
+        """Close the descriptor."""
 
     def sync_folder(self, path: Path) -> None:
-        """The names inside the folder survive a power cut."""
+        """Make the names in the folder durable."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """What stood at ``source`` stands at ``target``, in one step."""
+        """Move ``source`` to ``target`` atomically."""
 
     def unlink(self, path: Path) -> None:
-        """The file is gone."""
+        """Remove a file."""
 
     def remove_folder(self, path: Path) -> None:
-        """The empty folder is gone."""
+        """Remove an empty folder."""
 
     def free_bytes(self, path: Path) -> int:
-        """Return how much an ordinary user can still write to the disk that holds ``path``."""
+        """Return the free bytes, for an ordinary user, of the disk of ``path``."""
 
 
 class LocalFileOps:
     """The real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """A new folder stands at ``path``; it was not there before."""
+        """Create a folder; it must not exist."""
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A new empty file stands at ``path``; the descriptor is open for writing."""
+        """Create an empty file; return a descriptor that is open for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        """All of ``data`` is appended to the file."""
+        """Append all of ``data`` to the file."""
         while data:
             data = data[os.write(descriptor, data) :]
 
     def sync(self, descriptor: int) -> None:
-        """The bytes written so far survive a power cut."""
+        """Make the bytes written so far durable."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """The descriptor is closed."""
+        """Close the descriptor."""
         os.close(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """The names inside the folder survive a power cut."""
+        """Make the names in the folder durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -79,28 +79,28 @@ class LocalFileOps:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """What stood at ``source`` stands at ``target``, in one step."""
+        """Move ``source`` to ``target`` atomically."""
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """The file is gone."""
+        """Remove a file."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """The empty folder is gone."""
+        """Remove an empty folder."""
         path.rmdir()
 
     def free_bytes(self, path: Path) -> int:
-        """Return how much an ordinary user can still write to the disk that holds ``path``."""
-        figures = os.statvfs(path)
-        return figures.f_bavail * figures.f_frsize
+        """Return the free bytes, for an ordinary user, of the disk of ``path``."""
+        stats = os.statvfs(path)
+        return stats.f_bavail * stats.f_frsize
 
 
 LOCAL_FILES = LocalFileOps()
 
 
 def write_file(files: FileOps, path: Path, data: bytes) -> None:
-    """A new file at ``path`` holds ``data``, and would survive a power cut once its folder is synced."""
+    """Write ``data`` to a new file; it is durable once its folder is synced."""
     descriptor = files.create(path)
     try:
         files.write(descriptor, memoryview(data))
@@ -110,7 +110,7 @@ def write_file(files: FileOps, path: Path, data: bytes) -> None:
 
 
 def remove_tree(files: FileOps, folder: Path) -> None:
-    """The folder and what is in it are gone; links are removed, not followed."""
+    """Remove a folder with its contents; links are removed, not followed."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             remove_tree(files, Path(entry.path))
@@ -120,10 +120,10 @@ def remove_tree(files: FileOps, folder: Path) -> None:
 
 
 def check_space(files: FileOps, folder: Path, needed_bytes: int) -> None:
-    """There was room for ``needed_bytes`` a moment ago.
+    """Check that there is free space, before anything is written.
 
     Raises:
-        CheckpointError: there is not; nothing has been written yet.
+        CheckpointError: there is not enough.
     """
     free_bytes = files.free_bytes(folder)
     if needed_bytes > free_bytes:
@@ -135,7 +135,7 @@ def check_space(files: FileOps, folder: Path, needed_bytes: int) -> None:
 
 
 def write_failure(files: FileOps, folder: Path, needed_bytes: int, error: OSError) -> CheckpointError:
-    """Return the error to raise when the disk refused a write; the half-written folder is never used."""
+    """Return the error for a failed write; a folder that is not complete is never used."""
     if error.errno in NO_SPACE:
         return CheckpointError(
             f"the disk filled up while writing {folder}: {needed_bytes:,} bytes were needed, "
@@ -146,5 +146,5 @@ def write_failure(files: FileOps, folder: Path, needed_bytes: int, error: OSErro
     return CheckpointError(
         f"could not write {error.filename or folder}: {error.strerror or error}; "
         f"a file whose write or sync failed is never used again and earlier checkpoints are untouched; "
-        f"look at the disk, then save again"
+        f"check the disk, then save again"
     )

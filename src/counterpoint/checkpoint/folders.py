@@ -1,4 +1,4 @@
-"""The folder of all checkpoints of a run: which stand there, which go, and whose draft is still alive."""
+"""The folder of all checkpoints of a run: names of checkpoints and drafts, locks, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ _PART = re.compile(r"part-\d{5,9}\.json")
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step."""
+    """Return the folder name of a step's checkpoint."""
     if step < 0:
         raise CheckpointError(f"step {step} cannot be saved; steps count from 0")
     return f"step-{step:08d}"
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Return the committed step folders in ``root``, oldest first, intact or not."""
+    """Return the committed checkpoints in ``root``, oldest first, intact or not."""
     if not root.is_dir():
         return []
-    found = [
+    folders = [
         (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(folders)]
 
 
 def list_drafts(root: Path) -> list[Path]:
-    """Return the folders of saves that were not committed, in progress or left by a dead run, oldest first."""
+    """Return the drafts in ``root``, in progress or of dead runs, oldest first."""
     return sorted(path for path in root.iterdir() if _DRAFT.fullmatch(path.name)) if root.is_dir() else []
 
 
 def parse_step(draft: Path) -> int:
-    """Return the step that a draft is of."""
+    """Return the step of a draft."""
     match = _DRAFT.fullmatch(draft.name)
-    assert match is not None, "it is the name of a draft"
+    assert match is not None, "not the name of a draft"
     return int(match[1])
 
 
 def part_name(rank: int) -> str:
-    """Return the name of the file that says what a rank has added to a draft apart from the others."""
+    """Return the name of the file that describes a rank's part of a draft."""
     return f"part-{rank:05d}.json"
 
 
 def is_part(path: Path) -> bool:
-    """Tell whether a file is one of these."""
+    """Tell whether a file describes a rank's part of a draft."""
     return _PART.fullmatch(path.name) is not None
 
 
 def find_quick_flaws(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint as far as its manifest and the sizes of its files tell."""
+    """Return the flaws of a checkpoint that are visible in its manifest and the sizes of its files."""
     try:
         manifest = parse_manifest(folder / MANIFEST)
     except CheckpointError as error:
@@ -70,17 +70,17 @@ def find_quick_flaws(folder: Path) -> list[str]:
 
 
 def make_root(files: FileOps, root: Path) -> None:
-    """The folder and those above it stand there and would survive a power cut."""
+    """Create a folder and its parents durably."""
     if root.is_dir():
         return
     make_root(files, root.parent)
-    with suppress(FileExistsError):  # another rank or run made it in between
+    with suppress(FileExistsError):  # another rank or run has created it meanwhile
         files.make_folder(root)
     files.sync_folder(root.parent)
 
 
 def remove_dead_drafts(files: FileOps, root: Path) -> None:
-    """Drafts whose run is dead are gone; a draft that is still locked stays."""
+    """Remove the drafts of dead runs; locked drafts are kept."""
     for path in list_drafts(root):
         lock = try_lock(path, exclusive=True)
         if lock is not None:
@@ -93,7 +93,7 @@ def remove_dead_drafts(files: FileOps, root: Path) -> None:
 
 @contextmanager
 def warn_on_failure(folder: Path) -> Iterator[None]:
-    """A failure to delete is a warning: what was saved is safe, only space is lost."""
+    """Turn a failure to delete into a warning, because only space is lost."""
     try:
         yield
     except FileNotFoundError:
@@ -103,9 +103,9 @@ def warn_on_failure(folder: Path) -> Iterator[None]:
 
 
 def try_lock(folder: Path, *, exclusive: bool) -> int | None:
-    """Return a descriptor that holds the folder's lock, or None where another holds it or the folder is gone.
+    """Return a descriptor with the folder's lock, or None if it is locked or missing.
 
-    The kernel drops the lock with the process, however it dies.
+    The kernel releases the lock when the process ends in any way.
     """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -117,19 +117,19 @@ def try_lock(folder: Path, *, exclusive: bool) -> int | None:
             return lock
     except OSError:
         if not exclusive:
-            return lock  # a file system without locks: nobody can sweep this draft either
+            return lock  # a file system without locks: no other run can remove this draft either
     os.close(lock)
     return None
 
 
 def prune(files: FileOps, root: Path, step: int, keep: int) -> None:
-    """Of the checkpoints up to ``step``, the ``keep`` newest intact ones stay; older ones are gone."""
+    """Keep the ``keep`` newest intact checkpoints up to ``step``; remove older ones."""
     kept = 0
     for folder in reversed([path for path in step_folders(root) if int(path.name.removeprefix("step-")) <= step]):
         if kept >= keep:
             trash = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
             with warn_on_failure(folder):
-                files.rename(folder, trash)  # never half a checkpoint under the name of a whole one
+                files.rename(folder, trash)  # an incomplete checkpoint never has the name of a complete one
                 files.sync_folder(root)
                 remove_tree(files, trash)
         elif not find_quick_flaws(folder):

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: one JSON file, written last; all else is checked against it."""
+"""The manifest of a checkpoint: one JSON file, written last, by which everything else is verified."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True)
 class SliceRecord:
-    """Where one piece lies: in its global tensor, and in its file (bytes ``start`` to ``stop``)."""
+    """The position of a tensor slice in its global tensor and in its file (bytes ``start`` to ``stop``)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -43,13 +43,13 @@ class SliceRecord:
 
     @property
     def dtype_and_shape(self) -> str:
-        """The global tensor that it is part of, as fingerprints write it: ``float32[10, 64]``."""
+        """Dtype and shape of its global tensor, as in fingerprints: ``float32[10, 64]``."""
         return f"{self.dtype}{list(self.global_shape)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One rank's file: its size, its checksum, its pieces in file order. Ranks send it as JSON."""
+    """One rank's file: its size, its checksum and its slices in file order. Ranks send it as JSON."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -60,7 +60,7 @@ class ShardRecord:
     slices: tuple[SliceRecord, ...]
 
     def to_json(self) -> str:
-        """Return the record as JSON text; ``ShardRecord.from_json`` is its opposite."""
+        """Return the record as JSON text; the inverse of ``ShardRecord.from_json``."""
         return _SHARD.dump_json(self).decode()
 
     @staticmethod
@@ -78,7 +78,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """All of a checkpoint but the tensors' bytes."""
+    """Everything in a checkpoint except the tensors' bytes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -97,17 +97,17 @@ _MANIFEST = TypeAdapter(CheckpointManifest)
 
 
 def format_manifest(manifest: CheckpointManifest) -> bytes:
-    """Return the manifest as JSON, its own checksum in the last key."""
+    """Format the manifest as JSON, with its own checksum in the last key."""
     content = _MANIFEST.dump_python(manifest, mode="json")
     del content["sha256"]
     return json.dumps({**content, "sha256": _own_sha256(content)}, indent=1, allow_nan=False).encode()
 
 
 def parse_manifest(path: Path) -> CheckpointManifest:
-    """Return the manifest at ``path``, proved whole: checksum, schema, and that the pieces fit together.
+    """Parse the manifest at ``path``; verify its checksum, its schema, and that the slices cover the tensors.
 
     Raises:
-        CheckpointError: missing, damaged, of another format version, or contradicting itself.
+        CheckpointError: it is missing, damaged, inconsistent, or of another format version.
     """
     text = _read_text(path)
     try:
@@ -115,12 +115,13 @@ def parse_manifest(path: Path) -> CheckpointManifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{_short_path(path)} is damaged: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{_short_path(path)} is damaged: it holds a {type(content).__name__}, not an object")
+        raise CheckpointError(f"{_short_path(path)} is damaged: it has a {type(content).__name__}, not an object")
     _check_version(path, content)
     expected, found = content.pop("sha256", None), _own_sha256(content)
     if expected != found:
         raise CheckpointError(
-            f"{_short_path(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was loaded"
+            f"{_short_path(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was "
+            "loaded"
         )
     try:
         manifest = _MANIFEST.validate_json(text)
@@ -128,12 +129,12 @@ def parse_manifest(path: Path) -> CheckpointManifest:
     except ValidationError as error:
         raise CheckpointError(f"{_short_path(path)} breaks the schema: {_first_error(error)}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{_short_path(path)} contradicts itself: {error}") from error
+        raise CheckpointError(f"{_short_path(path)} is inconsistent: {error}") from error
     return manifest
 
 
 def check_records(records: tuple[ShardRecord, ...]) -> None:
-    """The shards fit together: one file per rank, ranges in order, every tensor covered exactly once.
+    """Check that there is one file per rank, with ranges in order, and that every tensor is covered exactly once.
 
     Raises:
         CheckpointError: they do not.
@@ -147,45 +148,45 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
             )
         ranks.add(record.rank)
         position = record.slices[0].start if record.slices else 0
-        for piece in record.slices:
-            _check_slice_record(record, piece, position)
-            position = piece.stop
-            by_name.setdefault(piece.name, []).append(piece)
+        for slice_record in record.slices:
+            _check_slice_record(record, slice_record, position)
+            position = slice_record.stop
+            by_name.setdefault(slice_record.name, []).append(slice_record)
         if record.slices and position != record.num_bytes:
             raise CheckpointError(f"{record.file} ends at byte {record.num_bytes}, its last tensor at {position}")
-    for name, pieces in by_name.items():
-        dtypes = sorted({piece.dtype for piece in pieces})
+    for name, slices in by_name.items():
+        dtypes = sorted({slice_record.dtype for slice_record in slices})
         if len(dtypes) > 1:
-            raise CheckpointError(f"the pieces of {name!r} have different dtypes: {', '.join(dtypes)}")
-        check_cover(name, pieces)
+            raise CheckpointError(f"the slices of {name!r} have different dtypes: {', '.join(dtypes)}")
+        check_cover(name, slices)
 
 
-def _check_slice_record(record: ShardRecord, piece: SliceRecord, position: int) -> None:
-    if piece.dtype not in DTYPES:
+def _check_slice_record(record: ShardRecord, slice_record: SliceRecord, position: int) -> None:
+    if slice_record.dtype not in DTYPES:
         raise CheckpointError(
-            f"tensor {piece.name!r} has the unknown dtype {piece.dtype!r}; known are {', '.join(DTYPES)}"
+            f"tensor {slice_record.name!r} has the unknown dtype {slice_record.dtype!r}; known are {', '.join(DTYPES)}"
         )
-    check_extent(piece.name, piece.shape, piece.global_shape, piece.offset)
-    num_bytes = math.prod(piece.shape) * torch_dtype(piece.dtype).itemsize
-    if piece.start != position or piece.stop - piece.start != num_bytes:
+    check_extent(slice_record.name, slice_record.shape, slice_record.global_shape, slice_record.offset)
+    num_bytes = math.prod(slice_record.shape) * torch_dtype(slice_record.dtype).itemsize
+    if slice_record.start != position or slice_record.stop - slice_record.start != num_bytes:
         raise CheckpointError(
-            f"tensor {piece.name!r} should take {num_bytes} bytes from byte {position} of {record.file}, "
-            f"but is recorded at {piece.start} to {piece.stop}"
+            f"tensor {slice_record.name!r} should take {num_bytes} bytes from byte {position} of {record.file}, "
+            f"but is recorded at {slice_record.start} to {slice_record.stop}"
         )
 
 
 def shard_name(rank: int) -> str:
-    """Return the file name of a rank's shard; user names never become file names."""
+    """Return the file name of a rank's shard; names of tensors are never file names."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def find_json_flaw(value: object, path: str = "state") -> str | None:
-    """Return where and why ``value`` would not come back unchanged from JSON, or None."""
+    """Return where and why ``value`` would be changed by JSON, or None."""
     match value:
         case None | bool() | int() | str():
             return None
         case float():
-            return None if math.isfinite(value) else f"{path} is {value}, and JSON has no such number"
+            return None if math.isfinite(value) else f"{path} is {value}, which JSON cannot represent"
         case dict():
             wrong = next((key for key in value if not isinstance(key, str)), None)
             if wrong is not None:
@@ -194,7 +195,7 @@ def find_json_flaw(value: object, path: str = "state") -> str | None:
         case list():
             return _first(find_json_flaw(item, f"{path}[{index}]") for index, item in enumerate(value))
         case _:
-            return f"{path} is a {type(value).__name__}, which JSON cannot give back unchanged"
+            return f"{path} is a {type(value).__name__}, which JSON cannot represent"
 
 
 def _first(flaws: Iterator[str | None]) -> str | None:
@@ -216,16 +217,12 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{_short_path(path)} is damaged: not UTF-8 at byte {error.start}") from error
     except OSError as error:
-        raise CheckpointError(
-            f"{_short_path(path)} cannot be read: {error.strerror}; without it this is no checkpoint"
-        ) from error
+        raise CheckpointError(f"{_short_path(path)} cannot be read: {error.strerror}; a checkpoint needs it") from error
 
 
 def _check_version(path: Path, content: Mapping[str, object]) -> None:
     if content.get("format") != "counterpoint-checkpoint":
-        raise CheckpointError(
-            f"{_short_path(path)} is the manifest of something else (format {content.get('format')!r})"
-        )
+        raise CheckpointError(f"{_short_path(path)} has an unknown format (format {content.get('format')!r})")
     if content.get("version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{_short_path(path)} has format version {content.get('version')!r}, "

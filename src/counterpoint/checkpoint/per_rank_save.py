@@ -1,9 +1,9 @@
-"""A save that nobody waits for: every rank adds its part when it has come there, and whoever is last commits.
+"""Saves without waiting: every rank adds its part to a shared draft, and the last one commits.
 
-The draft is one folder for all ranks of a run, named by the step and the run. A part is a shard and, written behind it,
-a file that says what is in it; a draft is whole when every rank has such a file there. The rank that finds it whole
-claims it by renaming it, which only one can do, and commits it as any other save. A draft that a dead run left whole is
-a checkpoint all the same: see ``rescue``.
+The draft is one folder for all ranks of a run, named by the step and the run. A part is a shard and, written after it,
+a file that describes it; a draft is complete when every rank's description is there. The rank that finds it complete
+claims it by renaming it, which only one rank can do, and commits it as any other save. A complete draft of a dead run
+becomes a checkpoint later: see ``recover_drafts``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from counterpoint.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank has added to a draft.
+    """The part of one rank in a draft.
 
     Args:
-        num_ranks: how many ranks add a part.
+        num_ranks: number of ranks that add a part.
         record: of its shard.
-        state: its share of everything that is not a tensor.
+        state: its part of the non-tensor state.
     """
 
     num_ranks: int
@@ -53,13 +53,13 @@ class RankPart:
 
 
 def join_draft(root: Path, step: int, run: str, *, files: FileOps = LOCAL_FILES) -> CheckpointDraft:
-    """The draft of a run's step stands in ``root``, made by the rank that comes first; this rank's lock is on it.
+    """Open the draft of a run's step, which the first rank creates, and lock it for this rank.
 
     Args:
-        root: the folder of all checkpoints of a run; made if it is not there.
+        root: the folder of all checkpoints of a run; created if missing.
         step: the step that is being saved.
-        run: some hexadecimal digits that all ranks of this run have, and no other run.
-        files: the file operations; tests pass some that fail.
+        run: hexadecimal digits, the same on all ranks of this run and different in other runs.
+        files: file operations; tests pass failing ones.
 
     Raises:
         CheckpointError: ``root`` cannot be written.
@@ -71,7 +71,7 @@ def join_draft(root: Path, step: int, run: str, *, files: FileOps = LOCAL_FILES)
             with suppress(FileExistsError):
                 files.make_folder(folder)
             lock = try_lock(folder, exclusive=False)
-            if lock is not None:  # else another run has swept the folder before it was locked
+            if lock is not None:  # otherwise another run has removed the folder before it was locked
                 return CheckpointDraft(folder, step, lock, files)
     except OSError as error:
         raise write_failure(files, folder, 0, error) from error
@@ -85,48 +85,48 @@ def add_part(
     *,
     files: FileOps = LOCAL_FILES,
 ) -> None:
-    """What this rank holds is in the draft, durable, and counts from now on.
+    """Add this rank's part to the draft, durably.
 
     Args:
-        draft: from ``join``.
-        place_of: this rank, and how many ranks add a part.
-        pieces: what this rank holds; over all ranks every element exactly once.
-        state: its share of everything that is not a tensor, as JSON.
-        files: the file operations; tests pass some that fail.
+        draft: from ``join_draft``.
+        rank_of: this rank, and the number of ranks that add a part.
+        slices: tensor slices of this rank; every element is in exactly one slice of one rank.
+        state: its part of the non-tensor state, as JSON.
+        files: file operations; tests pass failing ones.
 
     Raises:
-        CheckpointError: a piece cannot be saved, or the disk is full or failed; nothing committed is touched.
+        CheckpointError: a slice cannot be saved, or the disk is full or failed; committed checkpoints are unchanged.
     """
     rank, num_ranks = rank_of
     flaw = find_json_flaw(dict(state))
     if flaw is not None:
-        raise CheckpointError(f"{flaw}; a checkpoint's state is plain JSON: tensors go among the tensors")
+        raise CheckpointError(f"{flaw}; the state of a checkpoint is plain JSON: save tensors as tensors")
     record = write_shard(draft.folder, rank, slices, files=files)
     content = {"num_ranks": num_ranks, "record": record.to_json(), "state": dict(state)}
     path = draft.folder / part_name(rank)
-    fresh, data = path.with_suffix(".new"), json.dumps(content, allow_nan=False).encode()
+    temporary, data = path.with_suffix(".new"), json.dumps(content, allow_nan=False).encode()
     try:
-        write_file(files, fresh, data)
-        files.rename(fresh, path)  # never half a part under the name of a whole one
-        with suppress(FileNotFoundError):  # it has been claimed: whoever commits it syncs it
+        write_file(files, temporary, data)
+        files.rename(temporary, path)  # an incomplete file never has the final name
+        with suppress(FileNotFoundError):  # it has been claimed: the committing rank syncs it
             files.sync_folder(draft.folder)
     except OSError as error:
         raise write_failure(files, path, len(data), error) from error
 
 
 def commit_if_complete(draft: CheckpointDraft, *, keep: int | None = None, files: FileOps = LOCAL_FILES) -> Path | None:
-    """The draft is the checkpoint of its step, if this rank's part was the last one.
+    """Commit the draft if this rank's part was the last one.
 
     Args:
-        draft: from ``join``, with this rank's part.
-        keep: how many checkpoints stay, this one included; None keeps all.
-        files: the file operations; tests pass some that fail.
+        draft: from ``join_draft``, with this rank's part.
+        keep: number of checkpoints to keep, including this one; None keeps all.
+        files: file operations; tests pass failing ones.
 
     Returns:
-        The checkpoint's folder; None while parts are missing, and where another rank commits.
+        The checkpoint's folder; None while parts are missing, or if another rank commits.
 
     Raises:
-        CheckpointError: as ``commit`` does.
+        CheckpointError: as ``commit``.
     """
     if read_parts(draft.folder) is None:
         return None
@@ -142,17 +142,17 @@ def commit_if_complete(draft: CheckpointDraft, *, keep: int | None = None, files
 
 
 def is_pending(draft: CheckpointDraft) -> bool:
-    """Tell whether a draft still waits for parts, or for the rank that commits it."""
+    """Tell whether a draft still waits for parts or for its commit."""
     return any(draft.folder.parent.glob(f"{draft.folder.name}*"))
 
 
 def recover_drafts(root: Path, *, files: FileOps = LOCAL_FILES) -> list[Path]:
-    """The drafts that dead runs left whole are checkpoints; what cannot be one is told in a warning, and stays a draft.
+    """Commit the complete drafts of dead runs; warn of those that cannot be committed, and keep them.
 
     Returns:
-        The folders of these checkpoints.
+        The folders of the new checkpoints.
     """
-    found = []
+    recovered = []
     for folder in list_drafts(root):
         lock = try_lock(folder, exclusive=True)
         if lock is None:
@@ -160,22 +160,22 @@ def recover_drafts(root: Path, *, files: FileOps = LOCAL_FILES) -> list[Path]:
         draft = CheckpointDraft(folder, parse_step(folder), lock, files)
         try:
             path = _commit_dead_draft(draft, files)
-            found += [path] if path is not None else []
+            recovered += [path] if path is not None else []
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{folder.name} is no checkpoint: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{folder.name} cannot be committed: {error}", RuntimeWarning, stacklevel=2)
         finally:
             draft.release()
-    return found
+    return recovered
 
 
 def cleanup_drafts(root: Path, *, files: FileOps = LOCAL_FILES) -> None:
-    """The drafts that dead runs left whole are checkpoints, and their other drafts are gone."""
+    """Commit the complete drafts of dead runs, and remove their other drafts."""
     recover_drafts(root, files=files)
     remove_dead_drafts(files, root)
 
 
 def read_parts(folder: Path) -> list[RankPart] | None:
-    """Return the parts of all ranks; None where one is missing, or the folder."""
+    """Return the parts of all ranks; None if one is missing, or the folder."""
     try:
         parts = [_read_part(path) for path in sorted(folder.iterdir()) if is_part(path)]
     except FileNotFoundError:
@@ -194,21 +194,21 @@ def _read_part(path: Path) -> RankPart:
 
 def _commit_parts(draft: CheckpointDraft, keep: int | None, files: FileOps) -> Path:
     parts = read_parts(draft.folder)
-    assert parts is not None, "they are what it was claimed for"
+    assert parts is not None, "only a complete draft is claimed"
     state: dict[str, JsonValue] = {}
     for part in parts:
         for key, value in part.state.items():
-            known = state.get(key)
-            state[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+            merged = state.get(key)
+            state[key] = {**merged, **value} if isinstance(merged, dict) and isinstance(value, dict) else value
     return commit(draft, [part.record for part in parts], state=state, keep=keep, files=files)
 
 
 def _commit_dead_draft(draft: CheckpointDraft, files: FileOps) -> Path | None:
-    """Commit a draft at whatever point its run has died; None where parts are missing."""
+    """Commit the draft of a dead run, at whatever point it died; return None if parts are missing."""
     path = draft.folder / MANIFEST
     try:
         manifest = parse_manifest(path)
-    except CheckpointError:  # there is none yet, or half of one
+    except CheckpointError:  # missing or incomplete
         if read_parts(draft.folder) is None:
             return None
         if os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Reading: a checkpoint is proved whole before a tensor leaves it; a damaged one is named and passed over."""
+"""Reading: a checkpoint is verified before a tensor is returned; damaged ones are reported and skipped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CheckLevel = Literal["bytes", "sizes"]
 
 @dataclass(frozen=True, slots=True)
 class SkippedCheckpoint:
-    """A checkpoint that was passed over because it is damaged, and why."""
+    """A checkpoint that was skipped because it is damaged, and the reason."""
 
     folder: Path
     reason: str
@@ -41,7 +41,7 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What reading every byte of a checkpoint has shown; no problems means intact."""
+    """The result of verifying every byte of a checkpoint; it is intact if there are no problems."""
 
     folder: Path
     step: int | None
@@ -51,13 +51,13 @@ class VerificationReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """An intact checkpoint, opened for reading; made by ``CheckpointRequest.open``.
+    """An intact checkpoint, opened for reading with ``Checkpoint.open``.
 
     Args:
-        folder: where it lies.
-        manifest: what it says about itself, proved.
-        pieces: every tensor's pieces by name, each with its shard.
-        skipped: newer checkpoints that were damaged and passed over; tell the user.
+        folder: its folder.
+        manifest: its verified manifest.
+        slices: the slices of every tensor by name, each with its shard.
+        skipped: newer checkpoints that are damaged; the user should be told.
     """
 
     folder: Path
@@ -67,15 +67,15 @@ class Checkpoint:
 
     @staticmethod
     def open(path: Path, *, check: CheckLevel = "bytes") -> Checkpoint:
-        """Return the checkpoint at ``path``, or the newest intact one where ``path`` is the folder of many.
+        """Open the checkpoint at ``path``, or the newest intact one if ``path`` has several.
 
         Args:
-            path: a step folder, or the folder above.
-            check: ``bytes`` reads and sums every file first; ``sizes`` looks at sizes only, for ranks that
-                open what another rank has proved. Reading a tensor proves its crc32 in either case.
+            path: folder of a checkpoint, or of all checkpoints.
+            check: ``bytes`` verifies the checksum of every file; ``sizes`` checks only sizes, for ranks that open what
+                another rank has verified. Reading a tensor verifies its crc32 in both cases.
 
         Raises:
-            CheckpointError: nothing there is an intact checkpoint; the message says what is.
+            CheckpointError: there is no intact checkpoint.
         """
         path = Path(path)
         _check_is_folder(path)
@@ -89,7 +89,7 @@ class Checkpoint:
         found = latest(path, check=check)
         if found is None:
             raise CheckpointError(
-                f"no checkpoint in {path}: {_format_listing(path)}; a checkpoint is a folder step-… with a {MANIFEST}"
+                f"no checkpoint in {path}: {_format_listing(path)}; give a folder with checkpoints: step-…/{MANIFEST}"
             )
         return found
 
@@ -100,46 +100,46 @@ class Checkpoint:
 
     @property
     def state(self) -> State:
-        """Everything that is not a tensor."""
+        """The non-tensor state."""
         return self.manifest.state
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all tensors, in the order of saving."""
+        """Return the names of all tensors, in the order in which they were saved."""
         return tuple(self.slices)
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor, put together from its pieces, on the CPU and owned by the caller.
+        """Return a whole tensor, assembled from its slices, on the CPU and owned by the caller.
 
-        There is a CheckpointError where there is no such tensor, or its bytes changed since opening.
+        Raises a CheckpointError if there is no such tensor, or its bytes have changed since opening.
         """
         shape = self._slices_of(name)[0][1].global_shape
         return self._read_rows(name, 0, shape[0] if shape else 1).reshape(shape)
 
     def read_slice(self, name: str, flat_start: int, flat_stop: int) -> Tensor:
-        """Return elements ``flat_start`` to ``flat_stop`` of the flattened tensor, from the pieces needed.
+        """Return elements ``flat_start`` to ``flat_stop`` of the flattened tensor; only the slices needed are read.
 
         Raises:
             CheckpointError: there is no such tensor or range, or the bytes changed since opening.
         """
-        piece = self._slices_of(name)[0][1]
-        total = math.prod(piece.global_shape)
+        slice_record = self._slices_of(name)[0][1]
+        total = math.prod(slice_record.global_shape)
         if not 0 <= flat_start <= flat_stop <= total:
             raise CheckpointError(
-                f"there is no range {flat_start} to {flat_stop} in {name!r} {list(piece.global_shape)}; "
+                f"there is no range {flat_start} to {flat_stop} in {name!r} {list(slice_record.global_shape)}; "
                 f"it has {total} elements"
             )
         if flat_start == flat_stop:
-            return torch.empty(0, dtype=torch_dtype(piece.dtype))
-        row = math.prod(piece.global_shape[1:])
+            return torch.empty(0, dtype=torch_dtype(slice_record.dtype))
+        row = math.prod(slice_record.global_shape[1:])
         first_row = flat_start // row
         rows = self._read_rows(name, first_row, -(-flat_stop // row)).reshape(-1)
         return rows[flat_start - first_row * row : flat_stop - first_row * row].clone()
 
     def check_model(self, model: Mapping[str, str]) -> None:
-        """The checkpoint is of a model with this fingerprint.
+        """Check that the checkpoint is of a model with this fingerprint.
 
         Raises:
-            CheckpointError: it is of another; the first differences are listed.
+            CheckpointError: it is of another model; the first differences are listed.
         """
         lines = _format_differences(self.manifest.model, model)
         if lines:
@@ -147,7 +147,7 @@ class Checkpoint:
             listed = "\n  ".join([*lines[:MAX_SHOWN], *more])
             raise CheckpointError(
                 f"{self.folder} is a checkpoint of another model: {len(lines)} differences\n  {listed}\n"
-                f"build the model as it was when it was saved, or load single tensors with read(name)"
+                f"create the model that was saved, or load single tensors with read(name)"
             )
 
     def _slices_of(self, name: str) -> tuple[tuple[ShardRecord, SliceRecord], ...]:
@@ -158,25 +158,25 @@ class Checkpoint:
         return self.slices[name]
 
     def _read_rows(self, name: str, first: int, stop: int) -> Tensor:
-        """Return rows ``first`` to ``stop`` along dim 0, from the pieces that reach into them."""
-        pieces = self._slices_of(name)
-        shard, piece = pieces[0]
-        shape = piece.global_shape or (1,)
-        if len(pieces) == 1 and (first, stop) == (0, shape[0]):
-            return read_slice(self.folder, shard, piece).reshape(shape)
-        rows = torch.empty((stop - first, *shape[1:]), dtype=torch_dtype(piece.dtype))
-        for shard, piece in pieces:
-            _copy_slice(rows, first, self.folder, (shard, piece))
+        """Return rows ``first`` to ``stop`` along dim 0; only the slices needed are read."""
+        slices = self._slices_of(name)
+        shard, slice_record = slices[0]
+        shape = slice_record.global_shape or (1,)
+        if len(slices) == 1 and (first, stop) == (0, shape[0]):
+            return read_slice(self.folder, shard, slice_record).reshape(shape)
+        rows = torch.empty((stop - first, *shape[1:]), dtype=torch_dtype(slice_record.dtype))
+        for shard, slice_record in slices:
+            _copy_slice(rows, first, self.folder, (shard, slice_record))
         return rows
 
 
 def latest(root: Path, *, check: CheckLevel = "bytes") -> Checkpoint | None:
-    """Return the newest intact checkpoint in ``root``, or None where there is none at all.
+    """Return the newest intact checkpoint in ``root``, or None if there are no checkpoints.
 
-    Computed from what stands in the folder, never stored; its ``skipped`` names newer ones that are damaged.
+    Its ``skipped`` has newer ones that are damaged.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
     root = Path(root)
     _check_is_folder(root, missing="allowed")
@@ -189,13 +189,13 @@ def latest(root: Path, *, check: CheckLevel = "bytes") -> Checkpoint | None:
     if skipped:
         listed = "\n  ".join(skip.reason for skip in skipped)
         raise CheckpointError(
-            f"all {len(skipped)} checkpoints in {root} are damaged:\n  {listed}\nrestore one from a copy"
+            f"all {len(skipped)} checkpoints in {root} are damaged:\n  {listed}\nrestore one from a backup"
         )
     return None
 
 
 def verify(path: Path) -> VerificationReport:
-    """Return what is wrong with the checkpoint in ``path``, after reading every byte of it."""
+    """Verify every byte of the checkpoint in ``path``; return its problems."""
     path = Path(path)
     try:
         manifest = parse_manifest(path / MANIFEST)
@@ -207,17 +207,17 @@ def verify(path: Path) -> VerificationReport:
     ]
     expected = {MANIFEST, *(record.file for record in manifest.files)}
     problems += [
-        f"{path.name}/{extra} does not belong to it" for extra in sorted({p.name for p in path.iterdir()} - expected)
+        f"{path.name}/{extra} is not part of it" for extra in sorted({p.name for p in path.iterdir()} - expected)
     ]
     if path.name.startswith("step-") and path.name != f"step-{manifest.step:08d}":
-        problems.append(f"{path.name} holds the checkpoint of step {manifest.step}; was the folder renamed?")
+        problems.append(f"{path.name} is the checkpoint of step {manifest.step}; was the folder renamed?")
     return VerificationReport(path, manifest.step, sum(record.num_bytes for record in manifest.files), tuple(problems))
 
 
 def load(path: Path, *, model: Mapping[str, str] | None = None) -> tuple[dict[str, Tensor], State]:
-    """Return all tensors and the state of the checkpoint at ``path`` (or the newest intact one below it).
+    """Load all tensors and the state of the checkpoint at ``path``, or of the newest intact one in it.
 
-    Its errors are those of ``CheckpointRequest.open`` and ``CheckpointRequest.check_model``.
+    Its errors are those of ``Checkpoint.open`` and ``Checkpoint.check_model``.
     """
     checkpoint = Checkpoint.open(path)
     if model is not None:
@@ -226,40 +226,44 @@ def load(path: Path, *, model: Mapping[str, str] | None = None) -> tuple[dict[st
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what tells one model from another: ``{"fc.weight": "float32[10, 64]"}``."""
+    """Return dtype and shape of each tensor, which identify a model: ``{"fc.weight": "float32[10, 64]"}``."""
     return {name: f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for name, tensor in tensors.items()}
 
 
 def _copy_slice(rows: Tensor, first: int, folder: Path, source: tuple[ShardRecord, SliceRecord]) -> None:
-    """The part of ``rows`` (global rows from ``first`` on) that this piece holds is filled in."""
-    shard, piece = source
+    """Copy the overlap of a slice with ``rows`` (global rows from ``first`` on)."""
+    shard, slice_record = source
     row = rows.shape[1:].numel()
-    if isinstance(piece.offset, int):
-        start = max(piece.offset, first * row)
-        stop = min(piece.offset + math.prod(piece.shape), first * row + rows.numel())
+    if isinstance(slice_record.offset, int):
+        start = max(slice_record.offset, first * row)
+        stop = min(slice_record.offset + math.prod(slice_record.shape), first * row + rows.numel())
         if start < stop:
-            values = read_slice(folder, shard, piece).reshape(-1)
-            rows.view(-1)[start - first * row : stop - first * row] = values[start - piece.offset : stop - piece.offset]
+            values = read_slice(folder, shard, slice_record).reshape(-1)
+            rows.view(-1)[start - first * row : stop - first * row] = values[
+                start - slice_record.offset : stop - slice_record.offset
+            ]
         return
-    top = piece.offset[0]
-    start, stop = max(top, first), min(top + piece.shape[0], first + rows.shape[0])
-    if start < stop and all(piece.shape):
-        values = read_slice(folder, shard, piece)
-        box = tuple(slice(at, at + length) for at, length in zip(piece.offset[1:], piece.shape[1:], strict=True))
+    top = slice_record.offset[0]
+    start, stop = max(top, first), min(top + slice_record.shape[0], first + rows.shape[0])
+    if start < stop and all(slice_record.shape):
+        values = read_slice(folder, shard, slice_record)
+        box = tuple(
+            slice(at, at + length) for at, length in zip(slice_record.offset[1:], slice_record.shape[1:], strict=True)
+        )
         rows[(slice(start - first, stop - first), *box)] = values[start - top : stop - top]
 
 
 def _open_folder(folder: Path, skipped: tuple[SkippedCheckpoint, ...]) -> Checkpoint:
     manifest = parse_manifest(folder / MANIFEST)
-    pieces: dict[str, tuple[tuple[ShardRecord, SliceRecord], ...]] = {}
+    slices: dict[str, tuple[tuple[ShardRecord, SliceRecord], ...]] = {}
     for record in manifest.files:
-        for piece in record.slices:
-            pieces[piece.name] = (*pieces.get(piece.name, ()), (record, piece))
-    return Checkpoint(folder, manifest, pieces, skipped)
+        for slice_record in record.slices:
+            slices[slice_record.name] = (*slices.get(slice_record.name, ()), (record, slice_record))
+    return Checkpoint(folder, manifest, slices, skipped)
 
 
 def _format_differences(saved: Mapping[str, str], model: Mapping[str, str]) -> list[str]:
-    """Return one line per parameter that is missing, changed or unexpected, seen from the model."""
+    """Return one line per parameter that is missing, changed or unexpected in the checkpoint."""
     missing, extra = (
         [name for name in model if name not in saved],
         [name for name in saved if name not in model],
@@ -268,10 +272,10 @@ def _format_differences(saved: Mapping[str, str], model: Mapping[str, str]) -> l
     for name in missing:
         near = difflib.get_close_matches(name, extra or list(saved), n=1)
         lines.append(
-            f"missing: {name} {model[name]}" + (f" (the nearest there is {near[0]} {saved[near[0]]})" if near else "")
+            f"missing: {name} {model[name]}" + (f" (the nearest is {near[0]} {saved[near[0]]})" if near else "")
         )
     lines += [
-        f"changed: {name} is {saved[name]} there, {kind} here"
+        f"changed: {name} is {saved[name]} in the checkpoint, {kind} in the model"
         for name, kind in model.items()
         if saved.get(name, kind) != kind
     ]
@@ -281,17 +285,17 @@ def _format_differences(saved: Mapping[str, str], model: Mapping[str, str]) -> l
 def _check_is_folder(path: Path, *, missing: Literal["refused", "allowed"] = "refused") -> None:
     if not path.exists():
         if missing == "refused":
-            raise CheckpointError(f"there is nothing at {path}; give a folder that holds checkpoints")
+            raise CheckpointError(f"{path} does not exist; give a folder with checkpoints")
         return
     if path.is_dir():
         return
     if path.suffix in PICKLE_SUFFIXES or _looks_pickled(path):
         raise CheckpointError(
-            f"{path} is a pickle file; loading one can run any code that is hidden in it, so it is refused; "
-            f"where you trust it, convert its tensors to safetensors in a sandbox and load those"
+            f"{path} is a pickle file, which can run arbitrary code when it is loaded, and is rejected; "
+            f"convert its tensors to safetensors in a sandbox and load those"
         )
     if path.name == MANIFEST or path.suffix == ".safetensors":
-        raise CheckpointError(f"{path} is one file of a checkpoint; give the folder it lies in")
+        raise CheckpointError(f"{path} is one file of a checkpoint; give its folder")
     raise CheckpointError(f"{path} is a file, but a checkpoint is a folder; give the folder")
 
 
@@ -301,19 +305,20 @@ def _looks_pickled(path: Path) -> bool:
 
 
 def _format_listing(folder: Path) -> str:
-    """Return what stands in a folder, pickles marked, for an error."""
+    """Return the contents of a folder, pickles marked, for an error."""
     names = sorted(
-        f"{path.name} (a pickle, refused)" if path.suffix in PICKLE_SUFFIXES else path.name for path in folder.iterdir()
+        f"{path.name} (a pickle, rejected)" if path.suffix in PICKLE_SUFFIXES else path.name
+        for path in folder.iterdir()
     )
     if not names:
         return "the folder is empty"
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"it holds {', '.join(names[:MAX_SHOWN])}{more}"
+    return f"it has {', '.join(names[:MAX_SHOWN])}{more}"
 
 
 def _format_damage(path: Path, problems: tuple[str, ...]) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return (
         f"{problems[0]}{more}; nothing was loaded from {path}; "
-        f"open the folder above it to fall back to the newest intact checkpoint"
+        f"open the folder above it for the newest intact checkpoint"
     )

@@ -1,4 +1,4 @@
-"""One rank's file: written in one pass with its checksums, read back before it is believed."""
+"""Shards: one rank's file, written in one pass with its checksums, and read back."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _FOLDER = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
 
 
 def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files: FileOps = LOCAL_FILES) -> ShardRecord:
-    """This rank's pieces are on disk in ``folder``, synced and read back; the record says where they lie.
+    """Write this rank's slices to ``folder``, sync and verify them; return a record of their positions.
 
     Args:
         folder: the draft's folder, the same on every rank; see ``begin``.
-        rank: this rank; it names the file.
-        pieces: what this rank holds; over all ranks every element exactly once.
-        files: the file operations; tests pass some that fail.
+        rank: this rank, for the file name.
+        slices: tensor slices of this rank; every element is in exactly one slice of one rank.
+        files: file operations; tests pass failing ones.
 
     Returns:
         The record for ``commit``; send it with ``result_to_dict``.
 
     Raises:
-        CheckpointError: a piece cannot be saved, or the disk is full or failed; nothing committed is touched.
+        CheckpointError: a slice cannot be saved, or the disk is full or failed; committed checkpoints are unchanged.
     """
     folder = Path(folder)
     step = _parse_draft_step(folder)
-    slices = sorted(slices, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
+    slices = sorted(slices, key=lambda tensor_slice: -tensor_slice.tensor.element_size())  # keeps every tensor aligned
     records, header = _plan_layout(slices, {"format": "pt", "step": str(step), "rank": str(rank)})
     num_bytes = records[-1].stop if records else len(header)
     path = folder / shard_name(rank)
@@ -55,18 +55,18 @@ def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files
     finished = tuple(replace(record, crc32=crc32) for record, crc32 in zip(records, sums.crc32s, strict=True))
     shard = ShardRecord(path.name, rank, num_bytes, sums.sha256, finished)
     for flaw in find_shard_flaws(folder, shard, step, {}):
-        raise CheckpointError(f"what was written could not be read back: {flaw}; look at the disk, then save again")
+        raise CheckpointError(f"the shard could not be read back: {flaw}; check the disk, then save again")
     return shard
 
 
 def find_shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: dict[str, str]) -> Iterator[str]:
-    """Yield what is wrong with a shard after reading every byte of it; nothing when it is intact.
+    """Yield the flaws of a shard after reading every byte of it.
 
     Args:
-        folder: where the shard lies.
-        shard: what the manifest says about it.
-        step: the checkpoint's step, which the file repeats in its own header.
-        names_by_sha256: the files of the same checkpoint by checksum, to recognise swapped ones.
+        folder: of the shard.
+        shard: its record in the manifest.
+        step: the checkpoint's step, which is also in the file's own header.
+        names_by_sha256: the files of the same checkpoint by checksum, to detect swapped ones.
     """
     path, name = folder / shard.file, f"{folder.name}/{shard.file}"
     wrong_size = find_size_flaw(folder, shard)
@@ -75,16 +75,16 @@ def find_shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha25
         return
     sums = _compute_checksums(path, shard)
     if sums.sha256 == shard.sha256 and not wrong_size:
-        if any(found != piece.crc32 for found, piece in zip(sums.crc32s, shard.slices, strict=True)):
-            yield f"{name} holds what was written, but the manifest has other crc32 sums for its tensors"
+        if any(found != slice_record.crc32 for found, slice_record in zip(sums.crc32s, shard.slices, strict=True)):
+            yield f"{name} is intact, but the manifest has other crc32 checksums for its tensors"
         yield from _find_header_flaws(path, shard)
         return
-    twin, origin = names_by_sha256.get(sums.sha256), _read_origin(path)
-    if origin not in {None, (str(step), str(shard.rank))} and twin is None:
+    duplicate, origin = names_by_sha256.get(sums.sha256), _read_origin(path)
+    if origin not in {None, (str(step), str(shard.rank))} and duplicate is None:
         found_text = f"step {origin[0]}, rank {origin[1]}"
-        yield f"{name} is the shard of {found_text}; that of step {step}, rank {shard.rank} belongs here"
-    elif twin is not None:
-        yield f"{name} holds the bytes of {twin}: the files were swapped or copied over each other"
+        yield f"{name} is the shard of {found_text}, not that of step {step}, rank {shard.rank}"
+    elif duplicate is not None:
+        yield f"{name} has the bytes of {duplicate}: the files were swapped or overwritten"
     elif wrong_size:
         yield wrong_size
     else:
@@ -92,7 +92,7 @@ def find_shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha25
 
 
 def find_size_flaw(folder: Path, shard: ShardRecord) -> str | None:
-    """Return why the file cannot be the recorded one, judged without reading it, or None."""
+    """Return why a file cannot be the recorded one, without reading it, or None."""
     path, name = folder / shard.file, f"{folder.name}/{shard.file}"
     if not os.path.lexists(path):
         return f"{name} is missing ({shard.num_bytes:,} bytes of rank {shard.rank})"
@@ -105,28 +105,29 @@ def find_size_flaw(folder: Path, shard: ShardRecord) -> str | None:
     return f"{name} {verb}: {shard.num_bytes:,} bytes expected, {found:,} found"
 
 
-def read_slice(folder: Path, shard: ShardRecord, piece: SliceRecord) -> Tensor:
-    """Return the piece's values, their crc32 proved, in memory of their own.
+def read_slice(folder: Path, shard: ShardRecord, slice_record: SliceRecord) -> Tensor:
+    """Read a slice into new memory, and verify its crc32.
 
     Raises:
-        CheckpointError: the file changed or cannot be read.
+        CheckpointError: the file has changed or cannot be read.
     """
     name = f"{folder.name}/{shard.file}"
-    data = bytearray(piece.stop - piece.start)
+    data = bytearray(slice_record.stop - slice_record.start)
     try:
         with _open(folder / shard.file) as file:
-            file.seek(piece.start)
+            file.seek(slice_record.start)
             found_bytes = file.readinto(data)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
-    if found_bytes != len(data) or f"{isal_zlib.crc32(data):08x}" != piece.crc32:
+    if found_bytes != len(data) or f"{isal_zlib.crc32(data):08x}" != slice_record.crc32:
         raise CheckpointError(
-            f"{name} is damaged: tensor {piece.name!r}: crc32 expected {piece.crc32}, found {isal_zlib.crc32(data):08x}"
+            f"{name} is damaged: tensor {slice_record.name!r}: crc32 expected {slice_record.crc32}, found "
+            f"{isal_zlib.crc32(data):08x}"
         )
-    dtype = torch_dtype(piece.dtype)
+    dtype = torch_dtype(slice_record.dtype)
     if not data:
-        return torch.empty(piece.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(piece.shape)
+        return torch.empty(slice_record.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(slice_record.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +137,15 @@ class _Checksums:
 
 
 def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tuple[list[SliceRecord], bytes]:
-    """Return where each piece goes (crc32 still unknown) and the bytes in front of the first."""
-    for piece in slices:
-        check_slice(piece)
+    """Return the record of each slice, without its crc32, and the file header."""
+    for tensor_slice in slices:
+        check_slice(tensor_slice)
     header: dict[str, object] = {"__metadata__": metadata}
     spans: list[tuple[int, int]] = []
     position = 0
-    for index, piece in enumerate(slices):
-        stop = position + piece.tensor.numel() * piece.tensor.element_size()
-        code, shape = DTYPES[dtype_name(piece.tensor.dtype)], list(piece.tensor.shape)
+    for index, tensor_slice in enumerate(slices):
+        stop = position + tensor_slice.tensor.numel() * tensor_slice.tensor.element_size()
+        code, shape = DTYPES[dtype_name(tensor_slice.tensor.dtype)], list(tensor_slice.tensor.shape)
         header[_tensor_key(index)] = {"dtype": code, "shape": shape, "data_offsets": [position, stop]}
         spans.append((position, stop))
         position = stop
@@ -153,17 +154,17 @@ def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tup
     front = len(text).to_bytes(8, "little") + text
     records = [
         SliceRecord(
-            name=piece.name,
+            name=tensor_slice.name,
             key=_tensor_key(index),
-            dtype=dtype_name(piece.tensor.dtype),
-            global_shape=tuple(piece.global_shape),
-            offset=piece.offset,
-            shape=tuple(piece.tensor.shape),
+            dtype=dtype_name(tensor_slice.tensor.dtype),
+            global_shape=tuple(tensor_slice.global_shape),
+            offset=tensor_slice.offset,
+            shape=tuple(tensor_slice.tensor.shape),
             start=len(front) + start,
             stop=len(front) + stop,
             crc32="00000000",
         )
-        for index, (piece, (start, stop)) in enumerate(zip(slices, spans, strict=True))
+        for index, (tensor_slice, (start, stop)) in enumerate(zip(slices, spans, strict=True))
     ]
     return records, front
 
@@ -176,14 +177,14 @@ def _write_slices(
     try:
         files.write(descriptor, memoryview(header))
         digest.update(header)
-        for piece, record in zip(slices, records, strict=True):
+        for tensor_slice, record in zip(slices, records, strict=True):
             crc32 = 0
-            for chunk in _chunks(piece.tensor):
+            for chunk in _chunks(tensor_slice.tensor):
                 digest.update(chunk)
                 crc32 = isal_zlib.crc32(chunk, crc32)
                 files.write(descriptor, chunk)
             crc32s.append(f"{crc32:08x}")
-            assert record.stop - record.start == piece.tensor.numel() * piece.tensor.element_size()
+            assert record.stop - record.start == tensor_slice.tensor.numel() * tensor_slice.tensor.element_size()
         files.sync(descriptor)
     finally:
         files.close(descriptor)
@@ -191,7 +192,7 @@ def _write_slices(
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the tensor's bytes, a few megabytes at a time, without a copy of what lies flat on the CPU."""
+    """Yield the tensor's bytes, a few megabytes at a time, without a copy if it is contiguous on the CPU."""
     if not tensor.numel():
         return
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -201,11 +202,11 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _compute_checksums(path: Path, shard: ShardRecord) -> _Checksums:
-    """Return the checksums of the file and of every recorded range in it, in one pass."""
+    """Return the checksums of the file and of every recorded range in it, with one pass."""
     digest, crc32s = hashlib.sha256(), []
     with _open(path) as file:
         front = shard.slices[0].start if shard.slices else shard.num_bytes
-        for length in (front, *(piece.stop - piece.start for piece in shard.slices)):
+        for length in (front, *(slice_record.stop - slice_record.start for slice_record in shard.slices)):
             crc32 = 0
             while length and (chunk := file.read(min(length, CHUNK_BYTES))):
                 digest.update(chunk)
@@ -218,34 +219,38 @@ def _compute_checksums(path: Path, shard: ShardRecord) -> _Checksums:
 
 
 def _find_damage(name: str, shard: ShardRecord, sums: _Checksums) -> Iterator[str]:
-    """Yield which tensors changed; where none did, the header in front of them has."""
+    """Yield the tensors that have changed; if none has, the header has."""
     whole_file = f"sha256 of the file: expected {shard.sha256[:16]}…, found {sums.sha256[:16]}…"
-    damaged = [(piece, found) for piece, found in zip(shard.slices, sums.crc32s, strict=True) if piece.crc32 != found]
+    damaged = [
+        (slice_record, found)
+        for slice_record, found in zip(shard.slices, sums.crc32s, strict=True)
+        if slice_record.crc32 != found
+    ]
     if not damaged:
         yield f"{name} is damaged in its header; {whole_file}"
-    for piece, found in damaged:
-        sums_text = f"crc32 expected {piece.crc32}, found {found}"
-        yield f"{name} is damaged: tensor {piece.name!r}: {sums_text} ({whole_file})"
+    for slice_record, found in damaged:
+        sums_text = f"crc32 expected {slice_record.crc32}, found {found}"
+        yield f"{name} is damaged: tensor {slice_record.name!r}: {sums_text} ({whole_file})"
 
 
 def _find_header_flaws(path: Path, shard: ShardRecord) -> Iterator[str]:
-    """Yield where the file's own header, read by the safetensors library, contradicts the record."""
+    """Yield differences between the file's own header, as read by safetensors, and the record."""
     name = f"{path.parent.name}/{path.name}"
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
-            if keys != {piece.key for piece in shard.slices}:
-                yield f"{name} lists other tensors in its header than the manifest"
+            if keys != {slice_record.key for slice_record in shard.slices}:
+                yield f"{name} has other tensors in its header than in the manifest"
                 return
-            for piece in shard.slices:
-                if tuple(file.get_slice(piece.key).get_shape()) != piece.shape:
-                    yield f"{name} gives {piece.name!r} another shape in its header than the manifest"
+            for slice_record in shard.slices:
+                if tuple(file.get_slice(slice_record.key).get_shape()) != slice_record.shape:
+                    yield f"{name} gives {slice_record.name!r} another shape in its header than in the manifest"
     except (SafetensorError, OSError) as error:
         yield f"{name} is not a safetensors file: {error}"
 
 
 def _read_origin(path: Path) -> tuple[str, str] | None:
-    """Return the step and rank that the file's header names, or None where it cannot be read."""
+    """Return the step and rank in the file's header, or None if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -267,7 +272,7 @@ def _parse_draft_step(folder: Path) -> int:
     if match is None:
         raise CheckpointError(
             f"{folder} is not the folder of a save in progress; "
-            f"rank 0 makes one with begin(root, step) and tells the others"
+            f"rank 0 creates one with begin(root, step) and sends its name to the others"
         )
     return int(match[1])
 

@@ -1,4 +1,4 @@
-"""A piece is a slice of a global tensor; because it says where it lies, any layout loads into any other."""
+"""Slices of global tensors: each has its position, so that any sharding can be loaded into any other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name in ``DTYPES``."""
+    """Return the torch dtype of a name in ``DTYPES``."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), f"{name} is not a dtype"
     return dtype
@@ -50,14 +50,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSlice:
-    """A slice of the global tensor ``name``, held by this rank.
+    """A slice of the global tensor ``name`` on this rank.
 
     Args:
-        name: what the user calls the tensor; any text.
+        name: of the tensor; any text.
         tensor: the values of the slice, on any device.
         global_shape: shape of the whole tensor.
-        offset: an int where the slice is a range of the *flattened* tensor, beginning there;
-            a tuple where it is a box, with the first index in every dim.
+        offset: an int for a range of the *flattened* tensor that begins there; a tuple for a box, with its first index
+            in every dim.
     """
 
     name: str
@@ -67,7 +67,7 @@ class TensorSlice:
 
 
 class SliceExtent(Protocol):
-    """Where a slice lies in its global tensor."""
+    """The position of a slice in its global tensor."""
 
     @property
     def name(self) -> str:
@@ -87,24 +87,24 @@ class SliceExtent(Protocol):
 
 
 def whole_tensor(name: str, tensor: Tensor) -> TensorSlice:
-    """Return the piece that is all of ``tensor``."""
+    """Return the slice that is all of ``tensor``."""
     return TensorSlice(name, tensor, tuple(tensor.shape))
 
 
-def check_slice(piece: TensorSlice) -> None:
-    """The piece can be written: dense, of a known dtype, inside its global tensor.
+def check_slice(tensor_slice: TensorSlice) -> None:
+    """Check that a slice can be saved: dense, of a known dtype, inside its global tensor.
 
     Raises:
-        CheckpointError: it cannot; the message says what is wrong.
+        CheckpointError: it cannot be saved.
     """
-    name = dtype_name(piece.tensor.dtype)
-    if piece.tensor.layout is not torch.strided or name not in DTYPES:
-        kind = f"{name}, {piece.tensor.layout}"
+    name = dtype_name(tensor_slice.tensor.dtype)
+    if tensor_slice.tensor.layout is not torch.strided or name not in DTYPES:
+        kind = f"{name}, {tensor_slice.tensor.layout}"
         raise CheckpointError(
-            f"tensor {piece.name!r} ({kind}) cannot be saved; a checkpoint holds dense tensors of "
+            f"tensor {tensor_slice.name!r} ({kind}) cannot be saved; a checkpoint can have dense tensors of "
             f"{', '.join(DTYPES)}; convert it first"
         )
-    check_extent(piece.name, tuple(piece.tensor.shape), piece.global_shape, piece.offset)
+    check_extent(tensor_slice.name, tuple(tensor_slice.tensor.shape), tensor_slice.global_shape, tensor_slice.offset)
 
 
 def check_extent(name: str, shape: tuple[int, ...], global_shape: tuple[int, ...], offset: Offset) -> None:
@@ -122,13 +122,13 @@ def check_extent(name: str, shape: tuple[int, ...], global_shape: tuple[int, ...
         )
     if not inside:
         raise CheckpointError(
-            f"a piece of {name!r} with shape {list(shape)} at offset {offset} lies outside the global shape "
+            f"a slice of {name!r} with shape {list(shape)} at offset {offset} is outside the global shape "
             f"{list(global_shape)}; an int offset counts flattened elements, a tuple has one index per dim"
         )
 
 
 def contiguous_ranges(extent: SliceExtent) -> tuple[np.ndarray, int]:
-    """Return the slice as ranges of the flattened tensor: where each begins, and their common length."""
+    """Return the ranges of the flattened tensor in a slice: their starts, and their common length."""
     if isinstance(extent.offset, int):
         return np.array([extent.offset], dtype=np.int64), math.prod(extent.shape)
     lengths, totals = extent.shape, extent.global_shape
@@ -145,30 +145,30 @@ def contiguous_ranges(extent: SliceExtent) -> tuple[np.ndarray, int]:
 
 
 def check_cover(name: str, extents: Sequence[SliceExtent]) -> None:
-    """The slices together hold every element of the tensor exactly once.
+    """Check that the slices together have every element of the tensor exactly once.
 
     Raises:
-        CheckpointError: elements are missing or written twice; the message says which.
+        CheckpointError: elements are missing or duplicated; the message has the first one.
     """
     global_shape = extents[0].global_shape
     shapes = {extent.global_shape for extent in extents}
     if len(shapes) > 1:
         listed = " and ".join(str(list(shape)) for shape in sorted(shapes))
-        raise CheckpointError(f"the pieces of {name!r} disagree about its global shape: {listed}")
+        raise CheckpointError(f"the slices of {name!r} have different global shapes: {listed}")
     total = math.prod(global_shape)
     held = sum(math.prod(extent.shape) for extent in extents)
     if held == total and (len(extents) == 1 or total == 0):
         return
     first, reason = _find_first_flaw(extents, total)
-    raise_for = f"the pieces of {name!r} {list(global_shape)} hold {held:,} of {total:,} elements"
+    raise_for = f"the slices of {name!r} {list(global_shape)} have {held:,} of {total:,} elements"
     if reason:
         raise CheckpointError(
-            f"{raise_for}, flat element {first:,} {reason}; every element is written by exactly one rank"
+            f"{raise_for}, flat element {first:,} {reason}; every element must be written by exactly one rank"
         )
 
 
 def _find_first_flaw(extents: Iterable[SliceExtent], total: int) -> tuple[int, str]:
-    """Return the first flat element that is wrong, and whether it is missing or held twice."""
+    """Return the first flat element that is missing or duplicated, and which of the two."""
     pairs = [contiguous_ranges(extent) for extent in extents if math.prod(extent.shape)]
     if not pairs:
         return 0, "is missing" if total else ""
@@ -181,4 +181,4 @@ def _find_first_flaw(extents: Iterable[SliceExtent], total: int) -> tuple[int, s
     if not len(wrong):
         return 0, ""
     at = int(wrong[0])
-    return (int(ends[at]), "is missing") if begins[at] > ends[at] else (int(begins[at]), "is held twice")
+    return (int(ends[at]), "is missing") if begins[at] > ends[at] else (int(begins[at]), "is duplicated")

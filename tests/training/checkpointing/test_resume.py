@@ -228,7 +228,7 @@ def test_a_folder_without_checkpoints_and_a_missing_one_are_refused(tmp_path):
     assert text == (
         f"no checkpoint in {tmp_path}: it holds notes.txt; a checkpoint is a folder step-… with a manifest.json"
     )
-    assert refused(tmp_path / "none").startswith(f"there is nothing at {tmp_path / 'none'}; give a folder")
+    assert refused(tmp_path / "none").startswith(f"{tmp_path / 'none'} does not exist; give a folder")
 
 
 def test_a_checkpoint_is_never_overwritten_by_another_run(saved):
