@@ -110,7 +110,7 @@ def test_running_statistics_of_several_microbatches_are_those_of_the_whole_batch
 
 
 def test_replicas_without_one_copy_normalize_together_too():
-    assert max_difference(trained(chain, "data(2)", one_copy=False), alone(chain)) <= 1e-12
+    assert max_difference(trained(chain, "data(2)", share_params_on_host=False), alone(chain)) <= 1e-12
 
 
 def test_replicas_keep_equal_running_statistics():
@@ -163,7 +163,7 @@ def test_a_block_that_is_computed_again_in_the_backward_is_normalized_together_a
 
 def test_replicas_that_would_wait_for_ever_are_refused():
     program = parse_program("F0.0 F0.2 B0.2 B0.0 commit@0,1 U0\nF0.1 B0.1 F0.3 B0.3 commit@0,1 U0")
-    with pytest.raises(cp.PlanError, match=r"^norm is a SyncBatchNorm, in which replicas wait for each other, but in"):
+    with pytest.raises(cp.PlanError, match=r"^norm is a SyncBatchNorm, in which replicas wait for each other, and in"):
         require_no_deadlock(program, [SyncBatchNormModule("norm", "norm.weight", ())])
 
 

@@ -168,7 +168,7 @@ def test_replicas_of_a_stage_that_come_to_differ_are_found_by_the_commits_of_the
 
     with make_trainer("pipedream(2, replicas=(2,1))", progress="off") as one:
         one.callbacks.append(Ask(change))
-        with pytest.raises(cp.DataError, match=r"^replicas differ in step 1, first in .*, which on rank 1 is not what"):
+        with pytest.raises(cp.DataError, match=r"^replicas differ in step 1, first in .*, whose value on rank 1 is not that"):
             one.fit(dataset(), batch_size=12)
 
 

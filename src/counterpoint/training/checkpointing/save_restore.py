@@ -359,7 +359,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
             rank.interpreter.state.skip_delayed_update = bool(delayed["left_out"])
             count = delayed["replicas"]
             restore_delayed_grads(
-                shard_map, rank, count, lambda name, replica: reader.read_unsharded("late", name, f"~{replica}/{count}")
+                shard_map, rank, count, lambda name, replica: reader.read_unsharded("delayed_grad", name, f"~{replica}/{count}")
             )
         with torch.no_grad():
             for name, buffer in saved_buffers(local_ranks, rank):
