@@ -3,6 +3,7 @@
 import re
 import warnings
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler
+from counterpoint.training.options import RENAMED_FIT_OPTIONS, RENAMED_OPTIONS, TrainingOptions
 from tests.training.trainers import (
     ADAMW,
     STRATEGIES,
@@ -97,9 +99,9 @@ def refused(error, model, strategy="data(2)", **options):
         ({"optimizer": "adam"},
          "optimizer='adam' is neither an optimizer nor a way to make one; pass a torch optimizer on the model's "),
         ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau},
-         "ReduceLROnPlateau steps by a metric, but a trainer steps its schedule after every step, without one; take"),
+         "ReduceLROnPlateau steps by a metric, but a trainer steps its scheduler after every step, without one; use"),
         ({"optimizer": partial(optim.Adafactor, lr=0.1), "strategy": "tensor(2)"},
-         "Adafactor may look at whole tensors, but under tensor(2) a rank has only a slice of "),
+         "Adafactor may need whole tensors, but under tensor(2) a rank has only a shard of "),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_says_why_and_what_can(options, text):
@@ -117,6 +119,26 @@ def test_a_composition_for_another_number_of_ranks_says_which_axes_it_has(num_ra
     )
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
+def test_a_former_option_names_the_new_one(old, new):
+    with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; it is called {new}")):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **{old: None})
+    with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; it is called {new}")):
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **{old: None})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_FIT_OPTIONS.items())
+def test_a_former_option_of_fit_names_the_new_one(old, new):
+    with pytest.raises(cp.PlanError, match=re.escape(f"fit has no option {old!r}; it is called {new}")):
+        make_trainer("solo").fit(dataset(), batch_size=12, **{old: None})
+
+
+def test_the_new_names_of_options_exist():
+    new = {text.split(" ")[0] for text in (*RENAMED_OPTIONS.values(), *RENAMED_FIT_OPTIONS.values())}
+    known = {*TrainingOptions.__dataclass_fields__, *signature(cp.Trainer).parameters, *signature(cp.Trainer.fit).parameters}
+    assert new <= known
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -132,7 +154,7 @@ def test_a_model_with_nothing_to_train_is_refused(model, text):
 def test_unused_parameters_are_named_under_every_strategy(strategy):
     text = refused(cp.DataError, build_seeded(Forgetful), strategy=strategy)
     assert text.startswith("no gradient reached never.weight, never.bias: the loss does not depend on them; freeze")
-    assert text.endswith("or pass unused_parameters='zero' to train on with gradients of zeros")
+    assert text.endswith("or pass unused_parameters='zero' to use gradients of zeros")
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor(2)"])
@@ -225,7 +247,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_cut(s
         warnings.simplefilter("ignore")
         text = refused(cp.PlanError, build_seeded(Winding), strategy=strategy)
     assert text.startswith("tracing the model stopped in module 'branch' (Moody) at ")
-    assert "train it with a strategy that needs no cut (data, zero of level 1 or 2, server)" in text
+    assert "train it with a strategy that keeps the model whole (data, zero of level 1 or 2, server)" in text
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in {"pipeline(2)", "tensor(2)"}])
@@ -236,13 +258,13 @@ def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_cut(strategy)
 
 
 def test_a_loader_in_place_of_a_dataset_is_refused():
-    with pytest.raises(cp.DataError, match=r"^a DataLoader is no map-style dataset: .* pass the dataset itself"):
+    with pytest.raises(cp.DataError, match=r"^a DataLoader is not a map-style dataset: .* pass the dataset itself"):
         make_trainer("solo").fit(torch.utils.data.DataLoader(dataset()), batch_size=12)
 
 
 def test_a_time_to_save_without_a_place_is_refused():
     with pytest.raises(
-        cp.PlanError, match=r"^save_every=2 says when, but not where; give checkpoint_dir=FOLDER as well$"
+        cp.PlanError, match=r"^save_every=2 needs a folder; give checkpoint_dir=FOLDER as well$"
     ):
         make_trainer("solo").fit(dataset(), batch_size=12, save_every=2)
 

@@ -27,9 +27,9 @@ def test_the_learning_rate_of_a_step_does_not_depend_on_the_number_of_ranks(stra
     [
         (
             {"batch_size": 24},
-            r"^the schedule scales .* for global batches of 24 samples, but they have 12; .* the same o",
+            r"^the scheduler scales .* for global batches of 24 samples, but they have 12; .* the same o",
         ),
-        ({"steps_per_epoch": 3}, r"^the schedule counts 3 steps per epoch, but 12 samples at once make 4 of this data"),
+        ({"steps_per_epoch": 3}, r"^the scheduler counts 3 steps per epoch, but with batches of 12 samples this data"),
     ],
 )
 def test_a_schedule_for_another_batch_is_refused_before_the_first_step(changes, text):
@@ -58,7 +58,7 @@ def test_a_rate_scaled_with_the_ranks_on_a_resume_is_not_taken_and_said(tmp_path
     sgd = partial(optim.SGD, lr=0.1)
     fit("data(2)", mlp(), optimizer=sgd, fit_options={"checkpoint_dir": tmp_path})
     with pytest.warns(
-        UserWarning, match=r"^the optimizer was made with lr=0.2, but .* goes on with its own, 0.1: the gl"
+        UserWarning, match=r"^the optimizer was made with lr=0.2, but .* has 0.1, which is restored: the gl"
     ):
         _, history = fit("data(4)", mlp(), optimizer=partial(sgd, lr=0.2), epochs=2, fit_options={"resume": tmp_path})
     assert {step.options["lr"] for step in history.steps} == {0.1}

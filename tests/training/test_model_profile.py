@@ -62,7 +62,7 @@ def test_a_run_tells_the_plan_with_the_cut_that_a_timing_gave_it_and_repeats_it_
 
 
 def test_a_timing_of_another_model_is_refused_before_the_first_step():
-    with step(layers(width=8), profile=timing()) as run, pytest.raises(PlanError, match="the timing is of Chain, and"):
+    with step(layers(width=8), profile=timing()) as run, pytest.raises(PlanError, match="the profile is of Chain, but"):
         run(torch.zeros(4, 8), torch.zeros(4, 8))
 
 

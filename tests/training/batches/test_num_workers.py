@@ -96,13 +96,13 @@ def test_a_loader_is_answered_with_the_call_that_does_the_same():
     with pytest.raises(cp.DataError) as caught:
         make_trainer("solo").fit(loader, batch_size=12)
     assert str(caught.value).endswith(
-        "batches, order and sharding are the trainer's: fit(loader.dataset, batch_size=4 x ranks, num_workers=1), without "
+        "the trainer does batching, order and sharding: fit(loader.dataset, batch_size=4 x ranks, num_workers=1), without "
         "the DistributedSampler and its set_epoch"
     )
 
 
 def test_a_number_of_workers_that_is_none_is_refused():
-    with pytest.raises(cp.PlanError, match=r"^num_workers=-1 is no number"):
+    with pytest.raises(cp.PlanError, match=r"^num_workers=-1 is not a count"):
         fit(Drawn(), num_workers=-1)
 
 
@@ -119,7 +119,7 @@ def test_processes_forked_beside_threads_are_warned_of_once(how):
     child.start()
     threading.Thread(target=done.wait).start()
     try:
-        with pytest.warns(RuntimeWarning, match=r"^1 worker \(pid \d+\) came of a fork of this process, which has \d"):
+        with pytest.warns(RuntimeWarning, match=r"^1 worker \(pid \d+\) came from a fork of this process, which has \d"):
             assert warn_forked_workers(known)
         assert not warn_forked_workers(known)
     finally:

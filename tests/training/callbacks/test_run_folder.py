@@ -145,7 +145,7 @@ def test_a_report_seen_while_the_run_goes_on_does_not_say_that_it_is_finished(tm
 def test_another_run_does_not_write_into_the_folder_of_the_first(tmp_path):
     send_events(RunFolder(tmp_path, clock=Clock()))
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(PlanError, match="holds a run already"):
+    with pytest.raises(PlanError, match="already holds a run"):
         RunFolder(tmp_path).on_start(make_run_start())
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

@@ -226,7 +226,7 @@ def test_a_folder_without_checkpoints_and_a_missing_one_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     text = refused(tmp_path)
     assert text == (
-        f"no checkpoint in {tmp_path}: it holds notes.txt; a checkpoint is a folder step-… with a manifest.json"
+        f"no checkpoint in {tmp_path}: it has notes.txt; give a folder with checkpoints: step-…/manifest.json"
     )
     assert refused(tmp_path / "none").startswith(f"{tmp_path / 'none'} does not exist; give a folder")
 
