@@ -74,7 +74,7 @@ def test_the_schema_refuses_what_the_command_refuses():
         ("training:\n  batchsize: 3\n", "run.yaml:2: training.batchsize is not a key of a run; did you mean"),
         ("batch_size: 3\n", "run.yaml:1: batch_size is not a key of a run; did you mean training.batch_size?"),
         ("job: text\njob: digits\n", "run.yaml:2: job is given twice; give it once"),
-        ("training: 3\n", "run.yaml:1: training must be keys with values below it"),
+        ("training: 3\n", "run.yaml:1: training must be a mapping of keys to values"),
         ("a: [1\n", "run.yaml is not YAML"),
     ],
 )  # fmt: skip

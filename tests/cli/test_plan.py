@@ -143,7 +143,7 @@ def test_a_page_has_the_plans_and_their_timelines(tmp_path):
 def test_measuring_needs_a_job():
     result = plan("-n", "2", "--measure", "2")
     assert (result.exit_code, result.output) == (
-        1, "PlanError: --measure 2 trains for some steps, and needs a model and data; give a job as well\n"
+        1, "PlanError: --measure 2 trains for some steps and needs a model and data; give a job too\n"
     )  # fmt: skip
 
 

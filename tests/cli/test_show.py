@@ -79,5 +79,5 @@ def test_showing_a_program_never_loads_torch():
 def test_cuts_by_the_names_of_another_model_are_told_those_of_the_one_that_is_shown():
     shown = run("show", "placement(2, modules=embed:0+blocks.0:1+head:0)", "-n", "2")
     assert shown.exit_code == 1
-    assert "names embed, blocks.0, head, but show draws a model of its own, whose modules are block0 to" in shown.output
+    assert "names embed, blocks.0, head, but show uses a model of its own, whose modules are block0 to" in shown.output
     assert run("show", "placement(2, modules=block0:0+block1:1+block2:0)", "-n", "2").exit_code == 0

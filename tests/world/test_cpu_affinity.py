@@ -40,7 +40,7 @@ def test_nothing_is_bound_unless_asked_for():
     assert [found.cpus for found in place_ranks(machine(2, 2), 2).ranks] == [(), ()]
 
 
-def test_core_keeps_neighbours_on_a_node_compact_fills_it_and_spread_takes_turns():
+def test_core_keeps_neighbours_on_a_node_compact_fills_it_and_spread_alternates():
     two = machine(4, 4)
     assert cpus(two, 4, "core", threads=1) == [(0,), (1,), (4,), (5,)]
     assert cpus(two, 4, "compact", threads=1) == [(0,), (1,), (2,), (3,)]
@@ -67,7 +67,7 @@ def test_more_ranks_than_cores_are_told_and_have_one_thread_each():
     found = place_ranks(machine(2), 4, threads=2, bind="core")
     assert found.note == (
         "4 ranks x 2 threads on 2 cores; setting 1 thread each, and ranks share cores: at most 2 ranks can compute "
-        "here at once"
+        "at the same time"
     )
     assert {(where.threads, where.cpus) for where in found.ranks} == {(1, ())}
 
