@@ -1,4 +1,4 @@
-"""The table of all-reduces: as the seed document prints it, in exact formulas, and as counted."""
+"""The table of all-reduces: as printed in the seed document, as exact formulas, and as counted."""
 
 import torch
 
@@ -8,9 +8,9 @@ from counterpoint.fabric.collectives.execute import num_steps
 from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 RANKS = range(2, 18)
-TABLE_LENGTH = 1_000_000  # elements of one byte in the table
+TABLE_LENGTH = 1_000_000  # elements of one byte, as shown in the table
 LENGTHS = (0, 1, 7, 16, 1000, TABLE_LENGTH, 1_000_003)
-EXECUTED_LENGTH = 1003  # elements that are sent in earnest, between ranks of this process
+EXECUTED_LENGTH = 1003  # elements sent between ranks in this process
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
@@ -31,7 +31,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
                 formula_counts(algorithm, num_ranks, EXECUTED_LENGTH),
                 count_execution(algorithm, num_ranks),
             )
-            missed += find_differences(f"{name}, K = {num_ranks}, as carried out", expected, done)
+            missed += find_differences(f"{name}, K = {num_ranks}, as executed", expected, done)
             rows.append(
                 ("", f"counted, K = {num_ranks}", *format_counts(count_schedule(algorithm, num_ranks, TABLE_LENGTH)))
             )
@@ -41,8 +41,8 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         missed=tuple(missed),
         figures=figures,
         notes={
-            "n": f"is {TABLE_LENGTH:,} bytes where counted; least - most of any rank, all of them compared with the formulas",
-            "=": "most likely stands for a fraction's bar that the text lost; that fits the ring only, per step",
+            "n": f"is {TABLE_LENGTH:,} bytes where counted; minimum - maximum over the ranks, all compared",
+            "=": "most likely replaces a lost fraction bar; this is consistent for the ring only, per step",
             "P": "is the largest power of two up to K, [E] is 1 where P < K and 0 elsewhere, b, s, R, C as given",
         },
     )
@@ -71,7 +71,7 @@ def count_schedule(algorithm, num_ranks, length):
 
 
 def count_execution(algorithm, num_ranks):
-    """What the ranks of one process count while they do it; a step is what any of them takes part in."""
+    """Return the counts of ranks in this process while they execute the schedule."""
     schedule, group = algorithm.schedule(num_ranks), algorithm.group(num_ranks)
 
     def work(fabric):
@@ -85,16 +85,16 @@ def count_execution(algorithm, num_ranks):
     expected = count_traffic(schedule, ChunkLayout(EXECUTED_LENGTH), group=group)
     same = all(counts[rank] == expected[rank] for rank in range(num_ranks))
     return {
-        "steps": num_steps(schedule, group) if same else "other than read off the schedule",
+        "steps": num_steps(schedule, group) if same else "differs from the schedule",
         "messages": [one.num_messages for one in counts],
         "bytes": [one.sent_bytes for one in counts],
     }
 
 
 def find_differences(what, expected, counted):
-    for unit, promised in expected.items():
-        if counted[unit] != promised:
-            yield f"{what}: {unit} are {counted[unit]}, the formula says {promised}"
+    for unit, expected_count in expected.items():
+        if counted[unit] != expected_count:
+            yield f"{what}: {unit} are {counted[unit]}, the formula gives {expected_count}"
 
 
 def format_counts(counted):

@@ -1,4 +1,4 @@
-"""One rank of the measurement: every size with every contender in turns; rank 0 prints what it has seen as JSON."""
+"""One rank: every size with every contender alternately; rank 0 prints its results as JSON."""
 
 import importlib.util
 import json
@@ -33,14 +33,14 @@ def median_call_s(call, times):
 
 
 def deepspeed_all_reduce(rank, ranks):
-    """Return DeepSpeed's all-reduce in shared memory, or None where it is not installed."""
+    """Return DeepSpeed's shared-memory all-reduce, or None if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
-    os.environ["LOCAL_SIZE"] = str(ranks)  # without it, it does not take shared memory
+    os.environ["LOCAL_SIZE"] = str(ranks)  # required to use shared memory
     from deepspeed.ops.op_builder import ShareMemCommBuilder
 
     if rank:
-        dist.barrier()  # rank 0 builds it
+        dist.barrier()  # wait for rank 0 to build it
     module = ShareMemCommBuilder().load(verbose=False)
     if not rank:
         dist.barrier()
@@ -49,7 +49,7 @@ def deepspeed_all_reduce(rank, ranks):
 
 
 def main(port, rounds):
-    """Be one rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     mine = detect()
     rank, ranks = mine.rank, mine.world_size
@@ -94,7 +94,7 @@ def wait_all(works):
 
 
 def time_contenders(contenders, times, rounds, settle):
-    """Return the median seconds of each contender in each round; a first round warms up."""
+    """Return the median seconds of each contender per round, after a warm-up round."""
     seconds = {name: [] for name in contenders}
     for index in range(rounds + 1):
         for name, call in contenders.items():

@@ -1,4 +1,4 @@
-"""All-reduces in shared memory against gloo's, by the same ranks in turns."""
+"""Shared-memory all-reduces compared with gloo's, alternately on the same ranks."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One line of the table: all times in seconds, by round."""
+    """One row of the table: all times in seconds, by round."""
 
     ranks: int
     what: str
@@ -47,7 +47,7 @@ def min_speedup(ranks, num_bytes):
 
 
 def on_ranks(ranks, rounds):
-    """Return what rank 0 has measured."""
+    """Return the results of rank 0."""
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     lines = []
@@ -63,12 +63,12 @@ def on_ranks(ranks, rounds):
 
 
 def deepspeed_segments():
-    """Return the segments that DeepSpeed leaves behind when its processes end."""
+    """Return the shared-memory segments that DeepSpeed leaves after its processes exit."""
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
 def copy_bandwidth():
-    """Return the bytes per second that one core moves in a copy of 100 MB, each byte read once and written once."""
+    """Return the bytes per second of a 100 MB copy on one core, counting reads and writes."""
     source, target = torch.ones(100 * MB // 4), torch.ones(100 * MB // 4)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -118,14 +118,14 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
             rows.append((str(ranks), row.what, *times, f"{row.ratio:.1f}", spread, f"{copied:.1f}", f"{row.bar:.0f}"))
             figures[f"{ranks} ranks, {row.what}"] = {**asdict(row), "ratio": row.ratio, "copied_ratio": copied}
             if not row.ratio >= row.bar:
-                missed.append(f"{ranks} ranks, {row.what}: {row.ratio:.1f} times gloo, at least {row.bar:.0f} promised")
+                missed.append(f"{ranks} ranks, {row.what}: {row.ratio:.1f} times gloo, at least {row.bar:.0f} required")
             missed += find_deepspeed_misses(row)
     largest = figures.get("2 ranks, 100 MB")
-    if largest:  # each rank reads half of both tensors and writes half of both
+    if largest:  # each rank reads and writes half of both tensors
         moved = 2 * 2 * 100 * MB / statistics.median(largest["shared"])
         figures["memory"] = {"one_core_copy_bytes_per_s": bandwidth, "all_reduce_bytes_per_s": moved}
     note = {
-        "in place:": "tensors of the fabric's own memory, as gradient buffers are; copied: any other tensor",
+        "in place:": "tensors in the fabric's own memory, like gradient buffers; copied: any other tensor",
         "100 MB on 2 ranks": f"moves {moved / 1e9:.1f} GB/s in place; a copy on one core moves {bandwidth / 1e9:.1f}",
     }
     columns = ("ranks", "size", "in place", "copied", "gloo", "deepspeed", "ratio", "spread", "copied ratio", "bar")
@@ -133,9 +133,9 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
 
 
 def find_deepspeed_misses(row):
-    """Yield where the peer in shared memory is faster, or not slower by as much as was promised."""
+    """Yield the missed bars against DeepSpeed."""
     if row.deepspeed:
         ratio = statistics.median(d / c for d, c in zip(row.deepspeed, row.copied, strict=True))
         bar = 1.5 if row.what in {"32 MB", "100 MB"} else 1.0
         if not ratio >= bar:
-            yield f"{row.ranks} ranks, {row.what}: {ratio:.2f} times DeepSpeed's, at least {bar} promised"
+            yield f"{row.ranks} ranks, {row.what}: {ratio:.2f} times DeepSpeed's, at least {bar} required"

@@ -1,4 +1,4 @@
-"""The peers, each as its users run it; a side is given its part of every batch, or the whole one."""
+"""Contenders, each used as its documentation recommends; each gets its part of every batch, or the whole batch."""
 
 import os
 
@@ -11,7 +11,7 @@ import counterpoint as cp
 
 
 class SingleProcess:
-    """A loop by hand in one process, on the whole batch."""
+    """A plain loop in one process on the whole batch."""
 
     def __init__(self, workload):
         self.workload = workload
@@ -43,14 +43,14 @@ class SingleProcess:
 
 
 class HalfBatch(SingleProcess):
-    """A loop by hand in one process, on what its rank gets of the batch: no communication at all."""
+    """A plain loop in one process on its rank's part of the batch: no communication."""
 
     def local_part(self, batch):
         return local_shard(batch, rank_from_env())
 
 
 class Counterpoint:
-    """The plan that a user gets for strategy="data" on one host."""
+    """The default plan of strategy="data" on one host."""
 
     def __init__(self, workload):
         self.run = cp.parallelize(build_model(workload), workload.optimizer, workload.loss, strategy="data")
@@ -122,7 +122,7 @@ class DeepSpeed(SingleProcess):
         deepspeed.init_distributed("gloo")
         self.workload, self.rank = workload, dist.get_rank()
         model = build_model(workload)
-        config = {  # it clips by the norm unless told not to, which would be another training
+        config = {  # its default clips by norm, which would change the training
             "train_micro_batch_size_per_gpu": workload.size // RANKS,
             "zero_optimization": {"stage": 0},
             "gradient_clipping": 0.0,

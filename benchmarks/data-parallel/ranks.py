@@ -1,6 +1,6 @@
-"""One rank of one turn of one side: it trains and prints seconds, losses and memory as JSON.
+"""One rank of one contender's run: trains and prints seconds, losses and memory as JSON.
 
-Called with the side, the workload, threads, and ``kept`` where glibc keeps what is freed.
+Arguments: contender, workload, threads, and ``kept`` to retain freed memory.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ PAUSE_S = 0.02
 
 
 class MemorySampler:
-    """The bytes of this process at many times, of what it shares its part; the kernel keeps no peak of that."""
+    """Samples of this process's proportional set size; the kernel records no peak of it."""
 
     def __init__(self):
         self.samples = []
@@ -34,7 +34,7 @@ class MemorySampler:
 
     @contextmanager
     def sampling(self):
-        """Look again and again inside; never while steps are timed."""
+        """Sample repeatedly inside the block; not used while steps are timed."""
         over = threading.Event()
 
         def watch():
@@ -52,7 +52,7 @@ class MemorySampler:
 
 
 def keep_freed_memory():
-    """Set up glibc as a training here does."""
+    """Configure glibc as a Counterpoint training does."""
     libc = ctypes.CDLL(None)
     for name, value in RETAIN_FREED.items():
         libc.mallopt(MALLOPT_PARAMETERS[name], value)

@@ -1,4 +1,4 @@
-"""Data parallelism here against its peers: sides in turns, every turn in processes of its own."""
+"""Data parallelism compared with peers: contenders run alternately, each in separate processes."""
 
 import json
 import statistics
@@ -24,7 +24,7 @@ CONTENDERS = {
     "one process x 1": ("one", 1, 1, ""),
     "one process x 2": ("one", 1, 2, ""),
 }
-"""Each side: what ranks.py runs, processes, threads of each, and how the allocator is set."""
+"""By contender: name in ranks.py, processes, threads of each, and allocator mode."""
 UPPER_BOUNDS = {"bound", "bound, both at once"}
 BARS = {
     "A": {"ddp": 3.0, "ddp, kept memory": 2.6, "one process x 2": 1.2},
@@ -35,13 +35,13 @@ BARS = {
 }
 SIZES = {"A": 64, "B": 16, "C": 128, "D": 512, "E": 512}
 MAX_MEMORY_RATIO = 0.65
-MAX_LOSS_DIFFERENCE = 2e-3  # of a loss after 20 steps in float32, added up in another order
+MAX_LOSS_DIFFERENCE = 2e-3  # relative, of a loss after 20 steps in float32 with another order of sums
 
 
 def run_once(side, letter):
-    """Return what every rank of one turn has printed."""
+    """Return the output of every rank of one run."""
     name, processes, threads, memory = CONTENDERS[side]
-    command = script_command(SCRIPT, [name, letter, str(threads), memory or "as it is"])
+    command = script_command(SCRIPT, [name, letter, str(threads), memory or "default"])
     lines = []
     if processes == 1:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -60,12 +60,12 @@ def run_once(side, letter):
 
 
 def speed(side, letter, ranks):
-    """Return samples per second of the whole job; the bound is that of two such processes."""
+    """Return samples per second of the whole job; for the bound, of two such processes."""
     return SIZES[letter] / max(statistics.median(rank["seconds"]) for rank in ranks)
 
 
 def peak_memory(ranks):
-    """Return the most memory of all ranks at one time; one that has ended has none."""
+    """Return the peak memory of all ranks together; a rank that has exited has none."""
     seen = [(at, number, found) for number, rank in enumerate(ranks) for at, found in rank["bytes"]]
     ends = [(rank["bytes"][-1][0] + 1e-6, number, 0) for number, rank in enumerate(ranks)]
     now, most = [0] * len(ranks), 0
@@ -81,7 +81,7 @@ def is_installed(side):
 
 
 def rotate(sides, number):
-    """Return the sides in an order that begins with another one in every round."""
+    """Return the contenders in an order that starts with another one in every round."""
     first = number % len(sides)
     return sides[first:] + sides[:first]
 
@@ -102,11 +102,11 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         for side in sides:
             rows.append(make_row(letter, side, speeds, losses, memory))
             missed += find_misses(letter, side, speeds, losses, memory)
-    columns = ("workload", "side", "samples/s", "spread", "ours over it", "bar", "MiB", "losses apart")
+    columns = ("workload", "side", "samples/s", "spread", "ours over it", "bar", "MiB", "loss difference")
     figures = {f"{letter}, {side}": found for (letter, side), found in speeds.items()}
     notes = {
-        "bound": "two processes that do not talk, each on its half of the batch: one alone, twice, and both at once",
-        "MiB": "the most from beginning to end of all ranks together, what they share counted once",
+        "bound": "two processes without communication, each on half of the batch: one alone times two; both at once",
+        "MiB": "the peak of all ranks together, shared memory counted once",
         "not installed": ", ".join(side for side in CONTENDERS if side not in sides) or "none",
     }
     return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, notes)
@@ -117,7 +117,7 @@ def ratio(letter, side, speeds):
 
 
 def loss_difference(letter, side, losses):
-    """Return how far the first losses are from ours; the bound trains on half of the samples."""
+    """Return the largest relative difference of the first losses from ours; 0 for the bound, which trains on half."""
     if side in UPPER_BOUNDS:
         return 0.0
     return max(abs(a - b) / abs(b) for a, b in zip(losses[letter, "ours"], losses[letter, side], strict=True))
@@ -141,10 +141,11 @@ def find_misses(letter, side, speeds, losses, memory):
     bar = BARS[letter].get(side, 1.0 if side in {"horovod", "deepspeed"} else None)
     found = ratio(letter, side, speeds)
     if bar is not None and not found >= bar:
-        yield f"{letter}: {found:.2f} times {side}, at least {bar} promised"
+        yield f"{letter}: {found:.2f} times {side}, at least {bar} required"
     if not loss_difference(letter, side, losses) <= MAX_LOSS_DIFFERENCE:
-        yield f"{letter}: losses are {loss_difference(letter, side, losses):.0e} from those of {side}, at most {MAX_LOSS_DIFFERENCE} promised"
+        apart = loss_difference(letter, side, losses)
+        yield f"{letter}: losses are {apart:.0e} from those of {side}, at most {MAX_LOSS_DIFFERENCE} required"
     if (letter, side) == ("A", "ddp"):
         used = statistics.median(memory[letter, "ours"]) / statistics.median(memory[letter, "ddp"])
         if not used <= MAX_MEMORY_RATIO:
-            yield f"A: {used:.2f} of DDP's memory, at most {MAX_MEMORY_RATIO} promised"
+            yield f"A: {used:.2f} of DDP's memory, at most {MAX_MEMORY_RATIO} required"

@@ -1,4 +1,4 @@
-"""What is trained: five models with the batches of both ranks, the same in every process."""
+"""Workloads: five models with the batches of both ranks, the same in every process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ NUM_ROWS, WIDTH, NUM_FEATURES = 1_000_000, 32, 26
 
 @dataclass(frozen=True)
 class Workload:
-    """One model and how it is trained.
+    """One model and its training options.
 
     Args:
-        build: the untrained model, the same bits every time.
+        build: returns the untrained model, always bit-identical.
         batch: draws inputs and targets of one global batch.
         size: samples of a global batch.
         loss: mean over the samples.
-        optimizer: takes parameters.
-        steps: timed in one turn.
+        optimizer: factory from parameters.
+        steps: timed in one run.
     """
 
     build: Callable[[], nn.Module]
@@ -38,7 +38,7 @@ class Workload:
 
 
 class EmbeddingModel(nn.Module):
-    """One table for 26 features, summed, and a small MLP behind it."""
+    """One embedding table for 26 features, summed, followed by a small MLP."""
 
     def __init__(self, *, sparse):
         super().__init__()
@@ -108,7 +108,7 @@ WORKLOADS = {
 
 
 def batches(workload, count):
-    """Return so many global batches, the same for everybody."""
+    """Return this number of global batches, the same in every process."""
     draw = torch.Generator().manual_seed(1)
     return [workload.batch(draw, workload.size) for _ in range(count)]
 

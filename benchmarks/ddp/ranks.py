@@ -1,4 +1,4 @@
-"""One rank of the measurement: steps of DDP on either backend in turns; rank 0 prints what it has seen as JSON."""
+"""One rank: alternating DDP steps on both backends; rank 0 prints its results as JSON."""
 
 import ctypes
 import json
@@ -21,20 +21,20 @@ STEPS, WARM_UP = 4, 3
 
 
 def keep_freed_memory():
-    """Let glibc keep what is freed, for both sides alike.
+    """Configure glibc to retain freed memory, for both backends.
 
-    Otherwise it hands large gradients back to the kernel or not as the layout of the heap happens to be, and getting
-    them again costs a tenth of a step: luck that would decide the comparison.
+    Otherwise it depends on the heap layout whether large gradients are returned to the kernel, and allocating them
+    again takes a tenth of a step.
     """
     trim_threshold, mmap_max = -1, -4
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_max, 0)  # a higher threshold leaves three times as many page faults
+        libc.mallopt(mmap_max, 0)  # a higher threshold would cause three times as many page faults
 
 
 class DDPRun:
-    """One model that is trained on one backend."""
+    """One model trained on one backend."""
 
     def __init__(self, group, settings):
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class DDPRun:
         self.losses = []
 
     def step(self):
-        """Return the seconds of a step."""
+        """Run a step and return its seconds."""
         began = time.perf_counter()
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(self.inputs), self.targets)
@@ -57,7 +57,7 @@ class DDPRun:
 
 
 def compare(groups, settings, rounds):
-    """Return the median seconds of a step on each backend in each round, and how far the two models are apart."""
+    """Return the median seconds per step on each backend by round, and the difference of the two models."""
     runs = {name: DDPRun(groups[name], settings) for name in BACKENDS}
     for run in runs.values():
         for _ in range(WARM_UP):
@@ -74,7 +74,7 @@ def compare(groups, settings, rounds):
 
 
 def main(rounds):
-    """Be one rank."""
+    """Run one rank."""
     keep_freed_memory()
     torch.set_num_threads(1)
     register()

@@ -1,4 +1,4 @@
-"""One rank of the measurement: all contenders in turns; each rank prints as JSON what it has seen.
+"""One rank: all contenders alternately; each rank prints its results as JSON.
 
 ``ranks.py sums MB ROUNDS`` on 2 hosts of 2 ranks, ``ranks.py link MB ROUNDS`` on hosts of one rank each.
 """
@@ -23,12 +23,12 @@ PORT, PIECE = 29600, 1 << 20
 
 
 def sent_bytes():
-    """Return what this host has sent through its interface."""
+    """Return the bytes sent by this host's interface."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "eth0":
             return int(figures.split()[8])
-    raise RuntimeError("this host has no eth0: run me in the lab")
+    raise RuntimeError("this host has no eth0; run this script in benchmarks.lab")
 
 
 def all_reduce_by_schedule(strand, schedule, group):
@@ -47,7 +47,7 @@ def all_reduce_by_fabric(fabric):
 
 
 def make_contenders(kind, auto, gloo):
-    """Return what is compared: ``sum(tensor)`` by name."""
+    """Return the compared all-reduces by name."""
     everybody = tuple(range(gloo.num_ranks))
     strand = GlooChannel(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.timeout_s)
     if kind == "sums":  # ranks 0, 1 on one host, 2, 3 on the other
@@ -66,7 +66,7 @@ def make_contenders(kind, auto, gloo):
 
 
 def time_tcp_transfer(fabric, num_bytes):
-    """Return the seconds that rank 0 takes to send rank 1, on another host, so much on a TCP connection."""
+    """Return the seconds of a transfer from rank 0 to rank 1, on another host, by one TCP connection."""
     if fabric.rank > 1:
         return None
     data, address = bytearray(PIECE), os.environ["MASTER_ADDR"]
@@ -89,7 +89,7 @@ def time_tcp_transfer(fabric, num_bytes):
 
 
 def main(kind, megabytes, rounds):
-    """Be one rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -99,7 +99,7 @@ def main(kind, megabytes, rounds):
     found = {"plain transfer": []}
     compared = make_contenders(kind, auto, gloo)
     tensor = auto.empty(num_elements, torch.float32)
-    for turn in range(rounds + 1):  # the first warms up
+    for turn in range(rounds + 1):  # the first round warms up
         if kind == "link":
             seconds = time_tcp_transfer(gloo, megabytes * MB)
             found["plain transfer"] += [seconds] if turn else []
@@ -107,12 +107,12 @@ def main(kind, megabytes, rounds):
             tensor.fill_(rank + 1)
             auto.barrier(everybody)
             sent = sent_bytes()
-            auto.barrier(everybody)  # nobody begins before all have looked
+            auto.barrier(everybody)  # start after all ranks have read their counters
             began = time.perf_counter()
             add_up(tensor)
             seconds = time.perf_counter() - began
             auto.barrier(everybody)
-            assert float(tensor[0]) == float(tensor[-1]) == count * (count + 1) / 2, f"{name} added up wrongly"
+            assert float(tensor[0]) == float(tensor[-1]) == count * (count + 1) / 2, f"{name} returned a wrong sum"
             if turn:
                 found.setdefault(name, []).append((seconds, sent_bytes() - sent))
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""All-reduces between hosts of the lab, by the same ranks in turns."""
+"""All-reduces between simulated hosts, alternately on the same ranks."""
 
 import json
 import statistics
@@ -15,12 +15,12 @@ from benchmarks.lab import Lab
 ROUNDS, MEGABYTES, RATE, BYTES_PER_S = 5, 16, "1gbit", 125e6
 WIRE_BYTES = {"hierarchical": 1.0, "connect": 1.0, "ring in host order": 1.5, "ring interleaved": 3.0}
 MIN_SPEEDUP = {"ring in host order": 1.3, "ring interleaved": 2.5, "gloo": 1.3}
-HEADER_OVERHEAD = 0.03  # of frames and announcements, above the bytes of the tensors
+HEADER_OVERHEAD = 0.03  # of frames and message headers, relative to the bytes of the tensors
 MIN_LINK_USE = 0.85
 
 
 def on_hosts(hosts, per_host, kind, rounds):
-    """Return what each rank has measured."""
+    """Return the results of each rank."""
     command = [sys.executable, str(Path(__file__).with_name("ranks.py")), kind, str(MEGABYTES), str(rounds)]
     with Lab(hosts=hosts, rate=RATE) as lab:
         ended = lab.run_ranks(command, per_host=per_host, deadline_s=120)
@@ -28,7 +28,7 @@ def on_hosts(hosts, per_host, kind, rounds):
 
 
 def slowest_rank_s(found, name):
-    """Return the seconds of each round, until the last rank was done."""
+    """Return the seconds of each round until the last rank has finished."""
     return [max(one[0] for one in turns) for turns in zip(*(rank[name] for rank in found), strict=True)]
 
 
@@ -44,9 +44,9 @@ def two_host_rows(rounds, missed, figures):
         figures[name] = {"seconds": seconds, "sent": sent, "over_connect": ratio, "over_hierarchical": own}
         yield "2 x 2", name, f"{1e3 * statistics.median(seconds):.0f}", f"{sent:.3f}", f"{ratio:.2f}", f"{own:.2f}", "-"
         if name in WIRE_BYTES and not WIRE_BYTES[name] <= sent <= WIRE_BYTES[name] * (1 + HEADER_OVERHEAD):
-            missed.append(f"{name}: {sent:.3f} n crossed the wire instead of {WIRE_BYTES[name]} n")
+            missed.append(f"{name}: {sent:.3f} n sent instead of {WIRE_BYTES[name]} n")
         if name in MIN_SPEEDUP and not ratio >= MIN_SPEEDUP[name]:
-            missed.append(f"connect is {ratio:.2f} times as fast as {name}; at least {MIN_SPEEDUP[name]} promised")
+            missed.append(f"connect is {ratio:.2f} times as fast as {name}; at least {MIN_SPEEDUP[name]} required")
 
 
 def four_host_rows(rounds, missed, figures):
@@ -68,13 +68,13 @@ def four_host_rows(rounds, missed, figures):
         yield "4 x 1", name, f"{1e3 * seconds:.0f}", f"{sent:.3f}", "-", "-", share
         if name != "gloo" and not max(nominal, measured) >= MIN_LINK_USE:
             missed.append(
-                f"{name}: {share} of the link (nominal / as a plain TCP transfer); {MIN_LINK_USE:.0%} promised"
+                f"{name}: {share} of the link (nominal / as a plain TCP transfer); {MIN_LINK_USE:.0%} required"
             )
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
-        raise LaunchError(f"hosts cannot be made here: {reason}")
+        raise LaunchError(f"simulated hosts are not available: {reason}")
     rounds = max(3, options.rounds or ROUNDS)
     missed, figures = [], {}
     options.report_progress("2 hosts of 2 ranks")
@@ -83,7 +83,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     rows += four_host_rows(rounds, missed, figures)
     columns = ("hosts", "all-reduce", "ms", "sent, n", "over connect", "over hierarchical", "of the link")
     note = {
-        "of the link:": f"the least that can be sent, at {RATE} / at that of a plain TCP transfer in this run, over "
-        f"the time taken; a plain transfer reached {figures['plain transfer']['bytes_per_s'] / 1e6:.1f} MB/s",
+        "of the link:": f"the minimum transfer time, at {RATE} / at the rate of a plain TCP transfer in this run, over "
+        f"the measured time; a plain transfer reached {figures['plain transfer']['bytes_per_s'] / 1e6:.1f} MB/s",
     }
     return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, note)

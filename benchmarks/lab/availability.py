@@ -1,4 +1,4 @@
-"""Whether this machine lets us have a lab, found out by trying each thing once in namespaces that end at once."""
+"""Check whether this machine supports the lab, by trying each operation once in temporary namespaces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRIAL_S = 20
 
 @cache
 def unavailable_reason() -> str | None:
-    """Return why hosts cannot be made here, or None."""
+    """Return why hosts cannot be created here, or None."""
     if sys.platform != "linux":
         return f"hosts are Linux namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -44,7 +44,7 @@ def unavailable_reason() -> str | None:
 
 @cache
 def faults_unavailable_reason() -> str | None:
-    """Return why packets cannot be lost, cut or led to a proxy here, or None where hosts can be made."""
+    """Return why packets cannot be lost, cut or redirected here, or None."""
     script = str(Path(__file__).with_name("packet_rules.py"))
     wanted = '{"drop": [["10.77.0.1", 0.5]], "redirect": {"port": 1, "mark": 1, "targets": ["10.77.0.1"]}}'
     return _try_command(sys.executable, "-I", "-S", script, text=wanted)

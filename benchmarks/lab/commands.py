@@ -1,4 +1,4 @@
-"""Commands that run on hosts: their output, their end, and a deadline for all of them together."""
+"""Commands on hosts: their output, their exit, and a common timeout."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class FinishedCommand:
-    """A command that has ended.
+    """A finished command.
 
     Args:
-        name: the host it ran on, or its rank and host.
-        code: its exit status; minus the signal that killed it.
-        out: what it wrote to standard output.
-        err: what it wrote to standard error.
+        name: its host, or its rank and host.
+        code: exit status; minus the signal that killed it.
+        out: its standard output.
+        err: its standard error.
     """
 
     name: str
@@ -35,10 +35,10 @@ class FinishedCommand:
     err: str
 
     def text(self) -> str:
-        """Return what it wrote to standard output, if it ended with 0.
+        """Return its standard output if it succeeded.
 
         Raises:
-            LabError: it ended otherwise; the message has the last lines it wrote.
+            LabError: it failed; the message has its last lines.
         """
         if self.code:
             raise LabError(f"{self.name} ended with {self.code}:\n{self.last_lines()}")
@@ -71,12 +71,12 @@ class RunningCommand:
                 os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it with SIGKILL and wait until it is gone."""
+        """Kill it with SIGKILL and wait for its exit."""
         self.send(signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
-        """Let go of its output."""
+        """Close its output files."""
         self.out.close()
         self.err.close()
 
@@ -97,18 +97,18 @@ class RunningCommand:
             time.sleep(POLL_S)
 
     def written(self) -> str:
-        """Return what it has written to standard output so far."""
+        """Return its standard output so far."""
         return _content(self.out)
 
     def ended(self) -> FinishedCommand:
-        """Return how it ended; it has."""
+        """Wait for its exit and return the result."""
         return FinishedCommand(self.name, self.process.wait(), _content(self.out), _content(self.err))
 
 
 def start(
     host: LabHost, command: Sequence[str], environ: Mapping[str, str] | None, name: str | None = None
 ) -> RunningCommand:
-    """Start a command on a host with its output in files that have no name."""
+    """Start a command on a host with its output in unnamed files."""
     with contextlib.ExitStack() as opening:
         out, err = (opening.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         running = RunningCommand(name or host.name, host.start(command, environ, stdout=out, stderr=err), out, err)

@@ -1,10 +1,11 @@
-"""Delay by a TCP proxy: one on each host, for the connections that it opens to others.
+"""TCP proxy that delays connections: one on each host, for the connections opened by it.
 
-Runs on the host as a script. The host's packet rules lead its connections here; the proxy dials on, and holds every
-byte for the delay of its direction. Standard input brings the delays, one JSON object per line, each replacing the
-last: ``{"10.77.0.2": {"there": [0.01, 0.002], "back": [0.01, 0.0]}}``, seconds and jitter. Its end ends the proxy.
+Runs on the host as a script. The host's packet rules redirect its connections here; the proxy connects to the original
+target, and holds every byte for the delay of its direction. Standard input has the delays, one JSON object per line,
+each replacing the previous one: ``{"10.77.0.2": {"there": [0.01, 0.002], "back": [0.01, 0.0]}}``, seconds and jitter.
+The proxy exits at the end of its input.
 
-Everything is in order and nothing is lost, as TCP promises; a reset or half-close on one side becomes one on the other.
+Data stays in order and nothing is lost, as TCP guarantees; a reset or half-close on one side is repeated on the other.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import socket
 import struct
 import sys
 
-ORIGINAL_TARGET = 80  # SO_ORIGINAL_DST: where the connection was going before the rules led it here
+ORIGINAL_TARGET = 80  # SO_ORIGINAL_DST: target of the connection before the redirect
 CHUNK_BYTES = 64 * 1024
-MAX_CHUNKS = 512  # on their way in one direction of one connection, at most 32 MiB
+MAX_CHUNKS = 512  # in flight in one direction of one connection, at most 32 MiB
 Direction = tuple[float, float]
 
 
 class DelayProxy:
-    """The delays by target address, and the connections under way.
+    """The delays by target address, and the open connections.
 
     Args:
-        mark: put on the proxy's own packets, which the rules let through.
-        seed: of the jitter; the n-th connection to a target draws the same numbers in every run.
+        mark: of the proxy's own packets, which the rules do not redirect.
+        seed: of the jitter; the n-th connection to a target has the same jitter in every run.
     """
 
     def __init__(self, mark: int, seed: str) -> None:
@@ -40,18 +41,18 @@ class DelayProxy:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def delay_s(self, target: str, direction: str, chance: random.Random) -> float:
-        """Return how long the next bytes of a direction are held; 0 once its delay has been taken away."""
+        """Return the delay of the next bytes of a direction; 0 after its delay was removed."""
         base_s, jitter_s = self.delays.get(target, {}).get(direction, (0.0, 0.0))
         return base_s + chance.uniform(0.0, jitter_s)
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a connection that the rules led here."""
+        """Accept a redirected connection."""
         task = asyncio.ensure_future(self.relay(reader, writer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Dial on after one round trip, as a handshake takes, and carry both directions until both have ended."""
+        """Connect after one round trip, as a handshake takes, and relay both directions until both have ended."""
         raw = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_IP, ORIGINAL_TARGET, 16)
         port, packed = struct.unpack_from("!2xH4s", raw)
         target = socket.inet_ntoa(packed)
@@ -78,7 +79,7 @@ class DelayProxy:
         far_writer.close()
 
     async def connect(self, target: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the true target, past the rules."""
+        """Connect to the original target, bypassing the rules."""
         far = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         far.setblocking(False)
         far.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, self.mark)
@@ -98,7 +99,7 @@ class DelayProxy:
         direction: str,
         chance: random.Random,
     ) -> None:
-        """Carry one direction; bytes that were read at t are written at t plus the delay, never before earlier ones."""
+        """Relay one direction; bytes read at t are written at t plus the delay, in order."""
         clock = asyncio.get_running_loop().time
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
 
@@ -126,7 +127,7 @@ class DelayProxy:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection the hard way, so that its other side sees a reset and not a polite end."""
+    """Reset a connection, so that its peer sees a reset instead of an orderly close."""
     with contextlib.suppress(OSError):
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -134,7 +135,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def serve(mark: int, seed: str) -> None:
-    """Say the port on standard output, then serve until standard input ends."""
+    """Print the port, then serve until standard input ends."""
     proxy = DelayProxy(mark, seed)
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""One host: a process that keeps namespaces of its own, and the commands that run inside them.
+"""One host: a process with its own namespaces, and the commands that run inside them.
 
-Nothing of a host has a name outside: no ``ip netns`` entry, no file, no interface. The keeper reads a pipe whose other
-end only the lab's process holds. When that process ends in whatever way, the keeper reads the end of the pipe and
-exits; it is process 1 of its pid namespace, so the kernel then kills everything on the host and frees its network.
+A host has no name outside itself: no ``ip netns`` entry, no file, no interface. Its keeper process reads a pipe whose
+other end is open only in the lab's process. When that process exits in any way, the keeper reads the end of the pipe
+and exits; it is process 1 of its pid namespace, so the kernel then kills everything on the host and frees its network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLOSED_S = 10.0
 
 
 class LabError(Exception):
-    """The lab could not be built, or what ran in it did not end as it should."""
+    """The lab could not be built, or a command in it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class LabHost:
     """A running host.
 
     Args:
-        name: its host name.
-        pid: process 1 of the host, as the machine counts.
-        keeper: the ``unshare`` above process 1; its standard input is the pipe that keeps the host alive.
+        name: host name.
+        pid: process 1 of the host, in the machine's pid namespace.
+        keeper: the ``unshare`` process above process 1; its standard input is the pipe that keeps the host alive.
     """
 
     name: str
@@ -71,7 +71,7 @@ class LabHost:
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a command on this host, in a session of its own; ``environ`` adds to the lab's own variables."""
+        """Start a command on this host, in a new session; ``environ`` adds to the lab's own variables."""
         variables = {**os.environ, **(environ or {})}
         return subprocess.Popen(
             self.command_inside(command),
@@ -83,7 +83,7 @@ class LabHost:
         )
 
     def call(self, *command: str, text: str = "") -> str:
-        """Run a short command of the lab itself on this host and return what it printed.
+        """Run a short command on this host and return its output.
 
         Raises:
             LabError: it failed, or took more than 10 s.
@@ -91,7 +91,7 @@ class LabHost:
         return call(*self.command_inside(command), text=text)
 
     def call_in_network(self, *command: str) -> str:
-        """Run a command of the machine in this host's network only, where it can name other hosts' processes.
+        """Run a command only in this host's network, where it can name other hosts' processes.
 
         Raises:
             LabError: it failed, or took more than 10 s.
@@ -99,7 +99,7 @@ class LabHost:
         return call("nsenter", f"--target={self.pid}", "--net", "--", *command)
 
     def close(self) -> None:
-        """End the host and every process on it."""
+        """Stop the host and every process on it."""
         if self.keeper.stdin is not None:
             self.keeper.stdin.close()
         try:
@@ -112,14 +112,14 @@ class LabHost:
 
 
 def open_host(name: str, hosts_file: str) -> LabHost:
-    """Start a host with a loopback interface and nothing else.
+    """Start a host with only a loopback interface.
 
     Args:
         name: its host name; also the last word of its keeper's command line, after the lab's pid.
-        hosts_file: what it reads as /etc/hosts. Its /etc/resolv.conf is empty, its /dev/shm its own.
+        hosts_file: its /etc/hosts. Its /etc/resolv.conf is empty, its /dev/shm separate.
 
     Raises:
-        LabError: the keeper did not come up; the message is what it said.
+        LabError: the keeper did not start; the message is its output.
     """
     marks = (name, hosts_file, f"counterpoint-lab:{os.getpid()}:{name}")
     keeper = subprocess.Popen(
@@ -141,7 +141,7 @@ def open_host(name: str, hosts_file: str) -> LabHost:
 
 
 def call(*command: str, text: str = "") -> str:
-    """Run a short command on the machine itself and return what it printed.
+    """Run a short command on the machine and return its output.
 
     Raises:
         LabError: it failed, is not installed, or took more than 10 s.

@@ -1,4 +1,4 @@
-"""The lab: hosts, their network and its faults, as one thing to open and close."""
+"""The lab: hosts, their network and its faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.lab.network import Traffic
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
 
 HERE = Path(__file__).parent
-MASTER_PORT = 29500  # every host is alone with its ports
+MASTER_PORT = 29500  # hosts have separate port spaces
 PROXY_MARK = 0x6C6162
 PYTHON = (sys.executable, "-I", "-S")
 Link = tuple[str, str]
@@ -61,12 +61,12 @@ class Lab:
 
     @staticmethod
     def unavailable_reason() -> str | None:
-        """Return why no lab can be opened here, or None where it can."""
+        """Return why no lab can be opened here, or None if it can."""
         return availability.unavailable_reason()
 
     @staticmethod
     def faults_unavailable_reason() -> str | None:
-        """Return why packets cannot be lost, cut or delayed here, or None where they can."""
+        """Return why packets cannot be lost, cut or delayed here, or None if they can."""
         return availability.unavailable_reason() or availability.faults_unavailable_reason()
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class Lab:
     def start(
         self, host: str, command: Sequence[str], environ: Mapping[str, str] | None = None, name: str | None = None
     ) -> RunningCommand:
-        """Start a command on a host, in the caller's working directory; it ends with the lab at the latest."""
+        """Start a command on a host, in the caller's working directory; closing the lab kills it."""
         running = start(self._runner(host), command, environ, name)
         self._running.append(running)
         return running
@@ -169,7 +169,7 @@ class Lab:
         return self._runner(host).pid
 
     def traffic(self, host: str) -> Traffic:
-        """Return what has crossed a host's link so far; what its ranks say to each other does not."""
+        """Return what has crossed a host's link so far, without traffic between its own ranks."""
         return network.traffic(self._runner(host))
 
     def shape(self, host: str, rate: str) -> None:
@@ -177,12 +177,12 @@ class Lab:
         network.shape(self._switch, self._runner(host), rate)
 
     def unplug(self, host: str) -> None:
-        """Take a host's link down at the switch: it sees silence, not an error."""
+        """Disable a host's link at the switch: the host sees no error."""
         self._runner(host)
         self._switch.call("ip", "link", "set", network.port(host), "down")
 
     def plug(self, host: str) -> None:
-        """Bring a link back that was unplugged."""
+        """Enable an unplugged link."""
         self._runner(host)
         self._switch.call("ip", "link", "set", network.port(host), "up")
 
@@ -200,16 +200,16 @@ class Lab:
             self._set_rules(host)
 
     def cut(self, source: str | Iterable[str], target: str | Iterable[str]) -> None:
-        """Let nothing from sources reach targets; the other direction stays."""
+        """Drop all packets from sources to targets; the other direction is not affected."""
         self.lose(source, target, 1.0)
 
     def partition(self, one: str | Iterable[str], other: str | Iterable[str]) -> None:
-        """Let nothing pass between two sides, either way."""
+        """Drop all packets between two sets of hosts."""
         self.cut(one, other)
         self.cut(other, one)
 
     def heal(self) -> None:
-        """End every loss and every cut."""
+        """End all losses and cuts."""
         for host in {to for _, to in self._lost_error}:
             self._lost_error = {link: ratio for link, ratio in self._lost_error.items() if link[1] != host}
             self._set_rules(host)

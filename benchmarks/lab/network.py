@@ -1,4 +1,4 @@
-"""The wires: a switch with a bridge, one shaped link to each host, and the counters of the links."""
+"""The network: a switch with a bridge, one shaped link to each host, and the links' counters."""
 
 from __future__ import annotations
 

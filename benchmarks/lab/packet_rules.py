@@ -1,14 +1,14 @@
-"""Packet rules of one host: losses and cuts where packets come in, and the way into the delay proxy.
+"""Packet rules of one host: losses and cuts of incoming packets, and the redirect to the delay proxy.
 
-Runs on the host as a script, reads one JSON object and replaces the host's rules by it, all or nothing::
+Runs on the host as a script, reads one JSON object and replaces the host's rules by it atomically::
 
     {"drop": [["10.77.0.2", 0.05]], "redirect": {"port": 4000, "mark": 77, "targets": ["10.77.0.2"]}}
 
-It speaks to nftables in the kernel directly, as ``nft`` would, because that command is often not installed. Loss is
-taken on the receiver's ``input`` hook: on ``output`` the sender would be told, which a real loss never does.
+It configures nftables in the kernel by netlink, as ``nft`` would, because that command is often not installed. Packets
+are dropped on the receiver's ``input`` hook: on ``output`` the sender would get an error, unlike for a real loss.
 
 Source:
-    include/uapi/linux/netfilter/nf_tables.h; the same rules as nft shows them:
+    include/uapi/linux/netfilter/nf_tables.h; the same rules as shown by nft:
     ``ip saddr 10.77.0.2 numgen random mod 1000000 < 50000 drop`` and
     ``ip daddr 10.77.0.2 meta l4proto tcp meta mark != 77 redirect to :4000``.
 """

@@ -1,4 +1,4 @@
-"""Solo under the trainer against the same model in a hand-written loop, in turns."""
+"""Trainer on one rank compared with a hand-written loop, step by step alternately."""
 
 import copy
 import ctypes
@@ -74,7 +74,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Times:
-    """Clock and processor seconds of each step."""
+    """Wall-clock and CPU seconds of each step."""
 
     wall: list
     cpu: list
@@ -84,9 +84,9 @@ class Times:
 
 
 class AlternatingSteps(Callback):
-    """After every step of the trainer one by hand: whatever disturbs the machine disturbs both alike.
+    """Run a hand-written step after every step of the trainer, so that machine noise affects both equally.
 
-    A step of the trainer is the time from the end of the step by hand to the next call of `on_step`.
+    A trainer step lasts from the end of the hand-written step to the next call of `on_step`.
     """
 
     def __init__(self, step_by_hand):
@@ -118,10 +118,10 @@ def record_times(times, before, after):
 
 
 def keep_freed_memory():
-    """Let glibc keep what is freed, for both sides alike.
+    """Configure glibc to retain freed memory, for both loops.
 
-    Otherwise it hands large gradients back to the kernel or not as the layout of the heap happens to be, and getting
-    them again costs a tenth of a step: luck that would decide the comparison.
+    Otherwise it depends on the heap layout whether large gradients are returned to the kernel, and allocating them
+    again takes a tenth of a step.
     """
     trim_threshold, mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""One rank of the measurement: steps of every contender in turns; each rank prints what it has seen as JSON."""
+"""One rank: alternating steps of every contender; each rank prints its results as JSON."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from counterpoint.jobs.models import GPT, GPTShape
 from counterpoint.launchers.environment import detect
 
 BATCH, TOKENS, LENGTH = 8, 4096, 128
-WARM_UP, TRIALS = 3, 52  # steps before the first that counts; while sizes are tried, these are so many
+WARM_UP, TRIALS = 3, 52  # warm-up steps; more while bucket sizes are tried
 OURS = {
     "without": {"strategy": "data(2)", "passes": ()},
     "overlap": {"strategy": "data(2, tune=off)"},
@@ -33,7 +33,7 @@ def adamw(params):
 
 
 class DDP:
-    """torch's DistributedDataParallel on gloo, as its users run it."""
+    """torch's DistributedDataParallel on gloo, as its documentation recommends."""
 
     def __init__(self):
         self.model = nn.parallel.DistributedDataParallel(gpt())
@@ -50,7 +50,7 @@ class DDP:
 
 
 def time_step(step, batch):
-    """Return the seconds of a step that all ranks begin together."""
+    """Return the seconds of a step that all ranks start at the same time."""
     dist.barrier()
     began = time.perf_counter()
     step(*batch)
@@ -68,7 +68,7 @@ def time_single_rank(batch):
 
 
 def main(rounds):
-    """Be one rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     environment = detect()
@@ -98,7 +98,7 @@ def main(rounds):
 
 
 def bucket_counts(step):
-    """Yield how many buckets the sums of a step are made in."""
+    """Yield the number of buckets of each reducer."""
     for rank in step.team.ranks.values():
         for sites in rank.interpreter.exchange.early.sites.values():
             yield from (len(site.agreement.cut) for site in sites)

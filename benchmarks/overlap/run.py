@@ -1,4 +1,4 @@
-"""Steps of data parallelism between hosts of the lab, with the sums of gradients during the backward and after it."""
+"""Data parallelism between simulated hosts, with the gradient all-reduce during and after the backward."""
 
 import json
 import statistics
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.lab import Lab
 
 ROUNDS, RATE = 15, "1gbit"
-BARS = {"without": 1.1, "ddp": 1.0}  # how many times as fast the tuned step is, at least
+BARS = {"without": 1.1, "ddp": 1.0}  # minimum speed-up of the tuned step
 LABELS = {
     "without": "ours, passes=()",
     "overlap": "ours, tune=off",
@@ -23,7 +23,7 @@ LABELS = {
 
 
 def on_hosts(rounds):
-    """Return what each of two ranks on two hosts has measured."""
+    """Return the results of two ranks on two hosts."""
     command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(rounds)]
     with Lab(hosts=2, rate=RATE) as lab:
         return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
@@ -31,7 +31,7 @@ def on_hosts(rounds):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
-        raise LaunchError(f"hosts cannot be made here: {reason}")
+        raise LaunchError(f"simulated hosts are not available: {reason}")
     found = on_hosts(max(3, options.rounds or ROUNDS))
     seconds = {name: list(map(max, *(rank["seconds"][name] for rank in found))) for name in LABELS}
     rows, missed = [], []
@@ -46,11 +46,11 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         rows.append((meaning, count, f"{1e3 * statistics.median(seconds[name]):.0f}", spread, *shown))
         for other, bar in BARS.items() if name == "tuned" else ():
             if not ratios[other] >= bar:
-                missed.append(f"ours is {ratios[other]:.2f} times as fast as {LABELS[other]}; at least {bar} promised")
+                missed.append(f"ours is {ratios[other]:.2f} times as fast as {LABELS[other]}; at least {bar} required")
     forward, backward = (statistics.median(times) for times in zip(*found[0]["alone"], strict=True))
-    rows.append(("one rank that sends nothing", "-", f"{1e3 * (forward + backward):.0f}", "-", "-", "-"))
-    columns = ("2 hosts x 1 rank, 1 Gbit/s", "buckets", "ms a step", "spread", "over without", "over DDP")
+    rows.append(("one rank without communication", "-", f"{1e3 * (forward + backward):.0f}", "-", "-", "-"))
+    columns = ("2 hosts x 1 rank, 1 Gbit/s", "buckets", "ms per step", "spread", "over without", "over DDP")
     note = f"forward {1e3 * forward:.0f} ms, backward {1e3 * backward:.0f} ms; no update"
     return BenchmarkResult(
-        columns, tuple(rows), tuple(missed), {"seconds": seconds, "ranks": found}, {"sends nothing:": note}
+        columns, tuple(rows), tuple(missed), {"seconds": seconds, "ranks": found}, {"without communication:": note}
     )

@@ -1,4 +1,4 @@
-"""The table of strategies and models: how far each is from the solo run."""
+"""Table of strategies and models: difference of each from single-process training."""
 
 import torch
 
@@ -31,7 +31,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
             if not one.worst <= TOLERANCE
         ),
         figures={f"{one.strategy} / {one.model} / {one.world}": one.worst for one in cells},
-        notes={"*": "running statistics are the mean over the replicas of each one's own, weighted by microbatches"},
+        notes={"*": "running statistics are the mean over the replicas, weighted by microbatches"},
     )
 
 

@@ -1,4 +1,4 @@
-"""The peers, each as its users run it; every side is given the whole batch and works on the stages of one model."""
+"""Contenders, each used as its documentation recommends; each gets the whole batch and trains stages of one model."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ SHAPE = GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4
 
 
 def build_model():
-    """Return GPT B of the data-parallel benchmark with an output layer of its own, which torch's stages need."""
+    """Return GPT B of the data-parallel benchmark with an untied output layer, which torch's stages need."""
     torch.manual_seed(0)
     model = GPT(SHAPE)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -32,7 +32,7 @@ def rank_from_env():
 
 
 class Counterpoint:
-    """One order of Counterpoint's pipeline; ``pipedream(2) in 1`` has a batch in one microbatch."""
+    """A pipeline of Counterpoint; ``pipedream(2) in 1`` uses one microbatch per batch."""
 
     def __init__(self, name):
         strategy, _, micros = name.partition(" in ")
@@ -45,7 +45,7 @@ class Counterpoint:
         return self.run(*batch)
 
     def drain_incoming(self):
-        """Take in what the other rank has sent for the next step."""
+        """Receive what the other rank has sent for the next step."""
         for fabric in self.run.local_ranks.world.fabrics:
             fabric.drain_incoming()
 
@@ -54,7 +54,7 @@ class Counterpoint:
 
 
 class IdlePeer:
-    """A side that does nothing between its turns."""
+    """A contender that does nothing between its runs."""
 
     def drain_incoming(self):
         pass
@@ -75,7 +75,7 @@ class FirstStage(nn.Module):
 
 
 class LaterStage(nn.Module):
-    """Some blocks and, at the end, the norm and the output layer."""
+    """Some blocks and, in the last stage, the norm and the output layer."""
 
     def __init__(self, model, blocks, *, is_last):
         super().__init__()
@@ -89,11 +89,11 @@ class LaterStage(nn.Module):
 
 
 STAGE_STARTS = {"one": [0, 4, 6], "loop": [0, 2, 3, 5, 6], "V": [0, 1, 3, 5, 6]}
-"""Which blocks begin a stage: as even as whole blocks can be; the output layer and the loss weigh as 1.3 of them."""
+"""First block of each stage: as even as whole blocks allow; the output layer and the loss count as 1.3 blocks."""
 
 
 def split_into_stages(model, bounds):
-    """Return the model as stages, cut between blocks."""
+    """Return the model as stages, split between blocks."""
     runs = [list(model.blocks[first:stop]) for first, stop in itertools.pairwise(bounds)]
     backs = [LaterStage(model, run, is_last=at == len(runs) - 2) for at, run in enumerate(runs[1:])]
     return [FirstStage(model, runs[0]), *backs]
@@ -152,7 +152,7 @@ class DeepSpeed(IdlePeer):
         layers.append(LaterStage(model, [], is_last=True))
         module = PipelineModule(layers, num_stages=STAGES, loss_fn=sequence_loss, partition_method="parameters")
         config = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // MICROS}
-        config["gradient_clipping"] = 0.0  # its default of 1.0 makes losses of its own
+        config["gradient_clipping"] = 0.0  # its default of 1.0 would change the losses
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=make_optimizer(list(module.parameters())), config=config
         )
@@ -166,7 +166,7 @@ class DeepSpeed(IdlePeer):
 
 
 class SingleProcess(IdlePeer):
-    """A loop by hand in one process: without any bubble two ranks would take half of its time."""
+    """A plain loop in one process: two ranks without bubbles would take half of its time."""
 
     def __init__(self, _):
         self.model = build_model()

@@ -1,4 +1,4 @@
-"""One rank of one side: in every turn it trains for some steps; it leaves seconds, losses and memory as JSON."""
+"""One rank of one contender: runs some steps whenever it is its turn, and writes seconds, losses and memory as JSON."""
 
 import json
 import statistics
@@ -19,7 +19,7 @@ def field_bytes(path, name):
 
 
 def peak_bytes():
-    """Return the most memory that this process has had at once, of what it shares now only its part."""
+    """Return the peak memory of this process, in which currently shared pages count proportionally."""
     rollup = "/proc/self/smaps_rollup"
     shared = field_bytes(rollup, "Rss") - field_bytes(rollup, "Pss")
     return field_bytes("/proc/self/status", "VmHWM") - shared

@@ -1,4 +1,4 @@
-"""Pipelines here against torch's and DeepSpeed's: the processes of all sides are alive and compute in turns."""
+"""Pipelines compared with torch's and DeepSpeed's: the processes of all contenders stay alive and run alternately."""
 
 import statistics
 import sys
@@ -74,14 +74,22 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         for whose, names in (("ours", SYNCHRONOUS), ("torch", [side for side in sides if side.startswith("torch")]))
     }
     rows = [make_row(side, speeds, losses, memory, best["torch"]) for side in sides]
-    columns = ("side", "samples/s", "spread", "over torch's like it", "over torch's best", "MiB", "loss apart")
+    columns = (
+        "side",
+        "samples/s",
+        "spread",
+        "over torch's of the same name",
+        "over torch's best",
+        "MiB",
+        "loss difference",
+    )
     notes = {"torch's best": best["torch"], "our best synchronous one": best["ours"]}
     missed = tuple(find_misses(sides, speeds, losses, memory, best))
     return BenchmarkResult(columns, tuple(rows), missed, {"samples/s": speeds, "bytes": memory}, notes)
 
 
 def normalize_by_round(speeds):
-    """Return speeds as parts of the mean of their round: the machine is faster in one round than in another."""
+    """Return speeds relative to the mean of their round, since the machine's speed varies between rounds."""
     means = [statistics.fmean(found) for found in zip(*speeds.values(), strict=True)]
     return {side: [one / mean for one, mean in zip(found, means, strict=True)] for side, found in speeds.items()}
 
@@ -91,7 +99,7 @@ def ratio(speeds, side, other):
 
 
 def loss_difference(losses, side):
-    """Return how far the losses of synchronous sides are from those of one process."""
+    """Return the largest relative difference of the losses from single-process training; 0 for asynchronous ones."""
     pairs = zip(losses[side], losses["one process"], strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs) if "pipedream" not in side else 0.0
 
@@ -112,13 +120,17 @@ def make_row(side, speeds, losses, memory, best):
 def find_misses(sides, speeds, losses, memory, best):
     for side, other in TORCH_COUNTERPARTS.items():
         if not ratio(speeds, side, other) >= MIN_SPEEDUP_SAME_SCHEDULE:
-            yield f"{side} is {ratio(speeds, side, other):.2f} times {other}, at least {MIN_SPEEDUP_SAME_SCHEDULE} promised"
+            times = ratio(speeds, side, other)
+            yield f"{side} is {times:.2f} times {other}, at least {MIN_SPEEDUP_SAME_SCHEDULE} required"
         if not memory[side] <= memory[other]:
             yield f"{side} needs more memory than {other}"
     if not ratio(speeds, best["ours"], best["torch"]) >= MIN_SPEEDUP_BEST:
-        yield f"{best['ours']} is {ratio(speeds, best['ours'], best['torch']):.2f} times torch's best, not {MIN_SPEEDUP_BEST}"
+        times = ratio(speeds, best["ours"], best["torch"])
+        yield f"{best['ours']} is {times:.2f} times torch's best, not {MIN_SPEEDUP_BEST}"
     if not ratio(speeds, "pipedream", best["torch"]) >= MIN_SPEEDUP_ASYNC:
-        yield f"pipedream is {ratio(speeds, 'pipedream', best['torch']):.2f} times torch's best, not {MIN_SPEEDUP_ASYNC}"
+        times = ratio(speeds, "pipedream", best["torch"])
+        yield f"pipedream is {times:.2f} times torch's best, not {MIN_SPEEDUP_ASYNC}"
     for side in sides:
         if not loss_difference(losses, side) <= MAX_LOSS_DIFFERENCE:
-            yield f"losses of {side} are {loss_difference(losses, side):.0e} from those of one process, at most {MAX_LOSS_DIFFERENCE} promised"
+            apart = loss_difference(losses, side)
+            yield f"losses of {side} are {apart:.0e} from those of one process, at most {MAX_LOSS_DIFFERENCE} required"

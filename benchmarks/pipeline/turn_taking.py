@@ -1,4 +1,4 @@
-"""Sides whose processes are all alive, one of which computes at a time: what the machine does meets all alike."""
+"""Contenders whose processes all stay alive and run one at a time, so that machine noise affects all equally."""
 
 import json
 import os
@@ -15,14 +15,14 @@ DEADLINE_S, SELECT_S, PAUSE_S = 300, 1, 0.1
 
 
 class ContenderProcesses:
-    """The processes of one side: made, and waiting for their turns.
+    """The processes of one contender, waiting to run.
 
     Args:
         name: for errors.
         kind: a class of ``contenders.py``.
-        argument: what it takes.
-        processes: how many.
-        folder: an empty one of its own.
+        argument: of the class.
+        processes: their number.
+        folder: an empty one.
     """
 
     def __init__(self, name, kind, argument, processes, folder):
@@ -51,19 +51,19 @@ class ContenderProcesses:
             os.close(pipe)
 
     def run_turn(self):
-        """Every rank has had one turn; before the first one it is built."""
+        """Run once on every rank; the first time, build the model."""
         self._write_all(b"t")
         self._wait_all()
 
     def collect_results(self):
-        """Return what the ranks have found in all turns; they end."""
+        """Return the results of all ranks, which then exit."""
         self._write_all(b"e")
         self._wait_all()
         return [json.loads((self.folder / f"found.{rank}").read_text()) for rank in range(self.processes)]
 
-    def _write_all(self, word):
+    def _write_all(self, command):
         for pipe in self.turns:
-            os.write(pipe, word)
+            os.write(pipe, command)
 
     def _wait_all(self):
         end, left = time.monotonic() + DEADLINE_S, self.processes
@@ -77,15 +77,18 @@ class ContenderProcesses:
 
 
 def wait_for_turns(folder, rank, on_idle):
-    """Yield at the beginning of each turn of a rank, until there are no more; its end is said before the next.
+    """Yield at the start of each turn of a rank, until there are no more.
 
-    Between two turns ``meanwhile()`` is called now and then: a stream may have sent what its next step receives.
+    ``on_idle()`` is called repeatedly while waiting: an asynchronous pipeline may receive data for its next step.
     """
-    with (folder / f"turn.{rank}").open("rb", buffering=0) as words, (folder / "done").open("wb", buffering=0) as done:
+    with (
+        (folder / f"turn.{rank}").open("rb", buffering=0) as commands,
+        (folder / "done").open("wb", buffering=0) as done,
+    ):
         while True:
-            while not select.select([words], [], [], PAUSE_S)[0]:
+            while not select.select([commands], [], [], PAUSE_S)[0]:
                 on_idle()
-            if words.read(1) != b"t":
+            if commands.read(1) != b"t":
                 return
             yield
             done.write(b"d")

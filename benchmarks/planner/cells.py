@@ -1,4 +1,4 @@
-"""What is measured: three models, the plans of each, and the networks of the lab."""
+"""Measured combinations: three models, the plans of each, and the simulated networks."""
 
 import importlib.util
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from counterpoint.plan.plan import Plan
 from counterpoint.training.plan_resolution import DEFAULT_PASSES
 
 MOST_SAMPLES = 256
-"""So many samples are drawn at most: batches are cut from them, and come back."""
+"""Maximum number of samples; batches are taken from them repeatedly."""
 
 
 @dataclass(frozen=True)
 class PlannerWorkload:
-    """One model and how it is trained.
+    """One model and its training options.
 
     Args:
-        build: the untrained model, the same bits every time.
-        samples: inputs and targets, of which batches are cut.
+        build: returns the untrained model, always bit-identical.
+        samples: inputs and targets from which batches are taken.
         loss: mean over the samples.
-        optimizer: takes parameters.
+        optimizer: factory from parameters.
         batch: samples of a global batch.
-        reference: samples of the step of one process that is taken beside every plan, to see how fast the machine is.
+        reference: samples per step of the reference loop, which measures the current speed of the machine.
     """
 
     build: Callable[[], nn.Module]
@@ -38,7 +38,7 @@ class PlannerWorkload:
     reference: int
 
     def batches(self, size):
-        """Yield batches of so many samples for ever."""
+        """Yield batches of this size forever."""
         inputs, targets = self.samples
         starts = range(0, len(inputs) - size + 1, size)
         while True:
@@ -47,7 +47,7 @@ class PlannerWorkload:
 
 
 def _load_workloads(name):
-    """Return the module of another benchmark, whose folder is no Python name."""
+    """Return the module of another benchmark, whose folder is not a Python package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "data-parallel" / "workloads.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -78,10 +78,10 @@ WORKLOADS = {
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One plan for one model on one host, or on several.
+    """One plan for one model on one host or on several.
 
     Args:
-        letter: the model.
+        letter: of the model.
         strategy: as a user writes it.
         micros: microbatches.
     """
@@ -92,12 +92,12 @@ class Cell:
 
     @property
     def plan(self):
-        """What a user gets who asks for it, before replicas share a copy."""
+        """The plan that a user gets, before replicas share parameters."""
         return replace(Plan.parse(self.strategy, num_microbatches=self.micros), passes=DEFAULT_PASSES)
 
     @property
     def ranks(self):
-        """How many ranks it needs."""
+        """The number of ranks."""
         return self.plan.num_ranks
 
 
@@ -128,4 +128,4 @@ PLANS_BETWEEN = {
     ),
     4: (("data(4)", 1), ("zero(4, level=1)", 1), ("pipeline(4)", 4), ("pipeline(2) * data(2)", 2)),
 }
-"""By the number of hosts, each with one rank: data parallelism, with which all are compared, and others."""
+"""By the number of hosts, each with one rank: data parallelism, the reference, and other plans."""

@@ -1,9 +1,7 @@
-"""One rank: leaves the plan open, as a user does who writes ``auto``, and prints as JSON which one is taken.
+"""One rank: lets ``strategy="auto"`` choose a plan, prints the choice as JSON, and measures plans, see ranks.py.
 
-Then it takes turns with this plan and others, see ranks.py: the processes that have chosen are those that train.
-
-Called with the model, how many plans are tried beside data parallelism, the files of a cluster and of a timing, and
-what ranks.py is told, whose plans are those beside the chosen ones.
+The processes that chose the plan also measure it, since they would train. Arguments: the model, the number of measured
+plans, the files of a cluster and a profile, and the request for ranks.py.
 """
 
 import json
@@ -40,7 +38,7 @@ def main(letter, measure, cluster, timing, text):
 
 
 def describe_choice(choice):
-    """Return what is told of a choice."""
+    """Return a choice as JSON values."""
     foreseen = select_plan(choice.ranking, choice.by_simplicity, choice.question).plan
     return {
         "rank": detect().rank,
@@ -52,7 +50,7 @@ def describe_choice(choice):
 
 
 def to_cell(plan):
-    """Return a plan as a cell has it."""
+    """Return a plan as in a cell."""
     return [str(plan), plan.num_microbatches]
 
 

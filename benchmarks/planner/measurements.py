@@ -1,4 +1,4 @@
-"""What plans take on this machine: ranks in processes of their own, several plans of as many ranks in one job."""
+"""Measured step times: ranks in separate processes, several plans with the same number of ranks in one job."""
 
 import json
 import sys
@@ -18,18 +18,18 @@ from counterpoint.world.cluster_file import format_cluster
 SCRIPT = Path(__file__).with_name("ranks.py")
 LAP_S = 0.25
 LAPS, STEPS, NUM_REFERENCE_STEPS = 4, 3, 2
-"""How few laps and steps of these tell how long a step takes, and steps what the machine's speed is meanwhile."""
+"""Minimum laps, steps per lap, and reference steps."""
 LEAST_S = 60.0
-"""There are rounds for so long at least, however short they are."""
+"""Minimum duration of all rounds."""
 LAB_S, DEADLINE_S = 0.75, 1800
-"""Seconds of a turn between hosts, and of all of them."""
+"""Seconds of a run between hosts, and the timeout of all runs."""
 MAX_FOREIGN_CORES = 0.1
-"""Cores that others may take during a lap that counts."""
+"""Maximum number of cores used by other programs during a lap that counts."""
 CHOOSING = Path(__file__).with_name("choose_plan.py")
 
 
 def measure_on_host(cells, *, rounds, seconds):
-    """Return the turns of cells that need equally many ranks, run on this host."""
+    """Return the runs of cells with equal numbers of ranks, on this host."""
     ranks, lines = cells[0].ranks, []
     asked = format_request(cells, rounds, seconds, lap_s=LAP_S, laps=LAPS, beside=NUM_REFERENCE_STEPS, gives_up=False)
     result = run_command(script_command(SCRIPT, [asked]), ranks, threads_per_rank=1, on_line=lines.append)
@@ -40,17 +40,17 @@ def measure_on_host(cells, *, rounds, seconds):
 
 
 def measure_in_lab(lab, cells, cluster, timing, *, measure, rounds):
-    """Return what is chosen on the hosts of a lab, and the turns of cells and of what is chosen; see choose_plan.py.
+    """Return the choice on simulated hosts, and the runs of the cells and of the chosen plans; see choose_plan.py.
 
-    A plan that is hopelessly slow has one turn.
+    A very slow plan is run once.
 
     Args:
         lab: one rank runs on each of its hosts.
         cells: of one model.
-        cluster: what the planner knows of the hosts.
-        timing: what it knows of the model.
-        measure: how many plans are tried beside data parallelism.
-        rounds: of turns.
+        cluster: of the planner.
+        timing: the model's profile.
+        measure: number of plans measured in addition to data parallelism.
+        rounds: of runs.
     """
     asked = format_request(cells, rounds, LAB_S, lap_s=LAB_S, laps=1, beside=1, gives_up=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,19 +67,19 @@ def measure_in_lab(lab, cells, cluster, timing, *, measure, rounds):
 
 
 def format_request(cells, rounds, seconds, **how):
-    """Return what ranks.py is told."""
+    """Return the request for ranks.py."""
     named = [[cell.letter, cell.strategy, cell.micros] for cell in cells]
     least = {"fewest": STEPS, "least_s": LEAST_S}
     return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, **least, **how})
 
 
 def parse_turns(texts, cells):
-    """Return for each cell its turns: seconds of a step, and its laps, each with how fast the machine was then."""
+    """Return the runs of each cell: seconds per step, and the laps, each with the speed of the machine."""
     told = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
     rows = [[one for one in told if one["rank"] == rank] for rank in range(cells[0].ranks)]
     if min(map(len, rows)) != max(map(len, rows)) or not told:
         counts = [len(row) for row in rows]
-        raise LaunchError(f"the ranks have told what {counts} turns took\n" + "\n".join(texts[-12:]))
+        raise LaunchError(f"the ranks reported {counts} runs\n" + "\n".join(texts[-12:]))
     found = {cell: [] for cell in cells}
     for own in zip(*rows, strict=True):
         first = own[0]
@@ -96,11 +96,11 @@ def parse_turns(texts, cells):
 
 
 def mean_conditions(before, after):
-    """Return how fast the machine was during a lap: what a step of one process took, and how fast each of some at once.
+    """Return the mean of the reference measurements before and after a lap.
 
     Args:
-        before: what was taken before it, see ranks.py.
-        after: what was taken after it.
+        before: see ranks.py.
+        after: likewise.
     """
     crowds = {}
     for name in ("crowd", "memory_crowd"):
@@ -112,24 +112,23 @@ def mean_conditions(before, after):
 
 
 def foreign_cores(lap):
-    """Return how many cores others took during a lap, of which each rank told.
+    """Return the number of cores used by other programs during a lap.
 
     Args:
-        lap: seconds that it lasted, that the rank computed, and that all cores did, of each rank.
+        lap: by rank: seconds, CPU seconds of the rank, and CPU seconds of all cores.
     """
     return max(0.0, lap[0][2] - sum(computed for _, computed, _ in lap)) / lap[0][0]
 
 
 def quiet_laps(laps):
-    """Return the laps in which others hardly computed, and at least that half in which they did least."""
+    """Return the laps with little use by other programs, and at least half of all laps."""
     quiet = sum(lap["others"] <= MAX_FOREIGN_CORES for lap in laps)
     return sorted(laps, key=itemgetter("others"))[: max(quiet, (len(laps) + 1) // 2)]
 
 
 def lap_duration_s(own):
-    """Return how long one lap was, given what each rank says of it.
+    """Return the duration of a lap, from the durations on each rank.
 
-    Ranks wait for each other in a step, and not at its end; so a lap lasts as long as its slowest rank says, which for
-    a single step is more than what it adds.
+    Ranks wait for each other within a step but not at its end, so a lap takes as long as on its slowest rank.
     """
     return max(seconds for seconds, _, _ in own)

@@ -1,4 +1,4 @@
-"""What is predicted of plans, from a probe of the machine and a profile of each model, no plan of either measured."""
+"""Predicted step times of plans, from a probe of the machine and a profile of each model; no plan is run."""
 
 import json
 import sys
@@ -34,11 +34,11 @@ class ModelForPlanning:
     """One model as the planner sees it.
 
     Args:
-        finest: its pieces as the planner compares all plans by them.
-        chain: its pieces as pipelines have them.
-        timing: what they take.
-        beside_s: what a step of one process took meanwhile, see ranks.py.
-        probed_s: what it took beside the probe.
+        layer_spec: finest layers, by which the planner compares all plans.
+        block_spec: blocks, as pipelines split them.
+        timing: measured profile.
+        reference_step_s: step of the reference loop during the profile, see ranks.py.
+        probe_reference_step_s: step of the reference loop during the probe.
     """
 
     layer_spec: ModelSpec
@@ -48,12 +48,12 @@ class ModelForPlanning:
     probe_reference_step_s: float
 
     def spec(self, need: PartitionGranularity):
-        """Return the pieces as the runtime would cut them for a plan."""
+        """Return the model as the runtime would split it for a plan."""
         return self.block_spec if need == "chain" else self.layer_spec
 
 
 def profile_model(letter, cells, probed_s):
-    """Return a model's profile, for the sizes of microbatches that its cells have; it runs in a process of its own."""
+    """Return a model's profile for the microbatch sizes of its plans, measured in a separate process."""
     subject = WORKLOADS[letter]()
     sizes = sorted({subject.batch // cell.plan.num_micros for cell in cells if cell.letter == letter})
     lines = run_and_read(script_command(SCRIPT, [letter, json.dumps(sizes)]), 1, f"the profile of {letter}")
@@ -69,10 +69,9 @@ def profile_model(letter, cells, probed_s):
 
 
 def probe_machine():
-    """Return this host as `counterpoint probe` finds it, with as many ranks as any plan here has, and steps beside it.
+    """Return this host as `counterpoint probe` measures it with the most ranks, and reference steps by model.
 
-    These are of one process, by model. Of several probes, each told for the speed that the machine usually had, every
-    figure is the middle one.
+    Several probes are scaled to the usual speed of the reference loop; the median of every figure is returned.
     """
     lines = run_and_read(script_command(PROBING, []), MOST_RANKS, "the probe")
     told = [json.loads(line) for line in lines if line.startswith('{"cluster"')]
@@ -85,7 +84,7 @@ def probe_machine():
 
 
 def median_cluster(found):
-    """Return the machine of which every figure is the middle one of some that differ by nothing else."""
+    """Return the cluster with the median of every figure."""
     devices, first = [one.device for one in found], found[0]
     device = replace(
         first.device,
@@ -115,7 +114,7 @@ def median_cluster(found):
 
 
 def run_and_read(command, ranks, what):
-    """Return the lines that rank 0 of a command prints; ranks keep the memory that they free, as those of a plan do."""
+    """Return the lines printed by rank 0 of a command; ranks retain freed memory, as those of a plan do."""
     lines = []
     result = run_command(command, ranks, threads_per_rank=1, on_line=lines.append)
     if result.exit_code:
@@ -125,29 +124,29 @@ def run_and_read(command, ranks, what):
 
 
 def lab_level(lab):
-    """Return the network between the hosts of a lab, as `counterpoint probe` on them finds it."""
+    """Return the network between simulated hosts as `counterpoint probe` measures it."""
     found = json.loads(lab.run_ranks(PROBE, deadline_s=PROBE_S)[0].text())
     network = parse_cluster(found["cluster"]).levels[-1]
     return Level("lab", network.count, network.link)
 
 
 def cluster_of_lab(level: Level, here: Cluster):
-    """Return the hosts of a lab: each has one rank and a card of its own, and all have the cores of one machine.
+    """Return the cluster of simulated hosts: each has one rank and a NIC, and all share the cores of one machine.
 
-    So for predictions they are the ranks of one host, joined by a network instead of memory.
+    For predictions they are the ranks of one host, connected by a network instead of memory.
     """
     return replace(here, levels=(level,), speeds=())
 
 
 def with_explicit_split(cell, found: ModelForPlanning, cluster: Cluster):
-    """Return a cell with its cuts written out, as the planner makes them of the profile: those are what is measured."""
+    """Return a cell with explicit split points, as the planner chooses them from the profile."""
     plan, batch = cell.plan, WORKLOADS[cell.letter]().batch
     settled = resolve_partition(plan, found.spec(plan.need), cluster, batch_size=batch, profile=found.timing)
     return replace(cell, strategy=str(settled))
 
 
 def predict_step_s(cell, found: ModelForPlanning, cluster: Cluster):
-    """Return what the planner says of a step of the plan that runs where replicas of a host share a copy."""
+    """Return the predicted step time of the plan that runs, in which replicas of a host share parameters."""
     plan = cell.plan
     if cluster.link_among((0, 1)).is_shared_memory:
         plan = share_params_per_host(plan, [0] * cell.ranks)
@@ -156,7 +155,7 @@ def predict_step_s(cell, found: ModelForPlanning, cluster: Cluster):
 
 
 def with_contention(cluster: Cluster, lap):
-    """Return the machine as it is while ranks are in each other's way as they were beside a lap.
+    """Return the cluster with the contention measured around a lap.
 
     Args:
         cluster: the machine.
@@ -169,20 +168,20 @@ def with_contention(cluster: Cluster, lap):
 
 
 def monotone(parts):
-    """Return parts of which none is above 1 or above one before it."""
+    """Return fractions limited to 1 and made non-increasing."""
     return tuple(accumulate((min(1.0, part) for part in parts), min))
 
 
 def at_measured_speed(found: ModelForPlanning, cluster: Cluster, beside_s):
-    """Return profile and machine as they would have been while a step of one process took so long."""
+    """Return profile and cluster scaled to the speed at which a reference step took this long."""
     timing = found.timing.scale(beside_s / found.reference_step_s)
     return replace(found, timing=timing), scale_cluster(cluster, beside_s / found.probe_reference_step_s)
 
 
 def scale_cluster(cluster: Cluster, factor):
-    """Return the machine as it is while everything takes so many times as long.
+    """Return the cluster with all times multiplied by a factor.
 
-    What ranks copy their own cores copy, as fast as they compute then; what a network carries it carries as ever.
+    Copies by the ranks' cores are scaled like computing; network links are not.
     """
     device = replace(cluster.device, memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor)
     levels = tuple(replace(level, link=scale_link(level.link, factor)) for level in cluster.levels)
@@ -191,7 +190,7 @@ def scale_cluster(cluster: Cluster, factor):
 
 
 def scale_link(link: Link, factor):
-    """Return a link on a machine on which everything takes so many times as long."""
+    """Return a shared-memory link with its times multiplied by a factor; a network link unchanged."""
     if not link.is_shared_memory:
         return link
     return replace(link, latency_s=factor * link.latency_s, bytes_per_s=link.bytes_per_s / factor)

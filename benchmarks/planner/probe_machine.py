@@ -1,7 +1,7 @@
-"""Runs on each of some ranks: does as ``counterpoint probe`` does, a few times, and prints the clusters as JSON.
+"""One rank: runs ``counterpoint probe`` several times, and prints the clusters as JSON.
 
-Before each and afterwards rank 0 takes steps of the loop that is taken beside profiles and plans: the speed of a shared
-machine jumps, and so its figures can be told for another one.
+Before and after each probe rank 0 runs the reference loop, so that the figures can be scaled to another speed of the
+machine.
 """
 
 import json
@@ -40,13 +40,13 @@ def main():
 
 
 def build_workloads():
-    """Yield every model by its letter."""
+    """Yield every workload by its letter."""
     for letter, build in WORKLOADS.items():
         yield letter, build()
 
 
 def measure_reference(loops, others):
-    """Return what a step of each loop takes, while all other ranks wait."""
+    """Return the step time of each reference loop, while all other ranks wait."""
     taken = {letter: median(loop.steps(REFERENCE_S)) for letter, loop in loops.items()}
     others.max_over_ranks(0.0)
     return taken

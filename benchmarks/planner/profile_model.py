@@ -1,8 +1,9 @@
-"""Times the pieces of one model on one core, as ``counterpoint profile`` does, and prints them as JSON.
+"""Profile the layers of one model on one core, as ``counterpoint profile`` does, and print the result as JSON.
 
-Called with the model and the sizes of microbatches. Each size is profiled by itself, some times, between steps of the
-loop that is taken beside plans, too: by these all are brought to one speed, because that of a shared machine jumps. Of
-those during which it jumped least, the half or three of four, the median of each figure is taken.
+Arguments: the model and the microbatch sizes. Each size is profiled several times, between steps of the reference loop,
+    to
+which all profiles are scaled, since the speed of a shared machine varies. The median of each figure is taken over those
+during which the speed changed least (half, or three of four).
 """
 
 import json
@@ -20,12 +21,12 @@ from counterpoint.profiler.timer import training_conditions
 
 MAX_SAMPLES, REFERENCE_S = 64, 0.3
 MIN_ROUNDS, MAX_ROUNDS, MAX_S = 4, 8, 60.0
-"""So many rounds there are at least, and at most; after so long no other one begins that need not be."""
+"""Minimum and maximum number of rounds, and the time after which no optional round starts."""
 
 
 @dataclass(frozen=True)
 class TimedProfile:
-    """One profile, with a step of the loop before it and one afterwards."""
+    """A profile, with a reference step before and after it."""
 
     timing: ModelProfile
     before_s: float
@@ -38,11 +39,11 @@ class TimedProfile:
 
     @property
     def speed_change(self):
-        """By how much the speed has changed meanwhile."""
+        """The relative change of the machine's speed during the profile."""
         return abs(self.after_s - self.before_s) / self.reference_step_s
 
     def scale_to(self, beside_s):
-        """Return the timing as it would have been, had a step of the loop taken so long."""
+        """Return the profile scaled to a reference step of this duration."""
         return self.timing.scale(beside_s / self.reference_step_s)
 
 
@@ -65,7 +66,7 @@ def main(letter, text):
 
 
 def take_profile(subject, alone, size):
-    """Return a profile of a model for microbatches of one size."""
+    """Return a profile of a model for one microbatch size."""
     inputs, targets = next(subject.batches(MAX_SAMPLES))
     before_s = median(alone.steps(REFERENCE_S))
     timing = cp.profile(
@@ -75,7 +76,7 @@ def take_profile(subject, alone, size):
 
 
 def median_profile(timings):
-    """Return the timings of one model for one size as one, of each figure the median."""
+    """Return the profile of one size with the median of each figure."""
     points = [timing.points[0] for timing in timings]
     pieces = tuple(map(median_layer, zip(*(point.pieces for point in points), strict=True)))
     whole = median_layer([point.whole for point in points])
@@ -84,12 +85,12 @@ def median_profile(timings):
 
 
 def median_layer(pieces):
-    """Return what a piece takes by the median of each figure."""
+    """Return a layer's profile with the median of each figure."""
     return LayerProfile(*medians(pieces))
 
 
 def merge_profiles(timings):
-    """Return the timings of one model for several sizes as one; what has no size is the median."""
+    """Return the profiles of several sizes as one; figures without a size are medians."""
     return replace(
         timings[0],
         points=tuple(point for timing in timings for point in timing.points),

@@ -1,11 +1,10 @@
-"""One rank: takes some plans in turns, rounds of them, and prints as JSON how long its steps took.
+"""One rank: runs plans alternately, in rounds, and prints their step times as JSON.
 
-Steps are timed in laps, each of so many that it takes the time that is asked for. Of every lap each rank notes how long
-it has computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile.
-Before and after every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the
-profile: by these figures of different minutes can be compared, because the speed of a shared machine drifts. So does
-what its cores lend each other: then one rank, two and so on compute at once, or go over memory, as they do for
-the probe; they take turns with short pieces of work, and the first two send each other messages, as for the probe, too.
+Steps are timed in laps of a given duration. For every lap each rank records its own CPU time, and rank 0 that of all
+cores; the difference was used by other programs. Before and after every lap rank 0 runs the reference loop while all
+others wait, as during the profile, since the speed of a shared machine drifts. Contention drifts, too, so one rank, two
+and so on compute or stream through memory concurrently, run short tasks, and two of them exchange messages, as for the
+probe.
 """
 
 import json
@@ -33,17 +32,17 @@ from counterpoint.training.distributed_world import connected_fabrics
 
 REFERENCE_WARM_UP, WARM_UP, REFERENCE_S = 1, 8, 0.05
 CONTENTION_PROBE = ProbeConfig(duration_s=0.05)
-"""Half as long as the probe has ranks compute at once: this is done before and after every lap."""
+"""Half as long as in the probe, since it runs before and after every lap."""
 PAIR = 2
-"""Ranks that send each other messages."""
+"""Number of ranks that exchange messages."""
 GIVE_UP_RATIO = 3.0
-"""A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
+"""Ratio to the fastest plan's time above which a plan is dropped, if requested."""
 LONG_STEP_S = 1.0
-"""A longer step makes a lap, and there may be half as many."""
+"""A longer step is a lap by itself, and half as many laps are enough."""
 
 
 def machine_cpu_s():
-    """Return for how long all cores of this machine have computed so far, for anybody or for its neighbours."""
+    """Return the CPU seconds of all cores of this machine so far, including time stolen by other guests."""
     with Path("/proc/stat").open(encoding="ascii") as lines:
         counts = [int(count) for count in lines.readline().split()[1:]]
     user, nice, system, _idle, _waiting, irq, soft, stolen = counts[:8]
@@ -51,18 +50,18 @@ def machine_cpu_s():
 
 
 class ReferenceLoop:
-    """A loop by hand in one process, with batches of one size, which has nothing to do with plans."""
+    """A plain training loop in one process, with batches of one size, independent of plans."""
 
     def __init__(self, subject, size):
         self.subject = subject
         self.model = subject.build()
         self.optimizer = subject.optimizer(self.model.parameters())
         for group in self.optimizer.param_groups:
-            group.update(fused=True, foreach=False)  # as fast as an update of the runtime
+            group.update(fused=True, foreach=False)  # as fast as the runtime's update
         self.batches = subject.batches(size)
 
     def step(self):
-        """Take one step and return its seconds."""
+        """Run one step and return its seconds."""
         inputs, targets = next(self.batches)
         began = time.perf_counter()
         self.optimizer.zero_grad()
@@ -71,13 +70,13 @@ class ReferenceLoop:
         return time.perf_counter() - began
 
     def steps(self, least_s=REFERENCE_S, fewest=1):
-        """Take some for so long, and at least so many, after some that warm; return the seconds of each."""
+        """Run steps for a duration, at least ``fewest``, after warm-up steps; return the seconds of each."""
         warm_s = [self.step() for _ in range(REFERENCE_WARM_UP)][-1]
         return [self.step() for _ in range(max(fewest, round(least_s / warm_s)))]
 
 
 def measure_reference(known, others, fewest):
-    """Return what is taken beside a plan, on rank 0: a step of one process that the profile knows, crowds and turns."""
+    """Return, on rank 0, a reference step, contention and time slicing."""
     step_s = median(known.steps(fewest=fewest)) if others.rank == 0 else 0.0
     others.max_over_ranks(0.0)
     crowds = {"crowd": others.measure_contention(layer_work), "memory_crowd": others.measure_contention(memory_work)}
@@ -85,32 +84,32 @@ def measure_reference(known, others, fewest):
 
 
 class JobRanks:
-    """The other ranks of this process's job."""
+    """All ranks of this process's job."""
 
     def __init__(self):
         self.environment = detect()
 
     @property
     def rank(self):
-        """Which rank this is."""
+        """The index of this rank."""
         return 0 if self.environment is None else self.environment.rank
 
     def max_over_ranks(self, seconds):
-        """Return the longest time of all ranks, when all are here."""
+        """Wait for all ranks, and return their maximum."""
         if self.environment is None or not connected_fabrics(self.environment):
             return seconds
         fabric = connected_fabrics(self.environment)[0]
         return max(fabric.gather_values("seconds", seconds, tuple(range(fabric.num_ranks))))
 
     def measure_contention(self, ready):
-        """Return how fast 1, 2, ... ranks do something at once, on average; known to rank 0."""
+        """Return, on rank 0, the mean speed of 1, 2, ... concurrent ranks."""
         if self.environment is None or not connected_fabrics(self.environment):
             return [1.0]
         fabric = connected_fabrics(self.environment)[0]
         return measure_contention(fabric, fabric.num_ranks, CONTENTION_PROBE, ready)
 
     def measure_time_slicing(self):
-        """Return how fast 1, 2, ... ranks are in their turns, and what a message costs two of them; known to rank 0."""
+        """Return, on rank 0, the speed of 1, 2, ... ranks on short tasks, and the cost of a message between two."""
         if self.environment is None or not connected_fabrics(self.environment):
             return {"turns": [1.0], "message_s": 0.0}
         fabric = connected_fabrics(self.environment)[0]
@@ -122,9 +121,9 @@ class JobRanks:
 
 
 def time_lap(run, batches, count):
-    """Take so many steps; return the seconds of the lap, and what was computed meanwhile here and by all."""
+    """Run steps; return the seconds of the lap, and the CPU seconds of this rank and of the machine."""
     if count > 1:
-        run(*next(batches))  # what has been done beside it has left the caches to others
+        run(*next(batches))  # refill the caches after the reference measurements
     given = [next(batches) for _ in range(count)]
     all_s, own_s, began = machine_cpu_s(), time.process_time(), time.perf_counter()
     for batch in given:
@@ -133,7 +132,7 @@ def time_lap(run, batches, count):
 
 
 def warm_up(run, batches, others, budget_s):
-    """Take steps until none needs memory that the ones before had not, or for long enough; return the last's time."""
+    """Run steps until memory allocation is stable, or the budget is spent; return the last step's time."""
     step_s = spent_s = 0.0
     for _ in range(WARM_UP):
         began = time.perf_counter()
@@ -146,13 +145,13 @@ def warm_up(run, batches, others, budget_s):
 
 
 def measure_plan(cell, subject, known, others, asked):
-    """Return the laps of one plan, and the steps beside it, before and after each."""
+    """Return the laps of one plan, and the reference measurements before and after each."""
     budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
         run.local_ranks.buckets = replace(
             run.local_ranks.buckets, tune=False
-        )  # else many first steps try sizes, slow ones, too
+        )  # otherwise the first steps try bucket sizes, including slow ones
         step_s = warm_up(run, batches, others, budget_s)
         least_laps, least_steps = asked["laps"], asked["fewest"]
         if step_s > LONG_STEP_S:
@@ -168,12 +167,11 @@ def measure_plan(cell, subject, known, others, asked):
 
 
 def main(text):
-    """Take the turns that are asked for as JSON.
+    """Run the requested plans.
 
     Args:
-        text: the cells, how many rounds and for how long at least; the seconds of a turn and of a lap, and how few laps
-            and steps there may be of either however long a step is, and how few steps beside them; whether hopeless
-            plans are given up.
+        text: JSON with the cells, the minimum rounds and duration, the seconds of a plan's run and of a lap, the
+            minimum laps, steps and reference steps, and whether very slow plans are dropped.
     """
     asked = json.loads(text)
     with training_conditions(threads=1):
@@ -181,7 +179,7 @@ def main(text):
 
 
 def run_turns(asked):
-    """Take the turns and print what they took, each on a line."""
+    """Run the requested plans and print the result of each on a line."""
     others = JobRanks()
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = WORKLOADS[letter]()

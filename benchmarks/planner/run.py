@@ -1,4 +1,4 @@
-"""Predictions against measurements: twelve plans of three models on this machine, and chosen plans between hosts."""
+"""Predictions and measurements: twelve plans of three models on this machine, and chosen plans between hosts."""
 
 import statistics
 import sys
@@ -30,12 +30,12 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         here += on_this_machine(letter, *known[letter], options)
     rows, figures, missed = list(map(make_row, here)), {"here": here}, list(find_misses(here))
     notes = {
-        "off": "predicted over measured, less 1, at the speed that the machine had while it was measured",
-        "chosen": f"taken by strategy='auto', measure={NUM_MEASURED_PLANS}",
-        "predicted": "what the same would take without measuring",
+        "off": "predicted / measured - 1, at the machine's speed during the measurement",
+        "chosen": f"chosen by strategy='auto', num_measured_plans={NUM_MEASURED_PLANS}",
+        "predicted": "the choice without measurements",
     }
     if reason := Lab.unavailable_reason():
-        missed.append(f"hosts cannot be made here: {reason}")
+        missed.append(f"simulated hosts are not available: {reason}")
     else:
         there = figures["lab"] = between_hosts(known, options)
         rows += map(make_lab_row, there)
@@ -44,7 +44,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
 
 
 def on_this_machine(letter, model, cluster, options):
-    """Return figures of all cells of a model on this machine."""
+    """Return the results of all cells of a model on this machine."""
     found = []
     for ranks in sorted({cell.ranks for cell in CELLS}):
         options.report_progress(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
@@ -58,7 +58,7 @@ def on_this_machine(letter, model, cluster, options):
 
 
 def make_row(one):
-    """Return the row of one plan on this machine."""
+    """Return the table row of one plan on this machine."""
     return (
         one["model"],
         f"{one['ranks']} ranks",
@@ -72,7 +72,7 @@ def make_row(one):
 
 
 def compare_prediction(cell, turns, model, cluster):
-    """Return the lap of a cell that is off by the median, each predicted at the speed that the machine had then."""
+    """Return the lap with the median error of a cell, each predicted at its measured speed."""
     laps = measurements.quiet_laps([lap for turn in turns for lap in turn["laps"]])
     said = [(predict_at_speed(cell, lap, model, cluster), lap["step_s"]) for lap in laps]
     foreseen_s, step_s = sorted(said, key=lambda pair: pair[0] / pair[1])[len(said) // 2]
@@ -82,34 +82,34 @@ def compare_prediction(cell, turns, model, cluster):
 
 
 def predict_at_speed(cell, lap, model, cluster):
-    """Return what is predicted of a cell at the speed that the machine had while a lap was measured."""
+    """Return the prediction for a cell at the speed measured around a lap."""
     calmed, here = predictions.at_measured_speed(model, cluster, lap["beside_s"])
     return predictions.predict_step_s(cell, calmed, predictions.with_contention(here, lap))
 
 
 def find_misses(found):
-    """Yield what predictions on this machine miss."""
+    """Yield the missed bars on this machine."""
     errors = [abs(one["said_s"] / one["step_s"] - 1) for one in found]
     if not statistics.median(errors) <= MEDIAN:
-        yield f"the median error is {statistics.median(errors):.1%}, at most {MEDIAN:.0%} promised"
+        yield f"the median error is {statistics.median(errors):.1%}, at most {MEDIAN:.0%} required"
     worst = max(found, key=lambda one: abs(one["said_s"] / one["step_s"] - 1))
     if not max(errors) <= WORST:
-        yield f"{worst['plan']} of {worst['model']} is off by {max(errors):.1%}, at most {WORST:.0%} promised"
+        yield f"{worst['plan']} of {worst['model']} is off by {max(errors):.1%}, at most {WORST:.0%} required"
     for letter in WORKLOADS:
         own = [one for one in found if one["model"] == letter]
         rank = correlation([one["probed_s"] for one in own], list(map(probed_step_s, own)))
         if not rank >= CORRELATION:
-            yield f"the rank correlation of {letter} is {rank:.2f}, at least {CORRELATION} promised"
+            yield f"the rank correlation of {letter} is {rank:.2f}, at least {CORRELATION} required"
     rank = correlation([one["said_s"] for one in found], [one["step_s"] for one in found])
     if not rank >= CORRELATION:
-        yield f"the rank correlation of all is {rank:.2f}, at least {CORRELATION} promised"
+        yield f"the rank correlation of all is {rank:.2f}, at least {CORRELATION} required"
 
 
 def probed_step_s(one):
-    """Return what a plan was measured to take as it would have been at the speed of the profile and the probe.
+    """Return a measured step time scaled to the speed of the profile and the probe.
 
-    Plans are measured at different moments, at speeds that differ by more than the plans do: their order is that of
-    the plans only at one speed.
+    Plans are measured at times when the machine's speed differs by more than the plans do, so their order is compared
+    at one speed.
     """
     return one["step_s"] * one["probed_s"] / one["said_s"]
 
@@ -121,12 +121,12 @@ def correlation(some, others):
 
 
 def lab_cells():
-    """Return every cell between hosts that is measured whatever is chosen."""
+    """Return all cells between hosts that are measured in addition to chosen plans."""
     return [Cell(letter, *plan) for letter in WORKLOADS for plans in PLANS_BETWEEN.values() for plan in plans]
 
 
 def between_hosts(known, options):
-    """Return figures of the lab: for each model, number of hosts and rate all plans, the chosen one marked."""
+    """Return the results between hosts: by model, number of hosts and rate, with the chosen plan marked."""
     found = []
     for hosts, plans in PLANS_BETWEEN.items():
         for rate in LAB_RATES:
@@ -143,7 +143,7 @@ def between_hosts(known, options):
 
 
 def measure_lab_cell(lab, cells, model, network, rounds):
-    """Return figures of plans for one model on so many hosts at one rate, and of the plans that are chosen there."""
+    """Return the results of plans for one model, number of hosts and rate, including the chosen plans."""
     told, turns = measurements.measure_in_lab(
         lab, cells, network, model.timing, measure=NUM_MEASURED_PLANS, rounds=rounds
     )
@@ -165,24 +165,24 @@ def measure_lab_cell(lab, cells, model, network, rounds):
 
 
 def format_progress(one):
-    """Return a line that says, while others are still measured, what has been found of one plan."""
+    """Return a line of progress about one plan."""
     ratios = f", {one['over_data']:.2f} of data{', chosen' * one['is_taken']}" if "over_data" in one else ""
     return f"\n    {one['plan']}: {ms(one['step_s'])} ms, predicted {ms(one['said_s'])}{ratios}"
 
 
 def format_trial(trial):
-    """Return a line that says what a plan took when it was tried before one was chosen."""
+    """Return a line about a plan's measurement before the choice."""
     plan, _, step_s, _ = trial
     return f"\n    tried before: {plan}, {ms(step_s)} ms"
 
 
 def ratio(some, others):
-    """Return how many times as long some steps took as others, the median of what it was in each round of both."""
+    """Return the median over rounds of the ratio of step times."""
     return statistics.median(own / other for own, other in zip(some, others, strict=False))
 
 
 def make_lab_row(one):
-    """Return the row of one plan between hosts."""
+    """Return the table row of one plan between hosts."""
     marks = [word for word, is_so in (("chosen", one["is_taken"]), ("predicted", one["is_foreseen"])) if is_so]
     return (
         one["model"],
@@ -197,7 +197,7 @@ def make_lab_row(one):
 
 
 def find_lab_misses(found):
-    """Yield what chosen plans miss."""
+    """Yield the missed bars of chosen plans."""
     chosen = [one for one in found if one["is_taken"]]
     for one in chosen:
         if not one["over_data"] <= 1:
@@ -205,7 +205,7 @@ def find_lab_misses(found):
             yield f"{one['plan']} of {one['model']} on {where}, is slower than data parallelism"
     near = sum(one["over_fastest"] <= MAX_SLOWDOWN for one in chosen)
     if not near >= MIN_NEAR_FRACTION * len(chosen):
-        yield f"{near} of {len(chosen)} chosen plans are near the fastest, {MIN_NEAR_FRACTION:.0%} promised"
+        yield f"{near} of {len(chosen)} chosen plans are close to the fastest, {MIN_NEAR_FRACTION:.0%} required"
 
 
 def ms(seconds):

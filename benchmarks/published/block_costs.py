@@ -1,4 +1,4 @@
-"""Costs of blocks whose seconds are known, and how long a step of them takes."""
+"""Cost model of blocks with known seconds, and the step time with it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from counterpoint.world.cluster import Cluster, Device, Link
 
 @dataclass(frozen=True, slots=True)
 class KnownBlockSeconds:
-    """Seconds of every block for one microbatch; all but computing costs what it costs by others.
+    """Known seconds of every block for one microbatch; other costs are delegated.
 
     Args:
         forward_s: of each block.
         backward_s: of each block.
-        others: costs of the same model, whose device updates in no time.
+        others: cost model of the same model, whose device updates in no time.
     """
 
     forward_s: tuple[float, ...]
@@ -41,12 +41,12 @@ class KnownBlockSeconds:
                 return self.others.compute_s(instruction, fraction)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the other costs answer."""
+        """Delegate other costs."""
         return getattr(self.others, name)
 
 
 def linear_model(names: Sequence[str], weight_bytes: Sequence[float], output_bytes: Sequence[float]) -> ModelSpec:
-    """Return a chain of blocks with weights of so many bytes each, which hand so many bytes per sample on."""
+    """Return a chain of blocks with these bytes of weights, and of outputs per sample."""
     params = tuple(
         Param(f"{name}.weight", (round(size),), item_bytes=1) for name, size in zip(names, weight_bytes, strict=True)
     )
@@ -57,7 +57,7 @@ def linear_model(names: Sequence[str], weight_bytes: Sequence[float], output_byt
 
 
 def step_s(made: CompiledPlan, forward_s: Sequence[float], backward_s: Sequence[float], bytes_per_s: float) -> float:
-    """Return how long a step takes, in the long run; every rank has one link of that speed, without latency."""
+    """Return the steady-state step time; every rank has one link of that rate, without latency."""
     cluster = Cluster(Device(memory_bytes_per_s=math.inf), Link(0.0, bytes_per_s))
     others = analytic_costs(made.model, cluster, message_size_fn(made.model, 1))
     costs = cast("CostModel", KnownBlockSeconds(tuple(forward_s), tuple(backward_s), others))
@@ -65,7 +65,7 @@ def step_s(made: CompiledPlan, forward_s: Sequence[float], backward_s: Sequence[
 
 
 def bisect_falling(low: float, high: float, figure: Callable[[float], float], target: float) -> float:
-    """Return where a figure that falls from ``low`` to ``high`` is as wanted, to 1/256 of the interval."""
+    """Return where a falling function between ``low`` and ``high`` has the target value, to 1/256 of the interval."""
     for _ in range(7):
         middle = (low + high) / 2
         low, high = (middle, high) if figure(middle) > target else (low, middle)

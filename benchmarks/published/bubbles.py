@@ -1,4 +1,4 @@
-"""Pipelines on a virtual clock: bubbles as the papers give them, and GPipe's and torchgpipe's speed-ups."""
+"""Simulated pipelines: bubbles as given in the papers, and the speed-ups of GPipe and torchgpipe."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def simulate_plan(text: str, num_micros: int, num_blocks: int = LAYERS) -> Trace
 
 
 def idle_over_compute(text: str, num_micros: int, num_blocks: int) -> float:
-    """Return the time in which ranks idle, as a part of the time in which they compute."""
+    """Return the idle time of the ranks relative to their compute time."""
     bubble = simulate_plan(text, num_micros, num_blocks).bubble
     return bubble / (1 - bubble)
 
 
 @cache
 def bubble_table() -> FigureTable:
-    """Bubbles of all orders."""
+    """Return the bubbles of all schedules."""
     rows = [
         FigureRow((f"{order}({n})", str(m), STEP, name), published, simulate_plan(f"{order}({n})", m, n).bubble)
         for order, name in (("gpipe", "GPipe"), ("one_f_one_b", "PipeDream-Flush"))
@@ -80,16 +80,15 @@ def bubble_table() -> FigureTable:
         "Bubbles",
         f"{GPIPE}, section 2.3; {MEGATRON}, section 2.2; {ZERO_BUBBLE}, section 2 (with F = B = W); Narayanan et al., "
         "PipeDream, SOSP 2019, section 3.2.",
-        "Programs of equal blocks on the virtual clock, without communication. Megatron-LM gives its bubble as a "
-        "part of the time in which is computed, the zero bubble in seconds; both are shown as parts of the time of "
-        "computing.",
+        "Simulated programs of equal blocks without communication. Megatron-LM gives its bubble relative to the"
+        " compute time, the zero bubble paper in seconds; both are shown relative to the compute time.",
         ("plan", "microbatches", "as published", "where"),
         tuple(rows),
     )
 
 
 def speed_up(num_stages: int, num_micros: int) -> float:
-    """Return how much faster a batch is than on two stages in one piece; the batch is cut into the microbatches."""
+    """Return the speed-up of a batch over two stages without microbatches."""
     plan = "gpipe({}, checkpoint=always)"
     whole, cut = (
         simulate_plan(plan.format(2), 1).step_s,
@@ -100,7 +99,7 @@ def speed_up(num_stages: int, num_micros: int) -> float:
 
 @cache
 def throughput_table() -> FigureTable:
-    """GPipe's tables 2 and 3."""
+    """Return GPipe's tables 2 and 3."""
     rows = []
     for num_micros, line in TPU.items():
         models = ((model, n) for model in ("AmoebaNet-D(18, 256)", "Transformer-48") for n in PARTITIONS)
@@ -113,18 +112,18 @@ def throughput_table() -> FigureTable:
             rows.append(FigureRow(("P100", model, str(n), "32"), published, speed_up(n, 32) / speed_up(2, 32), why))
     return FigureTable(
         "GPipe's throughput",
-        f"{GPIPE}, tables 2 and 3: by that of 2 partitions with 1 microbatch (TPU), of 2 with 32 (P100).",
-        f"`gpipe(n, checkpoint=always)` on {LAYERS} equal layers without communication: what a batch of one size "
-        "would gain. Shapes of the Transformer are published; seconds of layers, which part of the vocabulary's "
-        "projection is on which partition, and AmoebaNet's cells are not.",
+        f"{GPIPE}, tables 2 and 3, relative to 2 partitions with 1 microbatch (TPU), or with 32 (P100).",
+        f"`gpipe(n, checkpoint=always)` on {LAYERS} equal layers without communication: what a batch of constant "
+        "size would gain. The shapes of the Transformer are published; the seconds of layers, the placement of the "
+        "vocabulary projection, and the cells of AmoebaNet are not.",
         ("device", "model", "partitions", "microbatches"),
         tuple(rows),
         within=0.1,
         unit="times",
         reasons=(
-            ("a", "AmoebaNet's cells differ in work, and the paper says that its partitions are unequal; equal ones "
-                  "are the most that pipelining could gain"),
-            ("b", "faster than any order of the same batch can be: the batch was changed to fit the memory from "
-                  "cell to cell, and by how much is not published"),
+            ("a", "the cells of AmoebaNet differ in work, and the paper says that its partitions are unequal; "
+                  "equal ones are an upper limit of the gain"),
+            ("b", "faster than any schedule of the same batch can be: the batch was adapted to the memory in "
+                  "each cell, by how much is not published"),
         ),
     )  # fmt: skip

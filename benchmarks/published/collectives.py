@@ -1,4 +1,4 @@
-"""All-reduces: what the formulas of the literature say, and what the schedules count."""
+"""All-reduces: formulas of the literature compared with counts of the schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = {
 
 
 def formula(name: str, k: int) -> tuple[float, float, float]:
-    """Return the rounds of latency, and the buffers sent and added one after the other, as published."""
+    """Return the latency rounds, and the buffers sent and reduced on the critical path, as published."""
     levels = log2(k)
     return {
         "binomial_tree": (2 * levels, 2 * levels, levels),
@@ -35,7 +35,7 @@ def formula(name: str, k: int) -> tuple[float, float, float]:
 
 @cache
 def all_reduce_table() -> FigureTable:
-    """Steps, bytes and seconds."""
+    """Return steps, bytes and seconds."""
     rows = []
     for name, all_ranks in SHOWN.items():
         for k in all_ranks:
@@ -54,11 +54,11 @@ def all_reduce_table() -> FigureTable:
     return FigureTable(
         "All-reduces",
         "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005, "
-        "sections 3 and 4 (tree, recursive doubling, halving and doubling); Patarasuk and Yuan, Bandwidth Optimal "
-        "All-Reduce Algorithms for Clusters of Workstations, JPDC 2009 (ring); the cost table of seed document 002 "
-        "(star, with `2(K-1)` steps).",
-        f"The schedules that run, counted for a buffer of {LENGTH:,} bytes; seconds for a latency of 50 us, 1 GB/s and "
-        "10 GB/s of adding. `counterpoint bench allreduce-table` has all of them for 2 to 17 ranks.",
+        "sections 3 and 4 (tree, recursive doubling, halving and doubling); Patarasuk and Yuan, Bandwidth "
+        "Optimal All-Reduce Algorithms for Clusters of Workstations, JPDC 2009 (ring); `2(K-1)` steps by "
+        "definition (star).",
+        f"The schedules that the fabric runs, counted for a buffer of {LENGTH:,} bytes; seconds for a latency of 50 us, "
+        "1 GB/s on links and 10 GB/s of additions. `counterpoint bench allreduce-table` shows 2 to 17 ranks.",
         ("algorithm", "ranks", "figure"),
         tuple(rows),
     )

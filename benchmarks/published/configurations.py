@@ -1,4 +1,4 @@
-"""PipeDream's configurations, by three readings of its cost."""
+"""PipeDream's configurations, with three interpretations of its cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from counterpoint.planner.pipeline.partition import (
 
 @dataclass(frozen=True, slots=True)
 class PrintedCost:
-    """The formula as it is printed, with 2 (m-1) of the weights, where the text says that (m-1)/m go each way."""
+    """The formula as printed, with 2 (m-1) of the weights, where the text says that (m-1)/m are sent each way."""
 
     splits_first_all_reduce: bool = False
     sends_activations: bool = False
@@ -60,7 +60,7 @@ READINGS: dict[str, StageObjective] = {
     "as released": ReleasedObjective(),
 }
 COST_VARIANTS = (("as sent", False), ("as sent", True), ("as printed", False), ("as released", False))
-PUBLISHED_CONFIGURATIONS = {  # what was published; a mark for each of the ways: a dot where it agrees, a space where it is left out
+PUBLISHED_CONFIGURATIONS = {  # published; per variant a mark: a dot if it agrees, a space if it is skipped
     VGG_A: ("15-1", ".cpr"),
     VGG_B: ("15-1", "hc  "),
     VGG_OLD: ("7-1", ". pr"),
@@ -93,13 +93,13 @@ def replicas_per_stage(setting: Setting, reading: str, *, by_levels: bool) -> li
 
 
 def format_configuration(replicas: Sequence[int]) -> str:
-    """Write a configuration as the papers do: replicas of each stage, or ``straight`` where no stage has any."""
+    """Return a configuration as in the papers: replicas of each stage, or ``straight`` without any."""
     return "straight" if max(replicas) == 1 and len(replicas) > 1 else "-".join(map(str, replicas))
 
 
 @cache
 def configuration_table() -> FigureTable:
-    """Configurations of table 1."""
+    """Return the configurations of table 1."""
     rows = []
     for setting, (published, marks) in PUBLISHED_CONFIGURATIONS.items():
         for (reading, by_levels), mark in zip(COST_VARIANTS, marks, strict=True):
@@ -125,26 +125,29 @@ def configuration_table() -> FigureTable:
         "others.",
         f"{INPUTS} The dynamic program, with three readings of its cost. *As printed* is `T = max(A, 2 (m-1) |w| / "
         "B) / m`; *as sent* has `2 (m-1)/m |w|` there, which is what the paper's text says that replicas send and "
-        "receive; *as released* is that of the optimizer's code; the last two are shown for one cluster. On one "
-        "level all devices are joined by links as between servers: 10 (A) or 25 Gbit/s (B), or what the published "
-        "speed-up implies, as below.",
+        "receive; *as released* is the cost in the optimizer's code; the last two are shown for one cluster. With "
+        "a single level all devices are connected by links as between servers: 10 (A) or 25 Gbit/s (B), or the "
+        "bandwidth that the published speed-up implies, as below.",
         ("model", "servers x devices", "cost", "network"),
         tuple(rows),
         unit="replicas of each stage",
         reasons=(
-            ("c", "by servers, a stage fills whole servers before another one begins, or a server's stages end at "
-                  "its bounds: 15 replicas on 4 servers of 4 can only be 12 and 3"),
-            ("e", "on this profile the answer shown is as fast or faster by the same formula; that of the paper's "
-                  "own devices is not published"),
-            ("g", "by this formula replicas whose sums hide behind computing at line rate are faster than a "
-                  "straight pipeline; the paper's program may also leave devices idle (its GNMT-16 job for 16 has "
-                  "14 stages, its GNMT-8 job for 12 has 10), and this one uses all"),
-            ("h", "at line rate the sum of all gradients hides behind the backward, so that data parallelism is as "
-                  "good; at the rate that the published speed-up implies, the answer is the published one"),
-            ("p", "as printed a sum counts m times what replicas send, so that stages with many replicas are cut up"),
-            ("q", "775 MB of weights take five times as long to sum over 25 Gbit/s as to compute, so that no "
-                  "reading of the cost chooses data parallelism; the row is quoted by others and not confirmed"),
-            ("r", "the released code adds a sum to computing, with twice what is sent, and nothing for what stages "
-                  "hand on"),
+            ("c", "with levels, a stage fills whole servers before another one starts, or the stages of a "
+                  "server end at its boundary: 15 replicas on 4 servers of 4 can only be 12 and 3"),
+            ("e", "on this profile the configuration shown is as fast or faster by the same formula; the "
+                  "profile of the paper's own devices is not published"),
+            ("g", "by this formula replicas whose all-reduce is hidden behind computing at line rate are faster"
+                  " than a pipeline without replicas; the paper's program may also leave devices idle (its "
+                  "GNMT-16 job for 16 has 14 stages, its GNMT-8 job for 12 has 10), and this one uses all"),
+            ("h", "at line rate the all-reduce of all gradients is hidden behind the backward, so that data "
+                  "parallelism is as good; at the rate that the published speed-up implies, the result is the "
+                  "published one"),
+            ("p", "as printed, an all-reduce counts m times what replicas send, so that stages with many "
+                  "replicas are split"),
+            ("q", "775 MB of weights take five times as long to all-reduce over 25 Gbit/s as to compute, so "
+                  "that no reading of the cost chooses data parallelism; the row is quoted by others and not "
+                  "confirmed"),
+            ("r", "the released code adds the all-reduce to computing, with twice what is sent, and nothing for"
+                  " what stages send to each other"),
         ),
     )  # fmt: skip

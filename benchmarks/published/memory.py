@@ -1,4 +1,4 @@
-"""What ZeRO's programs hold and send, beside tables 1 and 2 of its paper."""
+"""Memory and communication of ZeRO's programs, compared with tables 1 and 2 of its paper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_SHARDS = 64
 
 
 def make_half_precision_model(num_blocks: int, num_params: float) -> ModelSpec:
-    """Return a model of equal blocks with so many parameters of two bytes, each of which may be sliced."""
+    """Return a model of equal blocks with 2-byte parameters that can be split by tensor parallelism."""
     each = int(num_params) // num_blocks
     params = tuple(Param(f"block{index}.weight", (each,), item_bytes=HALF) for index in range(num_blocks))
     blocks = (
@@ -46,14 +46,14 @@ def make_half_precision_model(num_blocks: int, num_params: float) -> ModelSpec:
 
 @cache
 def zero_program(level: int, num_ranks: int, num_blocks: int, slices: int = 1) -> CompiledPlan:
-    """Return the program of a level; the numbers of parameters change nothing of it."""
+    """Return the program of a level; it does not depend on the number of parameters."""
     inner = f"tensor({slices}) * " if slices > 1 else ""
     plan = Plan.parse(f"{inner}zero({num_ranks}, level={level})" if level else f"{inner}data({num_ranks})")
     return compile_plan(plan, make_half_precision_model(num_blocks, num_blocks * 10_000), verified=False)
 
 
 def peak_gb(level: int, num_ranks: int, num_params: float, num_blocks: int, *, slices: int = 1) -> float:
-    """Return what each rank of a program holds at most."""
+    """Return the peak memory of a rank."""
     made = zero_program(level, num_ranks, num_blocks, slices)
     model = make_half_precision_model(num_blocks, num_params)
     if slices > 1:
@@ -63,9 +63,9 @@ def peak_gb(level: int, num_ranks: int, num_params: float, num_blocks: int, *, s
 
 
 def states_gb(level: int, num_ranks: int, num_params: float, *, slices: int = 1) -> float:
-    """Return what stays as blocks become ever smaller: the peak has one block's whole weights and gradients besides.
+    """Return the memory of the sharded states: the peak without one block's full weights and gradients.
 
-    That part halves where blocks are half as large, so that it cancels out of two programs.
+    That part halves for blocks of half the size, so it cancels in the difference of two programs.
     """
     few, many = (peak_gb(level, num_ranks, num_params, count, slices=slices) for count in (1, 2))
     return 2 * many - few
@@ -73,7 +73,7 @@ def states_gb(level: int, num_ranks: int, num_params: float, *, slices: int = 1)
 
 @cache
 def memory_table() -> FigureTable:
-    """Table 1: gigabytes per rank."""
+    """Return table 1: gigabytes per rank."""
     rows = []
     for num_ranks, line in TABLE_1.items():
         cells = ((name, level) for name in SIZES for level in (1, 2, 3))
@@ -83,10 +83,10 @@ def memory_table() -> FigureTable:
     return FigureTable(
         "Memory of ZeRO's states",
         f"{PAPER}, table 1 (computed by its authors).",
-        "The programs of `zero(n, level=1..3)`, and what their ranks hold at most, for weights and gradients of 2 "
-        "bytes and Adam in float32, 12 bytes a parameter. A program's peak has one block's whole gradient besides, "
-        "from level 3 its whole weights too; shown is what stays as blocks become ever smaller. The paper rounds in "
-        "some cells and cuts off in others.",
+        "Peak memory of the programs of `zero(n, level=1..3)`, for weights and gradients of 2 bytes and Adam in"
+        " float32, 12 bytes per parameter. A program also needs the whole gradient of one block, and from level"
+        " 3 its whole weights; the table shows the limit for ever smaller blocks. The paper rounds some cells "
+        "and truncates others.",
         ("parameters", "ranks", "level"),
         tuple(rows),
         unit="GB",
@@ -95,7 +95,7 @@ def memory_table() -> FigureTable:
 
 @cache
 def largest_table() -> FigureTable:
-    """Table 2: the largest model that fits."""
+    """Return table 2: the largest model that fits."""
     rows = []
     for slices, line in TABLE_2.items():
         for level, published in enumerate(line.split()):
@@ -109,24 +109,24 @@ def largest_table() -> FigureTable:
     return FigureTable(
         "The largest model that ZeRO fits",
         f"{PAPER}, table 2.",
-        "`tensor(mp) * data(64)` and `tensor(mp) * zero(64, level=1..3)` on devices of 32 GB (10^9 bytes). The paper "
-        "multiplies rounded figures by the degree of model parallelism and writes 500, 1000 and 2000 for 512, 1024 "
-        "and 2048.",
+        "`tensor(mp) * data(64)` and `tensor(mp) * zero(64, level=1..3)` on devices of 32 GB (10^9 bytes). The "
+        "paper multiplies rounded figures by the degree of model parallelism and writes 500, 1000 and 2000 for "
+        "512, 1024 and 2048.",
         ("slices", "ranks", "level", "figure"),
         tuple(rows),
         within=0.025,
         unit="B parameters",
         reasons=(
-            ("a", "what was measured is a model that trains, whose activations, buffers and fragments take 18 to 37 "
-                  "% of the device; the model's shapes and batch are not published with the table, so that only "
-                  "states are counted"),
+            ("a", "the measured figures are of training, where activations, buffers and fragmentation take 18 "
+                  "to 37 % of the device; the shapes and the batch of the model are not published with the "
+                  "table, so that only states are counted"),
         ),
     )  # fmt: skip
 
 
 @cache
 def volume_table() -> FigureTable:
-    """Section 7: what is sent."""
+    """Return section 7: communication volume."""
     rows = []
     for level, published in enumerate(("2", "2", "2", "3")):
         made = zero_program(level, NUM_SHARDS, 4)
@@ -135,8 +135,8 @@ def volume_table() -> FigureTable:
     return FigureTable(
         "What ZeRO sends",
         f"{PAPER}, section 7.",
-        f"Bytes that each of {NUM_SHARDS} ranks sends in a step, by those of its weights, from the same programs. The "
-        "paper leaves out the factor (n-1)/n.",
+        f"Bytes that each of {NUM_SHARDS} ranks sends in a step, divided by the bytes of its weights, from the same "
+        "programs. The paper omits the factor (n-1)/n.",
         ("level",),
         tuple(rows),
         within=0.02,

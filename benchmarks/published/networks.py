@@ -1,4 +1,4 @@
-"""Networks whose layers are published: parameters, multiplications and what is written, per layer and sample."""
+"""Networks with published layers: parameters, multiplications and outputs per layer and sample."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class NetworkLayer:
     """One layer, for one sample.
 
     Args:
-        name: what it belongs to; adjacent layers with one name are one block.
+        name: of its block; adjacent layers with one name form a block.
         num_params: its parameters.
-        macs: multiplications with an addition, forward.
-        outputs: numbers that it writes.
-        inputs: numbers that it reads, without parameters.
+        macs: multiply-accumulate operations of a forward.
+        outputs: elements that it writes.
+        inputs: elements that it reads, without parameters.
     """
 
     name: str
@@ -30,7 +30,7 @@ class NetworkLayer:
 
 
 def conv(name: str, inner: int, outer: int, area: int, kernel: int = 3, before: int = 0) -> NetworkLayer:
-    """Return a convolution without bias: it writes ``outer`` channels of ``area`` numbers, reads ``before`` each."""
+    """Return a convolution without bias: it writes ``outer`` channels of ``area`` elements, reads ``before`` each."""
     params = inner * outer * kernel
     return NetworkLayer(name, params, params * area, outer * area, inner * (before or area))
 
@@ -46,7 +46,7 @@ def parameterless(name: str, inputs: int, outputs: int) -> NetworkLayer:
 
 
 def linear(name: str, inner: int, outer: int, rows: int = 1) -> NetworkLayer:
-    """Return a linear layer with bias, for so many rows of a sample."""
+    """Return a linear layer with bias, for this number of rows per sample."""
     return NetworkLayer(name, (inner + 1) * outer, inner * outer * rows, outer * rows, inner * rows)
 
 
@@ -86,7 +86,7 @@ def resnet(*counts: int) -> tuple[NetworkLayer, ...]:
 
 
 def bottleneck(name: str, inner: int, width: int, side: int, stride: int) -> Iterator[NetworkLayer]:
-    """Yield eleven layers: a branch, three convolutions with norms, two rectifiers between, the sum, another one."""
+    """Yield eleven layers: a branch, three convolutions with norms, two ReLUs between them, the sum, and a ReLU."""
     read, wrote, outer = side * side, (side // stride) ** 2, 4 * width
     yield parameterless(name, 0, 0)
     yield conv(name, inner, width, read, 1)
@@ -138,7 +138,7 @@ def inception_v3() -> tuple[NetworkLayer, ...]:
 
 
 def conv_norms(name: str, *shapes: tuple[int, int, int, int]) -> Iterator[NetworkLayer]:
-    """Yield convolutions with norms: channels read and written, the side of what is written, the kernel's area."""
+    """Yield convolutions with norms: input and output channels, output side, and kernel area."""
     for inner, outer, side, kernel in shapes:
         yield conv(name, inner, outer, side * side, kernel)
         yield norm(name, outer, side * side)
@@ -157,16 +157,16 @@ def bert_large(tokens: int = 512) -> tuple[NetworkLayer, ...]:
 
 
 def num_params(layers: Iterable[NetworkLayer]) -> int:
-    """Return how many parameters layers have."""
+    """Return the number of parameters of layers."""
     return sum(layer.num_params for layer in layers)
 
 
 def make_model_spec(layers: Iterable[NetworkLayer], grain: float = 0.0) -> ModelSpec:
-    """Return a model with one block for each run of layers of one name; cost is in multiplications.
+    """Return a model with one block per run of layers with one name; cost is in multiplications.
 
     Args:
         layers: in order.
-        grain: runs are joined until they have this part of all parameters or of all multiplications.
+        grain: blocks are merged up to this fraction of all parameters or of all multiplications.
     """
     row = list(layers)
     enough = grain * num_params(row), grain * sum(layer.macs for layer in row)

@@ -1,4 +1,4 @@
-"""Published figures that nothing can be held against, because what they depend on was not published."""
+"""Published figures that cannot be compared, because what they depend on was not published."""
 
 MISSING = (
     ("Goyal et al., ResNet-50 on 256 P100", "about 90 % from 8 to 256", "images/s of one server, the network's rate"),

@@ -1,4 +1,4 @@
-"""What it gains to sum gradients during the backward: PyTorch's DistributedDataParallel on 32 GPUs."""
+"""Gain of overlapping the gradient all-reduce with the backward: PyTorch's DistributedDataParallel on 32 GPUs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SLOWEST = 8.0
 
 @cache
 def programs(name: str) -> tuple[CompiledPlan, CompiledPlan]:
-    """Return the program that sums at the end of a step and the one that sums during its backward."""
+    """Return the program that reduces gradients after the backward, and the one that overlaps."""
     model, replicas = make_model_spec(MODELS[name]), Plan.parse(f"data({RANKS})").strategies
     at_the_end = compile_plan(Plan(replicas), model, verified=False)
     return at_the_end, compile_plan(Plan(replicas, 1, ("overlap",)), model, verified=False)
 
 
 def gain(name: str, ratio: float) -> float:
-    """Return by how many per cent a step gets shorter where all sums take ``ratio`` times as long as the backward."""
+    """Return by how many percent a step is shorter if all reductions take ``ratio`` times as long as the backward."""
     layers = MODELS[name]
     bytes_per_s = 2 * (RANKS - 1) / RANKS * FLOAT * num_params(layers) / (ratio * BACKWARD_S)
     forward, backward = block_seconds(layers)
@@ -47,13 +47,13 @@ def block_seconds(layers: tuple[NetworkLayer, ...]) -> tuple[list[float], list[f
 
 
 def largest_gain(name: str) -> float:
-    """Return the largest gain, which is where sums take about as long as the backward."""
+    """Return the largest gain, reached where reductions take about as long as the backward."""
     return max(gain(name, ratio) for ratio in (0.8, 0.9, 1.0, 1.1, 1.2))
 
 
 @cache
 def overlap_table() -> FigureTable:
-    """Gains, and the links at which they come out."""
+    """Return the gains, and the links at which they are as published."""
     rows = [FigureRow((name, "NCCL", "the largest gain"), GAINS[name, "NCCL"], largest_gain(name)) for name in MODELS]
     for (name, backend), published in GAINS.items():
         found = bisect_falling(1.0, SLOWEST, partial(gain, name), float(published))
@@ -63,12 +63,12 @@ def overlap_table() -> FigureTable:
         "What overlap gains",
         "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5.1: "
         "32 GPUs.",
-        "`data(32)` with and without the pass `overlap`, on the layers of the networks, one block for each residual "
-        "block or layer. A backward takes two forwards, shared out by multiplications. Neither seconds nor batches "
-        "nor the rate of the links are published, nor whether BERT is the large one, so that the gain depends on one "
-        "unknown figure: how long all sums take, in backwards. The first rows show the largest gain over it, which "
-        "no link can exceed and NCCL comes near to; the others the slowest link at which the gain is as published, "
-        "which is slower for gloo, and slower for BERT.",
+        "`data(32)` with and without the pass `overlap`, on the layers of the networks, one block for each "
+        "residual block or layer. A backward takes two forwards, distributed by multiplications. Seconds, "
+        "batches and the bandwidth of the links are not published, nor whether BERT is the large one, so that "
+        "the gain depends on one unknown: the time of all reductions relative to the backward. The first rows "
+        "show the largest gain over all values of it, which no link can exceed and NCCL nearly reaches; the "
+        "others the slowest link with the published gain, which is slower for gloo, and slower for BERT.",
         ("model", "backend", "figure"),
         tuple(rows),
         within=0.06,

@@ -1,4 +1,4 @@
-"""The page of published figures, written from the tables."""
+"""The page of published figures, generated from the tables."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TABLES = (
 HEAD = """\
 # Published figures
 
-What papers and projects have published, beside what Counterpoint says of the same: its programs, its planner and its
-simulator, told only what was published. `make golden` writes this page, and a test fails where it no longer says what
-the code does. A figure *agrees* where both are the same to one in the last printed digit, or as near as its table says;
-one that *misses* bears a mark, and below its table stands why; of one that is *fitted* something that was not published
-was chosen so that it agrees, and the table says what. `counterpoint bench published` prints the same.
+Figures that papers and projects have published, next to what Counterpoint's programs, planner and simulator give for the
+same inputs, using only what was published. `make golden` writes this page, and a test fails if it differs from what the
+code computes. A figure *agrees* if both are equal to one in the last printed digit, or within the tolerance of its table;
+a figure that *misses* has a mark that is explained below its table; for a *fitted* figure an unpublished quantity was
+chosen so that it agrees, and the table says which. `counterpoint bench published` prints the same.
 """
 
 
@@ -49,17 +49,17 @@ def all_tables() -> tuple[FigureTable, ...]:
 
 
 def render_page() -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     tables = all_tables()
     parts = [HEAD, render_summary(tables), *("\n".join(render_section(table)) for table in tables)]
     rows = ["| what | published | what is missing |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in MISSING)]
-    text = "Figures with nothing to hold against them, because what they depend on was not published or is not at hand."
+    text = "Figures that cannot be compared, because what they depend on was not published or is not available."
     return "\n".join([*parts, "## What cannot be simulated\n", f"{text}\n", *rows]) + "\n"
 
 
 def render_summary(tables: Iterable[FigureTable]) -> str:
-    """Return how many figures agree, by table."""
-    lines = ["| table | figures | agree | miss | fitted | how near |", "|---|--:|--:|--:|--:|---|"]
+    """Return the number of figures that agree, by table."""
+    lines = ["| table | figures | agree | miss | fitted | tolerance |", "|---|--:|--:|--:|--:|---|"]
     for table in tables:
         misses, fitted = sum(bool(row.why) for row in table.rows), sum(row.is_fitted for row in table.rows)
         counts = (len(table.rows), len(table.rows) - misses - fitted, misses, fitted)
@@ -70,7 +70,7 @@ def render_summary(tables: Iterable[FigureTable]) -> str:
 
 
 def format_tolerance(table: FigureTable) -> str:
-    """Return how near two figures of a table are that agree."""
+    """Return the tolerance of a table as text."""
     if table.within:
         return f"{100 * table.within:g} %"
     return "the same text" if isinstance(table.rows[0].simulated, str) else "the last digit"
@@ -87,12 +87,12 @@ def render_section(table: FigureTable) -> Iterator[str]:
     for row in table.rows:
         yield f"| {' | '.join(format_cells(row))} |"
     if table.reasons:
-        yield "\nWhat misses:\n"
+        yield "\nMisses:\n"
     for mark, why in table.reasons:
         yield fill(f"* ({mark}) {why}.", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     yield ""
 
 
 def format_cells(row: FigureRow) -> tuple[str, ...]:
-    """Return what a row shows."""
+    """Return the cells of a row."""
     return (*row.labels, row.published, row.formatted, f"{row.difference} ({row.why})" if row.why else row.difference)

@@ -1,4 +1,4 @@
-"""What PipeDream's configurations send, and how much faster than data parallelism they are."""
+"""Communication of PipeDream's configurations, and their speed-up over data parallelism."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def data_parallel_program(setting: Setting) -> tuple[CompiledPlan, list[GraphNod
 
 @cache
 def straight_program(setting: Setting) -> tuple[CompiledPlan, list[GraphNode]]:
-    """Return the program of one device for each stage, cut as the released optimizer cuts it; a stage is one block."""
+    """Return the program with one device per stage, partitioned by the released optimizer; a stage is one block."""
     states = find_cuts(load_profile(setting))
     found = find_partition(states, [PartitionLevel(setting.num_devices, setting.slowest)], ReleasedObjective())
     stages = []
@@ -77,13 +77,13 @@ def two_stage_program(setting: Setting) -> tuple[CompiledPlan, list[GraphNode]]:
 
 
 def per_minibatch_s(made: CompiledPlan, layers: Sequence[GraphNode], num_minibatches: int, bytes_per_s: float) -> float:
-    """Return the seconds for each minibatch in the long run."""
+    """Return the steady-state seconds per minibatch."""
     forward, backward = [layer.forward_s for layer in layers], [layer.backward_s for layer in layers]
     return step_s(made, forward, backward, bytes_per_s) / num_minibatches
 
 
 def speed_up(setting: Setting, sums_bytes_per_s: float) -> float:
-    """Return how many times as fast as data parallelism, whose sums go at that rate, the published configuration is."""
+    """Return the speed-up of the published configuration over data parallelism whose all-reduces have this rate."""
     count = setting.num_devices
     alike = per_minibatch_s(*data_parallel_program(setting), count, sums_bytes_per_s)
     return alike / pipelined_s(setting)
@@ -91,7 +91,7 @@ def speed_up(setting: Setting, sums_bytes_per_s: float) -> float:
 
 @cache
 def pipelined_s(setting: Setting) -> float:
-    """Return the seconds for each minibatch of the published configuration at line rate."""
+    """Return the seconds per minibatch of the published configuration at line rate."""
     if setting in STRAIGHT:
         return per_minibatch_s(*straight_program(setting), 1, setting.slowest)
     return per_minibatch_s(*two_stage_program(setting), setting.num_devices - 1, setting.between)
@@ -99,19 +99,19 @@ def pipelined_s(setting: Setting) -> float:
 
 @cache
 def implied_bytes_per_s(setting: Setting, published: str) -> float:
-    """Return the bytes/s of data parallelism's sums at which the published speed-up comes out."""
+    """Return the bytes/s of data parallelism's all-reduces that give the published speed-up."""
     low, high = setting.slowest / 10, setting.slowest
     return bisect_falling(low, high, partial(speed_up, setting), float(published))
 
 
 def bytes_per_minibatch(made: CompiledPlan, num_minibatches: int) -> float:
-    """Return the bytes that all ranks together send for each minibatch."""
+    """Return the bytes that all ranks together send per minibatch."""
     return float(sum(made.sent_bytes())) / num_minibatches
 
 
 @cache
 def communication_table() -> FigureTable:
-    """What the published configurations send less."""
+    """Return the reduction of communication of the published configurations."""
     rows = []
     for setting, config, cell in ((VGG_A, "15-1", "85"), (VGG_OLD, "7-1", "95a")):
         published, why = split_mark(cell)
@@ -119,19 +119,19 @@ def communication_table() -> FigureTable:
         staged = bytes_per_minibatch(two_stage_program(setting)[0], setting.num_devices - 1)
         rows.append(FigureRow((*setting.labels, config), published, 100 * (1 - staged / alike), why))
     return FigureTable(
-        "What PipeDream sends less than data parallelism",
+        "By how much PipeDream sends less than data parallelism",
         f"{SOSP}, in its text (more than 85 %); {ARXIV}, table 1.",
-        f"{INPUTS} Bytes of `pipeline(2, schedule=pipedream, replicas=(n-1,1))`, cut before the dense layers, and of "
-        "`data(n)`, from the programs, for each minibatch. AWD LM (88 %), S2VT (85 %) and Inception-v3 on 8 servers "
-        "(47 %) are published too, without a profile (the first two) or the cut (the last).",
+        f"{INPUTS} Bytes of `pipeline(2, schedule=pipedream, replicas=(n-1,1))`, split before the dense layers, and "
+        "of `data(n)`, from the programs, per minibatch. AWD LM (88 %), S2VT (85 %) and Inception-v3 on 8 servers "
+        "(47 %) are published, too, without a profile (the first two) or the split (the last).",
         ("model", "servers x devices", "configuration"),
         tuple(rows),
         within=0.05,
         unit="% less",
         reasons=(
-            ("a", "the convolutions of 58.9 MB that seven replicas sum in a ring are 10 % of the bytes alone; a "
-                  "reduction of 95 % needs a cheaper sum or a larger baseline (parameter servers), of which the "
-                  "paper gives no figures"),
+            ("a", "the convolutions of 58.9 MB that seven replicas all-reduce in a ring are already 10 % of the"
+                  " bytes; a reduction of 95 % needs a cheaper all-reduce or a larger baseline (parameter "
+                  "servers), for which the paper gives no figures"),
         ),
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ SPEED_UPS = (
 
 @cache
 def speed_table() -> FigureTable:
-    """Time per epoch, and the link that would explain it."""
+    """Return the speed-ups, and the link rates that would explain them."""
     rows = []
     for setting, config, published, marks in SPEED_UPS:
         labels, line = (*setting.labels, config), f"{setting.slowest / GBIT:.0f}"
@@ -162,18 +162,19 @@ def speed_table() -> FigureTable:
     return FigureTable(
         "PipeDream's speed-up over data parallelism",
         f"{SOSP}, table 1, time per epoch; {ARXIV}, table 1, against synchronous training.",
-        f"{INPUTS} The programs of the table before on the virtual clock, sums overlapped with backwards, every rank "
-        "with a link of the network between servers at line rate, 10 or 25 Gbit/s (GNMT: of PCIe inside a server), "
-        "without latency. GNMT's stages are those that the released optimizer's cost gives.",
+        f"{INPUTS} The simulated programs of the previous table, with reductions that overlap the backward. Every rank "
+        "has a link with the line rate between servers, 10 or 25 Gbit/s (GNMT: that of PCIe inside a server), "
+        "without latency. The stages of GNMT result from the cost of the released optimizer.",
         ("model", "servers x devices", "configuration", "figure"),
         tuple(rows),
         within=0.15,
         unit="times, or Gbit/s",
         reasons=(
-            ("a", "data parallelism's sums did not reach line rate: the published speed-up is what comes out where "
-                  "they go as slowly as the second row says, and the pipeline at line rate; how fast either was is "
-                  "not published"),
-            ("b", "four devices of one server: at PCIe's 126 Gbit/s sums hide behind computing, or nearly so, and "
-                  "the two rows would need unlike rates; they are quoted by others and not confirmed"),
+            ("a", "the all-reduce of data parallelism did not reach line rate: the published speed-up results "
+                  "if it is as slow as the second row says, with the pipeline at line rate; the actual rates "
+                  "are not published"),
+            ("b", "four devices of one server: at PCIe's 126 Gbit/s the all-reduce is hidden behind computing, "
+                  "or nearly so, and the two rows would need different rates; they are quoted by others and not"
+                  " confirmed"),
         ),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Layers that PipeDream's authors measured, for each row of their tables."""
+"""Layer profiles measured by PipeDream's authors, for each row of their tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FILES = {"VGG-16": "vgg16", "ResNet-50": "resnet50", "AlexNet": "alexnet", "GNMT
 SOSP = "Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019"
 ARXIV = "Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, arXiv 1806.03377, 2018"
 INPUTS = (
-    "Layers as their authors measured and published them (`profiler/*/profiles/*/graph.txt` of msr-fiddle/pipedream), "
-    "seconds and activations scaled to the minibatch of each row. Which device was measured is not published."
+    "Layers as measured and published by the authors (`profiler/*/profiles/*/graph.txt` of msr-fiddle/pipedream), "
+    "seconds and activations scaled to the minibatch of each row. The measured device is not published."
 )
 GBIT = 1e9 / 8
 PCIE, NVLINK = 15.75e9, 150e9
@@ -25,13 +25,13 @@ class Setting:
     """One row of the published tables.
 
     Args:
-        model: whose profile.
-        cluster: as the papers call it.
-        servers: how many.
-        devices: of each server.
+        model: name of its profile.
+        cluster: name in the papers.
+        servers: their number.
+        devices: per server.
         inside: bytes/s between devices of a server: PCIe 3.0 x16, or NVLink of a V100, by their data sheets.
         between: bytes/s between servers.
-        scale: samples of a minibatch on one device, as a part of those of the profile.
+        scale: minibatch size per device, relative to that of the profile.
     """
 
     model: str
@@ -44,17 +44,17 @@ class Setting:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """Model and cluster."""
+        """The model and the cluster."""
         return self.model, f"{self.servers}x{self.devices} ({self.cluster})"
 
     @property
     def num_devices(self) -> int:
-        """Devices of all servers."""
+        """The devices of all servers."""
         return self.servers * self.devices
 
     @property
     def slowest(self) -> float:
-        """Bytes/s of the slowest link."""
+        """The bytes/s of the slowest link."""
         return self.between if self.servers > 1 else self.inside
 
 
@@ -66,13 +66,13 @@ ALEX_A, ALEX_B = Setting("AlexNet", "A", 4, 4, **A), Setting("AlexNet", "B", 2, 
 
 @cache
 def load_profile(setting: Setting) -> LayerGraph:
-    """Return the layers of a model, for one minibatch of a setting, without those that load data."""
+    """Return the layers of a model for one minibatch of a setting, without input layers."""
     profile = parse_graph((PROFILES / f"{FILES[setting.model]}.txt").read_text(encoding="utf-8")).without_inputs()
     return LayerGraph(tuple(scale_layer(layer, setting.scale) for layer in profile.nodes), profile.edges)
 
 
 def scale_layer(layer: GraphNode, scale: float) -> GraphNode:
-    """Return what a layer takes for a part of the samples."""
+    """Return a layer's profile for a fraction of the samples."""
     return replace(
         layer,
         forward_s=layer.forward_s * scale,
@@ -82,7 +82,7 @@ def scale_layer(layer: GraphNode, scale: float) -> GraphNode:
 
 
 def topological_order(profile: LayerGraph) -> list[GraphNode]:
-    """Return the layers so that each comes behind all that it reads."""
+    """Return the layers with each after all of its inputs."""
     left, done = list(profile.nodes), list[GraphNode]()
     while left:
         names = {layer.name for layer in left}
@@ -93,7 +93,7 @@ def topological_order(profile: LayerGraph) -> list[GraphNode]:
 
 
 def weighted_blocks(setting: Setting) -> list[GraphNode]:
-    """Return the layers with weights in order, each with what runs behind it."""
+    """Return the layers with weights in order, each with the layers after it."""
     blocks: list[GraphNode] = []
     for layer in topological_order(load_profile(setting)):
         if layer.weight_bytes or not blocks:

@@ -1,4 +1,4 @@
-"""Published figures beside simulated ones."""
+"""Published figures compared with simulated ones."""
 
 import sys
 from pathlib import Path

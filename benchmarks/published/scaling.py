@@ -1,4 +1,4 @@
-"""Data parallelism on many devices: published rates beside simulated ones."""
+"""Data parallelism on many devices: published rates compared with simulated ones."""
 
 from __future__ import annotations
 
@@ -57,18 +57,19 @@ def horovod_table() -> FigureTable:
         "Horovod's efficiency",
         "Sergeev and Del Balso, Horovod, arXiv 1802.05799, figures 6 and 7 (128 GPUs); Horovod's "
         "`docs/benchmarks.rst` (512).",
-        "`data(n)` with the pass `overlap`, 64 images for each GPU, one ring through all servers of 4 GPUs with 25 "
+        "`data(n)` with the pass `overlap`, 64 images per GPU, one ring through all servers of 4 GPUs with 25 "
         "Gbit/s each at line rate. Images/s of one GPU: 142 and 154 for Inception-v3 and VGG-16 on a P100 "
-        f"({TENSORFLOW}), and for ResNet-101 a sixteenth of the 1656.82 that Horovod's page prints for 16 GPUs. That "
-        "Horovod's `Pascal GPUs` are P100 is taken for granted. At line rate nearly all sums hide: what published "
-        "figures of 88 and 90 % lack is not in the program.",
+        f"({TENSORFLOW}), and for ResNet-101 a sixteenth of the 1656.82 that Horovod's page prints for 16 GPUs. It "
+        "is assumed that Horovod's `Pascal GPUs` are P100. At line rate nearly all reductions are hidden: what the "
+        "published 88 and 90 % lose is not in the program.",
         ("model", "GPUs", "network"),
         tuple(rows),
         within=0.15,
         unit="% of perfect",
         reasons=(
-            ("a", "the dense layers' 495 MB are summed as soon as the backward begins, and at line rate are nearly "
-                  "hidden; sums over 512 GPUs were slower than that, how much is not published"),
+            ("a", "the 495 MB of the dense layers are all-reduced as soon as the backward begins, and are "
+                  "nearly hidden at line rate; all-reduces over 512 GPUs were slower than that, by how much is "
+                  "not published"),
         ),
     )  # fmt: skip
 
@@ -90,15 +91,16 @@ def tensorflow_table() -> FigureTable:
     return FigureTable(
         "TensorFlow's images per second",
         f"{TENSORFLOW}, synthetic data.",
-        "`data(n)` with the pass `overlap`. Of several servers each counts as one rank, as fast as the page prints "
-        "for 8 GPUs, with 10 Gbit/s; parameter servers beside the workers send as much as a ring does. In the DGX-1, "
-        "whose VGG-16 is summed by NCCL, a rank is a GPU with 80 GB/s of NVLink.",
+        "`data(n)` with the pass `overlap`. Each of several servers counts as one rank, with the speed that the page "
+        "prints for 8 GPUs and 10 Gbit/s; parameter servers on the hosts of workers send as much as a ring. In the "
+        "DGX-1, whose VGG-16 is all-reduced by NCCL, a rank is a GPU with 80 GB/s of NVLink.",
         ("model", "devices"),
         tuple(rows),
         within=0.1,
         unit="images/s",
         reasons=(
-            ("a", "where the network is far from full a program has nothing that costs more with more devices: the "
-                  "page's own bottlenecks (four parameter servers for 8 workers, summing, launching) are not in it"),
+            ("a", "while the network is not saturated, nothing in a program costs more with more devices: the "
+                  "page's own bottlenecks (four parameter servers for 8 workers, summation, kernel launches) "
+                  "are not modelled"),
         ),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows with a published and a simulated figure, and whether they agree."""
+"""Rows with a published and a simulated figure, and their agreement."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class FigureRow:
     """One published figure.
 
     Args:
-        labels: what it is of, one text per column of its table.
-        published: the figure as it is printed, ``31.4``; nothing behind it, so that its last digit can be told.
-        simulated: ours; a text where what is published is one.
-        why: the mark of the reason in its table why the two differ; empty where they agree.
-        is_fitted: whether what is not published was chosen so that they agree.
+        labels: of the figure, one text per column of its table.
+        published: the figure as printed, ``31.4``, so that its last digit is known.
+        simulated: ours; a text if the published one is a text.
+        why: mark of the reason for a difference; empty if they agree.
+        is_fitted: whether an unpublished input was chosen so that they agree.
     """
 
     labels: tuple[str, ...]
@@ -25,13 +25,14 @@ class FigureRow:
 
     @property
     def decimals(self) -> int:
-        """How many digits the published figure has behind its point."""
+        """The number of decimals of the published figure."""
         return len(self.published.partition(".")[2])
 
     def agrees(self, within: float) -> bool:
-        """Tell whether both are the same to one in the last printed digit, or to a part of the published one.
+        """Return whether both are equal to one unit of the last printed digit, or within a relative tolerance.
 
-        Figures are rounded in some tables and cut off in others. Of whole numbers one is at most half a hundredth.
+        Figures are rounded in some tables and truncated in others. For integers the tolerance is at most half a
+        percent.
         """
         if isinstance(self.simulated, str):
             return self.simulated == self.published
@@ -41,14 +42,14 @@ class FigureRow:
 
     @property
     def formatted(self) -> str:
-        """The simulated figure with one digit more than the published one has."""
+        """The simulated figure with one more digit than the published one."""
         if isinstance(self.simulated, str):
             return self.simulated
         return f"{self.simulated:.{self.decimals + 1 + (not self.decimals and self.simulated < 10)}f}"
 
     @property
     def difference(self) -> str:
-        """By how much the simulated figure is above the published one, in hundredths."""
+        """The difference of the simulated figure in percent."""
         if isinstance(self.simulated, str) or not float(self.published):
             return "same" if self.agrees(0) else "other"
         hundredths = round(100 * (self.simulated / float(self.published) - 1), 1)
@@ -61,13 +62,13 @@ class FigureTable:
 
     Args:
         title: its heading.
-        source: where it was published.
-        inputs: what the simulation was told, and where that was published.
+        source: of the publication.
+        inputs: of the simulation, and where they were published.
         columns: headings of the labels.
         rows: the figures.
-        within: how far apart, as a part of the published figure, two figures are that agree; 0 for to the last digit.
+        within: relative tolerance; 0 for the last digit.
         unit: of both figures.
-        reasons: by mark, why rows miss.
+        reasons: for differences, by mark.
     """
 
     title: str
@@ -80,25 +81,25 @@ class FigureTable:
     reasons: tuple[tuple[str, str], ...] = ()
 
     def find_errors(self) -> list[str]:
-        """Return what is not as the rows say: one that misses without a reason, or has a reason and agrees."""
+        """Return rows that differ without a reason, or agree although they have one."""
         marks = {mark for mark, _ in self.reasons}
         found = []
         for row in self.rows:
             name = f"{self.title}: {', '.join(row.labels)}: {row.published} published, {row.formatted} simulated"
             agrees = row.agrees(self.within)
             if agrees and row.why:
-                found.append(f"{name}, and needs no reason {row.why!r}")
+                found.append(f"{name}, but has the reason {row.why!r}")
             elif not agrees and row.why not in marks:
-                found.append(f"{name}, and there is no reason {row.why!r}")
+                found.append(f"{name}, without a reason {row.why!r}")
         unused = marks - {row.why for row in self.rows}
-        return [*found, *(f"{self.title}: no row misses because of {mark!r}" for mark in sorted(unused))]
+        return [*found, *(f"{self.title}: no row has the reason {mark!r}" for mark in sorted(unused))]
 
 
 def split_mark(cell: str) -> tuple[str, str]:
-    """Return a published figure and the mark behind it: ``1.38b`` misses because of ``b``.
+    """Return a published figure and the mark after it: ``1.38b`` differs because of ``b``.
 
     Example:
-        >>> marked("1.38b"), marked("6.3")
+        >>> split_mark("1.38b"), split_mark("6.3")
         (('1.38', 'b'), ('6.3', ''))
     """
     return (cell[:-1], cell[-1]) if cell[-1].isalpha() else (cell, "")

@@ -56,7 +56,7 @@ def speed_up(name: str) -> float:
 
 @cache
 def torchgpipe_table() -> FigureTable:
-    """Speed-ups over one device."""
+    """Return the speed-ups over one device."""
     found = {name: speed_up(name) for name in RUNS}
     rows = []
     for release, line in SPEED_UPS.items():
@@ -67,16 +67,17 @@ def torchgpipe_table() -> FigureTable:
         "torchgpipe's ResNet-101",
         "torchgpipe, `benchmarks/resnet101-speed` of release 0.0.5, which also reads the figures of the GPipe paper "
         "off its figure 3; documentation of release 0.0.3.",
-        "`gpipe(n, checkpoint=except_last)` with the cuts, batches and microbatches of release 0.0.5 (those of 0.0.3 "
-        "are not at hand). A layer takes what a Tesla P40 takes at the peak of its data sheet, 12 Tflop/s or 346 "
-        "GB/s, whichever is longer; a backward two forwards; links are PCIe 3.0 x16, 15.75 GB/s.",
+        "`gpipe(n, checkpoint=except_last)` with the partitions, batches and microbatches of release 0.0.5 "
+        "(those of 0.0.3 are not available). The time of a layer is that of a Tesla P40 at the peak of its data"
+        " sheet, 12 Tflop/s or 346 GB/s, whichever is longer; a backward takes two forwards; links are PCIe 3.0"
+        " x16, 15.75 GB/s.",
         ("release", "run", "microbatches"),
         tuple(rows),
         within=0.15,
         unit="times",
         reasons=(
-            ("a", "the seconds of a layer leave out what starting kernels for 36 images, copies and Python take, "
-                  "which is not published"),
-            ("b", "GPipe's own run is on other devices, whose cuts and microbatches are not published"),
+            ("a", "the seconds of a layer omit kernel launches for 36 images, copies and Python, which are not "
+                  "published"),
+            ("b", "GPipe's own run used other devices; its partitions and microbatches are not published"),
         ),
     )  # fmt: skip

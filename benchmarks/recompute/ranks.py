@@ -1,4 +1,4 @@
-"""One rank of one turn of one side: it trains and prints seconds, losses and memory as JSON."""
+"""One rank of one contender's run: trains and prints seconds, losses and memory as JSON."""
 
 import json
 import sys
@@ -19,14 +19,14 @@ WARM_UP, STEPS = 2, 6
 
 
 class SavedTensor:
-    """What autograd has saved, as long as it has."""
+    """A tensor saved by autograd; alive as long as autograd holds it."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 class SavedBytesCounter:
-    """Counts what a rank keeps for its backwards, whenever its interpreter goes from one call to the next."""
+    """Counter of the bytes that a rank saves for its backwards, updated between instructions."""
 
     def __init__(self, rank):
         self.compute = rank.interpreter.compute
@@ -69,7 +69,7 @@ def saved_bytes(step, batch):
 
 
 def peak_bytes():
-    """Return the most resident memory that this process has had."""
+    """Return the peak resident memory of this process."""
     with Path("/proc/self/status").open() as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 

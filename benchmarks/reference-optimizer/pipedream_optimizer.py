@@ -1,4 +1,4 @@
-"""One case in PipeDream's released optimizer, in a process of its own: ``pipedream_optimizer.py CHECKOUT PROFILE CASE``."""
+"""One case in PipeDream's released optimizer: ``pipedream_optimizer.py CHECKOUT PROFILE CASE``."""
 
 import contextlib
 import importlib
@@ -19,11 +19,11 @@ SETTINGS = {
     "activation_compression_ratio": None,
     "memory_size": 16e9,
 }
-"""What its command line is for, and where it looks for it: among the names of its module."""
+"""Command line options, which the script reads from its module's globals."""
 
 
 def median_time(find):
-    """Return how long something takes and what it finds: once, or where that is quick the median of more, once warm."""
+    """Return the time and the result of a call: one call, or for quick ones the median of several warm calls."""
     seconds, found = time_call(find)
     if seconds < REPEAT_BELOW_S:
         seconds = statistics.median(time_call(find)[0] for _ in range(REPETITIONS))
@@ -37,11 +37,11 @@ def time_call(find):
 
 
 def load_optimizer(checkout):
-    """Return the module of the optimizer, which is a script. What draws is not asked to, and need not be installed."""
+    """Return the optimizer's module, which is a script; its drawing library is replaced by a stub if missing."""
     if find_spec("graphviz") is None:
         sys.modules["graphviz"] = ModuleType("graphviz")
     sys.path[:0] = [str(checkout / "optimizer"), str(checkout)]
-    importlib.import_module("numpy")  # which it would do while the clock runs
+    importlib.import_module("numpy")  # otherwise imported while timed
     if not hasattr(importlib.import_module("graph"), "Graph"):
         sys.modules["graph"] = importlib.import_module("graph.graph")
     optimizer = importlib.import_module("optimizer_graph_hierarchical")
@@ -50,7 +50,7 @@ def load_optimizer(checkout):
 
 
 def slowest_stage_s(optimizer, profile, case):
-    """Return the seconds of the slowest stage of its plan, and of data parallelism."""
+    """Return the seconds of its plan's slowest stage, and of data parallelism."""
     with contextlib.redirect_stdout(io.StringIO()):
         return optimizer.main(
             all_num_machines=case["machines"],

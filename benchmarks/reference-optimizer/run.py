@@ -1,4 +1,4 @@
-"""The dynamic program beside PipeDream's released optimizer, in turns, on each case that is published for it."""
+"""The dynamic program compared with PipeDream's released optimizer, alternately, on each published case."""
 
 import json
 import statistics
@@ -33,13 +33,13 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         found.append(summarize_case(case, alternate(case, options.rounds or ROUNDS, is_there=is_there)))
     missed = [line for one in found for line in find_misses(one)]
     if not is_there:
-        missed.append(f"the released optimizer is not at {CHECKOUT}, so that it was not timed; see the README here")
-    notes = {"times": "as fast as the released optimizer, both warm, from the text of the profile to the plan"}
+        missed.append(f"the released optimizer is not at {CHECKOUT}, so it was not timed; see README.md")
+    notes = {"times": "speed-up over the released optimizer, both warm, from the text of the profile to the plan"}
     return BenchmarkResult(COLUMNS, tuple(make_row(one) for one in found), tuple(missed), {"cases": found}, notes)
 
 
 def alternate(case, rounds, *, is_there):
-    """Return what both find in each round and how long that takes; one round is enough where it is long."""
+    """Return the result and the time of both in each round; one round for slow cases."""
     turns = []
     for _ in range(rounds):
         turns.append({"ours": run_counterpoint(case), "theirs": run_pipedream(case) if is_there else None})
@@ -49,7 +49,7 @@ def alternate(case, rounds, *, is_there):
 
 
 def run_counterpoint(case):
-    """Return the seconds of the slowest stage and of finding it, beginning with the text of the profile."""
+    """Return the seconds of the slowest stage and of finding it, from the text of the profile."""
     levels = [PartitionLevel(*level) for level in zip(case["machines"], case["bandwidth"], strict=True)]
 
     def find():
@@ -61,7 +61,7 @@ def run_counterpoint(case):
 
 
 def run_pipedream(case):
-    """Return the same of the released optimizer."""
+    """Return the same for the released optimizer."""
     command = [
         sys.executable,
         str(HERE / "pipedream_optimizer.py"),
@@ -76,7 +76,7 @@ def run_pipedream(case):
 
 
 def summarize_case(case, turns):
-    """Return a case with the medians of its turns."""
+    """Return a case with the medians of its rounds."""
     sides = [side for side in ("ours", "theirs") if turns[0][side] is not None]
     seconds = {side: statistics.median(turn[side]["seconds"] for turn in turns) for side in sides}
     stages = {side: turns[0][side]["stage_s"] for side in sides}
@@ -85,15 +85,15 @@ def summarize_case(case, turns):
 
 
 def find_misses(one):
-    """Yield what a case misses."""
+    """Yield the missed bars of a case."""
     seconds, stages = one["seconds"], {**one["stages"], "reference.json": one["stage_s"]}
     for side in stages.keys() - {"ours"}:
         if not stages["ours"] <= stages[side] + TOLERANCE_S:
-            yield f"{case_name(one)}: the slowest stage takes {stages['ours']:.9f} s, that of {side} {stages[side]:.9f} s"
+            yield f"{case_name(one)}: the slowest stage takes {stages['ours']:.9f} s, {side}: {stages[side]:.9f} s"
     if "theirs" in seconds and not seconds["theirs"] >= MIN_SPEEDUP * seconds["ours"]:
-        yield f"{case_name(one)}: {seconds['theirs'] / seconds['ours']:.1f} times as fast, {MIN_SPEEDUP} promised"
+        yield f"{case_name(one)}: {seconds['theirs'] / seconds['ours']:.1f} times as fast, {MIN_SPEEDUP} required"
     if "theirs" in stages and not abs(stages["theirs"] - one["stage_s"]) <= TOLERANCE_S:
-        yield f"{case_name(one)}: the optimizer finds {stages['theirs']:.9f} s, reference.json says {one['stage_s']:.9f} s"
+        yield f"{case_name(one)}: the optimizer finds {stages['theirs']:.9f} s, reference.json: {one['stage_s']:.9f} s"
 
 
 def make_row(one):

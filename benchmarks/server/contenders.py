@@ -1,4 +1,4 @@
-"""How each side's processes are started on this host: a turn in processes of its own, none of which is left."""
+"""Contenders on this host: each run starts its own processes and stops them at the end."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from counterpoint.ps.job_config import Asp, JobConfig
 
 HERE = Path(__file__).parent
 PREFETCH_DEPTH = 2
-"""So many pushes of a worker are not waited for, where it fetches ahead."""
+"""Number of a worker's pushes that are not waited for, with prefetching."""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class ProcessGroup:
-    """Processes of one turn, watched; ended with the block."""
+    """Processes of one run, watched, and killed at the end of the block."""
 
     def __init__(self):
         self._stack = ExitStack()
@@ -61,7 +61,7 @@ def output_tail(output):
 
 
 def free_ports(count):
-    """Return ports that nobody listens at just now."""
+    """Return currently unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
@@ -72,7 +72,7 @@ def worker_names():
 
 
 def run_counterpoint(name, processes, *words):
-    """Workers and a server that talk over UNIX sockets; nothing is written to a disk."""
+    """Workers and a server connected by UNIX sockets; nothing is written to a disk."""
     with start_servers(JobConfig("bench", Asp(), num_servers=1, is_logged=False)) as servers:
         for worker in range(server_workloads.CONTAINER):
             processes.start("counterpoint_worker.py", name, worker, servers.contact_path, "-", processes.folder, *words)
@@ -80,12 +80,12 @@ def run_counterpoint(name, processes, *words):
 
 
 def run_counterpoint_prefetching(name, processes):
-    """The same, and no minibatch waits for its worker's last pushes."""
+    """The same, but a minibatch does not wait for its worker's last pushes."""
     return run_counterpoint(name, processes, PREFETCH_DEPTH)
 
 
 def run_strategy(name, processes):
-    """The same as a program of fixed ranks."""
+    """The same as a strategy on fixed ranks."""
     (port,) = free_ports(1)
     for rank in range(server_workloads.CONTAINER + 1):
         told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(server_workloads.CONTAINER + 1)}
@@ -96,7 +96,7 @@ def run_strategy(name, processes):
 
 
 def run_torch_rpc(name, processes, *words):
-    """torch.distributed.rpc, as its tutorials do."""
+    """torch.distributed.rpc, as in its tutorials."""
     port = free_ports(1)[0]
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     for role in ("ps", "master", *(f"trainer{worker}" for worker in range(server_workloads.CONTAINER))):
@@ -105,7 +105,7 @@ def run_torch_rpc(name, processes, *words):
 
 
 def run_torch_rpc_retaining(name, processes):
-    """The same, and freed memory stays with its processes, as with ours."""
+    """The same, retaining freed memory as ours does."""
     return run_torch_rpc(name, processes, "keeping")
 
 
@@ -138,11 +138,11 @@ def is_installed(side):
 
 
 def run_once(side, name):
-    """Return what one turn of a side came to.
+    """Run a contender once.
 
     Returns:
-        Samples a second that all workers have taken together; milliseconds of the processor that a worker's step took
-        in all processes; and in the worker alone, where the worker measured.
+        Samples per second of all workers; CPU milliseconds per worker step of all processes; and of the worker only, if
+        the worker measured.
     """
     with ProcessGroup() as found:
         told, processors = CONTENDERS[side](name, found)

@@ -1,4 +1,4 @@
-"""A worker of ours: ``counterpoint_worker.py WORKLOAD WORKER CONTACT LAYOUT_KEY FOLDER [PREFETCH_DEPTH]``."""
+"""Worker of Counterpoint's servers: ``counterpoint_worker.py WORKLOAD WORKER JOB_FILE KEY FOLDER [PREFETCH]``."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from counterpoint.training.process_memory import RetainedMemory
 
 
 def make_remote_module(name, session, ahead):
-    """Return the worker's copy of the model; tables begin as torch's do."""
+    """Return the worker's replica; tables are initialized as in torch."""
     workload = server_workloads.workload(name)
     tables = {server_workloads.TABLE: NormalInit(0.0, 1.0)} if name == "D" else {}
     return RemoteModule(
@@ -29,7 +29,7 @@ def make_remote_module(name, session, ahead):
 
 
 def make_step(name, worker, copy):
-    """Return ``step(number)``: rows of the next batch are on their way while this one is computed."""
+    """Return ``step(number)``, which prefetches rows of the next batch."""
     workload, batch, ahead = (
         server_workloads.workload(name),
         server_workloads.worker_batches(name, worker),

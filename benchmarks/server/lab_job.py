@@ -1,4 +1,4 @@
-"""Servers and workers on hosts of the lab: bytes that cross a worker's link, and what more servers come to."""
+"""Servers and workers on simulated hosts: bytes on a worker's link, and scaling with more servers."""
 
 import os
 import secrets
@@ -19,10 +19,9 @@ from counterpoint.rpc.address import TcpAddress
 
 HERE, PORT, WORKERS = Path(__file__).parent, 4100, 4
 FAST, SLOW = 1000, 550
-"""Of the links, in Mbit/s: as promised, and slower, so that the cores of this machine are less short.
+"""Link rates in Mbit/s: that of the claim, and a slower one that needs less CPU time.
 
-On links that are slower still the lab cuts up what the kernel sends in one piece of 64 KiB, which takes more of the
-cores than the servers do.
+At even lower rates the lab splits the kernel's segments of 64 KiB, which takes more CPU time than the servers.
 """
 CASES, SERVERS = (("dense", FAST), ("rows", FAST), ("dense", SLOW), ("rows", SLOW)), (1, 2, 4)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -30,7 +29,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class UsageSample:
-    """What all processes of a job have taken of the cores, and all servers have sent, by a moment."""
+    """CPU seconds used by all processes of a job, and bytes sent by its servers, at one time."""
 
     at_s: float
     cores_s: float
@@ -38,7 +37,7 @@ class UsageSample:
 
 
 class LabJob:
-    """A job's coordinator and servers, each on a host of its own, and workers on others."""
+    """A job's coordinator and servers, and its workers, each on a separate host."""
 
     def __init__(self, lab, folder, num_servers):
         self.lab, self.folder, self.num_servers = lab, folder, num_servers
@@ -61,7 +60,7 @@ class LabJob:
         return self.lab.start(host, command, {"OMP_NUM_THREADS": "1"})
 
     def start_worker(self, worker, *words):
-        """A worker begins on a host of its own; returns the host."""
+        """Start a worker on a separate host, and return the host."""
         host = f"h{self.num_servers + worker}"
         command = [
             sys.executable,
@@ -86,7 +85,7 @@ class LabJob:
 
 
 def process_tree(pids):
-    """Return these processes and all that have come of them."""
+    """Return these processes and all their descendants."""
     found, parents = set(pids), {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -97,7 +96,7 @@ def process_tree(pids):
 
 
 def cpu_s(pid):
-    """Return how long a process has computed."""
+    """Return the CPU seconds of a process."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
@@ -114,7 +113,7 @@ def lab_job(num_servers, num_workers, rate=FAST):
 
 
 def measure_row_bytes():
-    """Return what crosses a worker's link in steps that touch few rows of a table and many."""
+    """Return the bytes on a worker's link for steps with few and with many rows of a table."""
     with lab_job(1, 1) as job:
         job.start_worker(0, "bytes", job.folder)
         found, _ = run_contenders(job.folder, ["worker-0"], job.check)
@@ -122,7 +121,7 @@ def measure_row_bytes():
 
 
 def measure_throughput(model, rate, num_servers):
-    """Return what all workers have come to in a second together, each step a pull and a push, and what it took."""
+    """Return the steps per second of all workers, each a pull and a push, and the resources used."""
     with lab_job(num_servers, WORKERS, rate) as job:
         for worker in range(WORKERS):
             job.start_worker(worker, model, job.folder)
@@ -148,7 +147,7 @@ def measure_throughput(model, rate, num_servers):
 
 
 def measure_scaling(rounds, tell):
-    """Return turns by model, rate of the links and number of servers."""
+    """Return runs by model, link rate and number of servers."""
     found = {}
     for number in range(rounds):
         for model, rate in CASES:

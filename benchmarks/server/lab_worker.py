@@ -1,4 +1,4 @@
-"""A worker on a host of the lab: ``lab_worker.py WORKER CONTACT LAYOUT_KEY WHAT FOLDER``; it says what it has pushed and pulled."""
+"""Worker on a simulated host: ``lab_worker.py WORKER JOB_FILE KEY MODE FOLDER``; reports bytes pushed and pulled."""
 
 import sys
 import time
@@ -14,29 +14,29 @@ from counterpoint.rpc.job_key import read_key
 
 NUM_ROWS, WIDTH, BATCH_ROWS = 10_000_000, 32, 40_000
 LAYERS, LAYER_SIZE = 4, 1 << 20
-"""Each of 4 MiB, and large enough to be divided over all servers."""
+"""Layers of 4 MiB each, large enough to be split over all servers."""
 ROW_COUNTS = (100, 1_000, 10_000, 100_000)
 WARM_UP, STEPS = 2, 10
 NUM_DRAWN = WARM_UP + STEPS + 1
-"""So many steps have rows of their own, drawn before they begin, as those of data are; later ones have them again."""
+"""Number of steps with separate rows, drawn before the start as those of a dataset; later steps reuse them."""
 
 
 def link_bytes():
-    """Return what this host has sent and received."""
+    """Return the bytes that this host has sent and received."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "eth0":
             return int(figures.split()[8]), int(figures.split()[0])
-    raise RuntimeError("this host has no eth0: run me in the lab")
+    raise RuntimeError("this host has no eth0; run this script in benchmarks.lab")
 
 
 def draw_rows(count, draw):
-    """Return that many rows, or a few less, ascending."""
+    """Return at most ``count`` distinct random rows, sorted."""
     return torch.randint(0, NUM_ROWS, (count,), generator=draw).unique()
 
 
 def table_step(session, count, draw):
-    """Return what a step does: rows are pulled, and a gradient of them is pushed."""
+    """Return a step that pulls rows and pushes a gradient for them."""
 
     def step(_):
         rows = draw_rows(count, draw)
@@ -48,7 +48,7 @@ def table_step(session, count, draw):
 
 
 def prefetching_table_step(session, count, draw):
-    """The same as in training: rows of the next step are on their way before this step's gradient is."""
+    """Return a step as in training: the next step's rows are pulled before this step's gradient is pushed."""
     drawn = cycle([draw_rows(count, draw) for _ in range(NUM_DRAWN)])
     rows = next(drawn)
     pulling, pushing = session.pull("table", rows=rows), []
@@ -67,7 +67,7 @@ def prefetching_table_step(session, count, draw):
 
 
 def dense_step(session):
-    """Return what a step does as in training: a layer's weights are asked for as soon as its gradient is on its way."""
+    """Return a step as in training: a layer's weights are pulled as soon as its gradient is pushed."""
     names = [f"layer-{index}" for index in range(LAYERS)]
     weights = {name: torch.zeros(LAYER_SIZE) for name in names}
     for name in names:
@@ -90,19 +90,19 @@ def dense_step(session):
 
 
 def count_bytes(session, folder):
-    """Leave what crossed the link in steps that touch few rows and many."""
-    found, draw = {}, torch.Generator().manual_seed(1)
+    """Write the bytes sent over the link by steps with few and with many rows."""
+    results, draw = {}, torch.Generator().manual_seed(1)
     (folder / "ready.worker-0").touch()
     wait_for_file(folder / "go")
     for count in ROW_COUNTS:
         step = table_step(session, count, draw)
         step(0)
-        before, began = link_bytes(), time.perf_counter()
-        touched = [step(0) for _ in range(STEPS)]
-        took, after = time.perf_counter() - began, link_bytes()
+        before, started_s = link_bytes(), time.perf_counter()
+        num_rows = [step(0) for _ in range(STEPS)]
+        seconds, after = time.perf_counter() - started_s, link_bytes()
         sent, received = (int(now) - then for now, then in zip(after, before, strict=True))
-        found[str(count)] = {"touched": sum(touched), "sent": sent, "received": received, "seconds": took}
-    write_result(folder, "worker-0", found)
+        results[str(count)] = {"touched": sum(num_rows), "sent": sent, "received": received, "seconds": seconds}
+    write_result(folder, "worker-0", results)
 
 
 def main(worker, contact, key, what, folder):

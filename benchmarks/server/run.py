@@ -1,4 +1,4 @@
-"""Parameter servers here beside torch's and TensorFlow's: speed on one host, bytes of a table, more servers."""
+"""Parameter servers of Counterpoint, torch and TensorFlow: speed on one host, bytes of a table, scaling."""
 
 import statistics
 import sys
@@ -19,16 +19,16 @@ from benchmarks.lab import Lab
 ROUNDS = 3
 MIN_SPEEDUP = 2.0
 OUR_VARIANT = {"D": "ours, ahead", "MLP": "ours"}
-"""How each is trained: large weights that were fetched ahead are in use when the server changes its own, so copied."""
+"""Variant per workload: prefetched large weights are still in use at the server's update, so they are copied."""
 PEERS = ("torch rpc", "tensorflow")
 MAX_BYTE_DEVIATION, MIN_ROWS = 0.05, 1000
-"""Bytes for each row that is touched may differ by so much between few rows and many."""
+"""Allowed relative difference of the bytes per row between few and many rows."""
 SCALING_BARS = {2: 1.7, 4: 2.8}
-"""Servers, and how much faster they are than one."""
+"""Required speed-up over one server, by number of servers."""
 
 
 def measure_one_host(rounds, tell):
-    """Return what turns came to, by workload and side."""
+    """Return runs by workload and contender."""
     sides, found = [side for side in CONTENDERS if is_installed(side)], {}
     for number in range(rounds):
         for name in server_workloads.WORKLOAD_KEYS:
@@ -59,24 +59,29 @@ def speed_rows(found, missed):
         own = [one["worker_ms"] for one in turns if one["worker_ms"] is not None]
         told = f"{statistics.median(own):.2f} in the worker" if own else ""
         less = 1 / ratio(found, name, side, "processor_ms")
-        yield f"{name}, {side}, processor", f"{spent:.2f} ms a step", told, f"{OUR_VARIANT[name]} {less:.2f} x less"
+        yield f"{name}, {side}, processor", f"{spent:.2f} ms per step", told, f"{OUR_VARIANT[name]} {less:.2f} x less"
         if bar is not None and not times >= bar:
-            missed.append(f"{name}: {times:.2f} times {side}, at least {bar} promised")
+            missed.append(f"{name}: {times:.2f} times {side}, at least {bar} required")
 
 
 def table_rows(found, missed):
-    """Yield how many bytes steps move that touch so many rows of a table of ten million."""
+    """Yield the bytes of steps for numbers of rows of a table of ten million."""
     each = {count: (one["sent"] + one["received"]) / one["touched"] for count, one in found.items()}
     most = list(found)[-1]
     for count, one in found.items():
         moved = f"{one['sent']:,} sent, {one['received']:,} received"
-        yield f"table, {one['touched']:,} rows", moved, f"{each[count]:.0f} a row", f"{each[count] / each[most]:.3f} x"
+        yield (
+            f"table, {one['touched']:,} rows",
+            moved,
+            f"{each[count]:.0f} per row",
+            f"{each[count] / each[most]:.3f} x",
+        )
         if int(count) >= MIN_ROWS and not abs(each[count] / each[most] - 1) <= MAX_BYTE_DEVIATION:
             missed.append(f"table: {each[count]:.0f} bytes for each of {count} rows, {each[most]:.0f} of {most}")
 
 
 def scaling_rows(found, missed):
-    """Yield what more servers come to, and how much of the cores and of the servers' links that takes."""
+    """Yield the speed with more servers, and the use of cores and of the servers' links."""
     for model, rate in CASES:
         one = [turn["steps_per_s"] for turn in found[model, rate, 1]]
         for servers in SERVERS:
@@ -93,7 +98,7 @@ def scaling_rows(found, missed):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
-        raise LaunchError(f"hosts cannot be made here: {reason}")
+        raise LaunchError(f"simulated hosts are not available: {reason}")
     rounds, missed = max(3, options.rounds or ROUNDS), []
     speeds = measure_one_host(rounds, options.report_progress)
     rows = list(speed_rows(speeds, missed))

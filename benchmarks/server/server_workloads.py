@@ -1,4 +1,4 @@
-"""What is trained: D and the MLP of the data-parallel benchmark, cut into the workers' own batches."""
+"""Workloads: D and the MLP of the data-parallel benchmark, split into the workers' batches."""
 
 import sys
 from pathlib import Path
@@ -8,13 +8,13 @@ sys.path.append(str(Path(__file__).parents[1] / "data-parallel"))
 from workloads import NUM_ROWS, RANKS, WIDTH, WORKLOADS, batches, build_model
 
 __all__ = [
-    "WORKLOAD_KEYS",
     "NUM_ROWS",
     "RANKS",
     "STEPS",
     "TABLE",
     "WARM_UP",
     "WIDTH",
+    "WORKLOAD_KEYS",
     "batch_size",
     "build_model",
     "worker_batches",
@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 WORKLOAD_KEYS = {"D": "D", "MLP": "A"}
-"""What is said here, and its letter there."""
+"""Name here, and key in the data-parallel benchmark."""
 STEPS = {"D": 600, "MLP": 10}
-"""Seconds of either, since the speed of a shared machine changes within less."""
+"""Enough for several seconds, since the speed of a shared machine changes within seconds."""
 WARM_UP = {"D": 24, "MLP": 3}
 NUM_DISTINCT_BATCHES = {"D": 20, "MLP": 8}
-"""A worker's batches, after which the first comes again: all rows have been looked up when steps are timed."""
+"""Number of a worker's batches, which repeat: all rows have been used before steps are timed."""
 TABLE = "table.weight"
 
 
@@ -41,7 +41,7 @@ def batch_size(name):
 
 
 def worker_batches(name, worker):
-    """Return a function from the number of a step to the worker's inputs and targets."""
+    """Return a function from the step number to the worker's inputs and targets."""
     size, count = batch_size(name), NUM_DISTINCT_BATCHES[name]
     low = worker * size
     parts = [(one[low : low + size], two[low : low + size]) for one, two in batches(workload(name), count)]

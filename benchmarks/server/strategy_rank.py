@@ -1,4 +1,4 @@
-"""One rank of the program that a strategy makes: ``strategy_rank.py STRATEGY WORKLOAD FOLDER``."""
+"""One rank of a strategy with servers: ``strategy_rank.py STRATEGY WORKLOAD FOLDER``."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""TensorFlow's ParameterServerStrategy: ``tensorflow_ps.py chief|worker|ps INDEX_FIELD WORKLOAD FOLDER CLUSTER``; the chief measures.
+"""TensorFlow's ParameterServerStrategy: ``tensorflow_ps.py chief|worker|ps INDEX WORKLOAD FOLDER CLUSTER``.
 
-What a push does is done on the server, by TensorFlow's own operations, so that gradients alone travel.
+The chief measures. Updates run on the server by TensorFlow's own operations, so that only gradients are sent.
 """
 
 import itertools
@@ -20,7 +20,7 @@ RATE, MOMENTUM = 0.01, 0.9
 
 
 class TensorFlowModel:
-    """Linear layers with ReLU between them, and a table in front where there is one."""
+    """Linear layers with ReLU between them, after an embedding table if there is one."""
 
     def __init__(self, widths, table):
         draw = tf.random.Generator.from_seed(0)
@@ -42,7 +42,7 @@ class TensorFlowModel:
 
 
 def make_step(strategy, name):
-    """Return what a worker does with its next batch."""
+    """Return a worker's step on its next batch."""
     with strategy.scope():
         if name == "D":
             model, momenta = (
@@ -82,7 +82,7 @@ def make_step(strategy, name):
 
 
 def dataset(name):
-    """Return a worker's batches, again and again."""
+    """Return a worker's batches, repeated."""
     batch = server_workloads.worker_batches(name, 0)
     drawn = [batch(number) for number in range(server_workloads.NUM_DISTINCT_BATCHES[name])]
     inputs = tf.stack([one.numpy() for one, _ in drawn])
@@ -91,7 +91,7 @@ def dataset(name):
 
 
 def run_chief(name, folder, cluster):
-    """Schedule steps on whichever worker is free, and measure how long they take together."""
+    """Schedule steps on free workers, and measure their total time."""
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster), task_type="chief", task_id=0, rpc_layer="grpc"
     )

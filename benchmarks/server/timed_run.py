@@ -1,6 +1,6 @@
-"""One turn of a side: processes say in a folder that they are ready, begin when all are, and leave what they measured.
+"""Synchronized timing of processes through a folder: they signal ready, start together, and write their results.
 
-A folder, because the hosts of the lab share files and nothing else.
+A folder, because simulated hosts share only the file system.
 """
 
 import json
@@ -15,44 +15,44 @@ def wait_for_file(path, timeout_s=TIMEOUT_S):
     until = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > until:
-            raise TimeoutError(f"{path} was not there after {timeout_s:g} s")
+            raise TimeoutError(f"{path} does not exist after {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
 def time_steps(folder, name, step, *, warm_up, steps, first=0):
-    """Call ``step(number)`` until it has been timed so often, together with all others; leave seconds and losses."""
+    """Time calls of ``step(number)`` after a common start, and write seconds and losses to the folder."""
     folder = Path(folder)
     losses = [step(number) for number in range(first, first + warm_up)]
     (folder / f"ready.{name}").touch()
     wait_for_file(folder / "go")
-    began, spent = time.perf_counter(), time.process_time()
+    started_s, cpu_s = time.perf_counter(), time.process_time()
     losses += [step(number) for number in range(first + warm_up, first + warm_up + steps)]
-    elapsed, spent = time.perf_counter() - began, time.process_time() - spent
-    told = {"steps": steps, "elapsed": elapsed, "processor_s": spent}
-    write_result(folder, name, told | {"losses": [float(loss) for loss in losses]})
+    elapsed, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    timing = {"steps": steps, "elapsed": elapsed, "processor_s": cpu_s}
+    write_result(folder, name, timing | {"losses": [float(loss) for loss in losses]})
     return first + warm_up + steps
 
 
 def keep_stepping(folder, step, number):
-    """Keep the others company until all have measured."""
-    while not (Path(folder) / "over").exists():
+    """Keep running steps until all processes have measured."""
+    while not (Path(folder) / "done").exists():
         step(number)
         number += 1
 
 
-def write_result(folder, name, found):
+def write_result(folder, name, result):
     draft = Path(folder) / f"draft.{name}"
-    draft.write_text(json.dumps(found))
+    draft.write_text(json.dumps(result))
     draft.rename(Path(folder) / f"found.{name}")
 
 
 def run_contenders(folder, names, check):
-    """Return what the processes have found, by name, and how many processors all of them took meanwhile.
+    """Return the results of all processes by name, and the number of CPUs they used together.
 
     Args:
-        folder: of the turn.
-        names: who measures.
-        check: raises where a process has ended.
+        folder: of the run.
+        names: of the measuring processes.
+        check: raises if a process has exited.
     """
     folder = Path(folder)
     clocks = []
@@ -61,26 +61,26 @@ def run_contenders(folder, names, check):
         while missing := [name for name in names if not (folder / f"{stage}.{name}").exists()]:
             check()
             if time.monotonic() > until:
-                raise TimeoutError(f"{missing} were not {stage} after {TIMEOUT_S:g} s")
+                raise TimeoutError(f"{missing} have not signalled {stage} after {TIMEOUT_S:g} s")
             time.sleep(POLL_S)
         clocks.append((time.perf_counter(), descendants_cpu_s()))
-        (folder / {"ready": "go", "found": "over"}[stage]).touch()
-    found = {name: json.loads((folder / f"found.{name}").read_text()) for name in names}
+        (folder / {"ready": "go", "found": "done"}[stage]).touch()
+    results = {name: json.loads((folder / f"found.{name}").read_text()) for name in names}
     window_s, spent_s = (after - before for before, after in zip(*clocks, strict=True))
-    return found, spent_s / window_s
+    return results, spent_s / window_s
 
 
 def descendants_cpu_s():
-    """Return what all processes that have come from this one, and still run, have spent of the processor."""
-    parents, spent = {}, {}
+    """Return the CPU seconds of all running descendants of this process."""
+    parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            words = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+            fields = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:  # the process has exited
             continue
-        parents[int(path.parent.name)] = int(words[1])
-        spent[int(path.parent.name)] = int(words[11]) + int(words[12])
-    mine = {os.getpid()}
-    while more := {one for one, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return sum(spent.get(one, 0) for one in mine - {os.getpid()}) / os.sysconf("SC_CLK_TCK")
+        parents[int(path.parent.name)] = int(fields[1])
+        ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    pids = {os.getpid()}
+    while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= children
+    return sum(ticks.get(pid, 0) for pid in pids - {os.getpid()}) / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,8 @@
-"""torch.distributed.rpc as its tutorials write parameter servers: ``torch_rpc.py ROLE WORKLOAD WORKERS FOLDER [keeping]``.
+"""torch.distributed.rpc as in its parameter server tutorials: ``torch_rpc.py ROLE WORKLOAD WORKERS FOLDER [keeping]``.
 
-MLP: "Implementing Batch RPC Processing Using Asynchronous Executions", its server with a batch of one update, so that
-no worker waits for another. D: "Combining Distributed DataParallel with Distributed RPC Framework", the table on the
-server, looked up there under distributed autograd, what stands behind it with DistributedDataParallel on the workers.
+MLP: "Implementing Batch RPC Processing Using Asynchronous Executions", with an update batch of one, so that no worker
+waits for another. D: "Combining Distributed DataParallel with Distributed RPC Framework": the table is on the server
+and looked up there under distributed autograd; the layers after it use DistributedDataParallel on the workers.
 """
 
 import os
@@ -79,7 +79,7 @@ def train_dense(name, ps_rref, worker, folder):
 
 
 class HybridModel(nn.Module):
-    """The tutorial's: the table remote, what stands behind it replicated."""
+    """The tutorial's HybridModel: the table is remote, the layers after it are replicated."""
 
     def __init__(self, remote_emb_module, top):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks do on each side; executors and ranks import it."""
+"""What ranks run for each contender; imported by executors and ranks."""
 
 import os
 import time
@@ -13,7 +13,7 @@ BATCH = 128
 
 
 def build(name):
-    """Return a model, the same bits every time."""
+    """Return a model, always bit-identical."""
     torch.manual_seed(SEED)
     widths, layers = MODELS[name], []
     for inputs, outputs in pairwise(widths):
@@ -22,19 +22,19 @@ def build(name):
 
 
 def samples(name, count=BATCH):
-    """Return inputs and targets, the same every time."""
+    """Return inputs and targets, always the same."""
     draws = torch.Generator().manual_seed(SEED)
     width, classes = MODELS[name][0], MODELS[name][-1]
     return torch.randn(count, width, generator=draws), torch.randint(classes, (count,), generator=draws)
 
 
 def sgd(params):
-    """Return the optimizer of all sides."""
+    """Return the optimizer of all contenders."""
     return optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 def time_steps(step, steps):
-    """Return the mean seconds of some steps, after some that warm, and the last loss."""
+    """Return the mean seconds per step after warm-up steps, and the last loss."""
     loss = 0.0
     for _ in range(WARM_UP):
         loss = step()
@@ -45,7 +45,7 @@ def time_steps(step, steps):
 
 
 def run_counterpoint(name, strategy, steps):
-    """Take steps of a plan as one of its ranks."""
+    """Run steps of a plan as one of its ranks."""
     import counterpoint as cp
 
     inputs, targets = samples(name)
@@ -54,7 +54,7 @@ def run_counterpoint(name, strategy, steps):
 
 
 def run_ddp(name, steps):
-    """Take steps of DistributedDataParallel as a rank that torchrun has started."""
+    """Run steps of DistributedDataParallel as a rank started by torchrun."""
     from torch import distributed
 
     torch.set_num_threads(1)

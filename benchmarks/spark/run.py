@@ -1,4 +1,4 @@
-"""Training on Spark: two jobs a step beside the same plan on ranks, and ranks of a barrier stage beside DDP's."""
+"""Training on Spark: two jobs per step and the same plan on ranks; a barrier stage and TorchDistributor."""
 
 import statistics
 import sys
@@ -23,11 +23,11 @@ HERE = Path(__file__).parent
 ROUNDS, RANKS, STEPS = 3, 2, {"small": 200, "large": 20}
 JOB_STEPS, JOB_WARM_UP = 12, 3
 PLAN, MAX_LOSS_DIFFERENCE = "zero(2, level=1)", 1e-3
-COLUMNS = ("model", "how", "ms a step", "over", "call, s")
+COLUMNS = ("model", "how", "ms per step", "over", "call, s")
 
 
 def run_bigdl(spark, name):
-    """Return seconds of a step in two jobs, and the last loss."""
+    """Return seconds per step in two jobs, and the last loss."""
     fields = contenders.samples(name)
     rows = spark.sparkContext.parallelize(list(zip(*fields, strict=True)), RANKS)
     ended = [time.perf_counter()]
@@ -41,7 +41,7 @@ def run_bigdl(spark, name):
 
 
 def run_local(_spark, name):
-    """Return seconds of a step of the same plan on ranks of this host, and the last loss."""
+    """Return seconds per step of the same plan on ranks of this host, and the last loss."""
     return launch(
         contenders.run_counterpoint,
         ranks=RANKS,
@@ -52,31 +52,31 @@ def run_local(_spark, name):
 
 
 def run_barrier(spark, name):
-    """Return seconds of a step of data parallelism in ranks of a barrier stage, and the last loss."""
+    """Return seconds per step of data parallelism in ranks of a barrier stage, and the last loss."""
     return run_ranks(spark, contenders.run_counterpoint, ranks=RANKS, args=[name, f"data({RANKS})", STEPS[name]])[0]
 
 
 def run_distributor(spark, name):
-    """Return seconds of a step of DDP in ranks that TorchDistributor has started, and the last loss."""
+    """Return seconds per step of DDP in ranks of TorchDistributor, and the last loss."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    del spark  # it finds the session by itself
+    del spark  # TorchDistributor finds the session
     return TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(
         contenders.run_ddp, name, STEPS[name]
     )
 
 
 CONTENDERS = {
-    "two jobs a step": (run_bigdl, "the same plan on ranks"),
+    "two jobs per step": (run_bigdl, "the same plan on ranks"),
     "the same plan on ranks": (run_local, ""),
     "data(2) in a barrier stage": (run_barrier, ""),
     "DDP, TorchDistributor": (run_distributor, "data(2) in a barrier stage"),
 }
-"""Each side: what is run, and beside which other it is held."""
+"""By contender: its function, and the contender that it is compared with."""
 
 
 def discard_line(_line):
-    """Take a line of a rank."""
+    """Ignore a line printed by a rank."""
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
@@ -101,7 +101,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
 
 
 def make_result(taken):
-    """Return rows and what they miss."""
+    """Return the table and the missed bars."""
     rows, missed, figures = [], [], {}
     for (name, side), turns in taken.items():
         beside = CONTENDERS[side][1]
@@ -111,23 +111,23 @@ def make_result(taken):
         shown = f"{over:.2f} of {beside}" if beside else "-"
         rows.append((name, side, f"{1e3 * step_ms:.2f}", shown, f"{call_s:.1f}"))
         if side.startswith("DDP") and not over >= 1:
-            missed.append(f"{name}: a step in a barrier stage takes {1 / over:.2f} of one of DDP; at most 1 promised")
+            missed.append(f"{name}: a step in a barrier stage takes {1 / over:.2f} of one of DDP; at most 1 required")
     for name in contenders.MODELS:
         losses = {side: taken[name, side][0][1] for side in list(CONTENDERS)[1:]}
         if max(losses.values()) - min(losses.values()) > MAX_LOSS_DIFFERENCE:
-            missed.append(f"{name}: the sides train to other losses: {losses}")
+            missed.append(f"{name}: the contenders reach different losses: {losses}")
     over_ms = {
         name: 1e3
         * statistics.median(
             one[0] - other[0]
-            for one, other in zip(taken[name, "two jobs a step"], taken[name, "the same plan on ranks"], strict=True)
+            for one, other in zip(taken[name, "two jobs per step"], taken[name, "the same plan on ranks"], strict=True)
         )
         for name in contenders.MODELS
     }
     note = "; ".join(f"{name} {ms:.0f} ms" for name, ms in over_ms.items())
-    return BenchmarkResult(COLUMNS, tuple(rows), tuple(missed), figures, {"two jobs cost a step:": note})
+    return BenchmarkResult(COLUMNS, tuple(rows), tuple(missed), figures, {"overhead of two jobs per step:": note})
 
 
 def ratio(turns, others):
-    """Return how many times as long one side takes as another, of the rounds the median."""
+    """Return the median over rounds of the ratio of two contenders' step times."""
     return statistics.median(own[0] / other[0] for own, other in zip(turns, others, strict=True))

@@ -1,4 +1,4 @@
-"""The two jobs: the same model on different amounts of data; and what every worker does before anything is timed."""
+"""The two jobs: the same model on different amounts of data."""
 
 from functools import cache
 

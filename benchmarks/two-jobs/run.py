@@ -1,4 +1,4 @@
-"""Two jobs and two workers: each job with its own half, one after the other, or both sharing who is free."""
+"""Two jobs and two workers: sequential with fixed halves, concurrent with fixed halves, or elastic."""
 
 import statistics
 import sys
@@ -25,7 +25,7 @@ MODES = (SEQUENTIAL, FIXED_HALVES, ELASTIC)
 
 
 def time_jobs(way, pool, names=TIMED):
-    """Return how long all jobs take together, from when the first begins; their servers are there before."""
+    """Return the seconds of all jobs together, with servers started before."""
     most = WORKERS if way == ELASTIC else WORKERS // len(names)
     with ExitStack() as stack:
         contacts = {name: stack.enter_context(start_servers(make_job(name))).contact_path for name in names}
@@ -45,23 +45,23 @@ def time_jobs(way, pool, names=TIMED):
 
 
 def wait_for_servers(name, contact):
-    """The servers of a job are there, as they are for whoever runs them as a service."""
+    """Wait until the servers of a job are running."""
     with join(read_job_file(contact), f"first of {name}"):
         pass
 
 
 def check_all_trained(name, contact):
-    """Every portion has been trained; what was given back counts again."""
+    """Raise unless every data slice has been trained; slices that were returned and repeated count twice."""
     wanted = EPOCHS[name] * EPOCH_PORTIONS
     trained = sum(int(path.name.rpartition(".")[2]) for path in contact.parent.glob("trained.*"))
     if trained < wanted:
-        raise LaunchError(f"{name} has trained {trained} portions, of {wanted}")
+        raise LaunchError(f"{name} has trained {trained} of {wanted} data slices")
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     found, ways = {way: [] for way in MODES}, list(MODES)
     with WorkerPool(WORKERS, train_job) as pool:
-        options.report_progress("nothing yet: every worker has trained once before")
+        options.report_progress("warm-up: every worker trains once")
         time_jobs(FIXED_HALVES, pool, UNTIMED)
         for number in range(max(3, options.rounds or ROUNDS)):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
@@ -76,7 +76,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         )
         if way == ELASTIC and not less >= MIN_TIME_SAVED:
             missed.append(
-                f"elastic takes {less:.0%} less than one after the other, at least {MIN_TIME_SAVED:.0%} promised"
+                f"elastic takes {less:.0%} less than one after the other, at least {MIN_TIME_SAVED:.0%} required"
             )
     columns = ("two jobs", "s in all", "spread", "less than one after the other", "by round")
     return BenchmarkResult(columns, tuple(rows), tuple(missed), found)

@@ -1,4 +1,4 @@
-"""What a worker of the pool does at a job: it trains until all data is counted, or until it is wanted elsewhere."""
+"""A pool worker's part in a job: train until all data is counted, or until it is reassigned."""
 
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from counterpoint.ps.process import join, read_job_file
 
 
 def train_job(contact, name, must_go):
-    """Train; leave the number of portions beside the contact, and tell whether all data of the job is counted."""
+    """Train, record the number of trained slices next to the job file, and return whether all data is counted."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))

@@ -1,4 +1,4 @@
-"""One rank of one round: every side trains and is timed, one after the other; each rank prints what it has seen."""
+"""One rank of one round: trains and times every contender, one after the other, and prints the results as JSON."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ WARM_UP, MOST_EPOCHS, ALONE = 3, 20, 5
 
 
 class DDP:
-    """torch's DistributedDataParallel on gloo, as its users run it."""
+    """torch's DistributedDataParallel on gloo, as its documentation recommends."""
 
     def __init__(self, side):
         self.model = nn.parallel.DistributedDataParallel(workload.build_vgg())
@@ -35,14 +35,14 @@ class DDP:
         return loss.item()
 
     def flush(self):
-        """Nothing is under way."""
+        """Do nothing: no batch is in flight."""
 
     def close(self):
-        """Its process group is that of all sides."""
+        """Do nothing: the process group is shared by all contenders."""
 
 
 def make_step(side, number):
-    """Return the step of a side; sides meet at ports of their own."""
+    """Return the step function of a contender; each uses a separate port."""
     if not side.strategy:
         return DDP(side)
     found = detect()
@@ -57,32 +57,32 @@ def make_step(side, number):
 
 
 def sent_bytes():
-    """Return what this host has sent through its interface."""
+    """Return the bytes sent by this host's interface."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "eth0":
             return int(figures.split()[8])
-    raise RuntimeError("this host has no eth0: run me in the lab")
+    raise RuntimeError("this host has no eth0; run this script in benchmarks.lab")
 
 
 def time_batches(step, batches):
-    """Return the seconds until the last rank is done with all batches, none under way, and what this host has sent."""
+    """Return the seconds until the last rank has finished all batches, and the bytes sent by this host."""
     sent = sent_bytes()
-    dist.barrier()  # nobody begins before all have looked
+    dist.barrier()  # start after all ranks have read their counters
     began = time.perf_counter()
     for batch in batches:
         step(*batch)
     step.flush()
     dist.barrier()
     seconds, now = time.perf_counter() - began, sent_bytes()
-    dist.barrier()  # nobody goes on before all have looked
+    dist.barrier()  # continue after all ranks have read their counters
     return seconds, now - sent
 
 
 def train_until_accurate(step, train, held_out):
-    """Return the seconds of each epoch until the model is as good as wanted, and how good it was behind each.
+    """Return the seconds of each epoch until the target accuracy, and the accuracy after each.
 
-    Weights are brought to all ranks and the model is tried between epochs, which no side is charged for.
+    Gathering weights and evaluation between epochs are not timed.
     """
     seconds, found = [], []
     for _, epoch in zip(range(MOST_EPOCHS), workload.epochs(train), strict=False):
@@ -94,7 +94,7 @@ def train_until_accurate(step, train, held_out):
 
 
 def time_single_rank(batch):
-    """Return the seconds of a forward and a backward of the whole batch while all other ranks do the same."""
+    """Return the seconds of forward and backward of the whole batch while all other ranks do the same."""
     model, found = workload.build_vgg(), []
     for _ in range(ALONE):
         dist.barrier()
@@ -105,7 +105,7 @@ def time_single_rank(batch):
 
 
 def main(number):
-    """Be one rank of a round, in which another side comes first than in the one before."""
+    """Run one rank of a round; each round starts with another contender."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train, held_out = workload.load_data()

@@ -1,4 +1,4 @@
-"""A VGG on four hosts of the lab under pipelines and data parallelism, and what the planner says of each."""
+"""A VGG on four simulated hosts under pipelines and data parallelism, compared with the planner's predictions."""
 
 import json
 import statistics
@@ -26,19 +26,19 @@ from benchmarks.vgg import workload
 ROUNDS, RATE, LATENCY_S = 3, "200mbit", 100e-6
 REFERENCE, CLAIMED, PEER = "data(4)", "pipedream(4)", "DDP on gloo"
 MIN_SPEEDUP, MIN_BYTES_SAVED, MIN_OF_PEER = 3.0, 0.85, 1.0
-HEADER_OVERHEAD = 0.10  # of frames, acknowledgements and announcements, above the bytes of the tensors
-BACKWARD = 2  # a backward costs so many forwards, as the simulator takes it
+HEADER_OVERHEAD = 0.10  # of frames, acknowledgements and message headers, relative to the bytes of the tensors
+BACKWARD = 2  # cost of a backward in forwards, as in the simulator
 
 
 def on_hosts(number):
-    """Return what each rank has seen in a round."""
+    """Return the results of each rank in a round."""
     command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(number)]
     with Lab(hosts=workload.HOSTS, rate=RATE) as lab:
         return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
 
 
 def merge_ranks(ranks):
-    """Return the sides of a round: seconds until the last rank was done, bytes of all hosts."""
+    """Return the results of a round: seconds until the last rank has finished, bytes of all hosts."""
     found = {}
     for name in workload.CONTENDERS:
         seen = [rank["sides"][name] for rank in ranks]
@@ -52,7 +52,7 @@ def merge_ranks(ranks):
 
 
 def predict_contenders(rounds, images):
-    """Return what the planner says of each side's step, and which plan it would choose of all that it tries."""
+    """Return the predicted step of each contender, the plan that the planner would choose, and the ranks' speed."""
     model = workload.build_vgg()
     face = OptimizerSpec(workload.CONTENDERS[REFERENCE].optimizer, dict(model.named_parameters()))
     spec = trace_model_spec(model, face, images, None)
@@ -77,13 +77,13 @@ def predict_contenders(rounds, images):
 
 
 def seconds_to_accuracy(side):
-    """Return the seconds of training until the model was as good as wanted; None where it never was."""
+    """Return the seconds of training until the target accuracy; None if it was not reached."""
     return sum(side["epochs"]) if side["accuracy"] and side["accuracy"][-1] >= workload.TARGET_ACCURACY else None
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
-        raise LaunchError(f"hosts cannot be made here: {reason}")
+        raise LaunchError(f"simulated hosts are not available: {reason}")
     rounds = []
     for number in range(max(3, options.rounds or ROUNDS)):
         options.report_progress(f"round {number + 1}")
@@ -96,25 +96,25 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         "samples/s",
         "spread",
         f"over {REFERENCE}",
-        "MB a batch",
+        "MB per batch",
         "forecast",
         "fewer",
-        "ms a batch",
+        "ms per batch",
         "predicted",
         f"s to {workload.TARGET_ACCURACY:.0%}",
         "epochs",
     )
     notes = {
-        "MB a batch:": "sent by all hosts together, counted at their interfaces, beside the tensors of the forecast",
-        "predicted:": f"by the simulator, with {speed / 1e9:.1f} GFLOP/s a rank as measured with all four at work",
-        "the planner:": f"chooses {chosen} of the plans that keep the numbers of one process",
+        "MB per batch:": "sent by all hosts, counted at their interfaces; the forecast has the tensors only",
+        "predicted:": f"by the simulator, with {speed / 1e9:.1f} GFLOP/s per rank, measured with all four running",
+        "the planner:": f"chooses {chosen} among the plans equivalent to single-process training",
     }
     rows = tuple(make_row(name, figures) for name in workload.CONTENDERS)
     return BenchmarkResult(columns, rows, tuple(find_misses(figures)), {"sides": figures, "rounds": rounds}, notes)
 
 
 def summarize(name, seen, said):
-    """Return all that is known of a side."""
+    """Return all results of a contender."""
     speeds = [one[name]["samples/s"] for one in seen]
     return {
         "samples/s": speeds,
@@ -151,14 +151,14 @@ def make_row(name, figures):
 def find_misses(figures):
     claimed, peer = figures[CLAIMED], figures[PEER]
     if not claimed["over"] >= MIN_SPEEDUP:
-        yield f"{CLAIMED} is {claimed['over']:.2f} times as fast as {REFERENCE}; at least {MIN_SPEEDUP} promised"
+        yield f"{CLAIMED} is {claimed['over']:.2f} times as fast as {REFERENCE}; at least {MIN_SPEEDUP} required"
     if not claimed["fewer"] >= MIN_BYTES_SAVED:
-        yield f"{CLAIMED} sends {claimed['fewer']:.1%} fewer bytes than {REFERENCE}; at least {MIN_BYTES_SAVED:.0%} promised"
+        yield f"{CLAIMED} sends {claimed['fewer']:.1%} fewer bytes than {REFERENCE}; {MIN_BYTES_SAVED:.0%} required"
     if not 1 / peer["over"] >= MIN_OF_PEER:
-        yield f"{REFERENCE} is {1 / peer['over']:.2f} times as fast as {PEER}; at least {MIN_OF_PEER} promised"
+        yield f"{REFERENCE} is {1 / peer['over']:.2f} times as fast as {PEER}; at least {MIN_OF_PEER} required"
     for name in (REFERENCE, CLAIMED):
         found = figures[name]
         if None in found["until_s"]:
-            yield f"{name} did not come to {workload.TARGET_ACCURACY:.0%} in every round"
+            yield f"{name} did not reach {workload.TARGET_ACCURACY:.0%} in every round"
         if not found["said"]["sent"] <= found["sent"] <= found["said"]["sent"] * (1 + HEADER_OVERHEAD):
             yield f"{name} sends {found['sent']:.0f} bytes a batch; {found['said']['sent']:.0f} forecast"

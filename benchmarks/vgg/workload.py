@@ -1,4 +1,4 @@
-"""What is trained: a small VGG on digits, and every side that trains it."""
+"""Workload: a small VGG on digits, and the contenders."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ STACKS, DENSE, DIGITS = ((32, 32), (64, 64)), 1024, 10
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """One way to train.
+    """One contender.
 
     Args:
         strategy: as a user writes it; empty for DistributedDataParallel.
-        micros: microbatches.
-        lr: the learning rate, and with the momentum, of those in README.md, what comes to the accuracy soonest.
+        num_microbatches: per batch.
+        lr: learning rate; with the momentum, the fastest to the target accuracy of those in README.md.
         momentum: of SGD.
-        trains: whether it trains until then; else only its steps are timed.
+        trains: whether it trains to the target accuracy; otherwise only its steps are timed.
     """
 
     strategy: str
@@ -44,7 +44,7 @@ CONTENDERS = {
 
 
 def build_vgg(seed=0):
-    """Return stacks of convolutions, each ending with a pool, and three linear layers with most of the weights."""
+    """Return stacks of convolutions, each followed by a pool, and three linear layers with most of the weights."""
     torch.manual_seed(seed)
     layers, width = [], 1
     for stack in STACKS:
@@ -62,12 +62,12 @@ def build_vgg(seed=0):
 
 
 def load_data():
-    """Return the training and the held-out images with their digits."""
+    """Return the training and the held-out images with their labels."""
     return tuple(part.fetch(range(len(part))) for part in split_digits())
 
 
 def epochs(part, seed=0):
-    """Yield epochs of shuffled batches for ever; what is left of an epoch behind its last whole batch is left out."""
+    """Yield epochs of shuffled batches forever, without the incomplete last batch of an epoch."""
     draw = torch.Generator().manual_seed(seed)
     images, digits = part
     while True:
@@ -76,7 +76,7 @@ def epochs(part, seed=0):
 
 
 def accuracy(model, part):
-    """Return the part of the images whose digit the model finds."""
+    """Return the accuracy of the model."""
     images, digits = part
     with torch.no_grad():
         return float((model(images).argmax(1) == digits).double().mean())

@@ -1,4 +1,4 @@
-"""The far side: ``peer.py WHAT`` serves letters or takes bytes, with the key or the certificate that it reads."""
+"""The other end: ``peer.py MODE`` serves messages or receives bytes; standard input has the key or certificate."""
 
 import socket
 import ssl
@@ -21,7 +21,7 @@ def print_line(text):
 
 
 def serve_messages(places, key):
-    """Serve at each place, with the key and without."""
+    """Serve at each address, with the key and without."""
     answer = RpcMessage("taken")
     with EventLoop() as loop:
         for place in places:
@@ -32,7 +32,7 @@ def serve_messages(places, key):
 
 
 def receive_bytes(context):
-    """Take 64 MiB again and again, and say so."""
+    """Receive 64 MiB repeatedly, with a short reply each."""
     room = memoryview(bytearray(NUM_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print_line(listener.getsockname()[1])
@@ -43,7 +43,7 @@ def receive_bytes(context):
 
 
 def fill_buffer(room, plain):
-    """Tell whether the room is full of what came before the end."""
+    """Return whether the buffer was filled before the end of the stream."""
     while room:
         if not (num_bytes := plain.recv_into(room)):
             return False

@@ -1,4 +1,4 @@
-"""64 MiB to another process, by our wire in four ways, by TLS and by a plain socket, in turns."""
+"""64 MiB to another process: by RPC with four transports, by TLS and by a plain socket, alternately."""
 
 import contextlib
 import datetime
@@ -31,7 +31,7 @@ BARS = (("tcp, key", "tls 1.3", 1.5), ("unix, key", "tcp, key", 2.0))
 
 
 def make_certificate():
-    """A key and a certificate that it has signed itself, as ssl reads them."""
+    """Return a key and a self-signed certificate in PEM format."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -44,7 +44,7 @@ def make_certificate():
 
 @contextlib.contextmanager
 def start_server(num_lines, given, *words):
-    """What a far side prints first; it ends with the block."""
+    """Start the other end and yield the first lines it prints; kill it at the end of the block."""
     command = [sys.executable, str(Path(__file__).with_name("peer.py")), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
         started.stdin.write(given)
@@ -56,7 +56,7 @@ def start_server(num_lines, given, *words):
 
 
 def open_sockets(opened):
-    """A socket by name, connected to a far side that takes bytes."""
+    """Yield sockets by name, connected to processes that receive bytes."""
     pem = make_certificate()
     for name, given in (("tls 1.3", pem), ("plain tcp", b"")):
         (port,) = opened.enter_context(start_server(1, given, "tls" if given else "plain"))
@@ -70,7 +70,7 @@ def open_sockets(opened):
 
 
 def open_clients(opened):
-    """A client by name, connected to a far side that answers letters."""
+    """Yield clients by name, connected to a process that replies to messages."""
     key = JobKey(secrets.token_bytes(32))
     given = opened.enter_context(start_server(4, key.secret, "letters", "tcp:127.0.0.1:0", f"unix:bench-{os.getpid()}"))
     loop = opened.enter_context(EventLoop())
@@ -83,7 +83,7 @@ def open_clients(opened):
 
 @contextlib.contextmanager
 def make_senders():
-    """What sends the tensor once, by name, for as long as somebody asks."""
+    """Yield functions by name that send the tensor once."""
     tensor = torch.ones(NUM_BYTES // 4)
     letter, raw = RpcMessage("push", {}, [tensor]), memoryview(tensor.numpy()).cast("B")
 
@@ -122,5 +122,5 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         ratio = statistics.median(a / b for a, b in zip(speeds[name], speeds[other], strict=True))
         rows.append((f"{name} / {other}", f"{ratio:.2f}", f"at least {bar}"))
         if not ratio >= bar:
-            missed.append(f"{name} carries {ratio:.2f} times what {other} does; at least {bar} promised")
-    return BenchmarkResult(("way", "GiB/s", "spread"), tuple(rows), tuple(missed), {"gib_per_s": speeds})
+            missed.append(f"{name} carries {ratio:.2f} times what {other} does; at least {bar} required")
+    return BenchmarkResult(("transport", "GiB/s", "spread"), tuple(rows), tuple(missed), {"gib_per_s": speeds})
