@@ -15,20 +15,21 @@ namespace cp {
 #if defined(__x86_64__)
 namespace {
 
-constexpr uint64_t SAMPLES = 32;  // two registers of them
-constexpr int ROWS = 12;          // of weights: 24 sums and 2 inputs fill the registers
-constexpr uint64_t LINE = 16;     // numbers of a cache line
-constexpr uint64_t RUN = 512;     // numbers added up in one go; longer sums of float32 are less exact
+constexpr uint64_t SAMPLES = 32;  // two AVX-512 registers
+constexpr int ROWS = 12;          // of the weight: 24 accumulators and 2 inputs fit the registers
+constexpr uint64_t LINE = 16;     // floats of a cache line
+constexpr uint64_t RUN = 512;     // inputs summed at a time; longer float32 sums lose accuracy
 constexpr uint64_t AHEAD = 320;
 
-// Adds to `sums` (R x SAMPLES) what inputs `first` to `stop` contribute; x has the samples of an input side by side.
+// Accumulates inputs `first` to `stop` into `sums` (R x SAMPLES); x is transposed: inputs x SAMPLES.
 template <int R>
 CP_AVX512 void add(const float* weight, uint64_t inputs, const float* x, uint64_t first, uint64_t stop, float* sums) {
   __m512 low[R], high[R];
   for (int r = 0; r < R; r++) low[r] = high[r] = _mm512_setzero_ps();
   for (uint64_t k = first; k < stop; k++) {
     if (k % LINE == 0)
-      for (int r = 0; r < R; r++) _mm_prefetch(reinterpret_cast<const char*>(weight + r * inputs + k + AHEAD), _MM_HINT_T0);
+      for (int r = 0; r < R; r++)
+        _mm_prefetch(reinterpret_cast<const char*>(weight + r * inputs + k + AHEAD), _MM_HINT_T0);
     __m512 x0 = _mm512_load_ps(x + k * SAMPLES), x1 = _mm512_load_ps(x + k * SAMPLES + LINE);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -44,15 +45,16 @@ CP_AVX512 void add(const float* weight, uint64_t inputs, const float* x, uint64_
   }
 }
 
-void stand_up(const Layer& layer, uint64_t first, uint64_t count, float* x) {
+void transpose_samples(const LinearArgs& layer, uint64_t first, uint64_t count, float* x) {
   for (uint64_t begin = 0; begin < layer.inputs; begin += LINE) {
     uint64_t end = std::min(layer.inputs, begin + LINE);
     for (uint64_t m = 0; m < SAMPLES; m++)
-      for (uint64_t k = begin; k < end; k++) x[k * SAMPLES + m] = m < count ? layer.x[(first + m) * layer.inputs + k] : 0;
+      for (uint64_t k = begin; k < end; k++)
+        x[k * SAMPLES + m] = m < count ? layer.x[(first + m) * layer.inputs + k] : 0;
   }
 }
 
-CP_AVX512 void some(const Layer& layer, uint64_t first, uint64_t count, const float* x) {
+CP_AVX512 void linear_of_samples(const LinearArgs& layer, uint64_t first, uint64_t count, const float* x) {
   alignas(64) float sums[ROWS * SAMPLES];
   for (uint64_t n = 0; n < layer.outputs; n += ROWS) {
     uint64_t rows = std::min<uint64_t>(ROWS, layer.outputs - n);
@@ -60,7 +62,8 @@ CP_AVX512 void some(const Layer& layer, uint64_t first, uint64_t count, const fl
     for (uint64_t k = 0; k < layer.inputs; k += RUN) {
       uint64_t stop = std::min(layer.inputs, k + RUN);
       const float* weight = layer.weight + n * layer.inputs;
-      if (rows == ROWS) add<ROWS>(weight, layer.inputs, x, k, stop, sums);
+      if (rows == ROWS)
+        add<ROWS>(weight, layer.inputs, x, k, stop, sums);
       else
         for (uint64_t r = 0; r < rows; r++)
           add<1>(weight + r * layer.inputs, layer.inputs, x, k, stop, sums + r * SAMPLES);
@@ -73,21 +76,21 @@ CP_AVX512 void some(const Layer& layer, uint64_t first, uint64_t count, const fl
 
 }  // namespace
 
-bool linear(const Layer& layer) {
+bool linear(const LinearArgs& layer) {
   if (std::strcmp(instruction_set(), "avx512")) return false;
   uint64_t bytes = std::max<uint64_t>(layer.inputs, 1) * SAMPLES * sizeof(float);
   float* x = static_cast<float*>(std::aligned_alloc(64, bytes));
   if (!x) return false;
   for (uint64_t first = 0; first < layer.rows; first += SAMPLES) {
     uint64_t count = std::min(SAMPLES, layer.rows - first);
-    stand_up(layer, first, count, x);
-    some(layer, first, count, x);
+    transpose_samples(layer, first, count, x);
+    linear_of_samples(layer, first, count, x);
   }
   std::free(x);
   return true;
 }
 #else
-bool linear(const Layer&) { return false; }
+bool linear(const LinearArgs&) { return false; }
 #endif
 
 }  // namespace cp

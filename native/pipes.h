@@ -1,18 +1,19 @@
-// Messages between two ranks: bytes in order, through a ring in shared memory.
+// Byte streams between two ranks, through a ring buffer in shared memory.
 #pragma once
-#include "world.h"
+#include "host_context.h"
 
 namespace cp {
 
-// How many of the bytes have been put into the pipe within a slice; less than all where the peer does not read, and
-// where `listens`, as soon as anybody has written to this rank: two that write to each other must read, too.
-int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_bytes, bool listens);
+// Writes to the pipe for at most a slice; returns the number of bytes written. Fewer than all if the peer does not
+// read, or, with `listens`, if any rank has written to this one: two ranks that write to each other must read in
+// between.
+int64_t write_bytes(HostContext& host, int peer, const uint8_t* bytes, uint64_t num_bytes, bool listens);
 
-// How many bytes have come out of it within so long; less than asked for where the peer does not write. With a slice
-// of 0 it takes what is there, and does not look whether the peer lives.
-int64_t read_bytes(World& world, int peer, uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns);
+// Reads for at most `slice_ns`; returns the number of bytes read. With a slice of 0 it reads what is there, and does
+// not check whether the peer is alive.
+int64_t read_bytes(HostContext& host, int peer, uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns);
 
-// The index of the first of the peers that has written something, or a status.
-int64_t await_any(World& world, const int* peers, int num_peers, int64_t slice_ns);
+// Returns the index of the first of the peers that has written something, or a status.
+int64_t await_any(HostContext& host, const int* peers, int num_peers, int64_t slice_ns);
 
 }  // namespace cp

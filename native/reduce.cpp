@@ -11,9 +11,9 @@
 namespace cp {
 namespace {
 
-constexpr size_t BLOCK = 1024;  // numbers whose partial results stay in the nearest cache
+constexpr size_t BLOCK = 1024;  // elements whose partial results stay in the L1 cache
 
-using Reduce = void (*)(void* const*, int, const void* const*, int, size_t, Dtype, Verb, double);
+using Reduce = void (*)(void* const*, int, const void* const*, int, size_t, Dtype, ReduceOp, double);
 
 uint16_t to_bfloat16(float value) {
   uint32_t bits;
@@ -37,7 +37,7 @@ float from_float16(uint16_t half) {
     bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
   } else if (rest >= 0x400) {
     bits = sign | ((rest << 13) + (112u << 23));
-  } else {  // a subnormal is a whole number of 2^-24
+  } else {  // a subnormal is a multiple of 2^-24
     value = static_cast<float>(rest) * 0x1p-24f;
     return sign ? -value : value;
   }
@@ -63,13 +63,13 @@ uint16_t to_float16(float value) {
   return static_cast<uint16_t>(sign | (number - 0x3f000000));
 }
 
-// What a step writes is what it reads, or lies elsewhere: the compiler need not look for any other overlap.
-// And only gcc must be told that vectors of 512 bits are worth while.
+// Output and inputs are identical or disjoint, so loops vectorize without overlap checks.
+// gcc prefers 256-bit vectors unless told otherwise.
 #if defined(__clang__)
-#define CP_SAME_PLACE _Pragma("clang loop vectorize(assume_safety)")
+#define CP_NO_PARTIAL_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
 #define CP_WIDEST
 #else
-#define CP_SAME_PLACE _Pragma("GCC ivdep")
+#define CP_NO_PARTIAL_OVERLAP _Pragma("GCC ivdep")
 #define CP_WIDEST ",prefer-vector-width=512"
 #endif
 
@@ -100,7 +100,7 @@ struct Choice {
 };
 
 #if defined(__x86_64__)
-bool has_f16c() {  // which __builtin_cpu_supports of clang does not know
+bool has_f16c() {  // clang's __builtin_cpu_supports lacks it
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
@@ -129,9 +129,9 @@ size_t size_of(Dtype dtype) {
 
 const char* instruction_set() { return CHOSEN.name; }
 
-void reduce(void* const* outs, int num_outs, const void* const* ins, int num_ins, size_t count, Dtype dtype, Verb verb,
-            double scale) {
-  CHOSEN.reduce(outs, num_outs, ins, num_ins, count, dtype, verb, scale);
+void reduce(void* const* outs, int num_outs, const void* const* ins, int num_ins, size_t count, Dtype dtype,
+            ReduceOp op, double scale) {
+  CHOSEN.reduce(outs, num_outs, ins, num_ins, count, dtype, op, scale);
 }
 
 }  // namespace cp

@@ -68,6 +68,14 @@ def fingerprint(operation: CollectiveSignature) -> bytes:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def signature_text(signature: CollectiveSignature) -> str:
+    """Return the signature's text in at most 240 bytes, shortened in its middle."""
+    text = str(signature)
+    full = text.encode()
+    return text if len(full) <= 240 else f"{full[:160].decode(errors='ignore')} … {full[-70:].decode(errors='ignore')}"
+
+
 def digest(*facts: object) -> bytes:
     """Return a 16-byte hash of strings, numbers and tuples of them."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import CollectiveSignature, describe_mismatch, fingerprint
+from counterpoint.fabric.reductions import reduce_in_order
 
 CollectiveInput = Tensor | tuple[Tensor, Tensor] | bytes | None
 
@@ -90,15 +91,3 @@ def exchange(operation: CollectiveSignature, inputs: dict[int, CollectiveInput])
     sent = [torch.split(whole, list(row)) for (whole, _), row in zip(pairs, counts, strict=True)]
     for member, (_, received) in enumerate(pairs):
         torch.cat([pieces[member] for pieces in sent], out=received)
-
-
-def reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """Return ``((t0 + t1) + t2) + …``, or the mean, max or min, in new memory; round to the dtype once, at the end."""
-    combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
-    is_narrow = tensors[0].dtype in {torch.bfloat16, torch.float16}  # added up in 32 bits, rounded once, at the end
-    total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
-    for tensor in tensors[2:]:
-        combine(total, tensor, out=total)
-    if op == "mean":
-        total *= 1 / len(tensors)
-    return total.to(tensors[0].dtype)

@@ -80,10 +80,10 @@ def short_of_files(fabric):
 
 def test_a_limit_of_the_process_is_named_on_all_ranks():
     story = (
-        "rank 1 has no shared memory for counterpoint tensors: 20480 bytes are needed, which this process may not have "
+        "rank 1 has no shared memory for counterpoint tensors: 20480 bytes exceed a limit of this process "
     )
     texts = on_shm(short_of_files, 2)
-    assert all(story in text and "(too many open files; its limit is 3): raise ulimit -n" in text for text in texts)
+    assert all(story in text and "(too many open files; the limit is 3): raise ulimit -n" in text for text in texts)
 
 
 def borrow(fabric):
@@ -203,7 +203,7 @@ def test_memory_is_shared_where_all_ranks_can(places, wish, expected):
 
 
 def test_a_wish_that_cannot_be_met_names_the_ranks():
-    with pytest.raises(LaunchError, match=r"rank 1: on another host.*take transport='auto'"):
+    with pytest.raises(LaunchError, match=r"rank 1: on another host.*use transport='auto'"):
         meeting.shares_memory([("a", ""), ("b", "")], "shm")
     with pytest.raises(LaunchError, match=r"rank 1: it was not built"):
         meeting.shares_memory([("a", ""), ("a", "it was not built")], "shm")

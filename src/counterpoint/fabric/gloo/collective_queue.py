@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from threading import Lock
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.c10d import GLOO_TIMEOUT, AllgatherOptions, GlooProcessGroup, GlooWork
-from counterpoint.fabric.fingerprint import CollectiveSignature, describe_mismatch, fingerprint
+from counterpoint.fabric.fingerprint import CollectiveSignature, describe_mismatch, fingerprint, signature_text
 from counterpoint.fabric.frames import (
     FrameHeader,
     FrameKind,
@@ -274,14 +274,6 @@ def value_tensors(operation: CollectiveSignature, value: bytes) -> list[Tensor]:
 def bytes_tensor(value: bytes) -> Tensor:
     """Return the bytes as a flat uint8 tensor."""
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
-
-
-@lru_cache(maxsize=4096)
-def signature_text(operation: CollectiveSignature) -> str:
-    """Return the signature's text in at most 240 bytes, shortened in its middle."""
-    text = str(operation)
-    full = text.encode()
-    return text if len(full) <= 240 else f"{full[:160].decode(errors='ignore')} … {full[-70:].decode(errors='ignore')}"
 
 
 def trim_frame(row: Tensor) -> Tensor:

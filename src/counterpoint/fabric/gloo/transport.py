@@ -45,9 +45,9 @@ from counterpoint.fabric.gloo.ops import (
     gloo_broadcast,
 )
 from counterpoint.fabric.gloo.p2p import GlooP2P
-from counterpoint.fabric.local_collective import reduce_in_order
 from counterpoint.fabric.peer_liveness import PeerProcesses, describe_exit, local_ranks, open_peer_processes
 from counterpoint.fabric.process_fabric import ProcessFabric
+from counterpoint.fabric.reductions import reduce_in_order
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.004  # between two polls; longer after polls that found nothing to do
 MAX_IDLE_POLLS = 50  # then it sleeps until `wake`, which is free until then

@@ -1,5 +1,5 @@
-"""Transport between several hosts: shared memory among the ranks of each, sockets between them, joined by plan.
+"""Transport for several hosts: shared memory within each host, sockets between hosts.
 
-``transport.py`` is the fabric; ``layout.py`` says where the members of a group are, ``stages.py`` lets the parts of one
-collective follow each other while their rank computes, ``collectives.py`` says which parts each collective has.
+``transport.py`` is the fabric, ``layout.py`` the placement of a group's members, ``collectives.py`` the stages of each
+collective and the queue that runs them in the background.
 """

@@ -1,13 +1,16 @@
-"""A collective of several stages that follow each other while their rank computes.
+"""Hierarchical collectives: a stage within each host, a stage between hosts, and another within each host.
 
-All stages of one group that use the same connection must be started in one order on all members. So stages of one
-number use the same connection in each collective, and none is started before the collective before has started its own
-of that number.
+::
 
-What each collective does inside a host and between hosts, stage by stage.
+    all_reduce on hosts (0 1) and (2 3)        stage 1, shm        stage 2, gloo       stage 3, shm
+                                               reduce_scatter      all_reduce          all_gather
+    host 0: rank 0, rank 1                     0: a   1: b         0 <-> 2: part a     0, 1: a b
+    host 1: rank 2, rank 3                     2: a   3: b         1 <-> 3: part b     2, 3: a b
 
-Every collective has three stages or fewer: one inside the hosts, one between them, one inside. What goes between hosts
-is cut into as many parts as the smallest host has members, and each part has one holder on each host.
+A value is divided between hosts into as many parts as the smallest host has members; each part has one owner per host.
+
+All stages of one group that use one connection must start in the same order on all members. So the n-th stage of every
+collective uses the same connection, and starts only after the n-th stage of the collective before it.
 """
 
 from __future__ import annotations
@@ -38,46 +41,46 @@ from counterpoint.fabric.gloo.ops import (
     gloo_broadcast,
 )
 from counterpoint.fabric.hosts.layout import HostLayout
-from counterpoint.fabric.local_collective import reduce_in_order
+from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.fabric.shm.native import CollectiveKind
 from counterpoint.fabric.shm.transport import ShmFabric
 
-MAX_WAIT_S = 0.01  # so long a wait for one stage may keep from looking at the others
+MAX_WAIT_S = 0.01  # between two polls of all stages
 
 
 class StartedStage(Protocol):
     """A stage that has been started."""
 
     def is_done(self) -> bool:
-        """Whether it is complete; a PeerError or a RuntimeError where it cannot be."""
+        """Whether it is complete; raise PeerError or RuntimeError if it cannot be."""
 
     def wait_for(self, seconds: float) -> None:
-        """It is over in whatever way, or so much time has passed."""
+        """Wait at most ``seconds`` for it to end, well or not."""
 
 
 StartStage = Callable[[], StartedStage | None]
 
 
 class NetworkStage:
-    """What has been started on a connection, and what is to be done after it."""
+    """Works on a connection, and a callback for their completion."""
 
     def __init__(self, works: Sequence[GlooWork], after: Callable[[], object] | None = None) -> None:
         self._works = works
         self._after = after
 
     def is_done(self) -> bool:
-        """Whether all is complete."""
+        """Whether all works are complete."""
         if not all(work.is_completed() for work in self._works):
             return False
         for work in self._works:
-            wait_within(work, WAIT_SLICE_S)  # raises what went wrong
+            wait_within(work, WAIT_SLICE_S)  # raises its error
         if self._after is not None:
             self._after()
             self._after = None
         return True
 
     def wait_for(self, seconds: float) -> None:
-        """It is over in whatever way, or so much time has passed."""
+        """Wait at most ``seconds`` per pending work."""
         for work in self._works:
             if not work.is_completed():
                 try:
@@ -87,11 +90,11 @@ class NetworkStage:
 
 
 class StagedCollective:
-    """One collective of a route; it can be waited for as gloo's works are.
+    """A collective of several stages; it has the methods of gloo's works.
 
     Args:
-        route: what it is one of.
-        stages: what to start, one after the other; None as a result says that there is nothing to wait for.
+        queue: that it belongs to.
+        stages: started one after the other; a stage that returns None has nothing to wait for.
     """
 
     def __init__(self, queue: StageQueue, stages: Sequence[StartStage]) -> None:
@@ -103,7 +106,7 @@ class StagedCollective:
         self._error: Exception | None = None
 
     def advance(self, max_stages: float) -> None:
-        """Whatever can go on without waiting has gone on, but no more than so many stages have been started."""
+        """Start stages without waiting, until ``max_stages`` have been started."""
         try:
             while self.pending is None or self.pending.is_done():
                 self.pending = None
@@ -121,7 +124,7 @@ class StagedCollective:
         return self.is_done
 
     def wait(self, timeout: timedelta) -> bool:
-        """It is complete; a RuntimeError where it is not by then."""
+        """Block until complete; raise RuntimeError at the timeout."""
         end = time.monotonic() + timeout.total_seconds()
         self._queue.advance()
         while not self.is_completed():
@@ -136,14 +139,14 @@ class StagedCollective:
 
 
 class StageQueue:
-    """The collectives of one group that have been launched and are not over."""
+    """The collectives of one group that are in progress."""
 
     def __init__(self) -> None:
         self._works: deque[StagedCollective] = deque()
         self._lock = Lock()
 
     def add(self, stages: Sequence[StartStage]) -> StagedCollective:
-        """Return the collective, its first stage started."""
+        """Start a collective; return it."""
         work = StagedCollective(self, stages)
         with self._lock:
             self._works.append(work)
@@ -151,31 +154,31 @@ class StageQueue:
         return work
 
     def advance(self) -> bool:
-        """Whatever can go on without waiting has gone on; return whether anything is left."""
+        """Advance all collectives without waiting; return whether any is left."""
         with self._lock:
-            most = inf
+            max_stages = inf
             for work in self._works:
-                work.advance(most)
-                most = inf if work.is_done else work.num_started
+                work.advance(max_stages)
+                max_stages = inf if work.is_done else work.num_started
             self._works = deque(work for work in self._works if not work.is_done)
             return bool(self._works)
 
     def wait_for(self, seconds: float) -> None:
-        """The oldest stage under way is over, or so much time has passed."""
+        """Wait at most ``seconds`` for the oldest pending stage."""
         pending = next((work.pending for work in list(self._works) if work.pending is not None), None)
         if pending is not None:
             pending.wait_for(seconds)
 
 
-IN, OUT = "in", "out"  # the channels of a group inside a host: towards other hosts, and back
+IN, OUT = "in", "out"  # channels of a group within a host: before and after the stage between hosts
 
 
 class IntraHost:
     """The members of a group on one host.
 
     Args:
-        near: the memory they share; None for a rank that is alone.
-        layout: where the group is.
+        shm: their shared memory; None for a rank without any.
+        layout: placement of the group.
     """
 
     def __init__(self, shm: ShmFabric | None, layout: HostLayout) -> None:
@@ -184,13 +187,13 @@ class IntraHost:
         self._name = ".".join(map(str, layout.group))
 
     def open(self) -> None:
-        """Their channels exist; all of them have come."""
+        """Open their channels; all local members call it."""
         if self._shm is not None:
             for channel in (IN, OUT):
                 self._shm.open_channel(self._layout.local_members, f"{channel} {self._name}")
 
     def empty(self, like: Tensor) -> Tensor:
-        """Return a tensor in memory that they share, where they do."""
+        """Return an uninitialized tensor, in shared memory if they have any."""
         return self._shm.empty(like.numel(), like.dtype) if self._shm is not None else torch.empty_like(like)
 
     def start(
@@ -201,7 +204,7 @@ class IntraHost:
         whole: Tensor,
         bounds: Sequence[int] = (),
     ) -> StartedStage | None:
-        """Start one of the library's collectives; errors name the operation, of which it is a part."""
+        """Start a collective of the local members; errors name the operation that it is a part of."""
         if self._shm is None:
             return None
         part = replace(
@@ -214,141 +217,142 @@ class IntraHost:
 def all_reduce(
     operation: CollectiveSignature, whole: Tensor, op: Reduction, intra: IntraHost, inter: InterHost
 ) -> list[StartStage]:
-    """Each host shares its sum among its members, the holders of each part complete it, each host gathers.
+    """Return the stages: reduce-scatter within hosts, all-reduce of each part between hosts, all-gather within hosts.
 
     Args:
-        operation: as errors name it.
+        operation: for errors.
         whole: flat and contiguous.
-        verb: how numbers become one; a mean is a sum that its holders scale.
-        inside: the members on this host.
-        across: the holders of this member's part.
+        op: the reduction; a mean is scaled between hosts.
+        intra: the members on this host.
+        inter: the owners of this member's part.
 
     Source:
         Cho et al., BlueConnect, decomposing all-reduce for deep learning on heterogeneous network hierarchy, 2019.
     """
     layout = inter.layout
-    edges = layout.part_bounds(whole.numel())
-    part = whole[edges[layout.local_index] : edges[layout.local_index + 1]]
-    plain = replace(operation, kind=operation.kind.replace("mean", "sum"))
+    bounds = layout.part_bounds(whole.numel())
+    part = whole[bounds[layout.local_index] : bounds[layout.local_index + 1]]
+    sum_operation = replace(operation, kind=operation.kind.replace("mean", "sum"))
 
-    def share() -> StartedStage | None:
-        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, plain, whole, edges)
+    def reduce_scatter_parts() -> StartedStage | None:
+        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, sum_operation, whole, bounds)
 
-    def complete() -> StartedStage | None:
+    def all_reduce_part() -> StartedStage | None:
         return (
             NetworkStage(*gloo_all_reduce(inter.gloo, part, op, len(layout.group)))
             if inter.gloo is not None and len(part)
             else None
         )
 
-    def gather() -> StartedStage | None:
-        return intra.start(OUT, CollectiveKind.ALL_GATHER, plain, whole, edges)
+    def all_gather_parts() -> StartedStage | None:
+        return intra.start(OUT, CollectiveKind.ALL_GATHER, sum_operation, whole, bounds)
 
-    return [share, complete, gather]
+    return [reduce_scatter_parts, all_reduce_part, all_gather_parts]
 
 
 def reduce_scatter(
     operation: CollectiveSignature, whole: Tensor, op: Reduction, intra: IntraHost, inter: InterHost
 ) -> list[StartStage]:
-    """Each host shares its sum, those of equal places exchange their ranges of it; hosts have equally many members."""
+    """Return the stages: reduce-scatter within hosts, exchange between members of equal local index (uniform hosts)."""
     layout = inter.layout
     slabs = layout.host_major(operation.bounds)
     index = layout.group.index(layout.local_members[layout.local_index])
-    own = whole[operation.bounds[index] : operation.bounds[index + 1]]
-    plain = replace(operation, kind=operation.kind.replace("mean", "sum"))
-    turned = intra.empty(whole)
-    desk = ScratchLease(inter.scratch_pool)
-    parts = desk.empty(len(layout.hosts) * len(own), own.dtype).view(len(layout.hosts), -1)
+    own_range = whole[operation.bounds[index] : operation.bounds[index + 1]]
+    sum_operation = replace(operation, kind=operation.kind.replace("mean", "sum"))
+    reordered = intra.empty(whole)
+    scratch = ScratchLease(inter.scratch_pool)
+    parts = scratch.empty(len(layout.hosts) * len(own_range), own_range.dtype).view(len(layout.hosts), -1)
 
-    def share() -> StartedStage | None:
+    def reduce_scatter_slabs() -> StartedStage | None:
         for (start, stop), at in zip(slabs.ranges, slabs.offsets, strict=False):
-            turned[at : at + stop - start] = whole[start:stop]
-        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, plain, turned, slabs.bounds)
+            reordered[at : at + stop - start] = whole[start:stop]
+        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, sum_operation, reordered, slabs.bounds)
 
-    def complete() -> StartedStage | None:
-        pieces = slabs.slab_ranges(layout.local_index)
-        slab = turned[pieces[0][0] : pieces[-1][1]]
-        sizes = [(stop - start) * whole.element_size() for start, stop in pieces]
-        gives = torch.split(as_bytes(slab), sizes)
-        into = [as_bytes(part) for part in parts]
+    def exchange_ranges() -> StartedStage | None:
+        slab_ranges = slabs.slab_ranges(layout.local_index)
+        slab = reordered[slab_ranges[0][0] : slab_ranges[-1][1]]
+        sizes = [(stop - start) * whole.element_size() for start, stop in slab_ranges]
+        inputs = torch.split(as_bytes(slab), sizes)
+        outputs = [as_bytes(part) for part in parts]
         return NetworkStage(
-            *gloo_all_to_all(require_connection(inter.gloo), into, gives, max(sizes), ScratchLease(inter.scratch_pool))
+            *gloo_all_to_all(
+                require_connection(inter.gloo), outputs, inputs, max(sizes), ScratchLease(inter.scratch_pool)
+            )
         )
 
     def finish() -> None:
-        own.copy_(reduce_in_order(list(parts), "sum" if op == "mean" else op))
+        own_range.copy_(reduce_in_order(list(parts), "sum" if op == "mean" else op))
         if op == "mean":
-            own.mul_(1 / len(layout.group))
-        desk.clear()
+            own_range.mul_(1 / len(layout.group))
+        scratch.clear()
 
-    return [share, complete, finish]
+    return [reduce_scatter_slabs, exchange_ranges, finish]
 
 
 def all_gather(operation: CollectiveSignature, whole: Tensor, intra: IntraHost, inter: InterHost) -> list[StartStage]:
-    """Those of equal places exchange their ranges, each host gathers; hosts have equally many members."""
+    """Return the stages: exchange between members of equal local index, all-gather within hosts (uniform hosts)."""
     layout = inter.layout
     slabs = layout.host_major(operation.bounds)
     index = layout.group.index(layout.local_members[layout.local_index])
-    turned = intra.empty(whole)
+    reordered = intra.empty(whole)
 
-    def exchange() -> StartedStage | None:
-        """Those of equal places have each other's ranges."""
-        pieces = slabs.slab_ranges(layout.local_index)
-        start, stop = pieces[layout.host_index]
-        turned[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
-        sizes = [(b - a) * whole.element_size() for a, b in pieces]
-        slab = as_bytes(turned[pieces[0][0] : pieces[-1][1]])
+    def exchange_ranges() -> StartedStage | None:
+        slab_ranges = slabs.slab_ranges(layout.local_index)
+        start, stop = slab_ranges[layout.host_index]
+        reordered[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
+        sizes = [(b - a) * whole.element_size() for a, b in slab_ranges]
+        slab = as_bytes(reordered[slab_ranges[0][0] : slab_ranges[-1][1]])
         if not len(slab):
             return None
         return NetworkStage(
             *gloo_all_gather(require_connection(inter.gloo), slab, sizes, ScratchLease(inter.scratch_pool))
         )
 
-    def gather() -> StartedStage | None:
-        return intra.start(OUT, CollectiveKind.ALL_GATHER, operation, turned, slabs.bounds)
+    def all_gather_slabs() -> StartedStage | None:
+        return intra.start(OUT, CollectiveKind.ALL_GATHER, operation, reordered, slabs.bounds)
 
     def finish() -> None:
         for (start, stop), at in zip(slabs.ranges, slabs.offsets, strict=False):
-            whole[start:stop] = turned[at : at + stop - start]
+            whole[start:stop] = reordered[at : at + stop - start]
 
-    return [noop_stage, exchange, gather, finish]
+    return [noop_stage, exchange_ranges, all_gather_slabs, finish]
 
 
 def broadcast(operation: CollectiveSignature, whole: Tensor, intra: IntraHost, inter: InterHost) -> list[StartStage]:
-    """The root's host has the value, the first member of each other host gets it, each of these hosts has it."""
+    """Return the stages: broadcast on the root's host, to the first member of each other host, and on those hosts."""
     layout = inter.layout
-    source = next(number for number, host in enumerate(layout.hosts) if operation.root in host)
+    root_host = next(number for number, host in enumerate(layout.hosts) if operation.root in host)
 
-    def at_root() -> StartedStage | None:
-        return intra.start(IN, CollectiveKind.BROADCAST, operation, whole) if source == layout.host_index else None
+    def on_root_host() -> StartedStage | None:
+        return intra.start(IN, CollectiveKind.BROADCAST, operation, whole) if root_host == layout.host_index else None
 
-    def between() -> StartedStage | None:
+    def between_hosts() -> StartedStage | None:
         is_first = layout.local_index == 0 and whole.numel()
         return (
-            NetworkStage([gloo_broadcast(require_connection(inter.gloo), as_bytes(whole), source)])
+            NetworkStage([gloo_broadcast(require_connection(inter.gloo), as_bytes(whole), root_host)])
             if is_first
             else None
         )
 
-    def elsewhere() -> StartedStage | None:
+    def on_other_hosts() -> StartedStage | None:
         from_first = replace(operation, root=layout.local_members[0])
-        return intra.start(OUT, CollectiveKind.BROADCAST, from_first, whole) if source != layout.host_index else None
+        return intra.start(OUT, CollectiveKind.BROADCAST, from_first, whole) if root_host != layout.host_index else None
 
-    return [at_root, between, elsewhere]
+    return [on_root_host, between_hosts, on_other_hosts]
 
 
 def noop_stage() -> None:
-    """Keep a place in the order of stages."""
+    """Do nothing: a placeholder, so that later stages keep their number."""
     return
 
 
 class InterHost:
-    """The holders of one part of a group's values.
+    """The owners of one part of a group's values.
 
     Args:
-        layout: where the group is.
-        gloo: their connection; None where this member holds no part.
-        workspace: memory that their exchanges work in.
+        layout: placement of the group.
+        gloo: their connection; None if this member owns no part.
+        scratch_pool: memory for their exchanges.
     """
 
     def __init__(self, layout: HostLayout, gloo: GlooProcessGroup | None, scratch_pool: ScratchPool) -> None:
@@ -358,6 +362,6 @@ class InterHost:
 
 
 def require_connection(gloo: GlooProcessGroup | None) -> GlooProcessGroup:
-    """Return the connection of a member that holds a part."""
-    assert gloo is not None, "every member of an even group holds a part"
+    """Return the connection of a member that owns a part."""
+    assert gloo is not None, "every member of a group on uniform hosts owns a part"
     return gloo

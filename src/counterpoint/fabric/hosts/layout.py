@@ -1,4 +1,4 @@
-"""Where the members of a group are: what each host adds up for itself, and who answers for it elsewhere."""
+"""Placement of a group's members on hosts: which parts each host reduces, and which member owns them between hosts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from counterpoint.fabric.fabric import Group
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """A group over several hosts, seen from one of its members.
+    """A group over several hosts, from the view of one of its members.
 
     Args:
         group: the members.
-        hosts: those of each host, hosts in the order of their first member.
-        home: the own host, by its number in ``hosts``.
-        place: the own place among the members of the own host.
+        hosts: the members of each host, hosts in the order of their first member.
+        host_index: of the own host in ``hosts``.
+        local_index: of this member on its host.
     """
 
     group: Group
@@ -33,31 +33,31 @@ class HostLayout:
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts a value is cut for its way between hosts: as many as the smallest host has members."""
+        """Number of parts of a value between hosts: the number of members of the smallest host."""
         return min(map(len, self.hosts))
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all hosts have equally many members."""
+        """Whether all hosts have the same number of members."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
     def part_owners(self) -> Group:
-        """The members that hold the own part, one of each host in the order of hosts; empty where the own has none."""
+        """The members that own the same part as this one, one per host; empty if it owns none."""
         return tuple(host[self.local_index] for host in self.hosts) if self.local_index < self.num_parts else ()
 
     def part_bounds(self, length: int) -> list[int]:
-        """Return where the part of each member here begins, and the end; members beyond the parts have none.
+        """Return the offsets of the local members' parts, and the end; members beyond ``num_parts`` have empty parts.
 
         Example:
-            >>> Layout((0, 1, 2, 3, 4), ((0, 1, 2), (3, 4)), home=0, place=0).part_edges(7)
+            >>> HostLayout((0, 1, 2, 3, 4), ((0, 1, 2), (3, 4)), host_index=0, local_index=0).part_bounds(7)
             [0, 3, 7, 7]
         """
         edges = [length * part // self.num_parts for part in range(self.num_parts + 1)]
         return edges + [length] * (len(self.local_members) - self.num_parts)
 
     def host_major(self, bounds: Sequence[int]) -> HostMajorLayout:
-        """Return an order of the members' ranges in which those of equal places lie together; hosts are even."""
+        """Return an order of the members' ranges in which those of equal local index are adjacent (uniform hosts)."""
         order = [self.group.index(host[place]) for place in range(self.num_parts) for host in self.hosts]
         sizes = [bounds[index + 1] - bounds[index] for index in order]
         return HostMajorLayout(
@@ -67,11 +67,15 @@ class HostLayout:
 
 @dataclass(frozen=True, slots=True)
 class HostMajorLayout:
-    """The ranges of a flat tensor in another order: one slab per place within a host, one range per host in it.
+    """The ranges of a flat tensor, reordered: one slab per local index, and in it one range per host.
+
+    ::
+
+        two hosts of two, ranks 0 1 | 2 3:   r0 r1 r2 r3   ->   slab 0: r0 r2   slab 1: r1 r3
 
     Args:
-        ranges: where each range is in the tensor.
-        edges: where each begins in the new order, and the end.
+        ranges: start and end of each range in the tensor, in the new order.
+        offsets: where each starts in the new order, and the end.
         num_hosts: ranges per slab.
     """
 
@@ -81,17 +85,17 @@ class HostMajorLayout:
 
     @property
     def bounds(self) -> list[int]:
-        """Where each slab begins, and the end."""
+        """Where each slab starts, and the end."""
         return list(self.offsets[:: self.num_hosts])
 
     def slab_ranges(self, local_index: int) -> list[tuple[int, int]]:
-        """Return where in the new order the ranges of one slab are, by host."""
+        """Return the ranges of one slab in the new order, by host."""
         first = local_index * self.num_hosts
         return list(pairwise(self.offsets[first : first + self.num_hosts + 1]))
 
 
 def host_layout(group: Group, hosts: Sequence[int], rank: int) -> HostLayout:
-    """Return where the members are, seen from one.
+    """Return the placement of the members from the view of one rank.
 
     Args:
         group: the members.
@@ -99,11 +103,11 @@ def host_layout(group: Group, hosts: Sequence[int], rank: int) -> HostLayout:
         rank: the one.
 
     Example:
-        >>> layout_of((0, 1, 2, 4), (7, 3, 7, 3, 3), 2)
-        Layout(group=(0, 1, 2, 4), hosts=((0, 2), (1, 4)), home=0, place=1)
+        >>> host_layout((0, 1, 2, 4), (7, 3, 7, 3, 3), 2)
+        HostLayout(group=(0, 1, 2, 4), hosts=((0, 2), (1, 4)), host_index=0, local_index=1)
     """
-    members = tuple(
-        tuple(group[index] for index in here) for here in group_by_host([hosts[member] for member in group])
+    members_by_host = tuple(
+        tuple(group[index] for index in indices) for indices in group_by_host([hosts[member] for member in group])
     )
-    home = next(number for number, here in enumerate(members) if rank in here)
-    return HostLayout(group, members, home, members[home].index(rank))
+    host_index = next(number for number, indices in enumerate(members_by_host) if rank in indices)
+    return HostLayout(group, members_by_host, host_index, members_by_host[host_index].index(rank))

@@ -1,7 +1,4 @@
-"""A thread that takes in what ranks of this host send, while this rank waits for ranks elsewhere.
-
-Ranks of several hosts: what ranks of one host say to each other stays in its memory.
-"""
+"""The fabric for ranks of several hosts: shared memory within a host, gloo between hosts."""
 
 from __future__ import annotations
 
@@ -23,19 +20,18 @@ from counterpoint.fabric.hosts.collectives import InterHost, IntraHost, StageQue
 from counterpoint.fabric.hosts.layout import HostLayout, host_layout
 from counterpoint.fabric.shm.transport import ShmFabric
 
-PAUSE_S = 0.02
-"""A wait that lasts longer is attended to, so often."""
+PAUSE_S = 0.02  # between two calls of `drain` during a wait
 IDLE_WAIT_S = 1.0
 
 
 class ReceiveThread:
-    """While it is entered, by any thread and as often as one likes, ``take_in`` is called again and again.
+    """Context manager: while any thread is inside, calls ``drain`` repeatedly.
 
-    A rank that waits in shared memory takes in messages by itself. One that waits in a socket cannot, and whoever sends
-    it more than a pipe holds would wait for it: in a circle, where that rank is what it waits for.
+    A rank that waits in shared memory drains its own pipes. One that waits on a socket cannot, and would block a local
+    rank that sends it more than a pipe holds: a deadlock, if it waits for that rank.
 
     Args:
-        take_in: takes in what has come, and waits for nothing.
+        drain: receives pending messages without waiting.
     """
 
     def __init__(self, drain: Callable[[], None]) -> None:
@@ -45,11 +41,10 @@ class ReceiveThread:
         self._is_needed = threading.Event()
         self._closed = threading.Event()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="attendant", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="counterpoint shm receive", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> None:
-        """A wait begins."""
         with self._lock:
             self._num_waits += 1
             self._is_needed.set()
@@ -57,7 +52,7 @@ class ReceiveThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """A wait has ended; what went wrong with a message that came meanwhile is raised where nothing else was."""
+        """End a wait; raise the error of ``drain``, if there is no other."""
         with self._lock:
             self._num_waits -= 1
             if not self._num_waits:
@@ -66,7 +61,7 @@ class ReceiveThread:
             raise self._error
 
     def close(self) -> None:
-        """Its thread is gone."""
+        """End the thread."""
         self._closed.set()
         self._is_needed.set()
         self._thread.join(IDLE_WAIT_S)
@@ -83,7 +78,7 @@ class ReceiveThread:
 
 @dataclass(frozen=True, slots=True)
 class GroupRoutes:
-    """How the members of one group over several hosts reach each other."""
+    """Connections of one group over several hosts."""
 
     layout: HostLayout
     intra: IntraHost
@@ -92,21 +87,21 @@ class GroupRoutes:
 
 
 class HierarchicalFabric(Fabric):
-    """One rank among processes of several hosts; :func:`~counterpoint.fabric.rendezvous.connect` makes it.
+    """One rank among processes of several hosts; created by :func:`~counterpoint.fabric.rendezvous.connect`.
 
-    A group on one host uses its memory alone. A collective of a group over several hosts is compared among all members
-    first, as on sockets; then it goes on by stages, inside the hosts and between them. Sums of fractions are added host
-    by host: the same bits on all members, but not those of another placement.
+    A group on one host uses shared memory only. Members of a group over several hosts first compare a collective over
+    gloo; then it runs in stages, within hosts and between them. Floating point sums are reduced host by host: bitwise
+    identical on all members, but not for another placement of the ranks.
 
     Cost:
-        between hosts goes what one rank of each host would have to send: a sum of ``n`` bytes over ``H`` hosts takes
-        ``2 n (H-1) / H`` out of each, however many ranks it has; 16-bit numbers go as 32-bit ones, rounded at the end.
-        Waiting for a message of ranks here and elsewhere at once looks for those here every 4 ms at the latest.
+        each host sends as much as one rank of a flat collective: an all-reduce of ``n`` bytes over ``H`` hosts sends
+        ``2 n (H-1) / H`` per host, however many ranks it has; 16-bit values travel as 32-bit ones and are rounded at
+        the end. Waiting for messages from local and remote ranks at once polls the local ones at least every 4 ms.
 
     Args:
-        near: the ranks of this host; None for a rank that shares memory with nobody.
-        far: all ranks, by sockets.
-        hosts: the host of each rank, as a number.
+        shm: the ranks of this host; None for a rank that shares memory with none.
+        gloo: all ranks.
+        hosts: the host index of each rank.
     """
 
     def __init__(self, shm: ShmFabric | None, gloo: GlooFabric, hosts: Sequence[int]) -> None:
@@ -124,27 +119,27 @@ class HierarchicalFabric(Fabric):
 
     @property
     def hosts(self) -> Sequence[int]:
-        """The first rank of each rank's host; a rank that cannot share memory has one of its own."""
+        """For each rank, the first rank of its host; a rank that cannot share memory has its own host."""
         return self._hosts
 
     def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
-        """Return memory of this host where it has all members."""
+        """Return shared memory if all members are on this host."""
         return self._common_fabric(group).shared_zeros(label, num_elements, dtype, group)
 
     def barrier_async(self, label: str, group: Group) -> Work:
-        """Start to announce that this rank is here, in memory where it has all members."""
+        """Start a barrier, in shared memory if all members are on this host."""
         return self._common_fabric(group).barrier_async(label, group)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in memory that the ranks of this host share, where they do."""
+        """Return a flat tensor in the host's shared memory, if there is any."""
         return (self._shm or self._gloo).empty(num_elements, dtype)
 
     def try_empty(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a flat tensor in memory that the ranks of this host share, where they do and there is enough."""
+        """Return a flat tensor in the host's shared memory, if there is enough."""
         return (self._shm or self._gloo).try_empty(num_elements, dtype)
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors into the pipe to the peer, or into a frame that goes by a socket."""
+        """Copy the tensors into the pipe to a local peer, or into a gloo message."""
         self._fabric_to(peer).send(peer, label, tensors)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
@@ -152,95 +147,97 @@ class HierarchicalFabric(Fabric):
         return self._fabric_to(peer).recv(peer, label)
 
     def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
-        """Wait for a message of any of the peers, here or elsewhere."""
+        """Wait for a message from any of the peers, local or remote."""
         for peer in peers:
             check_peer(peer, self.rank, self.num_ranks, "any message")
-        near, far = self._shm, self._gloo
-        here = [peer for peer in peers if self._is_local(peer)]
-        elsewhere = [peer for peer in peers if not self._is_local(peer)]
-        if near is None or not here:
-            return far.recv_any(peers)
-        if not elsewhere:
-            return near.recv_any(peers)
+        shm, gloo = self._shm, self._gloo
+        local_peers = [peer for peer in peers if self._is_local(peer)]
+        remote_peers = [peer for peer in peers if not self._is_local(peer)]
+        if shm is None or not local_peers:
+            return gloo.recv_any(peers)
+        if not remote_peers:
+            return shm.recv_any(peers)
         pause_s = MIN_PAUSE_S
-        with far.translate_errors("any message", peers):
+        with gloo.translate_errors("any message", peers):
             end = time.monotonic() + self.timeout_s
             while time.monotonic() < end:
-                found = far.try_recv_any(elsewhere, 0)
-                if found is not None:
-                    return found
-                sender = near.wait_any(here, pause_s)
+                received = gloo.try_recv_any(remote_peers, 0)
+                if received is not None:
+                    return received
+                sender = shm.wait_any(local_peers, pause_s)
                 if sender is not None:
-                    return near.recv_any([sender])
+                    return shm.recv_any([sender])
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             raise TimeoutError
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
-        """Start to add up: shared inside each host, completed between hosts, gathered inside."""
-        way = self._single_level_fabric(group)
-        if way is not None:
-            return way.all_reduce(label, tensor, group, op)
+        """Start an all-reduce in three stages."""
+        fabric = self._single_level_fabric(group)
+        if fabric is not None:
+            return fabric.all_reduce(label, tensor, group, op)
         target, operation = tensor.detach(), tensor_signature(f"all_reduce {op}", label, tensor, group)
         whole = upcast(target)
 
-        def stages(ways: GroupRoutes) -> list[StartStage]:
-            return collectives.all_reduce(operation, whole.view(-1), op, ways.intra, ways.inter)
+        def stages(routes: GroupRoutes) -> list[StartStage]:
+            return collectives.all_reduce(operation, whole.view(-1), op, routes.intra, routes.inter)
 
         return self._start(operation, stages, None if whole is target else lambda: target.copy_(whole))
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:
-        """Start to add up ranges, inside the hosts first where they have equally many members."""
-        way = self._single_level_fabric(group, must_be_uniform=True)
-        if way is not None:
-            return way.reduce_scatter(label, whole, bounds, group, op)
+        """Start a reduce-scatter, hierarchical if all hosts have equally many members."""
+        fabric = self._single_level_fabric(group, must_be_uniform=True)
+        if fabric is not None:
+            return fabric.reduce_scatter(label, whole, bounds, group, op)
         operation, flat = ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group), whole.detach()
-        wide = upcast(flat)
+        upcasted = upcast(flat)
 
-        def stages(ways: GroupRoutes) -> list[StartStage]:
-            return collectives.reduce_scatter(operation, wide, op, ways.intra, ways.inter)
+        def stages(routes: GroupRoutes) -> list[StartStage]:
+            return collectives.reduce_scatter(operation, upcasted, op, routes.intra, routes.inter)
 
         def narrow() -> None:
-            place = group.index(self.rank)
-            start, stop = bounds[place], bounds[place + 1]
-            flat[start:stop] = wide[start:stop]
+            member = group.index(self.rank)
+            start, stop = bounds[member], bounds[member + 1]
+            flat[start:stop] = upcasted[start:stop]
 
-        return self._start(operation, stages, None if wide is flat else narrow)
+        return self._start(operation, stages, None if upcasted is flat else narrow)
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
     ) -> tuple[Tensor, Work]:
-        """Start to exchange ranges, by sockets where the group is on several hosts."""
+        """Start an all-to-all, over gloo if the group is on several hosts."""
         return self._common_fabric(group).all_to_all(label, whole, counts, group)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Start to collect the members' ranges, between hosts first where they have equally many members."""
-        way = self._single_level_fabric(group, must_be_uniform=True)
-        if way is not None:
-            return way.all_gather(label, whole, bounds, group)
+        """Start an all-gather, hierarchical if all hosts have equally many members."""
+        fabric = self._single_level_fabric(group, must_be_uniform=True)
+        if fabric is not None:
+            return fabric.all_gather(label, whole, bounds, group)
         operation, flat = ranges_signature("all_gather", label, whole, bounds, group), whole.detach()
-        return self._start(operation, lambda ways: collectives.all_gather(operation, flat, ways.intra, ways.inter))
+        return self._start(
+            operation, lambda routes: collectives.all_gather(operation, flat, routes.intra, routes.inter)
+        )
 
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
-        """Start to copy the root's tensor, once to each host."""
-        way = self._single_level_fabric(group)
-        if way is not None:
-            return way.broadcast(label, tensor, group, root)
+        """Start a broadcast that sends the tensor to each host once."""
+        fabric = self._single_level_fabric(group)
+        if fabric is not None:
+            return fabric.broadcast(label, tensor, group, root)
         target, operation = tensor.detach(), tensor_signature("broadcast", label, tensor, group, root=root)
         whole = target.contiguous()
 
-        def stages(ways: GroupRoutes) -> list[StartStage]:
-            return collectives.broadcast(operation, whole.view(-1), ways.intra, ways.inter)
+        def stages(routes: GroupRoutes) -> list[StartStage]:
+            return collectives.broadcast(operation, whole.view(-1), routes.intra, routes.inter)
 
         return self._start(operation, stages, None if whole is target else lambda: target.copy_(whole))
 
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
-        """Exchange values in memory, or by sockets where the group is on several hosts."""
+        """Exchange values, over gloo if the group is on several hosts."""
         return self._common_fabric(group).gather_values(label, value, group)
 
     def connect_groups(self, groups: Sequence[Group]) -> None:
-        """Open what the groups need that this rank is in, in sorted order."""
+        """Open the connections of the groups that this rank is in, in sorted order."""
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
                 self._common_fabric(group).connect_groups([group])
@@ -248,11 +245,11 @@ class HierarchicalFabric(Fabric):
                     self._open_routes(group)
 
     def abort(self, reason: str) -> None:
-        """The ranks here and elsewhere can read the reason."""
+        """Tell local and remote ranks the reason."""
         self._gloo.abort(reason)
 
     def close(self) -> None:
-        """Wait for what was sent, then let go of everything."""
+        """Wait for pending sends, then release everything."""
         try:
             self._gloo.close()
         finally:
@@ -269,24 +266,24 @@ class HierarchicalFabric(Fabric):
         return self._shm if self._shm is not None and self._is_local(peer) else self._gloo
 
     def _common_fabric(self, group: Group) -> Fabric:
-        """Return the way on which all members of the group are alike."""
+        """Return the fabric that connects all members: shared memory if they are on this host, else gloo."""
         return self._shm if self._shm is not None and all(map(self._is_local, group)) else self._gloo
 
     def _single_level_fabric(self, group: Group, *, must_be_uniform: bool = False) -> Fabric | None:
-        """Return the way that a collective of the group takes where one is enough; None where both are better.
+        """Return the fabric for a flat collective of the group; None if a hierarchical one is better.
 
         Args:
             group: the members.
-            must_be_even: both are worth it only where all hosts have equally many of them.
+            must_be_uniform: a hierarchical one needs equally many members on all hosts.
         """
-        flat = self._common_fabric(group)
+        fabric = self._common_fabric(group)
         sizes = [0] * self.num_ranks
         for member in group:
             sizes[self._hosts[member] if 0 <= member < self.num_ranks else 0] += 1
-        found = {size for size in sizes if size}
-        if flat is self._shm or max(found, default=1) == 1 or (must_be_uniform and len(found) > 1):
-            return flat
-        return None if self.rank in group else flat  # which says what is wrong with the group
+        host_sizes = {size for size in sizes if size}
+        if fabric is self._shm or max(host_sizes, default=1) == 1 or (must_be_uniform and len(host_sizes) > 1):
+            return fabric
+        return None if self.rank in group else fabric  # whose check raises the error about the group
 
     def _start(
         self,
@@ -294,30 +291,30 @@ class HierarchicalFabric(Fabric):
         stages: Callable[[GroupRoutes], list[StartStage]],
         after: Callable[[], object] | None = None,
     ) -> Work:
-        """Announce it to all members; its stages begin when all have announced the same."""
+        """Announce a collective to all members; its stages start when all have announced the same."""
         self._gloo.check(operation)
-        ways = self._open_routes(operation.group)
-        return self._gloo.start(operation, lambda _: ([ways.queue.add(stages(ways))], after))
+        routes = self._open_routes(operation.group)
+        return self._gloo.start(operation, lambda _: ([routes.queue.add(stages(routes))], after))
 
     def _open_routes(self, group: Group) -> GroupRoutes:
-        """Return how the members reach each other; all have come where it is new."""
+        """Return the connections of the group; opening new ones waits for all members."""
         if group not in self._routes:
             self._gloo.connect_groups([group])
             layout = host_layout(group, self._hosts, self.rank)
-            inside = IntraHost(self._shm, layout)
-            inside.open()
-            holders = layout.part_owners
+            intra = IntraHost(self._shm, layout)
+            intra.open()
+            part_owners = layout.part_owners
             gloo = (
-                self._gloo.connection(f"part {layout.local_index} of {'.'.join(map(str, group))}", holders)
-                if holders
+                self._gloo.connection(f"part {layout.local_index} of {'.'.join(map(str, group))}", part_owners)
+                if part_owners
                 else None
             )
             self._routes[group] = GroupRoutes(
-                layout, inside, InterHost(layout, gloo, self._gloo.scratch_pool), StageQueue()
+                layout, intra, InterHost(layout, gloo, self._gloo.scratch_pool), StageQueue()
             )
         return self._routes[group]
 
     def _advance(self) -> bool:
-        """Whatever can go on without waiting has gone on; return whether any stage is left."""
-        left = [ways.queue.advance() for ways in list(self._routes.values())]
+        """Advance all groups without waiting; return whether any stage is left."""
+        left = [routes.queue.advance() for routes in list(self._routes.values())]
         return any(left)

@@ -1,7 +1,6 @@
-"""Transport ``shm``: processes of one host whose collectives work in memory that all of them see.
+"""Transport ``shm``: processes of one host whose collectives work in shared memory.
 
-``transport.py`` is the fabric, ``rank.py`` what of it has nothing to do with collectives; ``native.py`` the library
-under it (its sources are in ``native/``), ``segments.py`` files without a name, ``memory.py`` what ranks share,
-``mail.py`` messages, ``news.py`` why a rank cannot go on, ``groups.py`` who adds up together, ``recipes.py``
-collectives made ready, and ``work.py`` those that have been started.
+``transport.py`` is the fabric; ``native.py`` the bindings of the native library (sources in ``native/``),
+``segments.py`` anonymous shared memory files, ``memory.py`` what the ranks map, ``p2p.py`` messages, and
+``collectives.py`` groups and prepared requests.
 """

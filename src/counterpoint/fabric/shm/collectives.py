@@ -1,22 +1,16 @@
-"""The groups of one rank in shared memory: opened by name among ranks of one host, each with memory of its own.
-
-Collectives as the library is asked for them: what does not change from one step to the next is made once.
-
-A collective in shared memory that has been started.
-"""
+"""Groups of one rank in shared memory, and collectives prepared as requests that can be started repeatedly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, byref, c_uint64
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from counterpoint.fabric.fabric import Group, Work
-from counterpoint.fabric.fingerprint import CollectiveSignature, check_group, digest, fingerprint
-from counterpoint.fabric.gloo.collective_queue import signature_text
+from counterpoint.fabric.fabric import Group
+from counterpoint.fabric.fingerprint import CollectiveSignature, check_group, digest, fingerprint, signature_text
 from counterpoint.fabric.shm.memory import CHUNK_BYTES, int_array
 from counterpoint.fabric.shm.native import BYTES, DTYPES, REDUCTIONS, SIGNATURE_BYTES, CollectiveKind, CollectiveRequest
 from counterpoint.fabric.shm.segments import SegmentMapping, create_segment
@@ -25,51 +19,48 @@ PollUntil = Callable[[Callable[[], int]], int]
 
 
 class ShmGroups:
-    """What a rank has joined.
+    """Groups that this rank has joined, each with a shared memory segment made by its first member.
 
     Args:
-        library: the native part.
-        world: its handle.
+        library: the native library.
+        host: handle of the host context.
         rank: the own rank.
-        here: the ranks of this host; the library counts them from 0.
+        local_ranks: the ranks of this host; the library uses indices into it.
     """
 
-    def __init__(self, library: CDLL, world: int, rank: int, local_ranks: Group) -> None:
+    def __init__(self, library: CDLL, host: int, rank: int, local_ranks: Group) -> None:
         self._library = library
-        self._world = world
+        self._host = host
         self._rank = rank
         self._local_ranks = local_ranks
         self._groups: dict[tuple[Group, str], tuple[int, SegmentMapping | None]] = {}
 
     def open(self, operation: CollectiveSignature, poll_until: PollUntil) -> int:
-        """Return the handle of the operation's group on its channel; all members have come where it is new.
+        """Return the handle of the operation's group on its channel; opening a new one waits for all members.
 
         Raises:
-            RuntimeError: a member has ended, or its memory cannot be opened.
-            TimeoutError: a member has not come.
+            RuntimeError: a member has ended, or its memory cannot be mapped.
+            TimeoutError: members are missing at the timeout.
         """
         key = (operation.group, operation.channel)
         if key not in self._groups:
-            library, world, places = (
-                self._library,
-                self._world,
-                [self._local_ranks.index(rank) for rank in operation.group],
-            )
-            first, count = places[0], len(places)
+            library, host = self._library, self._host
+            members = [self._local_ranks.index(rank) for rank in operation.group]
+            first, count = members[0], len(members)
             tag = int.from_bytes(digest("group", *key)[:8], "little") | 1
             mapping: SegmentMapping | None = None
             if self._rank == operation.group[0]:
                 size = library.cp_group_bytes(count, CHUNK_BYTES)
                 mapping = create_segment("counterpoint group", size, allocate=True)
                 library.cp_format_group(mapping.address, count, CHUNK_BYTES)
-                library.cp_register_segment(world, mapping.fd, size, tag)
+                library.cp_register_segment(host, mapping.fd, size, tag)
                 address = mapping.address
             else:
-                number = poll_until(lambda: int(library.cp_await_segment(world, first, tag)))
-                address = library.cp_map_segment(world, first, number) or 0
-            handle = library.cp_open_group(world, address, int_array(tuple(places)), count) if address else None
+                number = poll_until(lambda: int(library.cp_await_segment(host, first, tag)))
+                address = library.cp_map_segment(host, first, number) or 0
+            handle = library.cp_open_group(host, address, int_array(tuple(members)), count) if address else None
             if not handle:
-                raise RuntimeError(f"that of rank {operation.group[0]} cannot be opened")
+                raise RuntimeError(f"the segment of rank {operation.group[0]} cannot be mapped")
             self._groups[key] = (handle, mapping)
             poll_until(lambda: int(library.cp_await_members(handle, address)))
             if mapping is not None:
@@ -77,7 +68,7 @@ class ShmGroups:
         return self._groups[key][0]
 
     def close(self) -> None:
-        """Their memory is gone from this process."""
+        """Unmap the groups' memory."""
         for handle, memory in self._groups.values():
             self._library.cp_close_group(handle)
             if memory is not None:
@@ -90,16 +81,16 @@ CacheKey: TypeAlias = tuple[Any, ...]
 
 @dataclass(slots=True)
 class PreparedCollective:
-    """A collective that can be started again and again.
+    """A collective that can be started repeatedly; what does not change between steps is computed once.
 
     Args:
-        operation: as errors name it.
-        request: for the library; only the places of its tensors change.
-        group: the group's handle; 0 for a rank alone.
+        operation: for errors.
+        request: for the library; only the tensor's location changes.
+        group: the group's handle; 0 for a group of one rank.
         num_bytes: of the tensor.
-        kept: what the request points to.
+        keep_alive: objects that the request points to.
         reference: to the request.
-        address: of the tensor that the request is for now; 0 where it must be looked for.
+        address: of the tensor that the request is set to; 0 if it must be looked up again.
     """
 
     operation: CollectiveSignature
@@ -111,26 +102,26 @@ class PreparedCollective:
     address: int = 0
 
     def set_tensor(self, address: int, segment: int, offset: int) -> None:
-        """The next start is for the tensor at this address, in this segment of the rank or, with -1, in none."""
+        """Set the tensor of the next start; ``segment`` is -1 for private memory."""
         self.request.data, self.request.segment, self.request.offset = address, segment, offset
         self.address = address
 
     def set_exchange(self, bounds: Sequence[int], received: Tensor, max_elements: int) -> None:
-        """Ask for an exchange: what comes, and how long the longest range between any two members is, in numbers."""
+        """Set the receive side of an all-to-all: bounds and buffer, and the largest range between any two members."""
         size = received.element_size()
         edges = (c_uint64 * len(bounds))(*(bound * size for bound in bounds))
         self.request.out, self.request.out_bounds = received.data_ptr(), edges
-        self.request.longest = max_elements * size
+        self.request.max_range = max_elements * size
         self.keep_alive = (*self.keep_alive, edges, received)
 
 
 class RequestCache:
-    """The collectives of one rank.
+    """Prepared collectives of one rank.
 
     Args:
         rank: the own rank.
-        num_ranks: how many there are.
-        formed: returns the group of an operation, formed where it is new.
+        num_ranks: the world size.
+        open_group: returns the handle of an operation's group; opens it if it is new.
     """
 
     def __init__(self, rank: int, num_ranks: int, open_group: Callable[[CollectiveSignature], int]) -> None:
@@ -140,7 +131,7 @@ class RequestCache:
         self._prepared: dict[CacheKey, PreparedCollective] = {}
 
     def get(self, key: CacheKey) -> PreparedCollective | None:
-        """Return a recipe that was made before."""
+        """Return the collective prepared under this key, if any."""
         return self._prepared.get(key)
 
     def make(
@@ -151,120 +142,54 @@ class RequestCache:
         tensor: Tensor,
         bounds: Sequence[int] = (),
     ) -> PreparedCollective:
-        """Return a new recipe and remember it; bounds, where there are any, are those of all members' ranges.
+        """Prepare a collective, and cache it.
 
         Args:
-            key: what it is remembered by; None where it is not.
+            key: to find it again; an empty one is not cached.
             kind: for the library.
-            operation: as errors name it.
-            tensor: one like those it will be started with.
-            bounds: of the members' ranges, in numbers.
+            operation: its signature.
+            tensor: one like those that it will be started with.
+            bounds: of all members' ranges, in elements, if it has any.
 
         Raises:
-            ProgramError: the group is none, or the dtype cannot be added up.
+            ProgramError: the group is invalid, or the dtype cannot be reduced.
         """
         check_group(operation, self._rank, self._num_ranks)
         unit = 1 if operation.reduces else tensor.element_size()
-        verb = operation.kind.partition(" ")[2] or "sum"
-        edges = (c_uint64 * len(bounds))(*(bound * unit for bound in bounds)) if bounds else None
-        print_, words = fingerprint(operation), signature_text(operation).encode()[:SIGNATURE_BYTES]
+        op = operation.kind.partition(" ")[2] or "sum"
+        native_bounds = (c_uint64 * len(bounds))(*(bound * unit for bound in bounds)) if bounds else None
+        hash_, text = fingerprint(operation), signature_text(operation).encode()[:SIGNATURE_BYTES]
         handle = self._open_group(operation) if len(operation.group) > 1 else 0
         request = CollectiveRequest(
             group=handle,
             kind=kind,
             dtype=DTYPES[tensor.dtype] if operation.reduces else BYTES,
-            verb=REDUCTIONS[verb],
+            op=REDUCTIONS[op],
             root=operation.group.index(operation.root) if operation.root >= 0 else 0,
-            scale=1 / len(operation.group) if verb == "mean" else 1.0,
+            scale=1 / len(operation.group) if op == "mean" else 1.0,
             count=tensor.numel() * unit,
-            bounds=edges,
+            bounds=native_bounds,
             segment=-1,
-            fingerprint=print_,
-            reading=words,
-            reading_bytes=len(words),
+            fingerprint=hash_,
+            description=text,
+            description_bytes=len(text),
         )
         num_bytes = tensor.numel() * tensor.element_size()
-        recipe = PreparedCollective(operation, request, handle, num_bytes, (print_, words, edges), byref(request))
+        recipe = PreparedCollective(operation, request, handle, num_bytes, (hash_, text, native_bounds), byref(request))
         if key:
             self._prepared[key] = recipe
         return recipe
 
     def invalidate_addresses(self) -> None:
-        """Where private memory was there may be shared memory now."""
+        """Look addresses up again: private memory may have been replaced by shared memory."""
         for recipe in list(self._prepared.values()):  # another thread may add one
             recipe.address = 0
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all."""
         self._prepared.clear()
 
 
 def cache_key(kind: str, label: str, tensor: Tensor, group: Group, *more: object) -> CacheKey:
-    """Return what makes a collective the same as one before."""
+    """Return a key that is equal for equal collectives."""
     return (kind, label, tensor.shape, tensor.dtype, group, *more)
-
-
-class ShmWorkOwner(Protocol):
-    """The fabric, as its works see it."""
-
-    def finish(self, prepared: PreparedCollective, index: int) -> None:
-        """The collective is complete on this rank."""
-
-    def poll(self, prepared: PreparedCollective, index: int) -> bool:
-        """Whether it is, without waiting."""
-
-    def wait_for(self, prepared: PreparedCollective, index: int, seconds: float) -> bool:
-        """Return whether it may still be complete: it is over, or so much time has passed."""
-
-    def retain(self, prepared: PreparedCollective, whole: Tensor) -> None:
-        """What a collective needs that nobody will wait for lives as long as the fabric is open."""
-
-
-class ShmWork(Work):
-    """A collective in shared memory."""
-
-    __slots__ = ("_fabric", "_recipe", "_target", "_turn", "_whole")
-
-    def __init__(
-        self, fabric: ShmWorkOwner, prepared: PreparedCollective, index: int, whole: Tensor, target: Tensor | None
-    ) -> None:
-        self._fabric: ShmWorkOwner | None = fabric
-        self._recipe = prepared
-        self._turn = index
-        self._whole = whole
-        self._target = target
-
-    def is_done(self) -> bool:
-        """Whether it is complete; a PeerError where it cannot be."""
-        if self._fabric is not None and self._fabric.poll(self._recipe, self._turn):
-            self._complete()
-        return self._fabric is None
-
-    def wait_for(self, seconds: float) -> None:
-        """Take part until it is over, or for so long."""
-        if self._fabric is not None:
-            self._fabric.wait_for(self._recipe, self._turn, seconds)
-
-    def completes_within(self, seconds: float) -> bool:
-        """Take part for that long, and look."""
-        if self.is_done():
-            return True
-        if self._fabric is not None and not self._fabric.wait_for(self._recipe, self._turn, seconds):
-            self.wait()  # says why it will not be
-        return self.is_done()
-
-    def wait(self) -> None:
-        """Take part until it is complete; signals are served."""
-        if self._fabric is not None:
-            self._fabric.finish(self._recipe, self._turn)
-            self._complete()
-
-    def __del__(self) -> None:
-        """The library may still read and write the tensors of a collective that nobody has waited for."""
-        if self._fabric is not None:
-            self._fabric.retain(self._recipe, self._whole)
-
-    def _complete(self) -> None:
-        self._fabric = None
-        if self._target is not None:
-            self._target.detach().copy_(self._whole)

@@ -1,4 +1,4 @@
-"""What a rank has in shared memory: the world with all ranks of the host, its own tensors, and one region per group."""
+"""Shared memory of a rank: the control block of its host, and tensors that the host's other ranks can map."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from counterpoint.fabric.peer_liveness import PeerProcesses, describe_early_exit
 from counterpoint.fabric.shm.segments import COOKIE_BYTES, SegmentMapping, allocate_pages, create_segment, open_segment
 
 CHUNK_BYTES = 256 << 10
-TENSOR_TAG = 0  # the tag of segments that are not for a group
+TENSOR_TAG = 0  # tag of segments for tensors; groups have other tags
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Where a rank meets the others of its host.
+    """What a rank needs to meet the others of its host.
 
     Args:
-        store: what they tell each other where to find memory.
+        store: the job's.
         rank: the own rank.
-        num_ranks: how many there are.
-        here: those of this host, the own one among them, sorted.
-        deadline_s: the longest that it waits for another.
+        num_ranks: the world size.
+        local_ranks: those of this host, the own one included, sorted.
+        timeout_s: the longest that it waits for another.
     """
 
     store: PrefixStore
@@ -48,30 +48,30 @@ class RankContext:
     timeout_s: float
 
     def map_host_memory(self, library: CDLL, processes: PeerProcesses) -> SegmentMapping:
-        """Return memory that all ranks of this host have: the first makes it, the others open it; all have come.
+        """Return the control block of the host, which its first rank creates and the others map; wait for all of them.
 
         Raises:
-            PeerError: some have not come when the deadline passes, one has ended, or memory is short.
+            PeerError: ranks are missing at the timeout, one has ended, or memory is short.
         """
         first, count = self.local_ranks[0], len(self.local_ranks)
-        size = library.cp_world_bytes(count)
+        size = library.cp_host_bytes(count)
         if self.rank == first:
-            mapping, cookie = create_segment("counterpoint world", size, allocate=False), token_bytes(COOKIE_BYTES)
-            library.cp_format_world(mapping.address, count, cookie)
-            self.store.set(f"world/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
+            mapping, cookie = create_segment("counterpoint host", size, allocate=False), token_bytes(COOKIE_BYTES)
+            library.cp_format_host(mapping.address, count, cookie)
+            self.store.set(f"host/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
         else:
-            self._wait_on_store("world", (first,), processes)
-            address = json.loads(self.store.get(f"world/{first}"))
+            self._wait_on_store("host", (first,), processes)
+            address = json.loads(self.store.get(f"host/{first}"))
             mapping = self._open(address, size)
-            if not library.cp_is_world(mapping.address, count, bytes.fromhex(address["cookie"])):
-                raise PeerError(f"rank {self.rank} found other memory than rank {first} shares; start the job again")
-            self.store.set(f"world/{self.rank}", "opened")
-        self._wait_on_store("world", self.local_ranks, processes)
+            if not library.cp_is_host(mapping.address, count, bytes.fromhex(address["cookie"])):
+                raise PeerError(f"rank {self.rank} mapped other memory than rank {first} shares; start the job again")
+            self.store.set(f"host/{self.rank}", "opened")
+        self._wait_on_store("host", self.local_ranks, processes)
         mapping.close_file()
         return mapping
 
     def open_processes(self) -> PeerProcesses:
-        """Return how to tell of every rank of this host whether its process has ended.
+        """Return the processes of this host's ranks.
 
         Raises:
             PeerError: one has ended already.
@@ -85,7 +85,7 @@ class RankContext:
             raise PeerError(
                 f"rank {self.rank} cannot open the shared memory of process {address['pid']}: "
                 f"{os.strerror(error.errno or 0).lower()}; ranks that share memory run as one user in one container: "
-                "look at the output of the rank that ended first, or take transport='gloo'"
+                "look at the output of the rank that ended first, or use transport='gloo'"
             ) from error
 
     def _wait_on_store(self, place: str, members: Group, processes: PeerProcesses) -> None:
@@ -99,43 +99,43 @@ class RankContext:
             late = format_ranks([members[index] for index in missing])
             raise PeerError(
                 f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {late} to share memory; all ranks must "
-                f"come within the deadline: look at the output of {late}"
+                f"arrive within the timeout: look at the output of {late}"
             )
 
 
 class SharedTensors:
-    """Tensors of one rank in memory that the other ranks of the host see; freed ones are used again.
+    """Allocator of tensors that the other ranks of the host can map; freed blocks are reused.
 
     Args:
-        library: the native part.
-        world: its handle.
-        on_new: is called when memory that was not shared before may be now.
+        library: the native library.
+        host: handle of the host context.
+        on_new_segment: called after a new segment was registered: an address may be shared now that was private before.
     """
 
-    def __init__(self, library: CDLL, world: int, on_new_segment: Callable[[], None]) -> None:
+    def __init__(self, library: CDLL, host: int, on_new_segment: Callable[[], None]) -> None:
         self._library = library
-        self._world = world
+        self._host = host
         self._on_new = on_new_segment
         self._segments: dict[int, SegmentMapping] = {}
-        # where each begins; its end and its segment: replaced as one, for another thread may look
+        # start of each segment, and its end and number; replaced atomically, because other threads read it
         self._index: tuple[list[int], list[tuple[int, int]]] = ([], [])
         self._free: dict[int, list[tuple[int, SegmentMapping]]] = {}
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor that collectives need not copy; what is in it is unspecified.
+        """Return a flat uninitialized tensor that collectives need not copy.
 
         Raises:
             PeerError: there is not enough memory.
         """
         num_bytes = max(num_elements * dtype.itemsize, 1)
-        room = -(-num_bytes // page_size()) * page_size()
-        free = self._free.setdefault(room, [])
-        address, mapping = free.pop() if free else self._new(room)
-        loan = mapped_buffer(address, num_bytes, mapping, free)
-        return torch.frombuffer(loan, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)
+        block_bytes = -(-num_bytes // page_size()) * page_size()
+        free = self._free.setdefault(block_bytes, [])
+        address, mapping = free.pop() if free else self._new(block_bytes)
+        buffer = mapped_buffer(address, num_bytes, mapping, free)
+        return torch.frombuffer(buffer, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor as :meth:`empty` does, of zeros, whose pages are all there, also if it was used before.
+        """Return a flat zero tensor with all of its pages allocated.
 
         Raises:
             PeerError: there is not enough memory.
@@ -150,35 +150,35 @@ class SharedTensors:
 
     def _new(self, num_bytes: int) -> tuple[int, SegmentMapping]:
         mapping = create_segment("counterpoint tensors", num_bytes, allocate=True)
-        number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSOR_TAG))
+        number = int(self._library.cp_register_segment(self._host, mapping.fd, num_bytes, TENSOR_TAG))
         if number < 0:
             mapping.close()
-            raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
+            raise PeerError("this rank shares too many tensors; allocate fewer, larger ones")
         self._segments[number] = mapping
         start = mapping.address
-        starts, spans = self._index
-        at = bisect_right(starts, start)
-        span = (start + num_bytes, number)
-        self._index = ([*starts[:at], start, *starts[at:]], [*spans[:at], span, *spans[at:]])
+        starts, segments = self._index
+        index = bisect_right(starts, start)
+        segment = (start + num_bytes, number)
+        self._index = ([*starts[:index], start, *starts[index:]], [*segments[:index], segment, *segments[index:]])
         self._on_new()
         return start, mapping
 
     def locate(self, address: int, num_bytes: int) -> tuple[int, int]:
-        """Return the segment that holds these bytes, and where in it; -1 where none does."""
-        starts, spans = self._index
-        at = bisect_right(starts, address) - 1 if starts else -1
-        if at < 0 or address + num_bytes > spans[at][0]:
+        """Return the segment that contains these bytes, and the offset in it; segment -1 if none does."""
+        starts, segments = self._index
+        index = bisect_right(starts, address) - 1 if starts else -1
+        if index < 0 or address + num_bytes > segments[index][0]:
             return -1, 0
-        return spans[at][1], address - starts[at]
+        return segments[index][1], address - starts[index]
 
     def export_handle(self, tensor: Tensor) -> tuple[int, int, int, int]:
-        """Return where another process opens a tensor of :meth:`empty`: process, file and its bytes, first byte."""
+        """Return where another process maps a tensor of :meth:`empty`: pid, file descriptor, file size, and offset."""
         segment, offset = self.locate(tensor.data_ptr(), tensor.numel() * tensor.element_size())
         mapping = self._segments[segment]
         return os.getpid(), mapping.fd, len(mapping.memory), offset
 
     def close(self) -> None:
-        """Their files are closed, and what no tensor uses is gone; other memory lives as long as tensors use it."""
+        """Close the files and unmap what no tensor uses; other memory lives for as long as tensors use it."""
         for mapping in self._segments.values():
             mapping.close_file()
         self._segments.clear()
@@ -188,8 +188,8 @@ class SharedTensors:
         self._free.clear()
 
 
-def map_tensor(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - as it came through JSON
-    """Return the tensor at an address that its owner told; it lives as long as this process uses it.
+def map_tensor(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - from JSON
+    """Return the tensor of another process, from its handle; it stays valid for as long as this process uses it.
 
     Raises:
         RuntimeError: it is gone.
@@ -205,12 +205,12 @@ def map_tensor(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  
 
 
 def page_size() -> int:
-    """Return the size of a page."""
+    """Return the page size in bytes."""
     return os.sysconf("SC_PAGE_SIZE")
 
 
 class MappedBuffer:
-    """Bytes that keep their mapping, and give it back when no tensor uses them any more."""
+    """Buffer that keeps its mapping, and returns its block to the free list when no tensor uses it any more."""
 
     address: int
     mapping: SegmentMapping
@@ -222,17 +222,17 @@ class MappedBuffer:
 
 @lru_cache(maxsize=256)
 def mapped_buffer_type(num_bytes: int) -> Any:  # noqa: ANN401 - a class of ctypes arrays
-    """Return the class of loans of so many bytes."""
+    """Return the class of buffers of this size."""
     return type("Loan", (MappedBuffer, ctypes.c_uint8 * num_bytes), {})
 
 
 def mapped_buffer(address: int, num_bytes: int, mapping: SegmentMapping, free: list[tuple[int, SegmentMapping]]) -> Any:  # noqa: ANN401
     """Return the bytes as a buffer."""
-    loan = mapped_buffer_type(num_bytes).from_address(address)
-    loan.address, loan.mapping, loan.free = address, mapping, free
-    return loan
+    buffer = mapped_buffer_type(num_bytes).from_address(address)
+    buffer.address, buffer.mapping, buffer.free = address, mapping, free
+    return buffer
 
 
 def int_array(values: tuple[int, ...]) -> Any:  # noqa: ANN401 - a ctypes array
-    """Return the numbers as C sees them."""
+    """Return the numbers as a C array."""
     return (c_int32 * len(values))(*values)

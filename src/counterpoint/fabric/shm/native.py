@@ -1,6 +1,7 @@
-"""The native part of the fabric, if it has been built: a plain C library, called through ctypes.
+"""Bindings of the native library, a plain C library called through ctypes; absent if it was not built.
 
-Calls that wait return after a slice of time, so that Python can serve signals in between.
+Its functions that wait return after a slice of time, so that Python can serve signals in between. Each ``Structure``
+mirrors the C++ struct of its name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 LAYOUT_VERSION = 4
 SIGNATURE_BYTES = 256
 REASON_BYTES = 1024
-SLICE_NS = 100_000_000  # the longest that a call waits
+SLICE_NS = 100_000_000  # default duration of a wait
 LIBRARY = Path(__file__).with_name("_native.so")
 
 DTYPES = {
@@ -28,7 +29,7 @@ REDUCTIONS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
 
 
 class CollectiveKind(IntEnum):
-    """A collective's number in the library."""
+    """Number of a collective in the library."""
 
     ALL_REDUCE = 0
     REDUCE_SCATTER = 1
@@ -39,7 +40,7 @@ class CollectiveKind(IntEnum):
 
 
 class NativeStatus(IntEnum):
-    """What a call says instead of a result."""
+    """Status that a function returns instead of a result."""
 
     DONE = 0
     NOT_YET = -1
@@ -51,13 +52,13 @@ class NativeStatus(IntEnum):
 
 
 class CollectiveRequest(Structure):
-    """A collective as the library is asked for it; ``native/collectives.h`` says what each field is."""
+    """A collective to start; the fields are documented in ``native/collectives.h``."""
 
     _fields_ = (
         ("group", c_void_p),
         ("kind", c_uint32),
         ("dtype", c_uint32),
-        ("verb", c_uint32),
+        ("op", c_uint32),
         ("root", c_int32),
         ("scale", c_double),
         ("data", c_void_p),
@@ -65,17 +66,17 @@ class CollectiveRequest(Structure):
         ("count", c_uint64),
         ("bounds", POINTER(c_uint64)),
         ("out_bounds", POINTER(c_uint64)),
-        ("longest", c_uint64),
+        ("max_range", c_uint64),
         ("segment", c_int32),
-        ("reading_bytes", c_uint32),
+        ("description_bytes", c_uint32),
         ("offset", c_uint64),
         ("fingerprint", c_char_p),
-        ("reading", c_char_p),
+        ("description", c_char_p),
     )
 
 
 class OptimizerStep(Structure):
-    """One step of an optimizer on one tensor; ``native/update.h`` says what each field is."""
+    """One optimizer step on one tensor; the fields are documented in ``native/optimizers.h``."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -102,7 +103,7 @@ class OptimizerStep(Structure):
 
 
 class SparseRowsPart(Structure):
-    """What one replica adds to rows of a table; ``native/rows.h`` says what each field is."""
+    """The rows of one replica's sparse gradient; the fields are documented in ``native/sparse_rows.h``."""
 
     _fields_ = (
         ("rows", c_void_p),
@@ -114,7 +115,7 @@ class SparseRowsPart(Structure):
 
 
 class EmbeddingBagArgs(Structure):
-    """Sums of values that are added to rows of a table; ``native/bags.h`` says what each field is."""
+    """Sums of values to add to rows of a table; the fields are documented in ``native/embedding_bag.h``."""
 
     _fields_ = (
         ("dtype", c_uint32),
@@ -132,7 +133,7 @@ class EmbeddingBagArgs(Structure):
 
 
 class LinearArgs(Structure):
-    """A linear layer's call as the library is asked for it; ``native/linear.h`` says what each field is."""
+    """Arguments of a linear layer; the fields are documented in ``native/linear.h``."""
 
     _fields_ = (
         ("x", c_void_p),
@@ -146,7 +147,7 @@ class LinearArgs(Structure):
 
 
 class CrossEntropyArgs(Structure):
-    """Rows of scores and their classes; ``native/entropy.h`` says what each field is."""
+    """Arguments of a cross entropy loss; the fields are documented in ``native/cross_entropy.h``."""
 
     _fields_ = (
         ("scores", c_void_p),
@@ -161,13 +162,13 @@ class CrossEntropyArgs(Structure):
 
 
 class LossSum(Structure):
-    """What all rows of scores lose together, and how many of them count."""
+    """Total loss, and the number of rows that are not ignored."""
 
     _fields_ = (("sum", c_double), ("count", c_uint64))
 
 
 class SparseRowsArgs(Structure):
-    """Rows of a table and what is added to them; ``native/rows.h`` says what each field is."""
+    """Rows to add to a table; the fields are documented in ``native/sparse_rows.h``."""
 
     _fields_ = (
         ("dtype", c_uint32),
@@ -186,13 +187,13 @@ class SparseRowsArgs(Structure):
 SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_layout_version": (c_uint32, ()),
     "cp_instruction_set": (c_char_p, ()),
-    "cp_world_bytes": (c_uint64, (c_uint32,)),
+    "cp_host_bytes": (c_uint64, (c_uint32,)),
     "cp_group_bytes": (c_uint64, (c_uint32, c_uint64)),
-    "cp_format_world": (None, (c_void_p, c_uint32, c_char_p)),
+    "cp_format_host": (None, (c_void_p, c_uint32, c_char_p)),
     "cp_format_group": (None, (c_void_p, c_uint32, c_uint64)),
-    "cp_is_world": (c_int32, (c_void_p, c_uint32, c_char_p)),
-    "cp_open_world": (c_void_p, (c_void_p, c_int32, c_int32, c_int32, POINTER(c_int32), c_int32, c_int64)),
-    "cp_close_world": (None, (c_void_p,)),
+    "cp_is_host": (c_int32, (c_void_p, c_uint32, c_char_p)),
+    "cp_open_host": (c_void_p, (c_void_p, c_int32, c_int32, c_int32, POINTER(c_int32), c_int32, c_int64)),
+    "cp_close_host": (None, (c_void_p,)),
     "cp_lost": (c_int32, (c_void_p,)),
     "cp_has_left": (c_int32, (c_void_p, c_int32)),
     "cp_stop": (None, (c_void_p, c_char_p, c_uint64)),
@@ -203,13 +204,13 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_await_members": (c_int64, (c_void_p, c_void_p)),
     "cp_open_group": (c_void_p, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "cp_close_group": (None, (c_void_p,)),
-    "cp_start": (c_int64, None),  # always of a byref, which costs least where no types are given
+    "cp_start": (c_int64, None),  # called with a byref; without argument types the call is faster
     "cp_wait": (c_int64, (c_void_p, c_int64)),
-    "cp_pause": (c_int64, (c_void_p, c_int64, c_int64)),
+    "cp_wait_for": (c_int64, (c_void_p, c_int64, c_int64)),
     "cp_num_done": (c_int64, (c_void_p,)),
     "cp_status": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),
-    "cp_notice": (c_int64, (c_void_p, c_int32, c_int64, c_char_p, c_char_p)),
+    "cp_announcement": (c_int64, (c_void_p, c_int32, c_int64, c_char_p, c_char_p)),
     "cp_send": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int32)),
     "cp_recv": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64)),
     "cp_await_any": (c_int64, (c_void_p, POINTER(c_int32), c_int32, c_int64)),
@@ -217,23 +218,23 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
         None,
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
-    "cp_update": (None, (POINTER(OptimizerStep),)),
+    "cp_optimizer_step": (None, (POINTER(OptimizerStep),)),
     "cp_linear": (c_int32, (POINTER(LinearArgs),)),
-    "cp_entropy": (c_int32, (POINTER(CrossEntropyArgs), POINTER(LossSum))),
-    "cp_entropy_gradient": (None, (POINTER(CrossEntropyArgs),)),
+    "cp_cross_entropy": (c_int32, (POINTER(CrossEntropyArgs), POINTER(LossSum))),
+    "cp_cross_entropy_backward": (None, (POINTER(CrossEntropyArgs),)),
     "cp_add_rows": (None, (POINTER(SparseRowsArgs),)),
-    "cp_add_sums": (None, (POINTER(EmbeddingBagArgs),)),
-    "cp_distinct": (c_int64, (c_void_p, c_uint64, c_void_p, c_void_p)),
+    "cp_add_embedding_bags": (None, (POINTER(EmbeddingBagArgs),)),
+    "cp_unique": (c_int64, (c_void_p, c_uint64, c_void_p, c_void_p)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The library, or why there is none.
+    """The library, or why it is unavailable.
 
     Args:
-        library: with its functions' types; None where it cannot be used.
-        reason: why not; empty where it can.
+        library: with argument and result types set; None if unavailable.
+        reason: why; empty if available.
     """
 
     library: CDLL | None
@@ -241,7 +242,7 @@ class NativeLibrary:
 
     @property
     def instruction_set(self) -> str:
-        """Which vectors it computes with: ``avx512``, ``avx2`` or ``portable``."""
+        """The vector instructions that it uses: ``avx512``, ``avx2``, ``portable``, or ``none`` without the library."""
         return str(self.library.cp_instruction_set().decode()) if self.library is not None else "none"
 
 

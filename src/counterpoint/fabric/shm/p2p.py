@@ -1,4 +1,4 @@
-"""Messages between two ranks of one host: a frame's bytes in order, through a pipe in shared memory."""
+"""Point-to-point messages of ranks of one host: frames, as bytes in a shared memory pipe per pair of ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from counterpoint.fabric.frames import HEADER_BYTES, Frame, MessageSequencer, de
 from counterpoint.fabric.shm.memory import int_array
 from counterpoint.fabric.shm.native import SLICE_NS, NativeStatus
 
-MAX_RECEIVED_BYTES = 256 << 20  # of messages that have been taken out of the pipes while this rank was waiting
-FRAME_REST_WAIT_NS = 1_000_000  # so long is the rest of a message waited for that has begun to come
+MAX_RECEIVED_BYTES = 256 << 20  # of messages received while this rank waited for something else
+FRAME_REST_WAIT_NS = 1_000_000  # wait for the rest of a frame that has started to arrive
 
 PollUntil: TypeAlias = Callable[[Callable[[], int]], int]
 
 
 class IncomingMessage:
-    """The message that is coming from one peer, as far as it has come; one thread reads it at a time."""
+    """The partially received frame of one peer; read by one thread at a time."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -36,11 +36,11 @@ class IncomingMessage:
 
     @property
     def has_started(self) -> bool:
-        """Whether a part of it is here."""
+        """Whether a part of it has been received."""
         return self._num_read > 0
 
     def read(self, call: Callable[[int, int], int]) -> int:
-        """Read on; return how many bytes have come, or the status of ``call(address, num_bytes)``."""
+        """Read more; return the number of bytes, or the status of ``call(address, num_bytes)``."""
         moved = call(self._raw.data_ptr() + self._num_read, len(self._raw) - self._num_read)
         self._num_read += max(moved, 0)
         if self._is_header and self._num_read == HEADER_BYTES:
@@ -50,7 +50,7 @@ class IncomingMessage:
         return moved
 
     def pop(self) -> Tensor | None:
-        """Return the whole frame, and begin the next; None where it has not all come."""
+        """Return the frame's bytes and start the next one; None if it is incomplete."""
         if self._is_header or self._num_read < len(self._raw):
             return None
         whole = self._raw
@@ -61,53 +61,55 @@ class IncomingMessage:
 class ShmP2P:
     """The messages of one rank.
 
-    A rank that waits, for room in a pipe, a message or a collective, takes out what others have sent to it meanwhile:
-    so two ranks may send each other more than a pipe holds, and receive afterwards, and nobody who sends waits for one
-    that waits for somebody else.
+    A rank that waits for room in a pipe, a message or a collective receives incoming messages meanwhile. So two ranks
+    may send each other more than a pipe holds before they receive, and no sender waits for a rank that waits for
+    another.
 
     Args:
-        library: the native part.
-        world: its handle.
-        here: the ranks of this host; the library counts them from 0.
-        stamps: of the own rank.
+        library: the native library.
+        host: handle of the host context.
+        local_ranks: the ranks of this host; the library uses indices into it.
+        sequencer: of the own rank.
     """
 
-    def __init__(self, library: CDLL, world: int, local_ranks: Group, sequencer: MessageSequencer) -> None:
+    def __init__(self, library: CDLL, host: int, local_ranks: Group, sequencer: MessageSequencer) -> None:
         self._library = library
-        self._world = world
-        self._places = {rank: place for place, rank in enumerate(local_ranks)}
+        self._host = host
+        self._indices = {rank: index for index, rank in enumerate(local_ranks)}
         self._sequencer = sequencer
         self._incoming = {rank: IncomingMessage() for rank in local_ranks}
         self._received: dict[int, deque[Frame]] = {rank: deque() for rank in local_ranks}
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], poll_until: PollUntil) -> None:
-        """The tensors are in the pipe, but for what the peer has taken out already."""
-        for piece in encode_parts(self._sequencer.next_header(peer, label, tensors), label, tensors):
-            self._write(piece, peer, poll_until)
+        """Write the frame to the peer's pipe."""
+        for part in encode_parts(self._sequencer.next_header(peer, label, tensors), label, tensors):
+            self._write(part, peer, poll_until)
 
     def _write(self, raw: Tensor, peer: int, poll_until: PollUntil) -> None:
-        done, size, address, place = 0, len(raw), raw.data_ptr(), self._places[peer]
+        num_written, size, address, index = 0, len(raw), raw.data_ptr(), self._indices[peer]
 
-        def go() -> int:
-            listens = self._received_bytes < MAX_RECEIVED_BYTES
-            moved = int(self._library.cp_send(self._world, place, address + done, size - done, int(listens)))
-            if moved == 0 and listens:
+        def write_some() -> int:
+            can_receive = self._received_bytes < MAX_RECEIVED_BYTES
+            moved = int(
+                self._library.cp_send(self._host, index, address + num_written, size - num_written, int(can_receive))
+            )
+            if moved == 0 and can_receive:
                 self.drain_incoming()
             return NativeStatus.NOT_YET if moved == 0 else moved
 
-        while done < size:  # the deadline begins anew whenever some bytes have moved
-            done += poll_until(go)
+        while num_written < size:  # the timeout starts again whenever bytes have moved
+            num_written += poll_until(write_some)
 
     @property
     def _received_bytes(self) -> int:
-        """How much memory is kept, by any thread."""
-        return sum(frame_bytes(frame) for kept in self._received.values() for frame in list(kept))
+        """Memory of received messages."""
+        return sum(frame_bytes(frame) for received in self._received.values() for frame in list(received))
 
     def recv(self, peer: int, poll_until: PollUntil) -> Frame:
         """Return the peer's next message.
 
         Raises:
-            PeerError: it is damaged, of another job, or one before it is lost.
+            PeerError: it is damaged, of another job, or out of sequence.
         """
         while not self._received[peer]:
             poll_until(lambda: self._read(peer, SLICE_NS))
@@ -119,25 +121,25 @@ class ShmP2P:
         return sender, self.recv(sender, poll_until)
 
     def wait_any(self, peers: Sequence[int], slice_ns: int) -> int:
-        """Return which peer has sent what can be received, or a status of the library where none has within so long."""
-        kept = next((peer for peer in peers if self._received[peer]), None)
-        if kept is not None:
-            return kept
-        listed = int_array(tuple(self._places[peer] for peer in peers))
-        index = int(self._library.cp_await_any(self._world, listed, len(peers), slice_ns))
+        """Return a peer that has sent something, or a status of the library if none has within ``slice_ns``."""
+        peer_with_message = next((peer for peer in peers if self._received[peer]), None)
+        if peer_with_message is not None:
+            return peer_with_message
+        indices = int_array(tuple(self._indices[peer] for peer in peers))
+        index = int(self._library.cp_await_any(self._host, indices, len(peers), slice_ns))
         return peers[index] if index >= 0 else index
 
     def _read(self, peer: int, slice_ns: int) -> int:
-        """Read on from the peer's pipe within the slice; a frame that has come is kept, its bytes are verified."""
-        arrival = self._incoming[peer]
-        with arrival.lock:
+        """Read from the peer's pipe for at most ``slice_ns``; keep a complete, verified frame."""
+        incoming = self._incoming[peer]
+        with incoming.lock:
             if self._received[peer]:
                 return 0
-            return self._read_on(peer, arrival, slice_ns)
+            return self._read_on(peer, incoming, slice_ns)
 
     def _read_on(self, peer: int, incoming: IncomingMessage, slice_ns: int) -> int:
-        place = self._places[peer]
-        moved = incoming.read(lambda to, size: int(self._library.cp_recv(self._world, place, to, size, slice_ns)))
+        index = self._indices[peer]
+        moved = incoming.read(lambda to, size: int(self._library.cp_recv(self._host, index, to, size, slice_ns)))
         raw = incoming.pop()
         if raw is not None:
             frame = decode(raw)
@@ -146,16 +148,16 @@ class ShmP2P:
         return NativeStatus.NOT_YET if moved == 0 else moved
 
     def drain_incoming(self) -> None:
-        """What lies in the pipes to this rank is kept here, but for those that another thread is reading."""
-        for peer, arrival in self._incoming.items():
-            if self._received_bytes < MAX_RECEIVED_BYTES and arrival.lock.acquire(blocking=False):
+        """Receive what is in the pipes to this rank, except those that another thread is reading."""
+        for peer, incoming in self._incoming.items():
+            if self._received_bytes < MAX_RECEIVED_BYTES and incoming.lock.acquire(blocking=False):
                 try:
-                    while self._read_on(peer, arrival, FRAME_REST_WAIT_NS if arrival.has_started else 0) > 0:
+                    while self._read_on(peer, incoming, FRAME_REST_WAIT_NS if incoming.has_started else 0) > 0:
                         pass
                 finally:
-                    arrival.lock.release()
+                    incoming.lock.release()
 
 
 def frame_bytes(frame: Frame) -> int:
-    """Return how much memory its tensors take."""
+    """Return the memory of the frame's tensors."""
     return sum(tensor.nbytes for tensor in frame.tensors)

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: files without a name, which are gone when the last process that has them is.
+"""Shared memory segments without a name, and how much memory is available.
 
-A segment is a ``memfd``: no file system has a name for it, so that nothing is left behind by any end of a process.
-Another process of the same user opens it through ``/proc``, where nobody else may look, and only takes it for what it
-is when it begins with the number that its maker told.
+A segment is a ``memfd``: it has no name in a file system, so it disappears when the last process that maps it ends,
+however it ends. Another process of the same user opens it through ``/proc/<pid>/fd``, and accepts it only if it starts
+with the random cookie that its creator announced.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @dataclass(slots=True)
 class SegmentMapping:
-    """Shared memory in this process.
+    """A mapped segment.
 
     Args:
         memory: the mapping.
-        fd: its file, as long as others may still have to open it; -1 afterwards.
+        fd: its file descriptor, while other processes may still have to open it; -1 afterwards.
     """
 
     memory: mmap.mmap
@@ -42,28 +42,28 @@ class SegmentMapping:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """The address of its first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        """It is gone from this process; nothing here may use it any more."""
+        """Unmap it; nothing in this process may use it any more."""
         self.close_file()
         self.memory.close()
 
     def close_file(self) -> None:
-        """Nobody can open it any more; those who have it keep it."""
+        """Close the file descriptor: no other process can open it any more; existing mappings stay."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def create_segment(name: str, num_bytes: int, *, allocate: bool) -> SegmentMapping:
-    """Return new shared memory, all zeros.
+    """Create a segment of zeros.
 
     Args:
-        name: what ``/proc`` shows for it.
+        name: shown in ``/proc``.
         num_bytes: its size.
-        fill: take all of its pages now, so that a shortage is an error here and not a signal later.
+        allocate: allocate all pages now, so that a shortage is an error here instead of a SIGBUS later.
 
     Raises:
         PeerError: there is not enough memory.
@@ -85,20 +85,20 @@ def create_segment(name: str, num_bytes: int, *, allocate: bool) -> SegmentMappi
 
 
 def open_segment(pid: int, fd: int, num_bytes: int) -> SegmentMapping:
-    """Return the shared memory that another process has as its file ``fd``.
+    """Map the segment that another process has open as file descriptor ``fd``.
 
     Raises:
-        OSError: it is gone, or may not be looked at.
+        OSError: it is gone, or not permitted.
     """
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return SegmentMapping(map_file(own, num_bytes))
+        return SegmentMapping(map_file(own_fd, num_bytes))
     finally:
-        os.close(own)
+        os.close(own_fd)
 
 
 def map_file(fd: int, num_bytes: int) -> mmap.mmap:
-    """Return the file in memory, with large pages where it is large and the kernel gives them."""
+    """Map a file, with huge pages if it is large and the kernel supports them."""
     memory = mmap.mmap(fd, num_bytes)
     if num_bytes >= HUGE_PAGE_MIN_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -106,7 +106,7 @@ def map_file(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def allocate_pages(name: str, fd: int, offset: int, num_bytes: int) -> None:
-    """All pages of a part of a file are there, so that a shortage is an error here and not a signal later.
+    """Allocate all pages of a part of a file, so that a shortage is an error here instead of a SIGBUS later.
 
     Raises:
         PeerError: there is not enough memory.
@@ -118,7 +118,10 @@ def allocate_pages(name: str, fd: int, offset: int, num_bytes: int) -> None:
 
 
 def discard_shared_pages(address: int, num_bytes: int) -> None:
-    """Shared memory is empty where it fills pages: they take no room until somebody writes. Private memory stays."""
+    """Release whole pages of shared memory to the kernel; they read as zeros afterwards.
+
+    Private memory is unchanged.
+    """
     start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None)
     if stop > start and hasattr(libc, "madvise") and hasattr(mmap, "MADV_REMOVE"):
@@ -126,23 +129,23 @@ def discard_shared_pages(address: int, num_bytes: int) -> None:
 
 
 def check_memory(name: str, num_bytes: int) -> None:
-    """There is memory for so much more.
+    """Check that this much memory is available.
 
     Raises:
-        PeerError: there is not.
+        PeerError: it is not.
     """
     free = available_bytes()
     if num_bytes > free:
-        raise PeerError(out_of_memory_error(name, num_bytes, free, "it would have to swap or to end a process"))
+        raise PeerError(out_of_memory_error(name, num_bytes, free, "the kernel would have to swap or kill a process"))
 
 
 def mmap_error(name: str, num_bytes: int, number: int) -> str:
-    """Say why the kernel gives none: a limit of this process, or a shortage.
+    """Return the error text for a failed allocation: a limit of this process, or a shortage.
 
     Args:
         name: of the segment.
         num_bytes: of the segment.
-        number: the kernel's error.
+        number: errno.
     """
     free, cause = available_bytes(), os.strerror(number).lower()
     if number == errno.ENOMEM and num_bytes <= free:
@@ -152,39 +155,39 @@ def mmap_error(name: str, num_bytes: int, number: int) -> str:
     else:
         return out_of_memory_error(name, num_bytes, free, cause)
     return (
-        f"no shared memory for {name}: {num_bytes} bytes are needed, which this process may not have ({cause}; its "
-        f"limit is {resource.getrlimit(limit)[0]}): raise ulimit {option}, or take transport='gloo'"
+        f"no shared memory for {name}: {num_bytes} bytes exceed a limit of this process ({cause}; the limit is "
+        f"{resource.getrlimit(limit)[0]}): raise ulimit {option}, or use transport='gloo'"
     )
 
 
 def out_of_memory_error(name: str, num_bytes: int, free: int, cause: str) -> str:
-    """Say that memory is short, with the free and the needed bytes."""
+    """Return the error text for a shortage of memory."""
     return (
-        f"no shared memory for {name}: {num_bytes} bytes are needed and {free} are free ({cause}); it counts "
-        "as memory of this host and of this container: give it more, run fewer ranks here, or take transport='gloo'"
+        f"no shared memory for {name}: {num_bytes} bytes are needed and {free} are free ({cause}); it counts as memory "
+        "of this host and of this container: provide more, run fewer ranks here, or use transport='gloo'"
     )
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return how much memory this process may still take: the host's, or what its control groups leave.
+    """Return how much memory this process may still allocate: the host's, or less if its cgroups limit it.
 
     Args:
-        root: of the file system in which the kernel tells.
+        root: of the file system with ``proc`` and ``sys``.
     """
-    unknown = str(sys.maxsize >> 10)  # the kernel does not say, or this process may open no file: it will find out
+    unknown = str(sys.maxsize >> 10)  # unknown: no such file, or not permitted
     host = int(read_field(root / "proc/meminfo", "MemAvailable:", unknown).split()[0]) << 10
     return min([host, *(group.free_bytes() for group in memory_cgroups(root))])
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCgroup:
-    """Processes that have a limit in common, as the kernel shows them in a folder.
+    """A cgroup with a memory limit.
 
     Args:
-        folder: of this group.
-        limit: the file with the most it may take; no number where it may take anything.
-        used: the file with what it has taken, the pages of files that the kernel can drop included.
-        caches: the lines of ``memory.stat`` that say how many these are.
+        folder: of the cgroup.
+        limit: the file with its limit; not a number if it has none.
+        used: the file with its usage, which includes page cache that the kernel can drop.
+        caches: the keys of ``memory.stat`` for that page cache.
     """
 
     folder: Path
@@ -193,7 +196,7 @@ class MemoryCgroup:
     caches: tuple[str, ...]
 
     def free_bytes(self) -> int:
-        """Return how much its processes may still take."""
+        """Return how much its processes may still allocate."""
         limit, used = (read_text(self.folder / name).strip() for name in (self.limit, self.used))
         if not limit.isdigit() or not used.isdigit():
             return sys.maxsize
@@ -202,7 +205,7 @@ class MemoryCgroup:
 
 
 def memory_cgroups(root: Path) -> Iterator[MemoryCgroup]:
-    """Yield the groups that this process is in, and those that these are in: each of them limits it."""
+    """Yield this process's cgroup and its ancestors; each of them limits it."""
     mounted = root / "sys/fs/cgroup"
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
@@ -217,13 +220,13 @@ def memory_cgroups(root: Path) -> Iterator[MemoryCgroup]:
 
 
 def read_field(path: Path, name: str, default: str) -> str:
-    """Return what follows a name at the beginning of a line of a file."""
-    found = [line.removeprefix(name).strip() for line in read_text(path).splitlines() if line.startswith(name)]
-    return found[0] if found else default
+    """Return what follows ``name`` at the start of a line of the file, or the default."""
+    values = [line.removeprefix(name).strip() for line in read_text(path).splitlines() if line.startswith(name)]
+    return values[0] if values else default
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text; nothing where there is none."""
+    """Return the file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

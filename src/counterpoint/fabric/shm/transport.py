@@ -1,14 +1,12 @@
-"""Ranks of a host with fewer cores than ranks: one that wakes up does not take the core of one that computes.
+"""The fabric of transport ``shm``: collectives of the ranks of one host, in shared memory, by the native library.
 
-By default the kernel gives a process that has waited the core of one that has not, at once. Ranks wait for each other
-many times in a step, and each change of a core costs what caches have to fetch again; whoever is left to compute until
-it waits itself has its part done earlier, which is what the others wait for.
+::
 
-What the ranks of one host tell each other when they cannot go on, in the memory that they share.
+    Python thread of each rank        shared memory                       native library
+    all_reduce(tensor) -> request --> announcement, chunk buffers    <--> every member reduces its part
+    work.wait()        ---- polls --> progress counters, wake counter     of all members' tensors
 
-One rank in the memory of its host: its place there, its messages, and how its waits end.
-
-Ranks of one host: gradients are added up in place, in memory that all of them see, by the native library.
+No thread does the work in the background: a collective progresses while its members wait, poll, or start another one.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import CDLL
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -43,23 +39,33 @@ from counterpoint.fabric.fingerprint import (
 from counterpoint.fabric.frames import MessageSequencer
 from counterpoint.fabric.peer_liveness import describe_exit
 from counterpoint.fabric.process_fabric import ProcessFabric
-from counterpoint.fabric.shm.collectives import PreparedCollective, RequestCache, ShmGroups, ShmWork, cache_key
+from counterpoint.fabric.shm.collectives import PreparedCollective, RequestCache, ShmGroups, cache_key
 from counterpoint.fabric.shm.memory import RankContext, SharedTensors, int_array, map_tensor
 from counterpoint.fabric.shm.native import REASON_BYTES, SIGNATURE_BYTES, SLICE_NS, CollectiveKind, NativeStatus, native
 from counterpoint.fabric.shm.p2p import ShmP2P
 
+SPINS_PER_CORE, SPINS_OVERSUBSCRIBED = 16000, 200  # polls before sleeping: one core per rank; fewer cores than ranks
+ABORT_CHECK_S: Final = 0.1  # between two checks during a wait whether a rank of another host has aborted
+
+COMPLETED: Final = CompletedWork()
+EMPTY: Final = torch.empty(0)
+
 
 class BatchScheduling:
-    """The calling thread's way of being scheduled, and that of the threads it starts, until :meth:`end`.
+    """Scheduling policy ``SCHED_BATCH`` for the calling thread and threads that it starts, if ranks outnumber cores.
 
-    Where a sandbox forbids to change it, it stays as it is.
+    By default, Linux lets a thread that wakes up preempt one that computes. Ranks wait for each other many times per
+    step, and every switch costs cache misses; without preemption the computing rank reaches its own next wait earlier,
+    which is what the others wait for.
+
+    A sandbox that forbids the change leaves the policy unchanged.
 
     Args:
         num_ranks: of this host.
         num_cores: that they may use.
 
     Example:
-        >>> Yielding(num_ranks=2, num_cores=2).is_on
+        >>> BatchScheduling(num_ranks=2, num_cores=2).is_enabled
         False
     """
 
@@ -72,71 +78,72 @@ class BatchScheduling:
                     self.is_enabled = True
 
     def restore(self) -> None:
-        """The thread is scheduled as it was before; the thread that has begun calls it."""
+        """Restore the previous policy; called by the same thread."""
         if self.is_enabled and os.sched_getscheduler(0) == os.SCHED_BATCH:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         self.is_enabled = False
 
 
-@dataclass(frozen=True, slots=True)
-class AbortStatus:
-    """What one rank can read there, and write.
+class ShmWork(Work):
+    """A collective in shared memory."""
+
+    __slots__ = ("_fabric", "_index", "_prepared", "_target", "_whole")
+
+    def __init__(
+        self, fabric: ShmFabric, prepared: PreparedCollective, index: int, whole: Tensor, target: Tensor | None
+    ) -> None:
+        self._fabric: ShmFabric | None = fabric
+        self._prepared = prepared
+        self._index = index
+        self._whole = whole
+        self._target = target
+
+    def is_done(self) -> bool:
+        """Poll; return whether it is complete; raise a PeerError if it cannot be."""
+        if self._fabric is not None and self._fabric.poll(self._prepared, self._index):
+            self._complete()
+        return self._fabric is None
+
+    def wait_for(self, seconds: float) -> None:
+        """Make progress until it ends, for at most ``seconds``."""
+        if self._fabric is not None:
+            self._fabric.wait_for(self._prepared, self._index, seconds)
+
+    def completes_within(self, seconds: float) -> bool:
+        """Make progress for at most ``seconds``; return whether it is complete."""
+        if self.is_done():
+            return True
+        if self._fabric is not None and not self._fabric.wait_for(self._prepared, self._index, seconds):
+            self.wait()  # raises its error
+        return self.is_done()
+
+    def wait(self) -> None:
+        """Make progress until it is complete, serving signals."""
+        if self._fabric is not None:
+            self._fabric.finish(self._prepared, self._index)
+            self._complete()
+
+    def __del__(self) -> None:
+        """Keep the tensors alive: the library may still access those of a collective that was never waited for."""
+        if self._fabric is not None:
+            self._fabric.retain(self._prepared, self._whole)
+
+    def _complete(self) -> None:
+        self._fabric = None
+        if self._target is not None:
+            self._target.detach().copy_(self._whole)
+
+
+class ShmFabric(ProcessFabric):
+    """One rank among processes of one host; created by :func:`~counterpoint.fabric.rendezvous.connect`.
+
+    Cost:
+        tensors from :meth:`empty` are reduced in place: every rank reads and writes its part of all members' tensors.
+        Others are copied through shared memory in chunks, while the chunk before is reduced. Up to 32 KB, starting an
+        all-reduce polls for a microsecond or two, so that it is often complete when it returns.
 
     Args:
-        library: the native part.
-        world: its handle.
-        rank: the own rank.
-        here: the ranks of this host; the library counts them from 0.
-    """
-
-    library: CDLL
-    world: int
-    rank: int
-    local_ranks: Group
-
-    def abort_reason(self) -> str | None:
-        """Return "rank 2: why it stopped" of the first rank that said so, if it was another; None otherwise."""
-        room = ctypes.create_string_buffer(REASON_BYTES)
-        stopper = self.library.cp_stopped(self.world, room, REASON_BYTES)
-        if stopper < 0 or self.local_ranks[stopper] == self.rank:
-            return None
-        return f"rank {self.local_ranks[stopper]}: {room.value.decode(errors='replace')}"
-
-    def lost_peer(self) -> str | None:
-        """Say which rank has ended, or takes part in nothing more; None where no wait has found one."""
-        place = self.library.cp_lost(self.world)
-        if place < 0:
-            return None
-        rank = self.local_ranks[place]
-        if self.library.cp_has_left(self.world, place):
-            return f"rank {rank} has closed its fabric; look at the output of rank {rank}"
-        return describe_exit(rank)
-
-    def post(self, reason: str) -> None:
-        """Write the reason where all see it, unless another rank was first, and wake them."""
-        raw = reason.encode()
-        self.library.cp_stop(self.world, raw, len(raw))
-
-    def describe_mismatch(self, prepared: PreparedCollective) -> str:
-        """Say which members are about to do different things in the group of the recipe, and what."""
-        turn = self.library.cp_num_done(prepared.group)
-        seen = {}
-        for place, member in enumerate(prepared.operation.group):
-            print_, words = ctypes.create_string_buffer(16), ctypes.create_string_buffer(SIGNATURE_BYTES)
-            length = self.library.cp_notice(prepared.group, place, turn, print_, words)
-            seen[member] = (print_.raw, words.raw[:length].decode(errors="replace"))
-        return describe_mismatch(seen, turn) or "the members of a group disagree"
-
-
-SPINS_PER_CORE, SPINS_OVERSUBSCRIBED = 16000, 200  # where every rank has a core, and where ranks take turns
-ABORT_CHECK_S: Final = 0.1  # so often a wait looks whether a rank of another host has stopped
-
-
-class ShmRank(ProcessFabric):
-    """What a rank has in shared memory but for tensors and collectives, which :class:`~.transport.ShmFabric` adds.
-
-    Args:
-        site: where the ranks of this host meet.
+        context: this rank; all ranks in arguments and results are ranks of the world.
         job: the job's number.
         generation: of its ranks.
     """
@@ -154,13 +161,170 @@ class ShmRank(ProcessFabric):
         cores = len(os.sched_getaffinity(0))
         spins = SPINS_PER_CORE if cores >= count else SPINS_OVERSUBSCRIBED
         self._batch_scheduling = BatchScheduling(count, cores)
-        self._world: int = library.cp_open_world(self._memory.address, place, count, os.getpid(), fds, spins, SLICE_NS)
-        self._abort_status = AbortStatus(library, self._world, self.rank, self.local_ranks)
-        self._p2p = ShmP2P(library, self._world, self.local_ranks, MessageSequencer(self.rank, job, generation))
+        self._host: int = library.cp_open_host(self._memory.address, place, count, os.getpid(), fds, spins, SLICE_NS)
+        self._p2p = ShmP2P(library, self._host, self.local_ranks, MessageSequencer(self.rank, job, generation))
+        self._cp_start, self._cp_wait = self._library.cp_start, self._library.cp_wait
+        self._all_reduces: dict[
+            str, tuple[PreparedCollective, torch.dtype, Group, Reduction, torch.Size]
+        ] = {}  # last one per label, found faster than by its key
+        self._retained: list[tuple[PreparedCollective, Tensor]] = []
+        self._requests = RequestCache(self.rank, self.num_ranks, self._open_group)
+        self._tensors = SharedTensors(self._library, self._host, self._requests.invalidate_addresses)
+        self._groups = ShmGroups(self._library, self._host, self.rank, self.local_ranks)
+        self.connect_groups([self.local_ranks])
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat uninitialized tensor in shared memory; raise a PeerError if there is not enough."""
+        if not self._host:
+            return super().empty(num_elements, dtype)
+        try:
+            return self._tensors.empty(num_elements, dtype)
+        except PeerError as error:
+            raise self.fail(f"rank {self.rank} has {error}") from error
+
+    def try_empty(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a flat uninitialized tensor in shared memory; None if there is not enough."""
+        try:
+            return self._tensors.empty(num_elements, dtype) if self._host else None
+        except PeerError:
+            return None
+
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
+        """Start an all-reduce; addition follows group order, and the result is bitwise identical on all members."""
+        last = self._all_reduces.get(label)
+        if last is not None:
+            prepared, dtype, members, kind, shape = last
+            if dtype is tensor.dtype and members == group and kind == op and shape == tensor.shape:
+                return self._start(prepared, tensor)
+        key = cache_key(op, label, tensor, group)
+        prepared_new = self._requests.get(key)
+        if prepared_new is None:
+            operation = tensor_signature(f"all_reduce {op}", label, tensor, group)
+            prepared_new = self._requests.make(key, CollectiveKind.ALL_REDUCE, operation, tensor)
+        self._all_reduces[label] = (prepared_new, tensor.dtype, group, op, tensor.shape)
+        return self._start(prepared_new, tensor)
+
+    def reduce_scatter(
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
+    ) -> Work:
+        """Start a reduce-scatter; addition follows group order."""
+        key = cache_key(f"reduce_scatter {op}", label, whole, group, *bounds)
+        prepared = self._requests.get(key)
+        if prepared is None:
+            operation = ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group)
+            prepared = self._requests.make(key, CollectiveKind.REDUCE_SCATTER, operation, whole, bounds)
+        return self._start(prepared, whole)
+
+    def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+        """Start an all-gather."""
+        key = cache_key("all_gather", label, whole, group, *bounds)
+        prepared = self._requests.get(key)
+        if prepared is None:
+            operation = ranges_signature("all_gather", label, whole, bounds, group)
+            prepared = self._requests.make(key, CollectiveKind.ALL_GATHER, operation, whole, bounds)
+        return self._start(prepared, whole)
+
+    def open_channel(self, group: Group, channel: str) -> None:
+        """Open a channel of the group; all members call it."""
+        self._open_group(CollectiveSignature("form", "group", group, channel=channel))
+
+    def start_on_channel(
+        self, kind: CollectiveKind, operation: CollectiveSignature, tensor: Tensor, bounds: Sequence[int] = ()
+    ) -> ShmWork | None:
+        """Start a collective on the channel that its signature names; return None if there is nothing to do.
+
+        Args:
+            kind: the collective.
+            operation: its signature: the group, the channel, and for errors its name, dtype and shape.
+            tensor: flat and contiguous.
+            bounds: of the members' ranges, in elements, if the collective has any.
+        """
+        key = (kind, operation, *bounds)
+        prepared = self._requests.get(key) or self._requests.make(key, kind, operation, tensor, bounds)
+        work = self._start(prepared, tensor)
+        return work if isinstance(work, ShmWork) else None
+
+    def all_to_all(
+        self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
+    ) -> tuple[Tensor, Work]:
+        """Start an all-to-all."""
+        operation = exchange_signature(label, whole, counts, group, self.rank)
+        if len(group) == 1:
+            return whole.clone(), COMPLETED
+        member = group.index(self.rank)
+        receive_counts = [row[member] for row in counts]
+        received = whole.new_empty(sum(receive_counts))
+        prepared = self._requests.make(
+            (), CollectiveKind.ALL_TO_ALL, operation, whole, [0, *accumulate(counts[member])]
+        )
+        prepared.set_exchange([0, *accumulate(receive_counts)], received, max(map(max, counts)))
+        return received, self._start(prepared, whole)
+
+    def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
+        """Start a broadcast."""
+        key = cache_key("broadcast", label, tensor, group, root)
+        prepared = self._requests.get(key)
+        if prepared is None:
+            operation = tensor_signature("broadcast", label, tensor, group, root=root)
+            prepared = self._requests.make(key, CollectiveKind.BROADCAST, operation, tensor)
+        return self._start(prepared, tensor)
+
+    def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
+        """Exchange the lengths of the JSON texts, then the texts."""
+        operation = CollectiveSignature("gather_values", label, group)
+        check_group(operation, self.rank, self.num_ranks)
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        member, count = group.index(self.rank), len(group)
+        lengths = torch.zeros(count, dtype=torch.int64)
+        lengths[member] = len(encoded)
+        key = cache_key("lengths", label, lengths, group)
+        prepared = self._requests.get(key)
+        if prepared is None:
+            prepared = self._requests.make(key, CollectiveKind.ALL_GATHER, operation, lengths, range(count + 1))
+        self._start(prepared, lengths).wait()
+        bounds = [0, *torch.cumsum(lengths, 0).tolist()]
+        values = torch.empty(bounds[-1], dtype=torch.uint8)
+        values[bounds[member] : bounds[member + 1]] = encoded
+        self._start(self._requests.make((), CollectiveKind.ALL_GATHER, operation, values, bounds), values).wait()
+        raw = values.numpy().tobytes()
+        return [json.loads(raw[start:stop]) for start, stop in pairwise(bounds)]
+
+    def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+        """Map the tensor that the first member allocates."""
+        operation = CollectiveSignature("shared", label, group, dtype_name(dtype), (num_elements,))
+        check_group(operation, self.rank, self.num_ranks)
+        tensor = self._tensors.zeros(num_elements, dtype) if self.rank == group[0] else None
+        if len(group) == 1:
+            return tensor
+        address = None if tensor is None else list(self._tensors.export_handle(tensor))
+        handle = self.gather_values(f"memory for {operation}", address, group)[0]
+        if tensor is None:
+            with self.translate_errors(f"memory for {label}", group[:1]):
+                tensor = map_tensor(handle, num_elements, dtype)
+        self.barrier(group)
+        return tensor
+
+    def barrier_async(self, label: str, group: Group) -> Work:
+        """Start a barrier."""
+        key = cache_key("barrier", label, EMPTY, group)
+        prepared = self._requests.get(key)
+        if prepared is None:
+            prepared = self._requests.make(
+                key, CollectiveKind.BARRIER, CollectiveSignature("barrier", label, group), EMPTY
+            )
+        return self._start(prepared, EMPTY)
+
+    def connect_groups(self, groups: Sequence[Group]) -> None:
+        """Open the groups that this rank is in, in sorted order."""
+        for group in sorted(set(groups)):
+            if self.rank in group and len(group) > 1:
+                operation = CollectiveSignature("form", "group", group)
+                check_group(operation, self.rank, self.num_ranks)
+                self._open_group(operation)
 
     @property
     def hosts(self) -> Sequence[int]:
-        """Those here are on this host, whose number is its first rank; others are elsewhere."""
+        """The local ranks are on this host, whose index is its first rank; every other rank counts as its own host."""
         return [self.local_ranks[0] if rank in self.local_ranks else rank for rank in range(self.num_ranks)]
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
@@ -179,7 +343,7 @@ class ShmRank(ProcessFabric):
         return frame.tensors
 
     def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
-        """Wait for a message of any of the peers."""
+        """Wait for a message from any of the peers."""
         for peer in peers:
             check_peer(peer, self.rank, self.num_ranks, "any message")
         with self.translate_errors("any message", peers):
@@ -187,257 +351,98 @@ class ShmRank(ProcessFabric):
         return sender, frame.label, frame.tensors
 
     def wait_any(self, peers: Sequence[int], seconds: float) -> int | None:
-        """Return which peer's message can be received without waiting for it; None where none can within so long."""
+        """Wait at most ``seconds``; return a peer whose message has arrived or begins to, None if there is none."""
         with self.translate_errors("any message", peers):
-            found = self._p2p.wait_any(peers, int(seconds * 1e9))
-            if found < 0 and found != NativeStatus.NOT_YET:
-                raise RuntimeError(NativeStatus(found).name)
-        return found if found >= 0 else None
+            peer = self._p2p.wait_any(peers, int(seconds * 1e9))
+            if peer < 0 and peer != NativeStatus.NOT_YET:
+                raise RuntimeError(NativeStatus(peer).name)
+        return peer if peer >= 0 else None
 
     def drain_incoming(self) -> None:
-        """What others have sent to this rank is out of the pipes, so that they need not wait for it."""
-        if self._world:
+        """Receive what is in the pipes to this rank, so that the senders need not wait for it."""
+        if self._host:
             self._p2p.drain_incoming()
 
     def abort(self, reason: str) -> None:
-        """Write the reason where all see it, and wake them."""
-        if self._world:
+        """Write the reason into shared memory, and wake all ranks."""
+        if self._host:
             self.fail(reason)
 
     def _leave_host(self) -> None:
-        """The others see that this rank takes part in nothing more; its memory here is gone."""
         self._batch_scheduling.restore()
-        self._library.cp_close_world(self._world)
+        self._library.cp_close_host(self._host)
         self._memory.close()
-        self._world = 0
+        self._host = 0
         self._processes.close()
 
     def _poll_until(self, call: Callable[[], int], prepared: PreparedCollective | None = None) -> int:
-        """Return what a call of the library returns when it is done; it is called again and again until then.
-
-        Between two calls, what others have sent is taken in.
+        """Call a function of the library until it returns a result; receive incoming messages between the calls.
 
         Raises:
-            PeerError: the members of the recipe's group disagree.
-            RuntimeError: somebody has stopped, or is lost.
-            TimeoutError: the deadline has passed.
+            PeerError: the members of the group of ``prepared`` disagree.
+            RuntimeError: a rank has aborted, or ended.
+            TimeoutError: the timeout has passed.
         """
-        end, look = time.monotonic() + self.timeout_s, time.monotonic() + ABORT_CHECK_S
+        deadline, next_check = time.monotonic() + self.timeout_s, time.monotonic() + ABORT_CHECK_S
         while True:
             status = call()
             if status >= 0:
                 return status
             if status == NativeStatus.DISAGREE and prepared is not None:
-                raise PeerError(self._abort_status.describe_mismatch(prepared))
+                raise PeerError(self._describe_mismatch(prepared))
             if status != NativeStatus.NOT_YET:
                 raise RuntimeError(NativeStatus(status).name)
-            self._p2p.drain_incoming()  # who sends to this rank need not wait for what it waits for
+            self._p2p.drain_incoming()  # or a peer blocks on a full pipe to this rank
             now = time.monotonic()
-            if now > end:
+            if now > deadline:
                 raise TimeoutError
-            if now > look and self.linked_fabrics:
-                if any(way.abort_reason() for way in self.linked_fabrics):
-                    raise RuntimeError("a rank of another host has stopped")
-                look = now + ABORT_CHECK_S
+            if now > next_check and self.linked_fabrics:
+                if any(fabric.abort_reason() for fabric in self.linked_fabrics):
+                    raise RuntimeError("a rank of another host has aborted")
+                next_check = now + ABORT_CHECK_S
 
     def abort_reason(self) -> str | None:
-        """Read what a rank has written."""
-        return self._abort_status.abort_reason() if self._world else None
+        """Read the reason in shared memory."""
+        if not self._host:
+            return None
+        buffer = ctypes.create_string_buffer(REASON_BYTES)
+        index = self._library.cp_stopped(self._host, buffer, REASON_BYTES)
+        if index < 0 or self.local_ranks[index] == self.rank:
+            return None
+        return f"rank {self.local_ranks[index]}: {buffer.value.decode(errors='replace')}"
 
     def exited_peer(self) -> str | None:
-        """Say which rank has ended, or will take part in nothing more, where a wait has found one."""
-        return self._abort_status.lost_peer() if self._world else None
+        """Return a text about a rank that has ended or closed its fabric, if a wait has found one."""
+        index = self._library.cp_lost(self._host) if self._host else -1
+        if index < 0:
+            return None
+        rank = self.local_ranks[index]
+        if self._library.cp_has_left(self._host, index):
+            return f"rank {rank} has closed its fabric; look at the output of rank {rank}"
+        return describe_exit(rank)
 
     def describe_error(self, error: Exception) -> str:
-        """Memory cannot be opened."""
+        """Return the text for shared memory that cannot be used."""
         return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
 
     def broadcast_abort(self, reason: str) -> None:
-        """Write the reason where all see it."""
-        if self._world:
-            self._abort_status.post(reason)
+        """Write the reason into shared memory, unless another rank was first, and wake all ranks."""
+        if self._host:
+            encoded = reason.encode()
+            self._library.cp_stop(self._host, encoded, len(encoded))
 
-
-COMPLETED: Final = CompletedWork()
-EMPTY: Final = torch.empty(0)
-
-
-class ShmFabric(ShmRank):
-    """One rank among processes of one host; :func:`~counterpoint.fabric.rendezvous.connect` makes it.
-
-    Cost:
-        tensors from :meth:`empty` are added up where they lie: every rank reads and writes its share of everybody's.
-        Any other is copied to shared memory once, a piece at a time, while the piece before is added up.
-        Up to 32 KB, a start looks for the others for a microsecond or two, and what is complete by then needs no wait.
-
-    Args:
-        site: where the ranks of this host meet; all numbers that a caller gives or gets are those of the world.
-        job: the job's number.
-        generation: of its ranks.
-    """
-
-    def __init__(self, context: RankContext, job: int, generation: int) -> None:
-        super().__init__(context, job, generation)
-        self._cp_start, self._cp_wait = self._library.cp_start, self._library.cp_wait
-        self._all_reduces: dict[
-            str, tuple[PreparedCollective, torch.dtype, Group, Reduction, torch.Size]
-        ] = {}  # found faster than by a key
-        self._retained: list[tuple[PreparedCollective, Tensor]] = []
-        self._requests = RequestCache(self.rank, self.num_ranks, self._open_group)
-        self._tensors = SharedTensors(self._library, self._world, self._requests.invalidate_addresses)
-        self._groups = ShmGroups(self._library, self._world, self.rank, self.local_ranks)
-        self.connect_groups([self.local_ranks])
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in shared memory; a PeerError where there is not enough."""
-        if not self._world:
-            return super().empty(num_elements, dtype)
-        try:
-            return self._tensors.empty(num_elements, dtype)
-        except PeerError as error:
-            raise self.fail(f"rank {self.rank} has {error}") from error
-
-    def try_empty(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a flat tensor in shared memory, where there is enough."""
-        try:
-            return self._tensors.empty(num_elements, dtype) if self._world else None
-        except PeerError:
-            return None
-
-    def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
-        """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
-        last = self._all_reduces.get(label)
-        if last is not None:
-            recipe, dtype, members, kind, shape = last
-            if dtype is tensor.dtype and members == group and kind == op and shape == tensor.shape:
-                return self._start(recipe, tensor)
-        key = cache_key(op, label, tensor, group)
-        known = self._requests.get(key)
-        if known is None:
-            operation = tensor_signature(f"all_reduce {op}", label, tensor, group)
-            known = self._requests.make(key, CollectiveKind.ALL_REDUCE, operation, tensor)
-        self._all_reduces[label] = (known, tensor.dtype, group, op, tensor.shape)
-        return self._start(known, tensor)
-
-    def reduce_scatter(
-        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
-    ) -> Work:
-        """Start to add up ranges; sums are made in the order of the group."""
-        key = cache_key(f"reduce_scatter {op}", label, whole, group, *bounds)
-        recipe = self._requests.get(key)
-        if recipe is None:
-            operation = ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group)
-            recipe = self._requests.make(key, CollectiveKind.REDUCE_SCATTER, operation, whole, bounds)
-        return self._start(recipe, whole)
-
-    def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Start to collect the members' ranges."""
-        key = cache_key("all_gather", label, whole, group, *bounds)
-        recipe = self._requests.get(key)
-        if recipe is None:
-            operation = ranges_signature("all_gather", label, whole, bounds, group)
-            recipe = self._requests.make(key, CollectiveKind.ALL_GATHER, operation, whole, bounds)
-        return self._start(recipe, whole)
-
-    def open_channel(self, group: Group, channel: str) -> None:
-        """The group can start collectives on this channel; all members have come."""
-        self._open_group(CollectiveSignature("form", "group", group, channel=channel))
-
-    def start_on_channel(
-        self, kind: CollectiveKind, operation: CollectiveSignature, tensor: Tensor, bounds: Sequence[int] = ()
-    ) -> ShmWork | None:
-        """Start one of the library's collectives on a channel of its own; None where there is nothing to do.
-
-        Args:
-            kind: the collective.
-            operation: what it is for errors; its group and its channel say among whom, its dtype and shape what.
-            tensor: flat and contiguous.
-            bounds: of the members' ranges, in numbers, where the collective has any.
-        """
-        key = (kind, operation, *bounds)
-        recipe = self._requests.get(key) or self._requests.make(key, kind, operation, tensor, bounds)
-        work = self._start(recipe, tensor)
-        return work if isinstance(work, ShmWork) else None
-
-    def all_to_all(
-        self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
-    ) -> tuple[Tensor, Work]:
-        """Start to exchange ranges, through shared memory."""
-        operation = exchange_signature(label, whole, counts, group, self.rank)
-        if len(group) == 1:
-            return whole.clone(), COMPLETED
-        place = group.index(self.rank)
-        theirs = [row[place] for row in counts]
-        received = whole.new_empty(sum(theirs))
-        recipe = self._requests.make((), CollectiveKind.ALL_TO_ALL, operation, whole, [0, *accumulate(counts[place])])
-        recipe.set_exchange([0, *accumulate(theirs)], received, max(map(max, counts)))
-        return received, self._start(recipe, whole)
-
-    def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
-        """Start to copy the root's tensor."""
-        key = cache_key("broadcast", label, tensor, group, root)
-        recipe = self._requests.get(key)
-        if recipe is None:
-            operation = tensor_signature("broadcast", label, tensor, group, root=root)
-            recipe = self._requests.make(key, CollectiveKind.BROADCAST, operation, tensor)
-        return self._start(recipe, tensor)
-
-    def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
-        """Exchange the lengths of what JSON makes of the values, then these."""
-        operation = CollectiveSignature("gather_values", label, group)
-        check_group(operation, self.rank, self.num_ranks)
-        written = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        place, count = group.index(self.rank), len(group)
-        lengths = torch.zeros(count, dtype=torch.int64)
-        lengths[place] = len(written)
-        key = cache_key("lengths", label, lengths, group)
-        recipe = self._requests.get(key)
-        if recipe is None:
-            recipe = self._requests.make(key, CollectiveKind.ALL_GATHER, operation, lengths, range(count + 1))
-        self._start(recipe, lengths).wait()
-        bounds = [0, *torch.cumsum(lengths, 0).tolist()]
-        values = torch.empty(bounds[-1], dtype=torch.uint8)
-        values[bounds[place] : bounds[place + 1]] = written
-        self._start(self._requests.make((), CollectiveKind.ALL_GATHER, operation, values, bounds), values).wait()
-        raw = values.numpy().tobytes()
-        return [json.loads(raw[start:stop]) for start, stop in pairwise(bounds)]
-
-    def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
-        """Open what the first member shares."""
-        operation = CollectiveSignature("shared", label, group, dtype_name(dtype), (num_elements,))
-        check_group(operation, self.rank, self.num_ranks)
-        own = self._tensors.zeros(num_elements, dtype) if self.rank == group[0] else None
-        if len(group) == 1:
-            return own
-        address = None if own is None else list(self._tensors.export_handle(own))
-        found = self.gather_values(f"memory for {operation}", address, group)[0]
-        if own is None:
-            with self.translate_errors(f"memory for {label}", group[:1]):
-                own = map_tensor(found, num_elements, dtype)
-        self.barrier(group)
-        return own
-
-    def barrier_async(self, label: str, group: Group) -> Work:
-        """Start to announce that this rank is here."""
-        key = cache_key("barrier", label, EMPTY, group)
-        recipe = self._requests.get(key)
-        if recipe is None:
-            recipe = self._requests.make(
-                key, CollectiveKind.BARRIER, CollectiveSignature("barrier", label, group), EMPTY
-            )
-        return self._start(recipe, EMPTY)
-
-    def connect_groups(self, groups: Sequence[Group]) -> None:
-        """Open the memory of the groups that this rank is in, in sorted order."""
-        for group in sorted(set(groups)):
-            if self.rank in group and len(group) > 1:
-                operation = CollectiveSignature("form", "group", group)
-                check_group(operation, self.rank, self.num_ranks)
-                self._open_group(operation)
+    def _describe_mismatch(self, prepared: PreparedCollective) -> str:
+        index = self._library.cp_num_done(prepared.group)
+        announced = {}
+        for place, member in enumerate(prepared.operation.group):
+            hash_, text = ctypes.create_string_buffer(16), ctypes.create_string_buffer(SIGNATURE_BYTES)
+            length = self._library.cp_announcement(prepared.group, place, index, hash_, text)
+            announced[member] = (hash_.raw, text.raw[:length].decode(errors="replace"))
+        return describe_mismatch(announced, index) or "the members of a group disagree"
 
     def close(self) -> None:
-        """Let go of everything; what was sent stays in the pipes until the others have let go, too."""
-        if self._world:
+        """Release everything; messages sent stay in the pipes until the receivers have closed, too."""
+        if self._host:
             self.failure = self.failure or "the fabric has been closed"
             self._groups.close()
             self._requests.clear()
@@ -447,10 +452,10 @@ class ShmFabric(ShmRank):
             self._retained.clear()
 
     def finish(self, prepared: PreparedCollective, index: int) -> None:
-        """The collective is complete on this rank.
+        """Wait until the collective is complete on this rank.
 
         Raises:
-            PeerError: the members disagree, one is gone, or the deadline has passed.
+            PeerError: the members disagree, one is gone, or the timeout has passed.
         """
         if self.failure is None and self._cp_wait(prepared.group, index) == 0:
             return
@@ -459,21 +464,21 @@ class ShmFabric(ShmRank):
             self._poll_until(lambda: int(self._cp_wait(prepared.group, index)), prepared)
 
     def retain(self, prepared: PreparedCollective, whole: Tensor) -> None:
-        """What a collective needs that nobody will wait for lives as long as the fabric is open."""
-        if self._world:
+        """Keep the buffers of a collective that nobody will wait for, for as long as the fabric is open."""
+        if self._host:
             self._retained.append((prepared, whole))
 
     def wait_for(self, prepared: PreparedCollective, index: int, seconds: float) -> bool:
-        """Take part until the collective is over in whatever way, or for so long; return whether it may still be."""
+        """Make progress until the collective ends, for at most ``seconds``; return False if it has failed."""
         if self.failure is not None:
             return False
-        return self._library.cp_pause(prepared.group, index, int(seconds * 1e9)) in {
+        return self._library.cp_wait_for(prepared.group, index, int(seconds * 1e9)) in {
             NativeStatus.DONE,
             NativeStatus.NOT_YET,
         }
 
     def poll(self, prepared: PreparedCollective, index: int) -> bool:
-        """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.
+        """Make progress without waiting; return whether the collective is complete on this rank.
 
         Raises:
             PeerError: as :meth:`finish`.
@@ -481,7 +486,7 @@ class ShmFabric(ShmRank):
         if self.failure is not None:
             raise PeerError(self.failure)
         library = self._library
-        library.cp_advance(self._world)
+        library.cp_advance(self._host)
         if library.cp_num_done(prepared.group) > index:
             return True
         if library.cp_status(prepared.group) != 0:

@@ -1,14 +1,14 @@
-#include "rows.h"
+#include "sparse_rows.h"
 
 #include <algorithm>
 
 namespace cp {
 namespace {
 
-constexpr uint64_t AHEAD = 16;  // rows lie anywhere in memory, so that the next ones are asked for early
+constexpr uint64_t AHEAD = 16;  // rows to prefetch ahead, because they are scattered
 
 template <typename T>
-void add_part(const Rows& all, const RowPart& part) {
+void add_part(const SparseRowsArgs& all, const SparseRowsPart& part) {
   const int64_t width = static_cast<int64_t>(all.width);
   const int64_t low = static_cast<int64_t>(all.low), high = static_cast<int64_t>(all.high);
   T* into = static_cast<T*>(all.into);
@@ -41,7 +41,7 @@ void add_part(const Rows& all, const RowPart& part) {
 
 }  // namespace
 
-void add_rows(const Rows& rows) {
+void add_rows(const SparseRowsArgs& rows) {
   for (int32_t k = 0; k < rows.num_parts; k++) {
     if (rows.dtype == Dtype::float32) add_part<float>(rows, rows.parts[k]);
     if (rows.dtype == Dtype::float64) add_part<double>(rows, rows.parts[k]);

@@ -1,4 +1,4 @@
-#include "entropy.h"
+#include "cross_entropy.h"
 
 #include <algorithm>
 #include <cmath>
@@ -10,28 +10,28 @@ namespace cp {
 namespace {
 
 constexpr uint64_t LANES = 16;
-constexpr float LEAST = -87.0f;            // smaller exponents give less than any normal number
-constexpr float ROUNDING = 12582912.0f;    // added to a number, it leaves no room for what is behind the point
+constexpr float MIN_EXPONENT = -87.0f;            // exp of less is subnormal or 0
+constexpr float ROUNDING = 12582912.0f;    // 1.5 * 2^23: adding it rounds to an integer
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
 #define CP_NAME(name) name##_portable
 #define CP_TARGET
-#include "entropy_kernels.inc"
+#include "cross_entropy_kernels.inc"
 #undef CP_NAME
 #undef CP_TARGET
 
 #if defined(__x86_64__)
 #define CP_NAME(name) name##_avx2
 #define CP_TARGET __attribute__((target("avx2,f16c,fma")))
-#include "entropy_kernels.inc"
+#include "cross_entropy_kernels.inc"
 #undef CP_NAME
 #undef CP_TARGET
 
 #define CP_NAME(name) name##_avx512
 #define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,prefer-vector-width=512")))
-#include "entropy_kernels.inc"
+#include "cross_entropy_kernels.inc"
 #undef CP_NAME
 #undef CP_TARGET
 #endif
@@ -51,7 +51,7 @@ Kernels kernels() {
 
 }  // namespace
 
-bool entropy(const Scores& given, Lost& lost) {
+bool cross_entropy(const CrossEntropyArgs& given, LossSum& lost) {
   Kernels chosen = kernels();
   lost = {0.0, 0};
   for (uint64_t row = 0; row < given.rows; row++) {
@@ -67,7 +67,7 @@ bool entropy(const Scores& given, Lost& lost) {
   return true;
 }
 
-void entropy_gradient(const Scores& given) {
+void cross_entropy_backward(const CrossEntropyArgs& given) {
   Kernels chosen = kernels();
   float factor = float(given.factor);
   for (uint64_t row = 0; row < given.rows; row++) {

@@ -1,0 +1,20 @@
+"""Reduction of several tensors in a fixed order, the reference for every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Return ``((t0 + t1) + t2) + …``, or the mean, max or min, in new memory; round to the dtype once, at the end."""
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    is_narrow = tensors[0].dtype in {torch.bfloat16, torch.float16}  # added up in 32 bits, rounded once, at the end
+    total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
+    for tensor in tensors[2:]:
+        combine(total, tensor, out=total)
+    if op == "mean":
+        total *= 1 / len(tensors)
+    return total.to(tensors[0].dtype)
