@@ -57,8 +57,8 @@ def all_reduce_table() -> FigureTable:
         "sections 3 and 4 (tree, recursive doubling, halving and doubling); Patarasuk and Yuan, Bandwidth "
         "Optimal All-Reduce Algorithms for Clusters of Workstations, JPDC 2009 (ring); `2(K-1)` steps by "
         "definition (star).",
-        f"The schedules that the fabric runs, counted for a buffer of {LENGTH:,} bytes; seconds for a latency of 50 us, "
-        "1 GB/s on links and 10 GB/s of additions. `counterpoint bench allreduce-table` shows 2 to 17 ranks.",
+        f"The schedules that the fabric runs, counted for a buffer of {LENGTH:,} bytes; seconds for a latency of "
+        "50 us, 1 GB/s on links and 10 GB/s of additions. `counterpoint bench allreduce-table` shows 2 to 17 ranks.",
         ("algorithm", "ranks", "figure"),
         tuple(rows),
     )

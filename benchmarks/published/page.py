@@ -35,11 +35,11 @@ TABLES = (
 HEAD = """\
 # Published figures
 
-Figures that papers and projects have published, next to what Counterpoint's programs, planner and simulator give for the
-same inputs, using only what was published. `make golden` writes this page, and a test fails if it differs from what the
-code computes. A figure *agrees* if both are equal to one in the last printed digit, or within the tolerance of its table;
-a figure that *misses* has a mark that is explained below its table; for a *fitted* figure an unpublished quantity was
-chosen so that it agrees, and the table says which. `counterpoint bench published` prints the same.
+Figures that papers and projects have published, next to what Counterpoint's programs, planner and simulator give for
+the same inputs, using only what was published. `make golden` writes this page, and a test fails if it differs from what
+the code computes. A figure *agrees* if both are equal to one in the last printed digit, or within the tolerance of its
+table; a figure that *misses* has a mark that is explained below its table; for a *fitted* figure an unpublished
+quantity was chosen so that it agrees, and the table says which. `counterpoint bench published` prints the same.
 """
 
 

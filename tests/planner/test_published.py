@@ -50,7 +50,7 @@ def test_a_figure_that_misses_needs_a_reason_and_one_that_agrees_none():
     rows = (FigureRow(("x",), "1.0", 1.3), FigureRow(("y",), "1.0", 1.05, "a"), FigureRow(("z",), "1.0", 1.3, "b"))
     table = FigureTable("T", "", "", ("",), rows, within=0.1, reasons=(("b", "so"), ("c", "unused")))
     assert table.find_errors() == [
-        "T: x: 1.0 published, 1.30 simulated, and there is no reason ''",
-        "T: y: 1.0 published, 1.05 simulated, and needs no reason 'a'",
-        "T: no row misses because of 'c'",
+        "T: x: 1.0 published, 1.30 simulated, without a reason ''",
+        "T: y: 1.0 published, 1.05 simulated, but has the reason 'a'",
+        "T: no row has the reason 'c'",
     ]
