@@ -1,4 +1,4 @@
-"""A claim is a folder: what it says is shown, what it measures is printed and kept, a missed bar is exit code 1."""
+"""``counterpoint bench``: claims are listed, measured and recorded; a missed bar is exit code 1."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a run can be told: nothing is ignored, and every value says who gave it."""
+"""Configuration of a run: nothing is ignored, and every value has an origin."""
 
 import json
 

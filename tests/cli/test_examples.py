@@ -1,4 +1,4 @@
-"""The examples are run as they stand: what a newcomer copies must work."""
+"""The examples run unchanged."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""``counterpoint launch``: a dry run shows what would run, and what cannot is refused before anything has run."""
+"""``counterpoint launch``: a dry run shows what would run, and mistakes are found before anything has run."""
 
 import pytest
 

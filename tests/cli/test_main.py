@@ -1,4 +1,4 @@
-"""The front door of the command: quick, lazy, and readable when something goes wrong."""
+"""The command: quick, lazy, and readable when something fails."""
 
 import subprocess
 import sys

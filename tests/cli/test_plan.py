@@ -1,4 +1,4 @@
-"""``counterpoint plan``: a table that a person reads, or figures that a program reads."""
+"""``counterpoint plan``: a table for people, JSON for programs."""
 
 import json
 import subprocess

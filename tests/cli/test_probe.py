@@ -1,4 +1,4 @@
-"""``counterpoint probe``: it measures, and what it writes can be planned with."""
+"""``counterpoint probe``: its file can be used for planning."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``counterpoint profile``: a table of pieces, and files that other commands read."""
+"""``counterpoint profile``: a table of layers, and files that other commands read."""
 
 import pytest
 from typer.testing import CliRunner

@@ -1,4 +1,4 @@
-"""``counterpoint run``: a script is started as it would start alone, and a failure is told by its first line."""
+"""``counterpoint run``: a script runs as without a launcher, and the first line of a failure names it."""
 
 import os
 import subprocess

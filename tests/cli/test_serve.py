@@ -1,4 +1,4 @@
-"""``counterpoint serve``: what is invalid is told before anything listens."""
+"""``counterpoint serve``: invalid options are refused before anything listens."""
 
 import pytest
 from typer.testing import CliRunner

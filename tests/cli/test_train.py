@@ -1,4 +1,4 @@
-"""``counterpoint train`` from its words to its folder, with all ranks in this process."""
+"""``counterpoint train``, from its arguments to its folder, with all ranks in this process."""
 
 import json
 
@@ -106,13 +106,13 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_trained(tmp_pat
     train("digits", "--steps", 1, "--folder", "run", *SHORT)
     result = train("digits", "--steps", 1, "--folder", "run")
     assert result.exit_code == 1
-    assert result.output.startswith("PlanError: the folder run holds a run already")
+    assert result.output.startswith("PlanError: the folder run already holds a run")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained():
     result = train("digits", "--steps", 1, "--folder", "/proc/nope", *SHORT)
     assert result.exit_code == 1
-    assert "PlanError: the folder /proc/nope cannot be made: No such file or directory; give another" in result.output
+    assert "PlanError: the folder /proc/nope cannot be created: No such file or directory; give another" in result.output
     assert "step 1/1" not in result.output
 
 
@@ -121,7 +121,7 @@ def test_a_run_does_not_go_back_to_an_earlier_step():
     train("digits", "--steps", 2, "--folder", "run", *SHORT)
     result = train("--resume", "run", "--steps", 1)
     assert result.exit_code == 1
-    assert "is of step 2, but this run ends at step 1; epochs and steps count from the beginning" in result.output
+    assert "is of step 2, but this run ends at step 1; epochs and steps are counted from the" in result.output
 
 
 def test_a_launcher_and_the_command_do_not_both_start_ranks(monkeypatch):
@@ -165,4 +165,4 @@ def test_an_optimizer_for_large_batches_comes_with_its_rate_and_schedule(tmp_pat
 def test_an_optimizer_for_large_batches_is_refused_where_no_rate_is_known():
     result = train("text", "--optimizer", "lars", "--steps", 1, *SHORT)
     assert result.exit_code != 0
-    assert "text has no learning rate for lars, only for none beside its own optimizer" in result.output
+    assert "text has no learning rate for lars, only for none and its default optimizer" in result.output

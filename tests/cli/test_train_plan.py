@@ -1,4 +1,4 @@
-"""``counterpoint train --plan FILE``: an edited plan trains, and one that cannot be is refused with its line."""
+"""``counterpoint train --plan FILE``: an edited plan trains, and an impossible one is refused with its line."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_a_plan_file_and_a_strategy_exclude_each_other():
 
 def test_measuring_needs_a_plan_that_is_left_open():
     result = train("data(2)", 1, "--measure", "2")
-    assert "measure=2 says how many plans are measured to choose one, but the plan is given" in result.output
+    assert "the number of plans that are measured to choose one, but the plan is given" in result.output
 
 
 def test_a_plan_that_came_with_the_timing_of_another_model_is_refused_before_it_trains(tmp_path):

@@ -1,4 +1,4 @@
-"""``counterpoint train -n 2``: one process for each rank, shown as one, ended together."""
+"""``counterpoint train -n 2``: one process per rank, shown as one, ended together."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""From a plan to a proved program."""
+"""From a plan to a verified program."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_a_compiled_plan_keeps_the_plan_the_refined_model_and_the_proof():
     assert len(made.cost.ranks) == 4
 
 
-def test_the_promise_is_what_the_strategies_forecast():
+def test_the_bounds_are_what_the_strategies_estimate():
     made = compile_text("pipeline(2)", m=4)
     promise = bounds_from(made.cost)
     assert (promise.staleness, promise.in_flight) == (0, (2, 1))
@@ -48,7 +48,7 @@ class Optimistic(Data):
 
 
 @pytest.mark.parametrize(("strategy", "law"), [(Forgetful(2), 6), (Optimistic(2), 8)])
-def test_a_strategy_that_breaks_a_law_never_compiles(strategy, law):
+def test_a_strategy_that_breaks_a_rule_never_compiles(strategy, law):
     with pytest.raises(ProgramError) as caught:
         compile_plan(Plan((strategy,)), linear_chain(2))
     assert caught.value.rule == law
@@ -65,7 +65,7 @@ def test_a_strategy_that_breaks_a_law_never_compiles(strategy, law):
         (TensorRef("dx", (1,), 0), 3 * 1024),
     ],
 )
-def test_a_value_has_the_bytes_of_its_slice_or_of_its_samples(value, size):
+def test_a_value_has_the_bytes_of_its_shard_or_of_its_samples(value, size):
     assert value_bytes(value, compile_text("tensor(2)").model, 3) == size
 
 

@@ -1,4 +1,4 @@
-"""Communication that starts early and is waited for late, without changing what is computed."""
+"""Reductions start early and are awaited late, without changing results."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_a_gradient_that_others_add_to_waits_for_what_they_send():
         "F0.0 all_reduce(y0.0)@0 B0.0 commit@0 U0",
     ],
 )
-def test_words_stay_where_moving_them_would_be_wrong_or_idle(text):
+def test_instructions_stay_where_moving_them_would_be_wrong_or_idle(text):
     assert early(text) == text
 
 

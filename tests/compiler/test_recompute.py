@@ -1,4 +1,4 @@
-"""Forwards that are computed again for their backwards: where the words stand, what laws see, what is refused."""
+"""Recomputation: where it is inserted, what the rules require, what is refused."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_a_block_whose_weights_are_gathered_is_recomputed_with_those_of_its_back
     assert made.sent_bytes() == plain.sent_bytes()
 
 
-def test_a_recomputation_of_slices_sends_nothing_and_keeps_what_a_sum_has_made():
+def test_a_recomputation_of_shards_sends_nothing_and_keeps_what_a_sum_has_made():
     made = compile_text("tensor(2) * pipeline(2, recompute=always)", blocks=4)
     assert made.sent_bytes() == compile_text("tensor(2) * pipeline(2)", blocks=4).sent_bytes()
 
@@ -128,7 +128,7 @@ def test_a_block_that_is_recomputed_wrongly_is_found(law, words, instead, said):
     assert caught.value.rule == law
 
 
-def test_a_stream_that_recomputes_with_newer_weights_is_found():
+def test_an_async_pipeline_that_recomputes_with_newer_weights_is_found():
     made = compile_text("pipedream(2, recompute=always)")
     text = format_program(made.program).replace("R0.+1:-1", "R0.+1")
     with pytest.raises(ProgramError, match="forward used version 0 of weight0, recomputation 1") as caught:

@@ -1,4 +1,4 @@
-"""Timings made by hand, for models of equal layers."""
+"""Profiles made by hand, for models of equal layers."""
 
 from counterpoint.model.model_profile import (
     BatchSizeProfile,

@@ -1,4 +1,4 @@
-"""Times of the pieces of a model: between sizes, of other pieces, of another model, as text."""
+"""Model profiles: interpolated between sizes, matched to other layers and models, formatted and parsed."""
 
 import json
 from dataclasses import replace
@@ -78,23 +78,23 @@ def test_another_cut_of_the_model_gets_the_times_of_its_part_of_the_work():
         (replace(MODEL, params=MODEL.params[::-1]), "it has block0.weight with 256 bytes, where this model has block2"),
     ],
 )
-def test_a_timing_of_another_model_is_refused_by_name(model, words):
+def test_a_profile_of_another_model_is_refused_by_name(model, words):
     with pytest.raises(PlanError, match=f"the profile is of Chain, but this is another model.*{words}.*profile JOB"):
         TIMING.match_to(model)
 
 
-def test_a_timing_for_inputs_of_another_shape_is_refused():
+def test_a_profile_for_inputs_of_another_shape_is_refused():
     *others, last = MODEL.blocks
     longer = replace(last, layers=(replace(last.layers[0], output_bytes=64),))
     with pytest.raises(PlanError, match="its output has 32 bytes per sample, but that of this model has 64"):
         TIMING.match_to(replace(MODEL, blocks=(*others, longer)))
 
 
-def test_a_timing_reads_back_as_it_was_written():
+def test_a_profile_reads_back_as_it_was_written():
     assert parse_profile(format_profile(with_point(8, 3.0, 2.0, 5.0))) == with_point(8, 3.0, 2.0, 5.0)
 
 
-def test_a_text_that_is_no_timing_is_refused():
+def test_a_text_that_is_no_profile_is_refused():
     assert refused("{").startswith("this is not a profile: Expecting property name")
     assert refused("[]").startswith("this is not a profile: it has no 'counterpoint profile'")
     assert refused('{"counterpoint profile": 7}').startswith("the profile has version 7, but only version 3 can be")
@@ -109,7 +109,7 @@ def test_a_text_that_is_no_timing_is_refused():
         (lambda text: text["batch_sizes"][0]["layers"].pop(), "it has 3 layers, but for 4 samples 2 times"),
     ],
 )
-def test_a_timing_with_figures_that_cannot_be_is_refused(change, words):
+def test_a_profile_with_figures_that_cannot_be_is_refused(change, words):
     loaded = json.loads(format_profile(TIMING))
     change(loaded)
     with pytest.raises(PlanError, match=words):

@@ -1,4 +1,4 @@
-"""Models as strategies see them: units, slices, bytes."""
+"""Models as strategies see them: units, shards, bytes."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_the_bytes_of_a_unit_are_those_of_its_parameters():
     assert sum(map(FINE.unit_bytes, FINE.units)) == sum(p.num_bytes for p in PARAMS if p.name != "unused")
 
 
-def test_refining_gives_every_sliced_piece_a_block_of_its_own():
+def test_refining_gives_every_sliced_layer_a_block_of_its_own():
     refined = WHOLE.split_out_tp_blocks(("hidden", "heads"), 2)
     assert [block.name for block in refined.blocks] == ["embed", "attention", "norm", "mlp", "head"]
     assert [block.tp_degree for block in refined.blocks] == [1, 2, 1, 2, 1]
@@ -72,7 +72,7 @@ def test_refining_along_one_dim_leaves_the_others_whole():
     assert [block.tp is None for block in refined.blocks] == [True, False, True]
 
 
-def test_refining_twice_slices_what_is_still_whole():
+def test_refining_twice_shards_what_is_still_whole():
     twice = WHOLE.split_out_tp_blocks(("heads",), 2).split_out_tp_blocks(("heads", "hidden"), 4)
     assert [block.tp_degree for block in twice.blocks] == [1, 2, 1, 4, 1]
 
@@ -81,18 +81,18 @@ def test_refining_twice_slices_what_is_still_whole():
     ("name", "shape"),
     [("up.weight", (4, 4)), ("down.weight", (4, 4)), ("down.bias", (4,)), ("qkv.weight", (6, 4)), ("table", (10, 4))],
 )
-def test_a_slice_cuts_the_named_dim_of_a_parameter_and_nothing_else(name, shape):
+def test_a_shard_splits_the_named_dim_of_a_parameter_and_nothing_else(name, shape):
     assert WHOLE.split_out_tp_blocks(("hidden", "heads"), 2).shard_shape(name) == shape
 
 
-def test_a_slice_has_its_part_of_the_bytes_and_of_the_work():
+def test_a_shard_has_its_part_of_the_bytes_and_of_the_work():
     refined = WHOLE.split_out_tp_blocks(("hidden",), 2)
     assert refined.unit_bytes((1,)) == 64 + 64 + 16
     assert refined.blocks[1].cost == 2.0
     assert WHOLE.blocks[0].cost == 8.5
 
 
-def test_a_block_sends_what_is_alive_after_its_last_piece():
+def test_a_block_sends_what_is_alive_after_its_last_layer():
     assert WHOLE.blocks[0].output_bytes == 40
     assert FINE.blocks[0].output_bytes == 16
 

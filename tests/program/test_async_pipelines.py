@@ -1,4 +1,4 @@
-"""Streams: text without an end. PipeDream's rows are written by hand here, as its papers draw them."""
+"""Asynchronous pipelines: programs with prologue, body and epilogue. PipeDream's programs are written by hand."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ STREAMS = pytest.mark.parametrize(("text", "stages"), [(TWO, 2), (THREE, 3)], id
 
 
 @STREAMS
-def test_a_stream_reads_back_as_it_was_written(text, stages):
+def test_an_async_pipeline_reads_back_as_it_was_written(text, stages):
     program = parse_program(text)
     assert format_program(program) == text
     assert program.is_async_pipeline
@@ -54,21 +54,21 @@ def test_the_strategy_writes_what_a_person_does(text, stages):
 
 
 @STREAMS
-def test_a_stream_keeps_the_laws_with_the_staleness_of_its_stages(text, stages):
+def test_an_async_pipeline_keeps_the_rules_with_the_staleness_of_its_stages(text, stages):
     symbolic = verify_text(text, staleness=stages - 1, in_flight=tuple(range(stages, 0, -1)))
     oldest = [max(entry.staleness for entry in symbolic.updates if entry.rank == rank) for rank in range(stages)]
     assert oldest == list(range(stages - 1, -1, -1))
 
 
 @STREAMS
-def test_a_stream_breaks_a_promise_of_fresher_gradients(text, stages):
+def test_an_async_pipeline_exceeds_a_smaller_bound_on_staleness(text, stages):
     with pytest.raises(ProgramError, match=f"a gradient {stages - 1} updates old") as caught:
         verify_text(text, staleness=stages - 2)
     assert caught.value.rule == 5
 
 
 @STREAMS
-def test_a_stream_breaks_a_promise_of_fewer_microbatches_in_flight(text, stages):
+def test_an_async_pipeline_exceeds_a_smaller_bound_on_microbatches_in_flight(text, stages):
     with pytest.raises(ProgramError, match=f"rank 0 has {stages} microbatches in flight") as caught:
         verify_text(text, staleness=stages - 1, in_flight=(stages - 1,) * stages)
     assert caught.value.rule == 7
@@ -82,7 +82,7 @@ def test_in_the_steady_state_stage_s_of_n_goes_backward_n_minus_s_minus_1_versio
 
 @STREAMS
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_an_unrolled_stream_does_each_microbatch_once_and_can_be_walked(text, stages, times):
+def test_an_unrolled_async_pipeline_does_each_microbatch_once_and_can_be_walked(text, stages, times):
     program = parse_program(text)
     rows = program.unroll(times)
     assert len(list(execution_order(rows))) == sum(len(row) for row in rows)
@@ -96,13 +96,13 @@ def test_a_repetition_starts_the_microbatches_that_enter_block_0():
     assert compile_text("data(2)", m=2).program.micros == (0, 1, 2, 3)
 
 
-def test_a_stream_that_reads_the_wrong_version_breaks_law_5():
+def test_an_async_pipeline_that_reads_the_wrong_version_breaks_rule_5():
     with pytest.raises(ProgramError, match="forward used version 0 of weight0, backward 1") as caught:
         verify_text(edit(TWO, ((0, "B0.+1:-1 commit@0 U0 |", "B0.+1 commit@0 U0 |"),)), staleness=1)
     assert caught.value.rule == 5
 
 
-def test_a_stream_whose_body_leaves_other_things_behind_than_it_found_cannot_go_on():
+def test_an_async_pipeline_whose_body_is_not_steady_state_is_refused():
     """Twice it works out: microbatch 5 went forward in the prologue. A third time it would go forward again."""
     text = "F0.0 F0.1 F0.5 | F0.+2 B0.+0 | B0.+0 B0.+1 F0.+2 B0.+2 B0.+3 commit@0 U0"
     with pytest.raises(ProgramError, match="the loop body is not steady-state") as caught:
@@ -111,7 +111,7 @@ def test_a_stream_whose_body_leaves_other_things_behind_than_it_found_cannot_go_
     verify_text("F0.0 F0.1 | F0.+2 B0.+0 | B0.+0 B0.+1 commit@0 U0")
 
 
-def test_a_stream_that_reads_the_right_version_twice_but_not_a_third_time_breaks_law_7():
+def test_an_async_pipeline_that_reads_the_right_version_twice_but_not_a_third_time_breaks_rule_7():
     """Stage 0 of 4 as its last prologue forward comes one update late: only the third body would meet it."""
     text = (
         "F0.0 F0.1 F0.2 F0.3 B0.0 commit@0 U0 F0.4 B0.1:-1 commit@0 U0 B0.2:-2 commit@0 U0 F0.5"
@@ -125,7 +125,7 @@ def test_a_stream_that_reads_the_right_version_twice_but_not_a_third_time_breaks
 @pytest.mark.parametrize(
     "plan", ["solo", "pipeline(2) * data(2)", "zero2(2)", "zero3(2)", "server(2)", "asp(2)", "tensor(2)"]
 )
-def test_a_synchronous_program_keeps_the_laws_over_several_steps(plan):
+def test_a_synchronous_program_keeps_the_rules_over_several_steps(plan):
     """A stream of steps: one in front, and two repetitions of the body."""
     made = compile_text(plan, m=2)
     stride = len(made.program.micros)
@@ -137,7 +137,7 @@ def test_a_synchronous_program_keeps_the_laws_over_several_steps(plan):
     assert len(symbolic.updates) == 3 * len(made.symbolic.updates)
 
 
-def test_unrolling_once_gives_the_rows_as_they_are():
+def test_unrolling_once_gives_the_bodies_unchanged():
     program = compile_text("data(2)").program
     assert program.unroll(1) == tuple(row.body for row in program.rank_programs)
     assert not program.is_async_pipeline
@@ -146,6 +146,6 @@ def test_unrolling_once_gives_the_rows_as_they_are():
 HALVES = "F0.0 Bi0.0 | F0.+1 Bi0.+1 Bw0.+0 commit@0 U0 | Bw0.+0 commit@0 U0"
 
 
-def test_a_stream_may_put_weight_parts_off_for_a_repetition():
+def test_an_async_pipeline_may_put_weight_parts_off_for_a_repetition():
     symbolic = verify_text(HALVES, staleness=1, in_flight=(2,))
     assert [sorted(mark[1] for mark in entry.contributions) for entry in symbolic.updates] == [[0], [1], [2]]

@@ -1,4 +1,4 @@
-"""Bytes, word by word."""
+"""Bytes sent, instruction by instruction."""
 
 from fractions import Fraction
 
@@ -34,7 +34,7 @@ def traffic(text, rank=0):
         ("F0.0", 0, 0),
     ],
 )
-def test_a_word_sends_what_a_ring_or_a_message_sends(word, rank, bytes_):
+def test_an_instruction_sends_what_a_ring_or_a_message_sends(word, rank, bytes_):
     assert traffic(word, rank) == [bytes_]
 
 

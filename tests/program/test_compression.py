@@ -1,4 +1,4 @@
-"""Codes of sums: their text, their bytes by the formulas, and what a program may not do with them."""
+"""Compression codecs: their text, their encoded sizes, and what a program may not compress."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_sum_is_added_up_on_the_way_or_gathered(code):
     assert ring_volume_factor("", 4) == Fraction(3, 2)
 
 
-def test_words_send_encoded_bytes():
+def test_instructions_send_encoded_bytes():
     words = (
         parse_program(
             "F0.0 B0.0 all_reduce_start:topk(grad0)@0,1,2 all_reduce_wait:topk(grad0)@0,1,2 all_reduce:fp16(grad0)@0,1"
@@ -69,7 +69,7 @@ def test_words_send_encoded_bytes():
         ("topk:-1", "the fraction of 'topk:-1' must be a positive number in digits; write topk:0.01"),
     ],
 )
-def test_what_is_no_code_is_refused_in_a_plan_as_in_a_program(code, why):
+def test_what_is_no_codec_is_refused_in_a_plan_as_in_a_program(code, why):
     with pytest.raises(ProgramError) as caught:
         find_codec(code)
     assert str(caught.value).startswith(why)
@@ -96,7 +96,7 @@ def test_options_that_contradict_each_other_are_refused(options, why):
 @pytest.mark.parametrize(
     "word", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
 )
-def test_only_sums_of_gradients_have_a_code(word):
+def test_only_sums_of_gradients_have_a_codec(word):
     with pytest.raises(ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; leave out :int8"):
         parse_instruction(word)
 
@@ -112,13 +112,13 @@ def test_only_sums_of_gradients_have_a_code(word):
           "F0.1 B0.1 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"), 3, r"for a collective that it has not started"),
     ],
 )  # fmt: skip
-def test_programs_that_code_what_cannot_be_are_refused(rows, law, why):
+def test_programs_that_compress_what_cannot_be_compressed_are_refused(rows, law, why):
     with pytest.raises(ProgramError, match=why) as caught:
         verify(parse_program("\n".join(rows)), Bounds(), [(0,)])
     assert caught.value.rule == law
 
 
-def test_a_gradient_that_was_shared_out_has_no_code():
+def test_a_gradient_that_was_shared_out_has_no_codec():
     """The parts of two pairs are summed over the pairs, as ZeRO's are over replicas."""
     text = "F0.{0} B0.{0} reduce_scatter(grad0)@{1} all_reduce:int8(grad0)@{2} commit@0-3 U0 all_gather(weight0)@{1}"
     rows = [text.format(rank, "0,1" if rank < 2 else "2,3", "0,2" if rank % 2 == 0 else "1,3") for rank in range(4)]

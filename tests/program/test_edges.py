@@ -1,4 +1,4 @@
-"""What skips blocks is named by its maker and its readers, and comes to each of them once, and its gradient back."""
+"""Skip connections are named by producer and consumers, and reach each consumer once, and their gradient comes back."""
 
 import pytest
 

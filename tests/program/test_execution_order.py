@@ -1,4 +1,4 @@
-"""The walk: one legal order of all words, or the ranks that wait for each other."""
+"""Execution order: one valid order of all instructions, or the ranks that wait for each other."""
 
 import pytest
 
@@ -83,7 +83,7 @@ def test_a_send_that_nobody_will_receive_blocks_for_ever(text):
     assert caught.value.rule == 2
 
 
-def test_places_are_shown_in_brackets_with_two_words_on_either_side():
+def test_places_are_shown_in_brackets_with_two_instructions_on_either_side():
     rows = parse_program("F0.0 F0.1 F0.2 F0.3 F0.4 F0.5").unroll(1)
     assert format_locations(rows, {0: 3}, "here") == "  rank 0: F0.1 F0.2 [F0.3] F0.4 F0.5 <- here"
     assert format_locations(rows, {0: 0}, "here") == "  rank 0: [F0.0] F0.1 F0.2 <- here"

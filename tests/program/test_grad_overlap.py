@@ -1,4 +1,4 @@
-"""Which sums may begin before the backward is over."""
+"""Which reductions may start before the backward has ended."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_what_is_said_to_other_stages_in_between_does_not_matter():
         "grad0>1 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1",
     ],
 )
-def test_no_other_word_begins_early(end):
+def test_no_other_instruction_begins_early(end):
     assert early(f"F0.0 B0.0 {end}\nF0.1 B0.1 {end}") == {}
 
 
@@ -39,12 +39,12 @@ def test_several_sums_of_a_group_begin_together():
     assert early(row.format(0) + "\n" + row.format(1)) == {1: "all_reduce_start(grad1)@0,1 all_reduce_start(grad0)@0,1"}
 
 
-def test_where_rows_of_a_group_differ_nothing_begins_early():
+def test_where_rank_programs_of_a_group_differ_nothing_begins_early():
     rows = "B0.0 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1\nB0.1 commit@1 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1"
     assert early(rows, 0) == early(rows, 1) == {}
 
 
-def test_groups_whose_rows_agree_begin_early_beside_others_that_do_not():
+def test_groups_whose_rank_programs_agree_begin_early_beside_others_that_do_not():
     rows = [
         "B0.0 all_reduce_start(grad0)@0,1 all_reduce_start(grad1)@0,2 all_reduce_wait(grad0)@0,1 all_reduce_wait(grad1)@0,2",
         "B0.1 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1",

@@ -1,4 +1,4 @@
-"""Words, groups, units and values: written, read back, and refused with a caret."""
+"""Instructions, groups, units and tensor references: formatted, parsed back, and refused with a caret."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -80,14 +80,14 @@ steps = st.builds(lambda b, s: RankProgram(b, (), (), *s), words, slices)
 
 
 @given(instructions)
-def test_every_instruction_is_one_word_and_reads_back(word):
+def test_every_instruction_is_formatted_without_spaces_and_parsed_back(word):
     text = format_instruction(word)
     assert parse_instruction(text) == word
     assert not set(" |") & set(text)
 
 
 @given(st.lists(steps, max_size=4) | st.lists(rows, max_size=4))
-def test_every_program_reads_back_empty_rows_and_streams_included(found):
+def test_every_program_reads_back_empty_rank_programs_and_async_pipelines_included(found):
     program = Program(tuple(found))
     assert parse_program(format_program(program)) == program
 
@@ -161,7 +161,7 @@ def test_what_is_no_value_is_refused(text):
         *("apply_and_reply(0)", "release()", "free(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
     ],
 )
-def test_what_is_no_word_is_refused_with_examples(word):
+def test_what_is_no_instruction_is_refused_with_examples(word):
     with pytest.raises(ProgramError, match="is not an instruction; expected one such") as caught:
         parse_instruction(word)
     assert caught.value.rule == 0
@@ -178,7 +178,7 @@ def test_what_is_no_word_is_refused_with_examples(word):
         ("F0.0  all_reduce(grad0)@2,1", 1, 6, 21),
     ],
 )
-def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_word(text, line, start, length):
+def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_instruction(text, line, start, length):
     with pytest.raises(ProgramError) as caught:
         parse_program(text)
     message, shown, caret = str(caught.value).split("\n")
@@ -187,16 +187,16 @@ def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_wor
     assert caret == f"  {' ' * start}{'^' * length}"
 
 
-def test_a_row_has_one_part_or_three():
+def test_a_rank_program_has_one_part_or_three():
     with pytest.raises(ProgramError, match=r"line 1 has 2 parts; a rank program is a body, or prologue \| body \| epilogue"):
         parse_program("F0.0 | B0.0")
 
 
-def test_a_row_that_does_nothing_can_be_seen():
+def test_a_rank_program_that_does_nothing_can_be_seen():
     assert format_program(Program((RankProgram((Forward(0, 0),)), RankProgram(())))) == "F0.0\n0/1:"
 
 
-def test_only_the_body_and_the_epilogue_of_a_stream_count_from_the_repetition():
+def test_only_the_body_and_the_epilogue_of_an_async_pipeline_count_from_the_repetition():
     row = RankProgram(
         (Forward(0, 1),), (Forward(0, 0), Send(TensorRef("x", (1,), 0), 1)), (Free(TensorRef("x", (1,), 1)),)
     )
@@ -226,7 +226,7 @@ def test_only_the_body_and_the_epilogue_of_a_stream_count_from_the_repetition():
     ],
 )
 def test_a_former_name_of_an_instruction_is_refused_with_its_current_one(former, current):
-    assert parse_instruction(current)
+    parse_instruction(current)
     with pytest.raises(ProgramError) as caught:
         parse_instruction(former)
     assert str(caught.value) == f"{former!r} is not an instruction; its name has changed: write {current}"

@@ -1,4 +1,4 @@
-"""A cluster is read as it was written, and a file says all that is wrong with it at once."""
+"""Cluster files: parsed back as formatted, and all mistakes of a file reported together."""
 
 import pytest
 from hypothesis import given, strategies as st

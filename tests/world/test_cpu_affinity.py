@@ -1,4 +1,4 @@
-"""ranks x threads = cores, a rank on one NUMA node where that can be, and a word where neither can."""
+"""Placement: ranks x threads = cores, each rank on one NUMA node if possible, and a note if not."""
 
 import pytest
 from hypothesis import given, strategies as st

@@ -1,4 +1,4 @@
-"""Where a rank stands."""
+"""Coordinates of ranks in a mesh."""
 
 import pytest
 

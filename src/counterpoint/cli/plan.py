@@ -285,10 +285,10 @@ def parse_time_budget(time_budget: str) -> float:
 def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, report: Path | None) -> None:
     """Write the chosen plan with its profile, and the page about it, to the files that were requested."""
     loaded_profile = choice.problem.profile
-    beside = None if out is None or loaded_profile is None else profile_path_for(out)
+    profile_path = None if out is None or loaded_profile is None else profile_path_for(out)
     texts: list[tuple[Path | None, Callable[[], str]]] = [
-        (out, lambda: choice.plan.to_yaml("" if beside is None else beside.name)),
-        (beside, lambda: "" if loaded_profile is None else format_profile(loaded_profile)),
+        (out, lambda: choice.plan.to_yaml("" if profile_path is None else profile_path.name)),
+        (profile_path, lambda: "" if loaded_profile is None else format_profile(loaded_profile)),
         (report, lambda: write_report(request, choice)),
     ]
     for path, text in texts:

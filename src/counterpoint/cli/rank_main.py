@@ -133,7 +133,7 @@ def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(f"stopped by {signal.Signals(number).name}")
 
 
-def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
+def main(path: str, errors: Literal["reported", "raised"] = "reported") -> int:
     """Run the job at the path; return the exit code. The process that started this rank reports errors."""
     signal.signal(signal.SIGTERM, exit_on_signal)
     try:
@@ -144,11 +144,11 @@ def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
         return TERMINATED
     except CounterpointError as error:
         report_error(error)
-        if errors == "thrown":
+        if errors == "raised":
             delay_secondary_error(error)
             traceback.print_exc()
         return FAILED
-    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this rank and is told
+    except Exception as error:  # noqa: BLE001 - any error ends this rank and is reported
         report_error(error)
         delay_secondary_error(error)
         traceback.print_exc()
@@ -157,4 +157,4 @@ def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], "thrown" if "--traceback" in sys.argv[2:] else "told"))
+    sys.exit(main(sys.argv[1], "raised" if "--traceback" in sys.argv[2:] else "reported"))

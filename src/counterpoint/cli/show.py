@@ -230,12 +230,12 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def abbreviate(text: str, max_length: int) -> str:
-    """Return about so many characters of a rank program, with the number of instructions left out in its middle."""
-    words = text.split()
-    kept = max_length * len(words) // len(text) // 2
-    if len(words) <= 2 * kept + 1:
+    """Return a rank program in about ``max_length`` characters, with the number of omitted instructions."""
+    instructions = text.split()
+    kept = max_length * len(instructions) // len(text) // 2
+    if len(instructions) <= 2 * kept + 1:
         return text
-    return " ".join([*words[:kept], f"..{len(words) - 2 * kept}..", *words[-kept:]])
+    return " ".join([*instructions[:kept], f"..{len(instructions) - 2 * kept}..", *instructions[-kept:]])
 
 
 def draw(trace: Trace, columns: int) -> str:

@@ -103,7 +103,7 @@ def start_ranks(job: RankJob, num_ranks: int) -> None:
             renderer.write_line(line.text)
 
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
-        path = Path(name) / "order.json"
+        path = Path(name) / "job.json"
         path.write_text(job.to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "counterpoint.cli.rank_main", str(path)]
         command += ["--traceback"] if SHOW_TRACEBACK.get() else []

@@ -119,11 +119,11 @@ class _EagerExecution:
         while self.queue:
             rank = self.queue.popleft()
             yield from self.advance_rank(rank)
-        stuck = [
+        blocked = [
             rank for rank, instructions in enumerate(self.rank_instructions) if self.cursor[rank] < len(instructions)
         ]
-        if stuck:
-            raise ProgramError(self.describe_deadlock(stuck), rule=2)
+        if blocked:
+            raise ProgramError(self.describe_deadlock(blocked), rule=2)
 
     def advance_rank(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield the instructions that a rank can execute now, and those of the ranks that it meets in a collective."""
@@ -209,7 +209,7 @@ class _EagerExecution:
         if rank not in self.groups.members[group]:
             text = format_instruction(instruction)
             raise ProgramError(
-                f"rank {rank} calls {text}, but is not a member of its group\n{self.format_rows([rank])}", rule=3
+                f"rank {rank} calls {text}, but is not a member of its group\n{self.format_progress([rank])}", rule=3
             )
         if number == len(calls):
             calls.append(name)
@@ -247,7 +247,8 @@ class _EagerExecution:
         if key not in self.started:
             text = format_instruction(instruction)
             raise ProgramError(
-                f"rank {rank} waits with {text} for a collective that it has not started\n{self.format_rows([rank])}",
+                f"rank {rank} waits with {text} for a collective that it has not started\n"
+                f"{self.format_progress([rank])}",
                 rule=3,
             )
         if self.num_arrived[group, self.started[key]] < len(instruction.group):
@@ -261,14 +262,14 @@ class _EagerExecution:
         return (
             f"rank {rank} calls {format_instruction(instruction)} where rank {other} of the same group called "
             f"{first}; all "
-            f"members of a group call the same collectives in the same order\n{self.format_rows([rank])}"
+            f"members of a group call the same collectives in the same order\n{self.format_progress([rank])}"
         )
 
-    def describe_deadlock(self, stuck: Sequence[int]) -> str:
-        head = f"deadlock: {len(stuck)} of {len(self.rank_instructions)} ranks wait for each other"
-        return f"{head}\n{self.format_rows(stuck)}"
+    def describe_deadlock(self, blocked: Sequence[int]) -> str:
+        summary = f"deadlock: {len(blocked)} of {len(self.rank_instructions)} ranks wait for each other"
+        return f"{summary}\n{self.format_progress(blocked)}"
 
-    def format_rows(self, ranks: Sequence[int]) -> str:
+    def format_progress(self, ranks: Sequence[int]) -> str:
         return format_locations(self.rank_instructions, {rank: self.cursor[rank] for rank in ranks}, "waits here")
 
 

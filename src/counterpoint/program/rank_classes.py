@@ -123,54 +123,56 @@ class _CommPatterns:
 
     def _add_messages(self, matches: CommMatches) -> None:
         """Add the peers that each rank receives from and, if the topology matters, those that it sends to."""
-        met: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        messages: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
         for location, (other, peer_index) in matches.producer.items():
             rank, index = location
-            met[rank, other].append((index, peer_index, matches.slot.get(location, 0)))
-        for (rank, other), locations in met.items():
-            apart = tuple(groups[rank] != groups[other] for groups in self.group_levels)
-            self.peers[rank].append((other, self._pattern("from", apart, tuple(locations))))
+            messages[rank, other].append((index, peer_index, matches.slot.get(location, 0)))
+        for (rank, other), locations in messages.items():
+            differs = tuple(groups[rank] != groups[other] for groups in self.group_levels)
+            self.peers[rank].append((other, self._pattern("from", differs, tuple(locations))))
             if self.group_levels:
-                self.peers[other].append((rank, self._pattern("to", apart, tuple(locations))))
+                self.peers[other].append((rank, self._pattern("to", differs, tuple(locations))))
 
     def _add_collectives(self, matches: CommMatches) -> None:
-        indices: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        indices_of: dict[tuple[int, ...], dict[int, list[int]]] = {}
         for members in matches.participants:
             group = tuple([rank for rank, _ in members])
-            values_by_group = indices.setdefault(group, {})
+            indices_by_rank = indices_of.setdefault(group, {})
             for rank, index in members:
-                values_by_group.setdefault(rank, []).append(index)
-        for locations in indices.values():
-            self.collectives.append({rank: self._pattern("call", tuple(at)) for rank, at in locations.items()})
+                indices_by_rank.setdefault(rank, []).append(index)
+        for indices_by_rank in indices_of.values():
+            self.collectives.append(
+                {rank: self._pattern("call", tuple(indices)) for rank, indices in indices_by_rank.items()}
+            )
 
     def refine(self, colours: Sequence[int]) -> list[int]:
         """Return finer classes: split by own groups, by the classes of peers, and by the classes in each collective."""
         own_group_colours = [_group_values(dict(enumerate(colours)), groups) for groups in self.group_levels]
-        joined: list[Hashable] = []
+        call_keys: list[Hashable] = []
         calls: defaultdict[int, list[tuple[int, Hashable]]] = defaultdict(list)
         for number, patterns in enumerate(self.collectives):
-            seats = {rank: (colours[rank], pattern) for rank, pattern in patterns.items()}
-            inside = [_group_values(seats, groups) for groups in self.group_levels]
-            joined.append(
-                tuple(tuple(sorted(values_by_group.values())) for values_by_group in inside)
-                or frozenset(seats.values())
+            keys = {rank: (colours[rank], pattern) for rank, pattern in patterns.items()}
+            grouped_keys = [_group_values(keys, groups) for groups in self.group_levels]
+            call_keys.append(
+                tuple(tuple(sorted(values_by_group.values())) for values_by_group in grouped_keys)
+                or frozenset(keys.values())
             )
             for rank, pattern in patterns.items():
-                calls[rank].append((number, (pattern, *self._own_group_values(inside, rank))))
-        joins = _number_distinct(joined)
+                calls[rank].append((number, (pattern, *self._own_group_values(grouped_keys, rank))))
+        call_colours = _number_distinct(call_keys)
         return _number_distinct([
             (
                 colour,
                 self._own_group_values(own_group_colours, rank),
                 frozenset(Counter((colours[other], pattern) for other, pattern in self.peers[rank]).items()),
-                frozenset(Counter((joins[number], seat) for number, seat in calls[rank]).items()),
+                frozenset(Counter((call_colours[number], key) for number, key in calls[rank]).items()),
             )
             for rank, colour in enumerate(colours)
         ])  # fmt: skip
 
     def _own_group_values(self, values_by_group: Sequence[Mapping[int, Hashable]], rank: int) -> tuple[Hashable, ...]:
         """Return the value of a rank's own group at each level."""
-        return tuple(here[groups[rank]] for here, groups in zip(values_by_group, self.group_levels, strict=True))
+        return tuple(values[groups[rank]] for values, groups in zip(values_by_group, self.group_levels, strict=True))
 
 
 def _group_values(values: Mapping[int, Any], groups: Sequence[int]) -> dict[int, tuple[Any, ...]]:
@@ -178,7 +180,7 @@ def _group_values(values: Mapping[int, Any], groups: Sequence[int]) -> dict[int,
     values_by_group: defaultdict[int, list[Any]] = defaultdict(list)
     for rank, value in values.items():
         values_by_group[groups[rank]].append(value)
-    return {group: tuple(sorted(here)) for group, here in values_by_group.items()}
+    return {group: tuple(sorted(members)) for group, members in values_by_group.items()}
 
 
 def _number_distinct(values: Sequence[Hashable]) -> list[int]:

@@ -38,16 +38,16 @@ _EDGE = r"\d+(?:\+\d+(?:-\d+)?)+"
 _TENSOR_REF = rf"(?:grad|delayed_grad|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_EDGE}\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _INSTRUCTION = re.compile(
-    r"(?P<op>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
+    r"(?P<opcode>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"
-    rf"|commit@(?P<all>{_GROUP})(?::(?P<own>{_GROUP}))?$"
-    rf"|swap_grad_buffers\(grad(?P<swapped>{_UNIT})\)$"
-    rf"|(?P<verb>all_reduce_mean|all_reduce|reduce_scatter|all_gather|broadcast)(?:_(?P<phase>start|wait))?(?::(?P<code>{CODEC_PATTERN}))?"
-    rf"\((?P<whole>{_TENSOR_REF})\)@(?P<group>{_GROUP})$"
-    rf"|(?:(?P<push>push_no_reply|push)(?=\S*>)(?::(?P<pushed>{CODEC_PATTERN}))?|pull(?=\S*<))\((?P<asked>{_TENSOR_REF})\)[<>](?P<server>\d+)$"
-    rf"|(?:apply_and_reply(?::(?P<ahead>\d+))?|(?P<take>apply)|elastic_average:(?P<part>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
-    rf"|free\((?P<released>{_TENSOR_REF})\)$"
-    rf"|(?P<value>{_TENSOR_REF})(?::(?P<how>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
+    rf"|commit@(?P<commit_group>{_GROUP})(?::(?P<loss_group>{_GROUP}))?$"
+    rf"|swap_grad_buffers\(grad(?P<swapped_unit>{_UNIT})\)$"
+    rf"|(?P<collective>all_reduce_mean|all_reduce|reduce_scatter|all_gather|broadcast)(?:_(?P<phase>start|wait))?(?::(?P<codec>{CODEC_PATTERN}))?"
+    rf"\((?P<operand>{_TENSOR_REF})\)@(?P<group>{_GROUP})$"
+    rf"|(?:(?P<push_op>push_no_reply|push)(?=\S*>)(?::(?P<push_codec>{CODEC_PATTERN}))?|pull(?=\S*<))\((?P<ps_tensor>{_TENSOR_REF})\)[<>](?P<server>\d+)$"
+    rf"|(?:apply_and_reply(?::(?P<staleness>\d+))?|(?P<apply>apply)|elastic_average:(?P<alpha>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
+    rf"|free\((?P<freed>{_TENSOR_REF})\)$"
+    rf"|(?P<message_tensor>{_TENSOR_REF})(?::(?P<message_codec>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _BACKWARD_PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
@@ -175,8 +175,7 @@ def parse_edge(text: str) -> tuple[int, ...]:
     if sorted(set(blocks)) != blocks or len(blocks) == 1 or blocks[1:] == [blocks[0] + 1]:
         raise ProgramError(
             f"{text!r} is not a skip connection; write the producing block and the consuming blocks in ascending "
-            "order, "
-            "as 2+7 or 2+5+7-9; what only the next block reads is x3"
+            "order, as 2+7 or 2+5+7-9; what only the next block reads is x3"
         )
     return tuple(blocks)
 
@@ -204,14 +203,16 @@ def parse_instruction(text: str) -> Instruction:
         if renamed is not None:
             raise ProgramError(f"{text!r} is not an instruction; its name has changed: write {renamed}")
         raise ProgramError(f"{text!r} is not an instruction; expected one such as {_EXAMPLES}")
-    if match["op"]:
+    if match["opcode"]:
         arguments = int(match["block"]), int(match["micro"]), int(match["version"] or 0)
-        if match["op"] in "FR":
-            return Forward(*arguments) if match["op"] == "F" else Recompute(*arguments)
-        return Backward(*arguments, _BACKWARD_PARTS[match["op"]])
-    if match["unit"] or match["swapped"]:
-        return Update(parse_unit(match["unit"])) if match["unit"] else SwapGradBuffers(parse_unit(match["swapped"]))
-    if match["verb"] or match["all"]:
+        if match["opcode"] in "FR":
+            return Forward(*arguments) if match["opcode"] == "F" else Recompute(*arguments)
+        return Backward(*arguments, _BACKWARD_PARTS[match["opcode"]])
+    if match["unit"] or match["swapped_unit"]:
+        return (
+            Update(parse_unit(match["unit"])) if match["unit"] else SwapGradBuffers(parse_unit(match["swapped_unit"]))
+        )
+    if match["collective"] or match["commit_group"]:
         return _parse_collective(match)
     if match["units"]:
         return _parse_apply_pushes(match)
@@ -230,41 +231,45 @@ def _rename_instruction(text: str) -> str | None:
 
 
 def _parse_collective(match: re.Match[str]) -> Instruction:
-    if match["all"]:
-        return Commit(parse_group(match["all"]), parse_group(match["own"]) if match["own"] else ())
-    op = cast("Literal['all_reduce', 'reduce_scatter', 'all_gather', 'broadcast', 'all_reduce_mean']", match["verb"])
+    if match["commit_group"]:
+        return Commit(
+            parse_group(match["commit_group"]), parse_group(match["loss_group"]) if match["loss_group"] else ()
+        )
+    op = cast(
+        "Literal['all_reduce', 'reduce_scatter', 'all_gather', 'broadcast', 'all_reduce_mean']", match["collective"]
+    )
     phase = cast("Literal['', 'start', 'wait']", match["phase"] or "")
-    codec = match["code"] or ""
-    if codec and (op, match["whole"][:4]) != ("all_reduce", "grad"):
+    codec = match["codec"] or ""
+    if codec and (op, match["operand"][:4]) != ("all_reduce", "grad"):
         raise ProgramError(
             f"only an all-reduce of gradients can be compressed, but {match[0]!r} is not one; leave out :{codec}"
         )
     if codec:
         find_codec(codec)
-    return Collective(op, parse_tensor_ref(match["whole"]), parse_group(match["group"]), phase, codec)
+    return Collective(op, parse_tensor_ref(match["operand"]), parse_group(match["group"]), phase, codec)
 
 
 def _parse_message(match: re.Match[str]) -> Instruction:
-    if match["asked"]:
-        tensor, server = parse_tensor_ref(match["asked"]), int(match["server"])
-        if not match["push"]:
+    if match["ps_tensor"]:
+        tensor, server = parse_tensor_ref(match["ps_tensor"]), int(match["server"])
+        if not match["push_op"]:
             return Pull(tensor, server)
-        op = cast("Literal['push', 'push_no_reply']", match["push"])
-        return Push(tensor, server, _check_gradient_codec(match, match["pushed"], tensor), op)
-    if match["released"]:
-        return Free(parse_tensor_ref(match["released"]))
+        op = cast("Literal['push', 'push_no_reply']", match["push_op"])
+        return Push(tensor, server, _check_gradient_codec(match, match["push_codec"], tensor), op)
+    if match["freed"]:
+        return Free(parse_tensor_ref(match["freed"]))
     make = Send if match["arrow"] == ">" else Recv
-    tensor = parse_tensor_ref(match["value"])
-    return make(tensor, int(match["peer"]), _check_gradient_codec(match, match["how"], tensor))
+    tensor = parse_tensor_ref(match["message_tensor"])
+    return make(tensor, int(match["peer"]), _check_gradient_codec(match, match["message_codec"], tensor))
 
 
 def _parse_apply_pushes(match: re.Match[str]) -> Instruction:
     units, workers = tuple(map(parse_unit, match["units"].split(","))), parse_group(match["workers"])
-    if match["part"]:
-        return ApplyPushes(units, workers, op="elastic_average", alpha=match["part"])
-    if match["take"]:
+    if match["alpha"]:
+        return ApplyPushes(units, workers, op="elastic_average", alpha=match["alpha"])
+    if match["apply"]:
         return ApplyPushes(units, workers, op="apply")
-    return ApplyPushes(units, workers, None if match["ahead"] is None else int(match["ahead"]))
+    return ApplyPushes(units, workers, None if match["staleness"] is None else int(match["staleness"]))
 
 
 def _check_gradient_codec(match: re.Match[str], codec: str | None, tensor: TensorRef) -> str:

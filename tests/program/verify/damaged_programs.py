@@ -1,4 +1,4 @@
-"""How a right program is made wrong: a plan, the words to replace on some ranks, and the law that must say so."""
+"""Damaged programs: a plan, the instructions to replace on some ranks, and the rule that must be violated."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Random plans: what a user could write, legal or not, on at most twelve ranks; and what makes one legal."""
+"""Random plans on at most twelve ranks, legal or not; and what makes one legal."""
 
 from dataclasses import replace
 from itertools import pairwise

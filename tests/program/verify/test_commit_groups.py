@@ -1,4 +1,4 @@
-"""Damage to who decides, to how much work there is, to partial results and to releases: each is caught, and named."""
+"""Damage to commit groups, to the amount of work, to partial results and to frees: each is found and named."""
 
 from dataclasses import replace
 
@@ -142,7 +142,7 @@ RELEASES = [
 
 
 @pytest.mark.parametrize("damage", [*COMMITS, *WORK, *SUMS, *RELEASES], ids=lambda damage: damage.name)
-def test_damage_is_caught_by_the_law_that_names_it(damage):
+def test_damage_is_caught_by_the_rule_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
     assert caught.value.rule == damage.rule
@@ -161,7 +161,7 @@ def test_an_update_without_any_mark_is_refused():
     assert caught.value.rule == 4
 
 
-def test_a_value_may_be_released_between_its_forward_and_its_backward():
+def test_a_value_may_be_freed_between_its_forward_and_its_backward():
     symbolic = verify_text("F0.0 F1.0 free(x1.0) B1.0 B0.0 commit@0 U0 U1")
     assert [entry.unit for entry in symbolic.updates] == [(0,), (1,)]
 
@@ -171,7 +171,7 @@ F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0 | F0.+2 B0.+2 all_reduce(grad0)@0,
 F0.1 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0 | F0.+3 B0.+3 all_reduce(grad0)@0,1 commit@0,1 U0 |"""
 
 
-def test_the_replicas_of_a_stream_commit_together():
+def test_the_replicas_of_an_async_pipeline_commit_together():
     verify_text(STEPS)
     first, second = STEPS.splitlines()
     apart = "\n".join([first.replace("commit@0,1", "commit@0"), second.replace("commit@0,1", "commit@1")])

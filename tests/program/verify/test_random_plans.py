@@ -1,4 +1,4 @@
-"""What holds for every composition: its text, its walk, its laws, its bytes, and its refusal when it makes no sense."""
+"""Properties of every composition: text, execution order, rules, bytes, and its refusal if it makes no sense."""
 
 from dataclasses import replace
 from itertools import chain as joined
@@ -32,7 +32,7 @@ LAWS = settings(max_examples=120)
 
 @LAWS
 @given(legal_cases())
-def test_a_legal_composition_compiles_and_keeps_every_law(case):
+def test_a_legal_composition_compiles_and_keeps_every_rule(case):
     model, plan, samples = case
     made = compile_plan(plan, model, samples_per_micro=samples)
     assert made.program.num_ranks == plan.num_ranks == len(made.cost.ranks)
@@ -56,7 +56,7 @@ def test_a_plan_reads_back_as_it_was_written(case):
 
 @LAWS
 @given(legal_cases())
-def test_the_walk_comes_to_every_word_once_and_goes_through_each_row_in_order(case):
+def test_the_execution_order_has_every_instruction_once_and_keeps_the_order_of_each_rank(case):
     model, plan, _ = case
     rows = compile_plan(plan, model).program.unroll(1)
     visited = list(execution_order(rows))
@@ -67,7 +67,7 @@ def test_the_walk_comes_to_every_word_once_and_goes_through_each_row_in_order(ca
 
 @LAWS
 @given(legal_cases())
-def test_the_words_move_the_bytes_that_the_formulas_say_on_every_rank(case):
+def test_the_instructions_move_the_bytes_that_the_formulas_say_on_every_rank(case):
     model, plan, samples = case
     made = compile_plan(plan, model, samples_per_micro=samples)
     assert count_bytes(made.program, made.model, samples) == made.cost.sent_bytes()
@@ -75,7 +75,7 @@ def test_the_words_move_the_bytes_that_the_formulas_say_on_every_rank(case):
 
 @LAWS
 @given(legal_cases())
-def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_slice(case):
+def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(case):
     model, plan, _ = case
     made = compile_plan(plan, model)
     slices = {row.tp_rank for row in made.program.rank_programs}
@@ -110,7 +110,7 @@ def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(order, repl
 
 @LAWS
 @given(legal_cases())
-def test_overlap_moves_words_but_neither_adds_work_nor_changes_what_enters_an_update(case):
+def test_overlap_moves_instructions_but_neither_adds_work_nor_changes_what_enters_an_update(case):
     model, plan, _ = case
     plain = compile_plan(Plan(plan.strategies, plan.num_microbatches), model)
     early = compile_plan(Plan(plan.strategies, plan.num_microbatches, ("overlap",)), model)
@@ -134,7 +134,7 @@ def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strate
 
 @settings(max_examples=40)
 @given(legal_cases(), st.integers(2, 3))
-def test_a_synchronous_program_keeps_the_laws_step_after_step(case, times):
+def test_a_synchronous_program_keeps_the_rules_step_after_step(case, times):
     model, plan, _ = case
     made = compile_plan(plan, model)
     rows = made.program.unroll(times)
@@ -144,7 +144,7 @@ def test_a_synchronous_program_keeps_the_laws_step_after_step(case, times):
 
 @settings(max_examples=40)
 @given(delayed_plans(), st.integers(1, 3))
-def test_a_stream_of_late_gradients_keeps_every_law_and_sends_what_a_sum_in_each_step_does(case, times):
+def test_delayed_gradients_keep_every_rule_and_send_as_much_as_an_all_reduce_in_each_step(case, times):
     model, plan = case
     made = compile_plan(plan, model)
     inside = replace(plan, strategies=(*plan.strategies[:-1], Data(plan.strategies[-1].degree)))
@@ -157,7 +157,7 @@ def test_a_stream_of_late_gradients_keeps_every_law_and_sends_what_a_sum_in_each
 
 @settings(max_examples=40)
 @given(async_pipelines(), st.integers(1, 3))
-def test_a_pipeline_without_a_flush_keeps_every_law_and_its_formulas_are_what_the_program_does(case, times):
+def test_a_pipeline_without_a_flush_keeps_every_rule_and_its_formulas_are_what_the_program_does(case, times):
     model, plan = case
     made = compile_plan(plan, model)
     replicas, sliced = (
@@ -185,7 +185,7 @@ def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(ca
         assert count_bytes(turn.program, made.model, 1) == turn.sent_bytes
 
 
-def test_a_promise_that_says_nothing_is_kept_by_every_program():
+def test_empty_bounds_are_kept_by_every_program():
     made = compile_text("pipeline(2) * data(2)", m=2)
     symbolic = verify(made.program, Bounds(None), made.model.units)
     assert len(symbolic.updates) == 4

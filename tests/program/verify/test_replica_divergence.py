@@ -1,4 +1,4 @@
-"""What the laws say of replicas that update apart, and of gradients that are set aside."""
+"""The rules for replicas that update separately, and for delayed gradients."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -93,13 +93,13 @@ def test_more_microbatches_add_up_before_the_one_sum_and_send_no_gradient_more(p
         ),
     ],
 )
-def test_replicas_that_do_not_end_alike_or_count_apart_break_law_6(old, new, fact):
+def test_replicas_that_end_with_different_weights_violate_rule_6(old, new, fact):
     error = broken(MEETING, (old, new))
     assert fact in str(error)
     assert error.rule == 6
 
 
-def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
+def test_replicas_may_diverge_in_a_local_step_only_if_that_is_declared():
     made = compile_text(MEETING, blocks=1)
     quiet = next(turn for turn in made.step_variants if turn.name == "local")
     with pytest.raises(ProgramError, match="not averaged over all of them"):
@@ -140,5 +140,5 @@ def test_gradients_that_nobody_sums_are_missed():
     assert "rank 0 updates unit 0 with gradients counted never B0.1, B0.3" in str(error)
 
 
-def test_late_gradients_break_a_promise_of_fresh_ones():
+def test_delayed_gradients_exceed_a_bound_of_no_staleness():
     assert "a gradient 1 updates old; the plan declares at most 0" in str(broken(LATE, staleness=0))

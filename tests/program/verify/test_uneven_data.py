@@ -1,4 +1,4 @@
-"""Uneven data is exact: whatever is cut how, a gradient is that of all samples together, each counting alike, once."""
+"""Uneven data: gradients are averaged over all samples, equally weighted, however these are split."""
 
 from collections import Counter
 from functools import partial

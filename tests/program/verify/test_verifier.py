@@ -1,4 +1,4 @@
-"""Each kind of damage is caught, by the law that names it and with the place marked."""
+"""Each kind of damage violates the rule that names it, and the message marks the place."""
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -174,7 +174,7 @@ BYTES = [
     [*MESSAGES, *TOGETHER, *WORK, *PARTS, *VERSIONS, *GRADIENTS, *MEMORY, *BYTES],
     ids=lambda damage: damage.name,
 )
-def test_damage_is_caught_by_the_law_that_names_it(damage):
+def test_damage_is_caught_by_the_rule_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
     assert caught.value.rule == damage.rule
@@ -211,7 +211,7 @@ ALONG_A_ROW = [
 
 
 @pytest.mark.parametrize("damage", ALONG_A_ROW, ids=lambda damage: damage.name)
-def test_damage_along_a_row_is_caught_by_the_law_that_names_it(damage):
+def test_damage_along_a_rank_program_is_caught_by_the_rule_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
     assert caught.value.rule == damage.rule
@@ -240,13 +240,13 @@ def test_sends_that_cross_in_one_batch_with_their_receives_are_fine():
 def without(program, rank, index):
     rows = list(program.rank_programs)
     body = rows[rank].body
-    rows[rank] = RankProgram(body[:index] + body[index + 1 :], (), (), rows[rank].slice_index, rows[rank].num_slices)
+    rows[rank] = RankProgram(body[:index] + body[index + 1 :], (), (), rows[rank].tp_rank, rows[rank].tp_degree)
     return Program(tuple(rows))
 
 
 @settings(max_examples=150)
 @given(legal_cases(), st.data())
-def test_no_word_of_any_composition_can_be_left_out(case, data):
+def test_no_instruction_of_any_composition_can_be_left_out(case, data):
     model, plan, samples = case
     made = compile_plan(plan, model, samples_per_micro=samples)
     places = [(r, i) for r, row in enumerate(made.program.rank_programs) for i in range(len(row.body))]

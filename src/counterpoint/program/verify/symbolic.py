@@ -12,8 +12,8 @@ rules in :mod:`counterpoint.program.verify.updates` then only have to look at th
     U0           version 0 -> 1, by an update with these   (4)
                  two contributions, staleness 0
 
-(1) is :meth:`_SymbolicExecutor.backward`, (2) :func:`all_reduce_grads`, (3) a :class:`CommitRecord` and (4) an
-:class:`UpdateRecord`.
+The numbers are comments in the code: (1) in :meth:`_SymbolicExecutor.backward`, (2) in ``all_reduce``, (3) a
+:class:`CommitRecord` in ``commit``, and (4) an :class:`UpdateRecord` in ``record_update``.
 """
 
 from __future__ import annotations
@@ -449,7 +449,7 @@ class _SymbolicExecutor:
             ):
                 raise self.violation(6, rank, index, "all ranks of one loss group must state the same loss group")
         self.uncommitted[rank] = set()
-        self.last_commits[rank] = commit
+        self.last_commits[rank] = commit  # (3)
         if rank == instruction.group[-1]:
             del self.open_commits[group]
 
@@ -475,7 +475,7 @@ class _SymbolicExecutor:
             self.check_same_version(rank, index, instruction)
         if instruction.computes_weight_grad:
             for unit in self.units_of[instruction.block]:
-                state = self.unit_states[rank, unit]
+                state = self.unit_states[rank, unit]  # (1)
                 state.full_grad = add_contribution(
                     state.full_grad, (instruction.block, instruction.micro, self.tp_ranks[rank][0])
                 )
@@ -528,7 +528,7 @@ class _SymbolicExecutor:
     ) -> None:
         newest = self.unit_states[location[0], unit].versions[-1]
         staleness = newest - self.oldest_version(gradient[1], unit, newest)
-        self.updates.append(UpdateRecord(*location, unit, *gradient, staleness, commit))
+        self.updates.append(UpdateRecord(*location, unit, *gradient, staleness, commit))  # (4)
 
     def oldest_version(self, contributions: GradContributions, unit: Unit, newest: int) -> int:
         """Return the oldest weight version that a contribution was computed with.
@@ -620,7 +620,7 @@ class _SymbolicExecutor:
             self.compressed_contributions[instruction.group, instruction.tensor.blocks] = contributions_by_member(
                 states
             )
-        all_reduce_grads(states)
+        all_reduce_grads(states)  # (2)
 
     def send(self, rank: int, tensor: TensorRef, peer: int) -> None:
         """Move a gradient, or copy the version of a weight, into the channel to a peer."""
