@@ -127,7 +127,7 @@ def test_another_checkpoint_of_the_same_step_is_never_overwritten(tmp_path):
 def test_a_damaged_checkpoint_of_the_same_step_is_moved_aside_not_deleted(tmp_path):
     shard = save_step(tmp_path, 1) / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.warns(RuntimeWarning, match="was damaged .*; renamed to step-00000001.damaged-"):
+    with pytest.warns(RuntimeWarning, match="was damaged .*; it was renamed to step-00000001.damaged-"):
         save_step(tmp_path, 1)
     assert holds_exactly(Checkpoint.open(tmp_path), 1)
     assert len(list(tmp_path.glob("step-00000001.damaged-*/shard-00000.safetensors"))) == 1

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from counterpoint.errors import DataError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-Words: TypeAlias = npt.NDArray[np.uint64]
+UInt64s: TypeAlias = npt.NDArray[np.uint64]
 Shuffle: TypeAlias = Literal["feistel", "sequential"]
 
 NUM_ROUNDS = 6
@@ -182,7 +182,7 @@ class Sampler:
         if not 0 <= index < self.num_batches:
             raise DataError(
                 f"there is no batch {index}: {self.num_samples} samples in batches of {self.batch_size} are "
-                f"batches 0 to {self.num_batches - 1}; go on with the next epoch"
+                f"batches 0 to {self.num_batches - 1}; continue with the next epoch"
             )
 
 
@@ -207,12 +207,12 @@ def permute(positions: Indices, *, num_samples: int, seed: int, epoch: int) -> I
     """
     half_bits = max(2, -(-(num_samples - 1).bit_length() // 2))
     keys = _round_keys(seed, epoch)
-    words = _feistel(positions.astype(np.uint64), half_bits, keys)
-    outside = np.flatnonzero(words >= num_samples)
+    numbers = _feistel(positions.astype(np.uint64), half_bits, keys)
+    outside = np.flatnonzero(numbers >= num_samples)
     while outside.size:
-        words[outside] = _feistel(words[outside], half_bits, keys)
-        outside = outside[words[outside] >= num_samples]
-    return words.astype(np.int64)
+        numbers[outside] = _feistel(numbers[outside], half_bits, keys)
+        outside = outside[numbers[outside] >= num_samples]
+    return numbers.astype(np.int64)
 
 
 def split_batch(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
@@ -258,25 +258,25 @@ def sample_key(seed: int, epoch: int, sample: int) -> int:
     return key
 
 
-def _feistel(words: Words, half_bits: int, keys: tuple[int, ...]) -> Words:
+def _feistel(numbers: UInt64s, half_bits: int, keys: tuple[int, ...]) -> UInt64s:
     """Apply a permutation of the numbers of ``2 * half_bits`` bits to each number."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = words >> shift, words & mask
+    left, right = numbers >> shift, numbers & mask
     for key in keys:
         left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
     return (left << shift) | right
 
 
-def mix(words: Words) -> Words:
+def mix(numbers: UInt64s) -> UInt64s:
     """Mix 64-bit numbers, so that every bit depends on every bit.
 
     Source:
         The finalizer of splitmix64; Steele, Lea and Flood, Fast splittable pseudorandom number generators,
         OOPSLA 2014.
     """
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(MIX_FIRST)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(MIX_SECOND)
-    return words ^ (words >> np.uint64(31))
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(MIX_FIRST)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(MIX_SECOND)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
@@ -285,9 +285,9 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(_mix_int(start + number * GOLDEN_GAMMA) for number in range(1, NUM_ROUNDS + 1))
 
 
-def _mix_int(word: int) -> int:
+def _mix_int(number: int) -> int:
     """Return the next number of splitmix64: `mix` in plain integers, which is faster for a single number."""
-    word = (word + GOLDEN_GAMMA) & WORD_MASK
-    word = ((word ^ (word >> 30)) * MIX_FIRST) & WORD_MASK
-    word = ((word ^ (word >> 27)) * MIX_SECOND) & WORD_MASK
-    return word ^ (word >> 31)
+    number = (number + GOLDEN_GAMMA) & WORD_MASK
+    number = ((number ^ (number >> 30)) * MIX_FIRST) & WORD_MASK
+    number = ((number ^ (number >> 27)) * MIX_SECOND) & WORD_MASK
+    return number ^ (number >> 31)

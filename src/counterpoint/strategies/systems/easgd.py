@@ -51,13 +51,13 @@ def format_alpha(system: str, degree: int, alpha: float) -> str:
     Raises:
         PlanError: it is not between 0 and 1.
     """
-    found = alpha or DEFAULT_BETA / degree
-    if not 0 < found < 1:
+    rate = alpha or DEFAULT_BETA / degree
+    if not 0 < rate < 1:
         raise PlanError(
-            f"alpha={found:g} of {system} is not between 0 and 1; give alpha={DEFAULT_BETA} divided by the "
+            f"alpha={rate:g} of {system} is not between 0 and 1; give alpha={DEFAULT_BETA} divided by the "
             "number of workers, for example"
         )
-    return f"{found:.12f}".rstrip("0")
+    return f"{rate:.12f}".rstrip("0")
 
 
 UNSUPPORTED_IN_EASGD = {

@@ -123,8 +123,8 @@ def central_storage(degree: int) -> tuple[Strategy, ...]:
         The same results as single-process training, up to rounding.
 
     Cost:
-        Bytes sent per step: rank 0 the weights n-1 times, each other rank its gradients. Optimizer state on rank 0
-        alone.
+        Bytes sent per step: rank 0 the weights n-1 times, each other rank its gradients. Optimizer state only on
+        rank 0.
 
     Source:
         tf.distribute.experimental.CentralStorageStrategy.
