@@ -31,12 +31,12 @@ def sent_bytes():
     raise RuntimeError("this host has no eth0; run this script in benchmarks.lab")
 
 
-def all_reduce_by_schedule(strand, schedule, group):
-    row = rank_schedule(schedule, group, strand.rank)
+def all_reduce_by_schedule(channel, schedule, group):
+    row = rank_schedule(schedule, group, channel.rank)
 
     def add_up(tensor):
-        execute(strand, row, "sum", [tensor], eager_bytes=EAGER_BYTES)
-        strand.flush()
+        execute(channel, row, "sum", [tensor], eager_bytes=EAGER_BYTES)
+        channel.flush()
 
     return add_up
 
@@ -49,18 +49,18 @@ def all_reduce_by_fabric(fabric):
 def make_contenders(kind, auto, gloo):
     """Return the compared all-reduces by name."""
     everybody = tuple(range(gloo.num_ranks))
-    strand = GlooChannel(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.timeout_s)
+    channel = GlooChannel(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.timeout_s)
     if kind == "sums":  # ranks 0, 1 on one host, 2, 3 on the other
         return {
             "connect": all_reduce_by_fabric(auto),
-            "hierarchical": all_reduce_by_schedule(strand, hierarchical((0, 0, 1, 1), ring), everybody),
-            "ring in host order": all_reduce_by_schedule(strand, ring(4), everybody),
-            "ring interleaved": all_reduce_by_schedule(strand, ring(4), (0, 2, 1, 3)),
+            "hierarchical": all_reduce_by_schedule(channel, hierarchical((0, 0, 1, 1), ring), everybody),
+            "ring in host order": all_reduce_by_schedule(channel, ring(4), everybody),
+            "ring interleaved": all_reduce_by_schedule(channel, ring(4), (0, 2, 1, 3)),
             "gloo": all_reduce_by_fabric(gloo),
         }
     return {
-        "ring": all_reduce_by_schedule(strand, ring(len(everybody)), everybody),
-        "halving-doubling": all_reduce_by_schedule(strand, halving_doubling(len(everybody)), everybody),
+        "ring": all_reduce_by_schedule(channel, ring(len(everybody)), everybody),
+        "halving-doubling": all_reduce_by_schedule(channel, halving_doubling(len(everybody)), everybody),
         "gloo": all_reduce_by_fabric(gloo),
     }
 

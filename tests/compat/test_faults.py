@@ -40,7 +40,7 @@ def test_a_message_of_another_shape_is_refused_where_it_is_received(backend):
 def test_an_exchange_of_sizes_that_do_not_fit_is_refused_on_all_ranks(backend):
     first, second = on_ranks(faults.other_sizes, 2, backend)
     assert first == second
-    assert first.startswith("PeerError: all_to_all: rank 1 gives 2 numbers to rank 0, which expects 1; the sizes")
+    assert first.startswith("PeerError: all_to_all: rank 1 sends 2 elements to rank 0, which expects 1; the two")
 
 
 @pytest.mark.serial

@@ -1,15 +1,16 @@
-"""The fabric moves bytes between ranks: messages, groups, collectives, deadlines, and the errors that name who failed.
+"""Communication between ranks: messages, groups, collectives, timeouts, and errors that name the rank at fault.
 
-It knows nothing of programs and strategies; the runtime tells it what to move. ``fabric.py`` says what a rank may ask
-for, ``frames.py`` and ``fingerprint.py`` what travels in front of every byte. These transports answer:
+It knows nothing of programs and strategies; the runtime tells it what to transfer. ``fabric.py`` is the interface,
+``frames.py`` the wire format, ``fingerprint.py`` the signatures of collectives. The transports:
 
-* ``local`` (:class:`~counterpoint.fabric.local.LocalWorld`): all ranks in this process as threads that pass one
-  baton, so that a distributed run is an ordinary deterministic call;
-* ``shm`` and ``gloo`` (:func:`~counterpoint.fabric.rendezvous.connect`): one process per rank, joined by shared memory
-  where all are on one host, by sockets elsewhere; ``hosts`` joins both where several hosts have several ranks.
+* ``local`` (:class:`~counterpoint.fabric.local.LocalWorld`): all ranks are threads of this process, scheduled
+  deterministically;
+* ``shm``, ``gloo``, ``mpi`` (:func:`~counterpoint.fabric.rendezvous.connect`): one process per rank, connected by
+  shared memory on one host, by sockets, or by MPI; ``hosts`` combines shared memory within hosts with sockets between
+  them.
 
-On all, ranks that disagree all get the same :class:`~counterpoint.errors.PeerError` before anything is added up, and
-no wait is without an end.
+On all of them, ranks that start different collectives get the same :class:`~counterpoint.errors.PeerError` before any
+tensor changes, and every wait has a timeout.
 """
 
 from counterpoint.fabric.fabric import Fabric, Work

@@ -113,5 +113,5 @@ def test_tensors_that_do_not_fit_the_row_are_refused(tensors, said):
 
 
 def test_the_row_of_another_rank_is_refused():
-    with LocalWorld(1) as world, pytest.raises(ProgramError, match="rank 0 was given the row of rank 1 in group"):
+    with LocalWorld(1) as world, pytest.raises(ProgramError, match="rank 0 was given the schedule of rank 1 in group"):
         world.run(lambda fabric: execute(fabric, rank_schedule(ring(2), (0, 1), 1), "grad0", [torch.ones(2)]))

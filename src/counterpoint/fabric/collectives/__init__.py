@@ -1,9 +1,10 @@
-"""Every all-reduce of the books, written once: as data, run on any fabric by one executor.
+"""All-reduce algorithms of the literature as data: countable, with costs in closed form, and executable on any fabric.
 
-``schedule.py`` is the form; ``trees.py``, ``butterflies.py``, ``rings.py`` and ``hierarchies.py`` hold the algorithms,
-pure functions from numbers of ranks to schedules. ``execute.py`` runs one on a fabric, ``interpret.py`` on arrays in
-memory, ``count.py`` reads off what it costs and ``formulas.py`` says so in closed form; ``table.py`` has them all, and
-``choose.py`` takes the cheapest.
+``schedule.py`` is the representation, ``algorithms.py`` the algorithms, which map a number of ranks to a schedule;
+``execute.py`` counts a schedule's traffic and runs it in memory or on a fabric, ``formulas.py`` has costs in closed
+form, ``table.py`` lists all algorithms, ``choose.py`` measures links and selects the cheapest, ``adasum.py`` is the
+Adasum reduction, and ``gloo_channel.py`` a raw gloo channel for benchmarks. The transports use their own collectives;
+of this package they use the grouping of ranks by host.
 """
 
 from counterpoint.fabric.collectives.choose import AlgorithmChoice, HostLinks, choose_algorithm
@@ -19,14 +20,14 @@ from counterpoint.fabric.collectives.table import ALGORITHMS, AllReduceAlgorithm
 
 __all__ = [
     "ALGORITHMS",
-    "AllReduceAlgorithm",
     "AlgorithmChoice",
-    "RankTraffic",
+    "AllReduceAlgorithm",
+    "AllReduceSchedule",
     "ChunkLayout",
     "ChunkTransfer",
     "HostLinks",
     "RankSchedule",
-    "AllReduceSchedule",
+    "RankTraffic",
     "choose_algorithm",
     "count_traffic",
     "execute",

@@ -1,7 +1,4 @@
-"""Which all-reduce is cheapest for a size, its ranks and their links; the figures are measured elsewhere.
-
-The figures that a choice of algorithm needs, measured on the ranks that will use it.
-"""
+"""Measure the links between ranks, and choose the all-reduce algorithm that is predicted to be the fastest."""
 
 from __future__ import annotations
 
@@ -41,13 +38,13 @@ MAX_PRICED_ROUNDS = 256  # of a schedule that is priced move by move
 
 @dataclass(frozen=True, slots=True)
 class HostLinks:
-    """Where the ranks are and how they are joined.
+    """Hosts of the ranks, and the links between them.
 
     Args:
         hosts: the host of each rank.
         within: the link between any two ranks of one host.
-        across: the link that leads out of a host and into it, which its ranks share.
-        reduce_bytes_per_s: how fast a rank adds what came to what it has.
+        across: the link of a host to all others, shared by its ranks.
+        reduce_bytes_per_s: how fast a rank adds received values to its own.
     """
 
     hosts: tuple[int, ...]
@@ -57,7 +54,7 @@ class HostLinks:
 
     @property
     def uniform_link(self) -> Link | None:
-        """The kind of link that joins all ranks; None where there are two."""
+        """The link between any two ranks, if all are alike; None otherwise."""
         num_hosts = len(set(self.hosts))
         if num_hosts == 1:
             return self.within
@@ -66,10 +63,10 @@ class HostLinks:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """An all-reduce that can be built, and how long it is predicted to take.
+    """An all-reduce algorithm, and its predicted time.
 
     Args:
-        name: the call that builds it, but for the ranks: ``pipelined_ring(num_segments=4)``.
+        name: the call that builds it, without the ranks: ``pipelined_ring(num_segments=4)``.
         schedule: builds it.
         seconds: predicted.
     """
@@ -80,29 +77,29 @@ class AlgorithmChoice:
 
 
 def choose_algorithm(num_bytes: int, links: HostLinks) -> AlgorithmChoice:
-    """Return the all-reduce that is predicted to be the fastest; of equals, the one that needs the least.
+    """Return the all-reduce that is predicted to be the fastest; of equal ones, the first candidate.
 
-    Where all links are alike, closed formulas say what each costs. Where there are two kinds, every candidate,
-    hierarchical ones among them, is priced move by move as :func:`predict_s` does.
+    With one kind of link, closed formulas give the cost. With two, every candidate, hierarchical ones included, is
+    priced transfer by transfer as :func:`predict_s` does.
 
     Args:
         num_bytes: size of the value on one rank.
-        network: the ranks.
+        links: between the ranks.
 
     Raises:
         PlanError: there are no ranks.
     """
     if not links.hosts:
-        raise PlanError("a network of no ranks has nothing to reduce; give the host of each rank, such as (0, 0, 1, 1)")
+        raise PlanError("there are no ranks to reduce over; give the host of each rank, such as (0, 0, 1, 1)")
     link = links.uniform_link
     found = _hierarchical_candidates(num_bytes, links) if link is None else _uniform_candidates(num_bytes, links, link)
     return min(found, key=lambda choice: choice.seconds)
 
 
 def predict_s(schedule: AllReduceSchedule, num_bytes: int, links: HostLinks) -> float:
-    """Predict how long a schedule takes on a network: round by round, the slowest message and the largest addition.
+    """Predict the seconds of a schedule: per round, the slowest message and the largest addition.
 
-    Messages that leave one host in one round, or come to it, share its link.
+    Messages of one round that leave one host, or reach it, share its link.
     """
     return sum(_round_s(moves, schedule.num_chunks, num_bytes, links) for moves in schedule.rounds)
 
@@ -152,7 +149,7 @@ def _uniform_candidates(num_bytes: int, links: HostLinks, link: Link) -> Iterato
 
 
 def _hierarchical_candidates(num_bytes: int, links: HostLinks) -> Iterator[AlgorithmChoice]:
-    """Yield what may be fastest where hosts have several ranks; without rings too long to be worth their steps."""
+    """Yield candidates for hosts with several ranks, without rings that are too long to be worth their steps."""
     num_ranks = len(links.hosts)
     flat = {"binomial_tree()": binomial_tree, "butterfly()": butterfly, "halving_doubling()": halving_doubling}
     if 2 * num_ranks <= MAX_PRICED_ROUNDS:
@@ -168,31 +165,33 @@ NUM_SMALL, NUM_LARGE, LARGE_BYTES = 20, 3, 2 << 20
 
 
 def measure_host_links(fabric: Fabric) -> HostLinks:
-    """Return where the ranks are and how they are joined, the same figures on all of them; all call it together.
+    """Measure the links between the ranks; a collective call, which returns the same on all.
 
-    One pair of ranks of one host and one of two hosts send each other small and large messages in turns: half a round
-    trip of next to nothing is the latency, what a large one takes beyond it gives the bandwidth. Other ranks wait.
+    One pair of ranks on one host and one pair on two exchange small and large messages: half a round trip of a small
+    one is the latency, the additional time of a large one gives the bandwidth. Other ranks wait.
 
     Cost:
         some tens of messages of 8 bytes and three of 2 MiB each way; 10 to 100 ms.
     """
     hosts = tuple(fabric.hosts)
-    near = next((pair for pair in combinations(range(len(hosts)), 2) if hosts[pair[0]] == hosts[pair[1]]), None)
-    far = next((pair for pair in combinations(range(len(hosts)), 2) if hosts[pair[0]] != hosts[pair[1]]), None)
+    local_pair = next((pair for pair in combinations(range(len(hosts)), 2) if hosts[pair[0]] == hosts[pair[1]]), None)
+    remote_pair = next((pair for pair in combinations(range(len(hosts)), 2) if hosts[pair[0]] != hosts[pair[1]]), None)
     everybody = tuple(range(fabric.num_ranks))
-    mine = [_measure_link(fabric, pair) if pair and fabric.rank in pair else None for pair in (near, far)]
-    heard = fabric.gather_values("links", [*mine, _measure_add_rate()], everybody)
-    found: list[Link] = []
-    for index, pair in enumerate((near, far)):
-        row = heard[pair[0]] if pair else None
+    own = [_measure_link(fabric, pair) if pair and fabric.rank in pair else None for pair in (local_pair, remote_pair)]
+    measurements = fabric.gather_values("links", [*own, _measure_add_rate()], everybody)
+    measured: list[Link] = []
+    for index, pair in enumerate((local_pair, remote_pair)):
+        row = measurements[pair[0]] if pair else None
         figures = row[index] if isinstance(row, list) else None
-        found.append(Link(*figures) if isinstance(figures, list) else Link(0.0, inf))
-    speeds = [row[2] for row in heard if isinstance(row, list)]
-    return HostLinks(hosts, found[0], found[1], min(float(speed) for speed in speeds if isinstance(speed, int | float)))
+        measured.append(Link(*figures) if isinstance(figures, list) else Link(0.0, inf))
+    speeds = [row[2] for row in measurements if isinstance(row, list)]
+    return HostLinks(
+        hosts, measured[0], measured[1], min(float(speed) for speed in speeds if isinstance(speed, int | float))
+    )
 
 
 def _measure_link(fabric: Fabric, pair: Sequence[int]) -> list[float]:
-    """Return latency in seconds and bytes per second between this rank and the other one of a pair."""
+    """Return latency in seconds, and bytes per second, between this rank and the other of a pair."""
     peer = pair[0] if fabric.rank == pair[1] else pair[1]
     small = half_round_trip_s(fabric, peer, torch.zeros(1, dtype=torch.int64), NUM_SMALL)
     large = half_round_trip_s(fabric, peer, torch.zeros(LARGE_BYTES, dtype=torch.uint8), NUM_LARGE)
@@ -200,13 +199,13 @@ def _measure_link(fabric: Fabric, pair: Sequence[int]) -> list[float]:
 
 
 def half_round_trip_s(fabric: Fabric, peer: int, message: Tensor, num_round_trips: int) -> float:
-    """Return the median of half the seconds of a round trip; both ranks call it together.
+    """Return half of the median round-trip time; both ranks call it together.
 
     Args:
         fabric: of one of the two.
         peer: the other one.
-        message: what the lower rank sends and the other one sends back.
-        turns: how often.
+        message: sent by the lower rank, and back by the other.
+        num_round_trips: how many to measure.
     """
 
     def round_trip() -> None:
@@ -221,7 +220,7 @@ def half_round_trip_s(fabric: Fabric, peer: int, message: Tensor, num_round_trip
 
 
 def _measure_add_rate() -> float:
-    """Return how many bytes a rank adds to others in a second."""
+    """Return the bytes per second at which a rank adds two arrays."""
     total, more = (torch.zeros(LARGE_BYTES // 4) for _ in range(2))
     return LARGE_BYTES / max(median(_time_once(lambda: total.add_(more)) for _ in range(5)), 1e-9)
 

@@ -1,8 +1,8 @@
-"""What each algorithm costs, in closed form: steps, messages and elements of every rank, remainders included.
+"""Costs of the algorithms in closed form: steps, messages and elements of every rank, exact for every number of ranks.
 
-``K`` ranks, ``n`` elements, ``P`` the largest power of two up to ``K``, ``E = K - P``. Every function here has the
-arguments of the schedule with its name, and nothing of it but the way in which an
-:class:`~counterpoint.fabric.collectives.schedule.ChunkLayout` is cut.
+``K`` ranks, ``n`` elements, ``P`` the largest power of two up to ``K``, ``E = K - P``. Every function has the arguments
+of the algorithm of its name, and uses nothing of it but how a
+:class:`~counterpoint.fabric.collectives.schedule.ChunkLayout` is divided.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from counterpoint.world.cluster import Link
 
 @dataclass(frozen=True, slots=True)
 class AllReduceCost:
-    """What an all-reduce costs.
+    """Cost of an all-reduce.
 
     Args:
-        steps: messages one after the other on the longest path.
+        steps: messages on the longest path, one after the other.
         messages: sent by each rank.
         elements: sent by each rank.
-        path_elements: sent one after the other: the largest message of every step, added up; exact where the chunks
-            are of one size, else at most one element too much per step.
-        path_added: likewise, of what is added.
-        hides_adding: whether adding one message goes on while the next is on its way.
+        path_elements: sum of the largest message of every step; exact if chunks have equal size, else at most one
+            element too much per step.
+        path_added: likewise, of additions.
+        hides_adding: whether a message is added while the next is in flight.
     """
 
     steps: int
@@ -43,11 +43,11 @@ class AllReduceCost:
     hides_adding: bool = False
 
     def seconds(self, link: Link, element_bytes: float, reduce_bytes_per_s: float) -> float:
-        """Predict how long it takes between ranks that are all joined by the same kind of link.
+        """Predict the time on ranks with uniform links.
 
         Returns:
-            ``steps * alpha + path bytes * beta + added bytes * gamma``; adding that is hidden counts by what it is
-            slower than the link.
+            ``steps * alpha + path bytes * beta + added bytes * gamma``; hidden additions cost what they exceed the
+            link's time.
         """
         beta, gamma = 1 / link.bytes_per_s, 1 / reduce_bytes_per_s
         exposed = max(0.0, gamma - beta) if self.hides_adding else gamma
@@ -56,14 +56,14 @@ class AllReduceCost:
 
 
 def star(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
-    """Rank 0 sends to all others, these send once."""
+    """Rank 0 sends to all others, which send once."""
     n, others = layout.size(range(1), 1), num_ranks - 1
     messages = (others, *[1] * others)
     return AllReduceCost(2 * others, messages, tuple(n * count for count in messages), 2 * others * n, others * n)
 
 
 def binomial_tree(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
-    """A rank sends once up, and down to as many as it has trailing zero bits, if there are so many ranks above it."""
+    """A rank sends once up, and down once per trailing zero bit of its number, as far as there are ranks above it."""
     n, levels = layout.size(range(1), 1), (num_ranks - 1).bit_length()
     messages = tuple(
         (rank > 0) + min(trailing_zeros(rank, levels), (num_ranks - 1 - rank).bit_length()) for rank in range(num_ranks)
@@ -72,9 +72,9 @@ def binomial_tree(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
 
 
 def fixed_tree(holders: Sequence[int], layout: ChunkLayout) -> AllReduceCost:
-    """The shards of a rank are ``a .. b - 1``; it sends the sums that begin at ``a``, ``a + lowbit(a)``, ... below b.
+    """Shards ``a .. b - 1`` are of one rank; it sends the sums that start at ``a``, ``a + lowbit(a)``, ... below ``b``.
 
-    Down go as many messages as there are shards ``v`` beyond ``b`` whose ``v - lowbit(v)`` is one of the rank's.
+    It sends down one message per shard ``v >= b`` whose ``v - lowbit(v)`` is one of its own.
     """
     n, num_shards = layout.size(range(1), 1), len(holders)
     starts = [holders.index(rank) for rank in range(max(holders) + 1)]
@@ -90,14 +90,14 @@ def fixed_tree(holders: Sequence[int], layout: ChunkLayout) -> AllReduceCost:
 
 
 def double_tree(num_ranks: int, layout: ChunkLayout, num_blocks: int = 4) -> AllReduceCost:
-    """Up goes one message per block and tree, but from its root; down goes one per child, of which there are 0 to 2."""
+    """One message per block and tree up, except from the root, and one per child down (0 to 2 per tree)."""
     chunks = 2 * num_blocks
     halves = layout.size(range(num_blocks), chunks), layout.size(range(num_blocks, chunks), chunks)
     edges = [[0, 0] for _ in range(num_ranks)]
     for rank in range(num_ranks):
-        for tree, stand in ((0, rank), (1, mirror_rank(rank, num_ranks))):
+        for tree, position in ((0, rank), (1, mirror_rank(rank, num_ranks))):
             children = 0 if rank % 2 == 0 else 1 if rank == num_ranks - 1 else 2
-            edges[stand][tree] += (rank != tree_root(0, num_ranks)) + children
+            edges[position][tree] += (rank != tree_root(0, num_ranks)) + children
     half_steps = {1: 0, 2: num_blocks}.get(
         num_ranks, 2 * (num_ranks.bit_length() - 2 + num_blocks) - int(num_ranks == 4)
     )
@@ -116,7 +116,7 @@ def butterfly(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
 
 
 def halving_doubling(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
-    """Rank ``r`` sends all chunks but its own, which has ``r``'s bits in reverse; then 1, 2, 4, ... around that one."""
+    """Rank ``r`` sends all chunks except its own (``r`` with reversed bits), then 1, 2, 4, ... around that one."""
     power = largest_power_of_two(num_ranks)
     levels, extra = power.bit_length() - 1, num_ranks - power
     n = layout.size(range(power), power)
@@ -132,7 +132,7 @@ def halving_doubling(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
 
 
 def ring(num_ranks: int, layout: ChunkLayout) -> AllReduceCost:
-    """Rank ``r`` sends all chunks but its own, then all but that of the rank after it."""
+    """Rank ``r`` sends all chunks except its own, then all except that of the next rank."""
     return pipelined_ring(num_ranks, layout, num_segments=1)
 
 
@@ -146,7 +146,7 @@ def pipelined_ring(num_ranks: int, layout: ChunkLayout, num_segments: int = 2) -
 
 
 def torus(num_ranks: int, layout: ChunkLayout, num_rows: int | None = None) -> AllReduceCost:
-    """The ring of a row of all elements, around the ring of a column of one part of them."""
+    """A ring along a row for all elements, around a ring along a column for one part."""
     rows, columns = torus_grid(num_ranks, num_rows)
     along = ring(columns, layout)
     down = [ring(rows, layout.subrange(part, columns)) for part in range(columns)]
@@ -160,7 +160,7 @@ def torus(num_ranks: int, layout: ChunkLayout, num_rows: int | None = None) -> A
 def hierarchical(
     hosts: Sequence[int], layout: ChunkLayout, inter: Callable[[int, ChunkLayout], AllReduceCost] = ring
 ) -> AllReduceCost:
-    """The holder of a part sends all others, gets its own completed among hosts, and hands it to all on its host."""
+    """The owner of a part exchanges it on its host, completes it between hosts, and distributes it on its host."""
     members = group_by_host(hosts)
     largest, num_parts = max(map(len, members)), min(map(len, members))
     parts = [layout.subrange(part, num_parts) for part in range(num_parts)]
@@ -183,12 +183,12 @@ def hierarchical(
 
 
 def trailing_zeros(number: int, limit: int) -> int:
-    """Return how often two divides a number, at most ``limit`` times; zero is divided for ever."""
+    """Return the number of trailing zero bits, at most ``limit``, which it is for zero."""
     return min((number & -number).bit_length() - 1, limit) if number else limit
 
 
 def subtree_starts(start: int, stop: int) -> list[int]:
-    """Return ``start``, ``start + lowbit(start)``, ... below ``stop``: where the sums to its right begin.
+    """Return ``start``, ``start + lowbit(start)``, ... below ``stop``.
 
     Example:
         >>> subtree_starts(3, 16)
@@ -202,7 +202,7 @@ def subtree_starts(start: int, stop: int) -> list[int]:
 
 
 def reversed_bits(number: int, num_bits: int) -> int:
-    """Return the number with its bits in reverse.
+    """Return the number with its bits reversed.
 
     Example:
         >>> reversed_bits(0b001, 3)

@@ -1,4 +1,4 @@
-"""Messages of a schedule on a connection of their own: straight bytes, for ranks that have agreed on what they do."""
+"""Raw messages of a schedule on a gloo connection of its own, for benchmarks of the algorithms."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAX_PENDING = 64
 
 
 class GlooChannel:
-    """What :func:`~counterpoint.fabric.collectives.execute.execute` sends and receives by, without frames.
+    """Transport for :func:`~counterpoint.fabric.collectives.execute.execute` that sends bytes without frames.
 
-    All members have compared what they are about to do, as for gloo's own collectives, whose bytes travel alike.
+    Members must have compared the collective before, as for gloo's own collectives.
 
     Cost:
-        a tensor is copied once where it is sent.
+        a tensor is copied once by the sender.
 
     Args:
         rank: the own rank.
         group: the members, in the order of the connection.
-        gloo: the connection; nobody else sends on it.
-        deadline_s: the longest that any wait may last.
+        gloo: the connection, used by nothing else.
+        timeout_s: the longest that any wait may last.
     """
 
     def __init__(self, rank: int, group: Sequence[int], gloo: GlooProcessGroup, timeout_s: float) -> None:
@@ -40,7 +40,7 @@ class GlooChannel:
         self._pending: deque[tuple[Tensor, GlooWork]] = deque()
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
-        """Copies of the tensors are on their way; a RuntimeError where the connection is lost."""
+        """Start to send copies of the tensors; raise RuntimeError if the connection is lost."""
         for tensor in tensors:
             piece = tensor.detach().clone()
             self._pending.append((piece, self._gloo.send([as_bytes(piece)], self._places[peer], DATA_TAG)))
@@ -48,11 +48,11 @@ class GlooChannel:
             self._pending.popleft()[1].wait(self._limit)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
-        """Nothing can be received that was not asked for: a strand does not say how long a message is."""
-        raise ProgramError(f"{label} of rank {peer} on a strand has to be asked for, with what it looks like: use ask")
+        """Raise a ProgramError: messages carry no length, so only :meth:`irecv` can receive."""
+        raise ProgramError(f"{label} of rank {peer} on a raw channel needs its shape and dtype in advance; use irecv")
 
     def irecv(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Make room for a peer's next tensor; waiting is a RuntimeError where it comes late or is longer."""
+        """Start to receive a peer's next tensor; the wait raises RuntimeError if it is late or too long."""
         tensor = torch.empty_like(like)
         work = self._gloo.recv([as_bytes(tensor)], self._places[peer], DATA_TAG)
 
@@ -63,10 +63,10 @@ class GlooChannel:
         return wait
 
     def flush(self) -> None:
-        """All that was sent has left this rank."""
+        """Wait until everything sent has left this rank."""
         while self._pending:
             self._pending.popleft()[1].wait(self._limit)
 
     def abort(self, reason: str) -> None:
-        """What is under way is forgotten; whoever executes a schedule on a strand tells the others."""
+        """Drop pending sends; the caller informs the other ranks."""
         self._pending.clear()

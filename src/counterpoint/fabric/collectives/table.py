@@ -1,4 +1,4 @@
-"""All algorithms in one table: how each is built, what it costs in closed form, and how the seed document prints it."""
+"""Table of all algorithms: how each is built, its cost in closed form, and its figures in the seed document."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ RANKS_PER_HOST = 2
 
 @dataclass(frozen=True, slots=True)
 class AllReduceAlgorithm:
-    """One algorithm for any number of ranks ``K``, its other parameters set.
+    """An algorithm for any number of ranks ``K``, with its other parameters fixed.
 
     Args:
-        schedule: for so many ranks.
-        cost: of so many ranks and these elements, in closed form.
-        steps: the same, to be read; ``P`` is the largest power of two up to ``K``, ``[E]`` is 1 where ``P < K``.
+        schedule: for a number of ranks.
+        cost: for a number of ranks and elements, in closed form.
+        steps: the same as text; ``P`` is the largest power of two up to ``K``, ``[E]`` is 1 if ``P < K``.
         messages: sent by a rank.
-        elements: sent by a rank that has no remainder, of ``n``.
-        printed: amount per node and frequency in seed document 002, where it has the algorithm.
-        group: the rank that holds each member's buffer, where that is not the rank of the same number.
+        elements: sent by a rank, without remainders, of ``n``.
+        printed: amount per node and frequency in seed document 002, if it has the algorithm.
+        group: the rank that holds each member's buffer, if not the rank of the same number.
     """
 
     schedule: Callable[[int], AllReduceSchedule]
@@ -50,13 +50,13 @@ class AllReduceAlgorithm:
 
 
 def pairs_per_host(num_ranks: int) -> tuple[int, ...]:
-    """Return hosts of two neighbours each; the last one has the odd rank too."""
+    """Return hosts of two consecutive ranks; the last one also has an odd rank."""
     num_hosts = max(1, num_ranks // RANKS_PER_HOST)
     return tuple(min(rank // RANKS_PER_HOST, num_hosts - 1) for rank in range(num_ranks))
 
 
 def alternate_hosts(num_ranks: int) -> tuple[int, ...]:
-    """Return two hosts that take turns."""
+    """Return two hosts with alternating ranks."""
     return tuple(rank % 2 for rank in range(num_ranks))
 
 

@@ -1,6 +1,6 @@
-"""A process group of torch over a fabric, so that programs written for torch.distributed run on it unchanged.
+"""Backend ``counterpoint`` of ``torch.distributed``: a process group on a fabric, so that unchanged programs run on it.
 
-``group.py`` has torch's words for every operation, ``collectives.py`` says each in the fabric's words,
-``reductions.py`` what torch adds up and the fabric does not, ``work.py`` what an operation that goes on looks like to
-torch, ``messages.py`` lets messages pass in both directions at once, and ``buckets.py`` spares DDP's buckets a copy.
+``process_group.py`` has torch's methods; ``collectives.py`` maps each collective and reduction to the fabric's,
+``work.py`` is torch's handle of a started one, ``p2p.py`` sends and receives messages concurrently, and
+``ddp_buckets.py`` moves DDP's buckets into shared memory.
 """

@@ -1,7 +1,4 @@
-"""How torch lets numbers of several ranks become one: in the fabric's verbs or, where it has none, one by one.
-
-Every collective of torch in the words of the fabric: what is copied before, what is started, what is copied then.
-"""
+"""torch's collectives and reductions on a fabric: copies before, the fabric's collective, copies after."""
 
 from __future__ import annotations
 
@@ -35,13 +32,13 @@ WIDER: Final = {torch.bool: torch.int32, torch.uint8: torch.int32, torch.int8: t
 
 @dataclass(frozen=True, slots=True)
 class TorchReduction:
-    """What is to be done with tensors of one dtype.
+    """How a reduction of torch runs on the fabric, for tensors of one dtype.
 
     Attributes:
-        verb: of the fabric, on tensors of the dtype ``through``.
-        through: the dtype that the fabric is given; a sum of narrower ones wraps as it does in torch.
-        fold: where the fabric has no verb: of two ranks' tensors; the verb then means nothing.
-        divides: whether a sum is to be divided by the number of ranks, towards zero: the mean of whole numbers.
+        op: the fabric's reduction, on tensors of ``compute_dtype``.
+        compute_dtype: the dtype given to the fabric; a sum of narrower integers wraps as in torch.
+        combine: combines two ranks' tensors, if the fabric lacks the reduction; ``op`` is then unused.
+        divides: whether to divide a sum by the number of ranks, rounding towards zero: a mean of integers.
     """
 
     op: Reduction
@@ -51,40 +48,40 @@ class TorchReduction:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the fabric's verb leaves nothing to do."""
+        """Whether the fabric's result needs no further step."""
         return self.combine is None and not self.divides
 
     def finalize(self, reduced: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """Return what the fabric has reduced as the program wants it."""
+        """Return the fabric's result as torch defines it."""
         whole = torch.div(reduced, num_ranks, rounding_mode="trunc") if self.divides else reduced
         return whole if whole.dtype == dtype else whole.to(dtype)
 
     def combine_rows(self, rows: Tensor) -> Tensor:
-        """Return what becomes of one row per rank, in their order."""
+        """Combine one row per rank, in rank order."""
         assert self.combine is not None
         return reduce(self.combine, rows.unbind())
 
 
 def plan_reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> TorchReduction:
-    """Return how an operation of torch is done here.
+    """Return how to run torch's reduction.
 
     Raises:
-        ProgramError: it is not known here.
+        ProgramError: it is not supported.
     """
-    for known, verb in FABRIC_REDUCTIONS:
-        if op == known:
-            through = WIDER.get(dtype, dtype)
-            if dtype == torch.bool and verb == "sum":  # True and True is True, not 2
-                return TorchReduction("max", through)
-            if verb == "mean" and not through.is_floating_point:
-                return TorchReduction("sum", through, divides=True)
-            return TorchReduction(verb, through)
-    for known, fold in COMBINES:
-        if op == known:
-            return TorchReduction("sum", dtype, fold)
+    for torch_op, fabric_op in FABRIC_REDUCTIONS:
+        if op == torch_op:
+            compute_dtype = WIDER.get(dtype, dtype)
+            if dtype == torch.bool and fabric_op == "sum":  # True + True is True, not 2
+                return TorchReduction("max", compute_dtype)
+            if fabric_op == "mean" and not compute_dtype.is_floating_point:
+                return TorchReduction("sum", compute_dtype, divides=True)
+            return TorchReduction(fabric_op, compute_dtype)
+    for torch_op, combine in COMBINES:
+        if op == torch_op:
+            return TorchReduction("sum", dtype, combine)
     raise ProgramError(
-        f"{op} of {dtype} is none of the reductions of backend counterpoint (sum, avg, max, min, product, band, bor, "
-        "bxor); scale the tensor before you add it up, or use the gloo backend"
+        f"backend counterpoint has no reduction {op} of {dtype}; it has sum, avg, max, min, product, band, bor, bxor: "
+        "scale the tensor before the all-reduce, or use the gloo backend"
     )
 
 
@@ -92,7 +89,7 @@ ExchangeCounts = list[list[int]]
 
 
 class FabricCollectives:
-    """The collectives of one group, which is the whole world of its fabric; only an exchange between all waits here.
+    """The collectives of one group, which is the whole world of its fabric. Only all-to-all waits when it starts.
 
     Args:
         fabric: of this group alone.
@@ -104,35 +101,35 @@ class FabricCollectives:
         self._everybody = tuple(range(fabric.num_ranks))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, label: str = "a tensor") -> StartedCollective:
-        """Start to replace the tensor by what becomes of all ranks'."""
-        own, reduction = tensor.detach(), plan_reduction(op, tensor.dtype)
+        """Start to reduce the tensor on all members."""
+        values, reduction = tensor.detach(), plan_reduction(op, tensor.dtype)
         if reduction.combine is not None:
-            return self._gather_and_combine(own, reduction, label)
-        if reduction.compute_dtype == own.dtype and reduction.is_direct:
-            return StartedCollective([self._fabric.all_reduce(label, own, self._everybody, reduction.op)], [tensor])
-        wide = own.to(reduction.compute_dtype, copy=True)
-        work = self._fabric.all_reduce(f"{label} of {own.dtype}", wide, self._everybody, reduction.op)
+            return self._gather_and_combine(values, reduction, label)
+        if reduction.compute_dtype == values.dtype and reduction.is_direct:
+            return StartedCollective([self._fabric.all_reduce(label, values, self._everybody, reduction.op)], [tensor])
+        converted = values.to(reduction.compute_dtype, copy=True)
+        work = self._fabric.all_reduce(f"{label} of {values.dtype}", converted, self._everybody, reduction.op)
         return StartedCollective(
-            [work], [tensor], lambda: own.copy_(reduction.finalize(wide, len(self._everybody), own.dtype))
+            [work], [tensor], lambda: values.copy_(reduction.finalize(converted, len(self._everybody), values.dtype))
         )
 
     def reduce(self, tensor: Tensor, op: ReduceOp, root: int) -> StartedCollective:
-        """Start to replace the root's tensor; the others keep theirs."""
-        what = f"a tensor for rank {root}"
+        """Start to reduce the root's tensor; the others' are unchanged."""
+        label = f"a tensor for rank {root}"
         if self._rank == root:
-            return self.all_reduce(tensor, op, what)
-        given = self._scratch(tensor.numel(), tensor.dtype).view(tensor.shape)
-        return StartedCollective(self.all_reduce(given.copy_(tensor.detach()), op, what).works, [tensor])
+            return self.all_reduce(tensor, op, label)
+        copy = self._scratch(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return StartedCollective(self.all_reduce(copy.copy_(tensor.detach()), op, label).works, [tensor])
 
     def broadcast(self, tensor: Tensor, root: int) -> StartedCollective:
-        """Start to replace the tensor by the root's."""
+        """Start to copy the root's tensor to all members."""
         return StartedCollective([self._fabric.broadcast("a tensor", tensor.detach(), self._everybody, root)], [tensor])
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> StartedCollective:
         """Start to copy member ``i``'s tensor to ``outputs[i]``.
 
         Raises:
-            ProgramError: there is not one output per member, or the own one has another size than the tensor.
+            ProgramError: there is not one output per member, or the own one does not match the tensor.
         """
         self._check_parts("all_gather", outputs, tensor)
         bounds = [0, *accumulate(output.numel() for output in outputs)]
@@ -143,10 +140,10 @@ class FabricCollectives:
         return StartedCollective([work], outputs, lambda: copy_parts(parts, outputs))
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor) -> StartedCollective:
-        """Start to copy all members' tensors to one, back to back.
+        """Start to concatenate all members' tensors in one.
 
         Raises:
-            ProgramError: the sizes do not fit.
+            ProgramError: the sizes do not match.
         """
         own, bounds = tensor.detach(), self._even_bounds("all_gather", output, tensor)
         whole = output.detach().view(-1) if output.is_contiguous() else output.new_empty(output.numel())
@@ -159,10 +156,10 @@ class FabricCollectives:
         return StartedCollective([work], [output], lambda: output.detach().copy_(whole.view(output.shape)))
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: ReduceOp) -> StartedCollective:
-        """Start to put into ``output`` what becomes of all members' tensors for this one; the tensors stay as they are.
+        """Start to reduce all members' tensors for this member into ``output``; the inputs are unchanged.
 
         Raises:
-            ProgramError: there is not one tensor per member, or the own one has another size than the output.
+            ProgramError: there is not one tensor per member, or the own one does not match the output.
         """
         self._check_parts("reduce_scatter", tensors, output)
         bounds = [0, *accumulate(tensor.numel() for tensor in tensors)]
@@ -173,10 +170,10 @@ class FabricCollectives:
         return self._reduce_scatter(output, whole, bounds, op)
 
     def reduce_scatter_tensor(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> StartedCollective:
-        """Start to put into ``output`` what becomes of this member's part of all tensors, which stay as they are.
+        """Start to reduce this member's part of all members' tensors into ``output``; the inputs are unchanged.
 
         Raises:
-            ProgramError: the sizes do not fit.
+            ProgramError: the sizes do not match.
         """
         bounds = self._even_bounds("reduce_scatter", tensor, output)
         whole = self._scratch(bounds[-1], plan_reduction(op, output.dtype).compute_dtype)
@@ -184,7 +181,7 @@ class FabricCollectives:
         return self._reduce_scatter(output, whole, bounds, op)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> StartedCollective:
-        """Start to copy the root's tensor number ``i`` to the output of member ``i``."""
+        """Start to copy the root's tensor ``i`` to the output of member ``i``."""
         if self._rank == root:
             self._check_parts("scatter", tensors, output)
         count = output.numel()
@@ -192,7 +189,7 @@ class FabricCollectives:
         return self._exchange(f"tensors like {tuple(output.shape)} of rank {root}", [output], tensors, counts)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> StartedCollective:
-        """Start to copy member ``i``'s tensor to the root's output number ``i``."""
+        """Start to copy member ``i``'s tensor to the root's output ``i``."""
         if self._rank == root:
             self._check_parts("gather", outputs, tensor)
         count = tensor.numel()
@@ -200,7 +197,7 @@ class FabricCollectives:
         return self._exchange(f"tensors like {tuple(tensor.shape)} for rank {root}", outputs, [tensor], counts)
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> StartedCollective:
-        """Start to copy tensor number ``j`` of member ``i`` to output number ``i`` of member ``j``."""
+        """Start to copy tensor ``j`` of member ``i`` to output ``i`` of member ``j``."""
         counts = self._exchange_counts(
             [len(part) for part in map(flatten, tensors)], [part.numel() for part in outputs]
         )
@@ -212,9 +209,9 @@ class FabricCollectives:
         """Start to copy part ``j`` of member ``i``'s tensor to part ``i`` of member ``j``'s output.
 
         Args:
-            output: where to.
-            tensor: where from.
-            output_sizes: of the output's parts, along its first dim; even ones where there are none.
+            output: the destination.
+            tensor: the source.
+            output_sizes: of the output's parts along dim 0; empty for equal ones.
             input_sizes: of the tensor's parts.
         """
         parts = split_rows(output.detach(), output_sizes, len(self._everybody))
@@ -223,11 +220,9 @@ class FabricCollectives:
         return StartedCollective(started.works, [output], started.after)
 
     def barrier(self) -> StartedCollective:
-        """Start to wait for all members."""
-        arrived = torch.zeros(1, dtype=torch.int32)
-        return StartedCollective(
-            [self._fabric.all_reduce("arrivals at a barrier", arrived, self._everybody)], [arrived]
-        )
+        """Start a barrier."""
+        token = torch.zeros(1, dtype=torch.int32)
+        return StartedCollective([self._fabric.all_reduce("arrivals at a barrier", token, self._everybody)], [token])
 
     def _reduce_scatter(self, output: Tensor, whole: Tensor, bounds: Sequence[int], op: ReduceOp) -> StartedCollective:
         reduction, part = plan_reduction(op, output.dtype), self._own_part(whole, bounds)
@@ -236,14 +231,14 @@ class FabricCollectives:
             works: Sequence[Work] = [self._fabric.reduce_scatter(what, whole, bounds, self._everybody, reduction.op)]
             after: Callable[[], object] | None = None
         else:
-            folding = self._gather_and_combine(whole, reduction, what)
-            works, after = folding.works, folding.after
+            gathered = self._gather_and_combine(whole, reduction, what)
+            works, after = gathered.works, gathered.after
 
         def finish() -> None:
             if after is not None:
                 after()
-            ended = reduction.finalize(part, len(self._everybody), output.dtype)
-            output.detach().copy_(ended.view(output.shape))
+            result = reduction.finalize(part, len(self._everybody), output.dtype)
+            output.detach().copy_(result.view(output.shape))
 
         return StartedCollective(works, [output], finish)
 
@@ -271,15 +266,15 @@ class FabricCollectives:
         return StartedCollective([work], outputs, lambda: copy_parts(filled, targets))
 
     def _exchange_counts(self, given: Sequence[int], expected: Sequence[int]) -> ExchangeCounts:
-        """Return how many numbers go from whom to whom; all ranks have told, and waited for it.
+        """Gather the split sizes; return how many elements each member sends to each. Waits for all members.
 
         Raises:
-            PeerError: one expects other than another gives; all ranks raise it.
+            PeerError: a member expects another size than its peer sends; all members raise it.
         """
         count = len(self._everybody)
         if not len(given) == len(expected) == count:
             raise ProgramError(
-                f"all_to_all with {len(given)} tensors to give and {len(expected)} to receive among {count} ranks; "
+                f"all_to_all with {len(given)} tensors to send and {len(expected)} to receive among {count} ranks; "
                 "give one for each rank"
             )
         table = torch.tensor([*given, *expected], dtype=torch.int64).repeat(count)
@@ -289,8 +284,9 @@ class FabricCollectives:
         if not torch.equal(gives, expects.T):
             source, target = (gives != expects.T).nonzero()[0].tolist()
             raise PeerError(
-                f"all_to_all: rank {source} gives {int(gives[source, target])} numbers to rank {target}, which expects "
-                f"{int(expects[target, source])}; the sizes of the two must be equal: compare their split sizes"
+                f"all_to_all: rank {source} sends {int(gives[source, target])} elements to rank {target}, which "
+                "expects "
+                f"{int(expects[target, source])}; the two must agree: compare their split sizes"
             )
         return gives.tolist()
 
@@ -298,7 +294,8 @@ class FabricCollectives:
         count = len(self._everybody)
         if whole.numel() != count * part.numel() or whole.dtype != part.dtype:
             raise ProgramError(
-                f"{label} between one tensor {format_tensor(part)} per rank and one {format_tensor(whole)} for {count} ranks; "
+                f"{label} between one tensor {format_tensor(part)} per rank and one {format_tensor(whole)} for "
+                f"{count} ranks; "
                 f"the second must have {count} times as many numbers, of the same dtype"
             )
         return [index * part.numel() for index in range(count + 1)]
@@ -309,7 +306,8 @@ class FabricCollectives:
         if len(parts) != count or sizes[self._rank] != own.numel() or parts[self._rank].dtype != own.dtype:
             shown = ", ".join(map(format_tensor, parts))
             raise ProgramError(
-                f"{label} on rank {self._rank} between a tensor {format_tensor(own)} and a list of {shown or 'none'}; the list "
+                f"{label} on rank {self._rank} between a tensor {format_tensor(own)} and a list of {shown or 'none'}; "
+                "the list "
                 f"needs one tensor for each of {count} ranks, the own one as large and of the same dtype"
             )
 
@@ -317,39 +315,40 @@ class FabricCollectives:
         return whole[bounds[self._rank] : bounds[self._rank + 1]]
 
     def _scratch(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of the fabric; sizes are rounded up to four per octave, so that few segments serve all."""
+        """Return a buffer of the fabric; rounding sizes to four per octave lets few segments serve all of them."""
         step = max(1024, 1 << max(num_elements.bit_length() - 3, 0))
         return self._fabric.empty(-(-num_elements // step) * step, dtype)[:num_elements]
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the numbers in one row."""
+    """Return a flat view or copy."""
     return tensor.detach().reshape(-1)
 
 
 def copy_parts(parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Each part is in its output."""
+    """Copy each part to its output."""
     for part, output in zip(parts, outputs, strict=True):
         output.detach().copy_(part.view(output.shape))
 
 
 def split_rows(whole: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
-    """Return the parts of a tensor along its first dim, as views; even ones where no sizes are given.
+    """Split a tensor along dim 0 into views; into equal ones if no sizes are given.
 
     Raises:
-        ProgramError: the sizes do not fit.
+        ProgramError: the sizes do not match.
     """
     rows = len(whole) if whole.dim() else 0
     if not sizes and rows % count == 0:
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows:
         raise ProgramError(
-            f"all_to_all of a tensor {format_tensor(whole)} in parts of {list(sizes) or 'even size'} among {count} ranks; "
+            f"all_to_all of a tensor {format_tensor(whole)} in parts of {list(sizes) or 'even size'} among {count} "
+            "ranks; "
             "give one size for each rank that add up to its first dim"
         )
     return list(torch.split_with_sizes(whole, list(sizes)))
 
 
 def format_tensor(tensor: Tensor) -> str:
-    """Return dtype and shape, as errors show them."""
+    """Return dtype and shape for errors."""
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"

@@ -1,7 +1,7 @@
-"""Messages of torch programs: both directions at once, to several peers at once, and found by their tag.
+"""Point-to-point messages of torch programs: concurrent in both directions and with several peers, matched by tag.
 
-A fabric's ``send`` waits while the peer's pipe is full, and programs let two ranks send to each other first and receive
-afterwards. So each direction of each peer has a thread of its own, made by its first message; who never sends has none.
+A fabric's ``send`` blocks while the peer's pipe is full, and programs let two ranks send to each other before they
+receive. So each direction of each peer has a thread of its own, started by its first message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ P2PTask = Callable[[], int]
 
 
 class SerialExecutor:
-    """A thread that does one errand after the other, and ends with the process if not before.
+    """A daemon thread that runs tasks one after the other.
 
     Args:
         name: of the thread.
@@ -44,24 +44,24 @@ class SerialExecutor:
         self._thread.start()
 
     def submit(self, task: P2PTask) -> Future[int]:
-        """Return what will come of the errand."""
+        """Return a future of the task."""
         future: Future[int] = Future()
         self._tasks.put((task, future))
         return future
 
     def close(self) -> None:
-        """The thread is gone when its errands are done."""
+        """End the thread after its pending tasks."""
         self._tasks.put(None)
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
-        while (asked := self._tasks.get()) is not None:
-            errand, future = asked
+        while (item := self._tasks.get()) is not None:
+            errand, future = item
             try:
                 future.set_result(errand())
-            except Exception as error:  # noqa: BLE001 - whoever waits for the message raises it
+            except Exception as error:  # noqa: BLE001 - raised by the message's wait
                 future.set_exception(error)
-            del asked, errand, future  # they would keep the last message's tensor
+            del item, errand, future  # or they would keep the last message's tensor alive
 
 
 class P2PMessages:
@@ -80,63 +80,63 @@ class P2PMessages:
         self._pending: set[Future[int]] = set()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
-        """Start to send; the tensor may be overwritten when that has been waited for."""
-        courier = self._senders.get(peer) or SerialExecutor(f"to rank {peer}")
-        self._senders[peer] = courier
-        own = tensor.detach()
-        head = json.dumps([tag, dtype_name(own.dtype), list(own.shape)]).encode()
+        """Start to send; the tensor may be overwritten after a wait."""
+        executor = self._senders.get(peer) or SerialExecutor(f"to rank {peer}")
+        self._senders[peer] = executor
+        values = tensor.detach()
+        head = json.dumps([tag, dtype_name(values.dtype), list(values.shape)]).encode()
 
-        def errand() -> int:
-            raw = own.contiguous().reshape(-1).view(torch.uint8)
+        def task() -> int:
+            raw = values.contiguous().reshape(-1).view(torch.uint8)
             self._fabric.send(peer, LABEL, [torch.frombuffer(bytearray(head), dtype=torch.uint8), raw])
             return peer
 
-        return self._work(courier.submit(errand), tensor)
+        return self._work(executor.submit(task), tensor)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
         """Start to receive the peer's next message with this tag."""
         return self._work(self._receiver(peer).submit(lambda: self._match(tensor, [peer], tag)), tensor)
 
     def recv_any(self, tensor: Tensor, tag: int) -> P2PWork:
-        """Start to receive the next message with this tag of anybody, in its turn among those that are expected."""
+        """Start to receive the next message with this tag from any peer, after all receives started before."""
         peers = [rank for rank in range(self._fabric.num_ranks) if rank != self._fabric.rank]
         receivers = [self._receiver(peer) for peer in peers]
         earlier = [receiver.submit(lambda: 0) for receiver in receivers]
         self._any_source = self._any_source or SerialExecutor("from any rank")
 
-        def errand() -> int:
+        def task() -> int:
             wait(earlier)
             return self._match(tensor, peers, tag)
 
-        future = self._any_source.submit(errand)
-        for receiver in receivers:  # two threads must not read one pipe
+        future = self._any_source.submit(task)
+        for receiver in receivers:  # only one thread may read a pipe at a time
             receiver.submit(lambda: len(wait([future]).done))
         return self._work(future, tensor)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way."""
+        """Whether nothing is pending."""
         return not any(not future.done() for future in self._pending)
 
     def close(self) -> None:
-        """The threads are gone; those that wait for a message go when the fabric has stopped."""
-        anybody = [] if self._any_source is None else [self._any_source]
-        for courier in (*self._senders.values(), *self._receivers.values(), *anybody):
-            courier.close()
+        """End the threads; those that wait for a message end when the fabric aborts."""
+        any_source = [] if self._any_source is None else [self._any_source]
+        for executor in (*self._senders.values(), *self._receivers.values(), *any_source):
+            executor.close()
         self._senders.clear()
         self._receivers.clear()
         self._any_source = None
 
     def _receiver(self, peer: int) -> SerialExecutor:
-        courier = self._receivers.get(peer) or SerialExecutor(f"from rank {peer}")
-        self._receivers[peer] = courier
-        return courier
+        executor = self._receivers.get(peer) or SerialExecutor(f"from rank {peer}")
+        self._receivers[peer] = executor
+        return executor
 
     def _match(self, tensor: Tensor, peers: Sequence[int], tag: int) -> int:
         while True:
             for peer in peers:
-                for index, (its_tag, message) in enumerate(self._received[peer]):
-                    if its_tag == tag:
+                for index, (message_tag, message) in enumerate(self._received[peer]):
+                    if message_tag == tag:
                         del self._received[peer][index]
                         self._copy_into(tensor, peer, message)
                         return peer
@@ -144,8 +144,8 @@ class P2PMessages:
                 peer, (head, raw) = peers[0], self._fabric.recv(peers[0], LABEL)
             else:
                 peer, _, (head, raw) = self._fabric.recv_any(peers)
-            its_tag, dtype, shape = json.loads(head.numpy().tobytes())
-            self._received[peer].append((its_tag, raw.view(getattr(torch, dtype)).view(shape)))
+            message_tag, dtype, shape = json.loads(head.numpy().tobytes())
+            self._received[peer].append((message_tag, raw.view(getattr(torch, dtype)).view(shape)))
 
     def _copy_into(self, tensor: Tensor, peer: int, message: Tensor) -> None:
         if (message.dtype, message.numel()) != (tensor.dtype, tensor.numel()):
@@ -163,11 +163,11 @@ class P2PMessages:
 
 
 class P2PWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - torch's own name for what is subclassed
-    """A message under way, for torch.
+    """A pending message, for torch.
 
     Args:
-        future: the rank that it came from, or goes to.
-        tensor: what it is.
+        future: the peer's rank.
+        tensor: the message's.
     """
 
     def __init__(self, future: Future[int], tensor: Tensor) -> None:
@@ -176,32 +176,33 @@ class P2PWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - 
         self._tensor = tensor
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """It has been received, or has left this rank.
+        """Block until the message was received or sent.
 
         Raises:
-            PeerError: it cannot be.
+            PeerError: it failed, or timed out.
         """
         seconds = timeout_seconds(timeout)
         try:
             self._future.result(seconds)
         except FutureTimeoutError as error:
             raise PeerError(
-                f"a message has not come or gone within {seconds} s; look at what the peer does instead, or wait longer"
+                f"a message was not transferred within {seconds} s; look at what the peer does instead, or raise the "
+                "timeout"
             ) from error
         return True
 
     def get_future(self) -> TorchFuture[Any]:
-        """Return a future of torch that is complete when the message is."""
+        """Return a torch future that completes with the message."""
         result: TorchFuture[Any] = TorchFuture()
 
-        def tell(future: Future[int]) -> None:
+        def copy_result(future: Future[int]) -> None:
             error = future.exception()
             if isinstance(error, Exception):
                 result.set_exception(error)
             else:
                 result.set_result([self._tensor])
 
-        self._future.add_done_callback(tell)
+        self._future.add_done_callback(copy_result)
         return result
 
     def is_completed(self) -> bool:
@@ -209,11 +210,11 @@ class P2PWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - 
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has succeeded."""
         return self._future.done() and self._future.exception() is None
 
     def exception(self) -> CounterpointError | None:
-        """Return what it has ended with, if not well."""
+        """Return its error, if it failed."""
         error = self._future.exception() if self._future.done() else None
         return error if isinstance(error, CounterpointError) else None
 
@@ -222,7 +223,7 @@ class P2PWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - 
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """Return who sent it."""
+        """Return the sender."""
         return self._future.result()
 
     def _source_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Torch's words for the operations of a group; two of them where torch has renamed one between its releases."""
+"""torch's process group interface on a fabric; two names where torch renamed a method between releases."""
 
 from __future__ import annotations
 
@@ -42,26 +42,25 @@ ProcessGroup: Any = dist.ProcessGroup  # torch's stubs know overloads that the C
 def create_process_group(
     store: Store, rank: int, num_ranks: int, timeout: timedelta, transport: Transport = "auto"
 ) -> FabricProcessGroup:
-    """Return the group of this rank; all of its ranks have come. Torch calls it, once for each of its groups.
+    """Return this rank's process group. torch calls it once per group, on all of its ranks.
 
-    A group has a fabric of its own, in which its ranks are numbered by their places; so do errors number them.
+    Each group has its own fabric, whose ranks are indices in the group; errors use these, too.
 
     Args:
-        store: what the ranks of the group have in common.
-        rank: the own place.
-        num_ranks: how many there are.
+        store: shared by the group's ranks.
+        rank: the own index.
+        num_ranks: the size of the group.
         timeout: the longest that any wait may last.
-        transport: shared memory where all ranks are on one host, unless said otherwise.
+        transport: by default, shared memory if all ranks are on one host.
     """
     deadline_s = timeout_seconds(timeout) or dist.default_pg_timeout.total_seconds()
     return FabricProcessGroup(connect_over_store(store, rank, num_ranks, timeout_s=deadline_s, transport=transport))
 
 
 class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
-    """A process group of torch over a fabric of ours, on processors.
+    """A process group of torch on a fabric, for CPU tensors.
 
-    Every operation starts it and returns a work; none waits for another rank but an exchange between all, whose sizes
-    the ranks tell each other first.
+    Every operation returns a work at once, except all-to-all, which first exchanges the split sizes.
 
     Args:
         fabric: of this group alone; closed with it.
@@ -76,8 +75,8 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
         self._queue = WorkQueue(fabric)
         self._names = {"name": "", "desc": ""}
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> ProcessGroupWork:  # noqa: ANN401 - two kinds of options
-        """Start to reduce; DDP's buckets come to lie where they need not be copied."""
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> ProcessGroupWork:  # noqa: ANN401 - two types of options
+        """Start to reduce; moves DDP's buckets into memory that need not be copied."""
         opts = opts or AllreduceOptions()
         for tensor in map(require_dense, tensors if is_called_by_backward() else ()):
             self._buckets.adopt(tensor)
@@ -88,38 +87,38 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions) -> ProcessGroupWork:
-        """Start to reduce for the root."""
+        """Start to reduce to the root."""
         return self._enqueue(
             opts, *[self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank) for tensor in tensors]
         )
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> ProcessGroupWork:
-        """Start to copy the root's tensor."""
+        """Start to broadcast."""
         return self._enqueue(opts, *[self._collectives.broadcast(tensor, opts.rootRank) for tensor in tensors])
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to collect everybody's tensor in a list."""
+        """Start to gather all members' tensors into a list."""
         pairs = zip(outputs, inputs, strict=True)
         return self._enqueue(opts, *[self._collectives.all_gather(output, tensor) for output, tensor in pairs])
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to collect several tensors; ``outputs[i]`` are those of member ``i``."""
+        """Start to gather several tensors; ``outputs[i]`` are those of member ``i``."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(
         self, output: Tensor, tensor: Tensor, opts: AllgatherOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to collect everybody's tensor in one."""
+        """Start to gather all members' tensors into one."""
         return self._enqueue(opts, self._collectives.all_gather_into_tensor(output, tensor))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to collect several tensors."""
+        """Start to gather several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         return self._enqueue(
             opts, *[self._collectives.all_gather_into_tensor(output, tensor) for output, tensor in pairs]
@@ -128,20 +127,20 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: GatherOptions
     ) -> ProcessGroupWork:
-        """Start to collect everybody's tensor on the root."""
+        """Start to gather on the root."""
         root = opts.rootRank
         return self._enqueue(opts, self._collectives.gather(outputs[0] if outputs else [], inputs[0], root))
 
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions
     ) -> ProcessGroupWork:
-        """Start to hand out the root's tensors."""
+        """Start to scatter the root's tensors."""
         return self._enqueue(opts, self._collectives.scatter(outputs[0], inputs[0] if inputs else [], opts.rootRank))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ReduceScatterOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to reduce a list, one tensor for each member."""
+        """Start to reduce-scatter a list with one tensor per member."""
         opts = opts or ReduceScatterOptions()
         pairs = zip(outputs, inputs, strict=True)
         return self._enqueue(opts, *[self._collectives.reduce_scatter(a, b, opts.reduceOp) for a, b in pairs])
@@ -149,13 +148,13 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, opts: ReduceScatterOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to reduce a tensor, a part for each member."""
+        """Start to reduce-scatter a tensor."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to reduce several tensors, a part of each for each member."""
+        """Start to reduce-scatter several tensors."""
         opts = opts or ReduceScatterOptions()
         pairs = zip(outputs, inputs, strict=True)
         return self._enqueue(opts, *[self._collectives.reduce_scatter_tensor(a, b, opts.reduceOp) for a, b in pairs])
@@ -163,7 +162,7 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllToAllOptions | None = None
     ) -> ProcessGroupWork:
-        """Start to exchange tensors."""
+        """Start an all-to-all of lists."""
         return self._enqueue(opts, self._collectives.all_to_all(outputs, inputs))
 
     def all_to_all_single(
@@ -174,11 +173,11 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
         input_sizes: Sequence[int] = (),
         opts: AllToAllOptions | None = None,
     ) -> ProcessGroupWork:
-        """Start to exchange parts of a tensor."""
+        """Start an all-to-all of parts of a tensor."""
         return self._enqueue(opts, self._collectives.all_to_all_single(output, tensor, output_sizes, input_sizes))
 
     def barrier(self, opts: BarrierOptions | None = None) -> ProcessGroupWork:
-        """Start to wait for all."""
+        """Start a barrier."""
         return self._enqueue(opts, self._collectives.barrier())
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> P2PWork:
@@ -190,7 +189,7 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
         return self._p2p.recv(tensors[0], peer, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> P2PWork:
-        """Start to receive from whoever sends first."""
+        """Start to receive from any source."""
         return self._p2p.recv_any(tensors[0], tag)
 
     # the names of torch 2.11; 2.13 takes either
@@ -201,15 +200,15 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
     alltoall_base = all_to_all_single
 
     def _start_coalescing(self, device: object) -> None:
-        """Nothing changes: what is started before the end is under way at once."""
+        """Do nothing: operations start at once, also inside of a coalescing block."""
         return
 
     def _end_coalescing(self, device: object) -> ProcessGroupWork:
-        """Return a work that is complete when all that was started before is."""
+        """Return a work that is complete when all earlier ones are."""
         return self._enqueue(None)
 
     def shutdown(self) -> None:
-        """What was started is finished, well or not; then nothing of the group is left in this process."""
+        """Finish pending operations, well or not, and release everything."""
         self._queue.finish_all()
         if not self._p2p.is_idle:
             self.fabric.abort(f"rank {self.fabric.rank} has destroyed its process group with messages under way")
@@ -217,28 +216,28 @@ class FabricProcessGroup(ProcessGroup):  # type: ignore[misc]  # see above
         self.fabric.close()
 
     def abort(self) -> None:
-        """Nothing of the group is left in this process, and the other ranks know."""
+        """Abort on all ranks, and release everything."""
         self.fabric.abort(f"rank {self.fabric.rank} has aborted its process group")
         self.shutdown()
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's names, here and below
-        """Return what it is called in ``init_process_group``."""
+        """Return the backend's name in ``init_process_group``."""
         return NAME
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Keep what torch calls the group."""
+        """Set torch's name of the group."""
         self._names["name"] = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return what torch calls the group."""
+        """Return torch's name of the group."""
         return self._names["name"]
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Keep what the group is for."""
+        """Set the group's description."""
         self._names["desc"] = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for."""
+        """Return the group's description."""
         return self._names["desc"]
 
     def __repr__(self) -> str:
@@ -264,7 +263,8 @@ def require_dense(tensor: Tensor) -> Tensor:
     """
     if tensor.is_sparse:
         raise ProgramError(
-            f"all_reduce of a sparse tensor {tuple(tensor.shape)}: backend counterpoint adds up dense ones; make it "
-            "dense (nn.Embedding(..., sparse=False)), or use the gloo backend"
+            f"all_reduce of a sparse tensor {tuple(tensor.shape)}: backend counterpoint reduces dense tensors only; "
+            "make "
+            "it dense (nn.Embedding(..., sparse=False)), or use the gloo backend"
         )
     return tensor

@@ -1,4 +1,4 @@
-"""What torch holds of an operation that it has started: it can be waited for, asked for a future, or forgotten."""
+"""torch's handle of a started collective: it can be waited for, turned into a future, or dropped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from counterpoint.fabric.fabric import Fabric, Work
 
 
 class OpOptions(Protocol):
-    """What torch passes with every operation.
+    """Options that torch passes with every operation.
 
     Attributes:
-        timeout: how long it may take; not positive where the group's own deadline counts.
+        timeout: of this operation; not positive for the group's own.
     """
 
     timeout: timedelta
@@ -30,12 +30,12 @@ class OpOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartedCollective:
-    """An operation in the words of the fabric.
+    """An operation started on the fabric.
 
     Attributes:
-        works: what is under way.
-        tensors: where the result is found.
-        after: what is left to do when all of that is complete.
+        works: the fabric's.
+        tensors: the results.
+        after: called once when all works are complete.
     """
 
     works: Sequence[Work]
@@ -44,12 +44,12 @@ class StartedCollective:
 
 
 class ProcessGroupWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - torch's own name for what is subclassed
-    """A collective that goes on; its tensors live for as long as it does, also where nobody keeps this object.
+    """A collective in progress; keeps its tensors alive until it completes, even if this object is dropped.
 
     Args:
-        started: what it is.
-        queue: the works of its group.
-        seconds: its own deadline; the group's where None.
+        started: the operation.
+        queue: the pending works of its group.
+        seconds: its own timeout; None for the group's.
     """
 
     def __init__(self, started: StartedCollective, queue: WorkQueue, seconds: float | None) -> None:
@@ -62,10 +62,10 @@ class ProcessGroupWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: 
         self._is_done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """It is complete on this rank.
+        """Block until complete on this rank.
 
         Raises:
-            PeerError: the members disagree, one of them is gone, or the deadline has passed.
+            PeerError: the members disagree, one of them is gone, or the timeout has passed.
         """
         if not self._is_done:
             self._queue.finish(self, timeout_seconds(timeout))
@@ -74,12 +74,12 @@ class ProcessGroupWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: 
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future that holds the tensors, complete.
+        """Complete the collective, and return a completed future with the tensors.
 
-        Collectives in shared memory go on in the ranks that wait for them: no thread takes a processor from them.
-        Whoever waits for a future of torch, as DDP's reducer does, can only sleep until somebody else completes it, and
-        there is nobody else. So the collective is finished here; DDP asks for the future of a bucket when all of its
-        gradients are there, and on the processors of one host there is nothing to gain from doing it later.
+        Collectives in shared memory progress only in threads that wait for them, so that no background thread takes a
+        core. A thread that waits for a torch future, as DDP's reducer does, just sleeps until another completes it;
+        there is no other. DDP asks for a bucket's future when all of its gradients are ready, and on CPUs of one host
+        nothing is gained by completing it later.
         """
         self.wait()
         future: Future[Any] = Future()
@@ -87,17 +87,17 @@ class ProcessGroupWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: 
         return future
 
     def is_completed(self) -> bool:
-        """Finish it: a program that asks until it hears yes would otherwise ask for ever."""
+        """Complete the collective, and return True: a program that polls would otherwise poll forever."""
         if not self._is_done:
             self._queue.finish(self, None)
         return True
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has succeeded."""
         return self._is_done and self.error is None
 
     def exception(self) -> CounterpointError | None:
-        """Return what it has ended with, if not well."""
+        """Return its error, if it failed."""
         return self.error
 
     def result(self) -> list[Tensor]:
@@ -109,7 +109,7 @@ class ProcessGroupWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: 
         self.wait()
 
     def complete(self) -> None:
-        """All of it is done on this rank, in the turn of its group; an error is kept for whoever waits."""
+        """Wait for the fabric's works; keep an error for :meth:`wait`. Called in the group's order."""
         try:
             if self._started is not None:
                 for work in self._started.works:
@@ -127,9 +127,9 @@ class ProcessGroupWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: 
 
 
 class WorkQueue:
-    """The collectives of one group that have been started and not waited for, in their order.
+    """Pending collectives of one group, in the order in which they were started.
 
-    The fabric completes them in this order, too; so whoever waits for one finishes those before it.
+    The fabric completes them in this order, so a wait for one first completes those before it.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -138,14 +138,14 @@ class WorkQueue:
         self._lock = RLock()
 
     def add(self, started: StartedCollective, options: OpOptions | None) -> ProcessGroupWork:
-        """Return the work for what has been started just now."""
+        """Return the work of an operation that was just started."""
         work = ProcessGroupWork(started, self, None if options is None else timeout_seconds(options.timeout))
         with self._lock:
             self._works.append(work)
         return work
 
     def finish(self, work: ProcessGroupWork, seconds: float | None) -> None:
-        """The work and all before it are done."""
+        """Complete the work and all before it."""
         with self._lock:
             while not work.is_done:
                 with with_timeout(self._fabric, seconds or self._works[0].seconds):
@@ -153,7 +153,7 @@ class WorkQueue:
                 self._works.popleft()
 
     def finish_all(self) -> None:
-        """All are done, well or not."""
+        """Complete all, well or not."""
         with self._lock:
             if self._works:
                 self.finish(self._works[-1], None)
@@ -161,16 +161,16 @@ class WorkQueue:
 
 @contextmanager
 def with_timeout(fabric: Fabric, seconds: float | None) -> Iterator[None]:
-    """Waits of the fabric last no longer than this; than its own deadline where None."""
-    usual = fabric.timeout_s
-    fabric.timeout_s = usual if seconds is None else seconds
+    """Limit the fabric's waits inside the block; None keeps the fabric's own timeout."""
+    fabric_timeout_s = fabric.timeout_s
+    fabric.timeout_s = fabric_timeout_s if seconds is None else seconds
     try:
         yield
     finally:
-        fabric.timeout_s = usual
+        fabric.timeout_s = fabric_timeout_s
 
 
 def timeout_seconds(timeout: timedelta) -> float | None:
-    """Return a deadline as torch gives it; None where it gives none."""
+    """Return torch's timeout in seconds; None if it is not positive."""
     seconds = timeout.total_seconds()
     return seconds if seconds > 0 else None
