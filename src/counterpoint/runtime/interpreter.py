@@ -189,7 +189,11 @@ class Interpreter:
             case RecomputeRun(first, last, micro, version):
                 self.executor.recompute(first, last, micro, version)
             case BackwardRun(first, last, micro, version, part="", overlapping=overlapping):
-                with self.communication.overlap.overlapping(overlapping, self.clock) if overlapping else nullcontext():
+                with (
+                    self.communication.overlap.during_backward(overlapping, self.clock)
+                    if overlapping
+                    else nullcontext()
+                ):
                     self.executor.backward(first, last, micro, version)
             case BackwardRun(first, last, micro, part="input"):
                 self.executor.backward_input(first, last, micro)

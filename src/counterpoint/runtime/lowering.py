@@ -239,26 +239,26 @@ def forward_only(instructions: Sequence[Instruction], microbatches_per_batch: in
                 key=_microbatch,
             )
         )
-    kept: list[Instruction] = []
+    selected: list[Instruction] = []
     gathered: set[tuple[int, ...]] = set()
     for index, instruction in enumerate(instructions):
         if _is_forward_path(instruction):
-            kept.append(instruction)
+            selected.append(instruction)
         elif (
             isinstance(instruction, Collective)
             and instruction.op == "all_gather"
             and _feeds_forward(instructions, index)
         ):
-            kept.append(instruction)
+            selected.append(instruction)
             gathered.add(instruction.tensor.blocks)
         elif (
             isinstance(instruction, Free)
             and instruction.tensor.name == "weight"
             and instruction.tensor.blocks in gathered
         ):
-            kept.append(instruction)
+            selected.append(instruction)
             gathered.discard(instruction.tensor.blocks)
-    return tuple(kept)
+    return tuple(selected)
 
 
 def _as_evaluation(instruction: Instruction, microbatches_per_batch: int) -> Instruction:

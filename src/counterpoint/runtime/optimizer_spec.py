@@ -149,8 +149,8 @@ class OptimizerSpec:
             lacks = f"; it lacks {missing_text}, so it was built for another model, or before this one was changed"
             raise PlanError(
                 f"the optimizer holds {format_count(len(foreign), 'tensor')} that the model does not train, the first "
-                f"of the shape {tuple(foreign[0].shape)}{lacks if missing else ''}: it would not update the model; build "
-                "it from this model's parameters() once the model is complete, or pass a factory such as "
+                f"of the shape {tuple(foreign[0].shape)}{lacks if missing else ''}: it would not update the model; "
+                "build it from this model's parameters() once the model is complete, or pass a factory such as "
                 "partial(AdamW, lr=1e-3)"
             )
         if missing:

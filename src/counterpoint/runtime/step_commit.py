@@ -162,7 +162,11 @@ def decide_step(
     squared_norm = sum(report.squared_norm for report in reports)
     skip_reason = _find_skip_reason(reports, group, squared_norm, microbatches_per_batch)
     if loss_group:
-        squared_norm = sum(one.squared_norm for member, one in zip(group, reports, strict=True) if member in loss_group)
+        squared_norm = sum(
+            member_report.squared_norm
+            for member, member_report in zip(group, reports, strict=True)
+            if member in loss_group
+        )
     norm = math.sqrt(squared_norm) if guard.needs_norm and math.isfinite(squared_norm) else math.nan
     scale = 1.0
     if guard.clip_norm is not None and not skip_reason:

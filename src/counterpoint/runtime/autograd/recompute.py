@@ -70,7 +70,7 @@ class SavedForward:
     def drop_inputs(self, recomputed: Collection[int]) -> None:
         """Drop these inputs, which are recomputed before."""
         pairs = zip(self.segment.inputs, self.leaves, strict=True)
-        self.leaves = [None if at in recomputed else leaf for at, leaf in pairs]
+        self.leaves = [None if value in recomputed else leaf for value, leaf in pairs]
 
     def make_leaves(self, recomputed: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the inputs as new leaves.
@@ -79,7 +79,7 @@ class SavedForward:
             recomputed: inputs that were just recomputed, by value.
         """
         pairs = zip(self.segment.inputs, self.leaves, strict=True)
-        values = [recomputed[at] if leaf is None else leaf for at, leaf in pairs]
+        values = [recomputed[index] if leaf is None else leaf for index, leaf in pairs]
         return [value.detach().requires_grad_(value.requires_grad) for value in values]
 
     @property

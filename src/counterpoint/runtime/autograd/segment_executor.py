@@ -100,9 +100,9 @@ class SegmentExecutor:
         self.batch: MicrobatchSource | None = None
         self.loss_weights = LossWeights({})
         self.microbatches_per_batch = 0
-        self.values: dict[tuple[int, int], StoredValue] = {}  # by value and microbatch
-        self.grads: dict[tuple[int, int], Tensor] = {}
-        self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
+        self.values: dict[tuple[int, int], StoredValue] = {}  # (2), by value and microbatch
+        self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
+        self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
         self.losses: dict[int, float] = {}
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm: BatchNormState | None = None  # None where the plan changes nothing about batch norm
@@ -263,7 +263,9 @@ class SegmentExecutor:
         blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
         step, index = self.step_and_micro(micro)
-        num_samples = sum(size for other, size in self.batch.sizes.items() if self.step_and_micro(other)[0] == step)
+        num_samples = sum(
+            size for other_micro, size in self.batch.sizes.items() if self.step_and_micro(other_micro)[0] == step
+        )
         return (
             f"{blocks} of {self.model.num_blocks} on microbatch {index} of step {step}, which has "
             f"{self.batch.sizes[micro]} of the batch's {num_samples} samples, with inputs of the shapes {shapes}"
@@ -311,7 +313,7 @@ class SegmentExecutor:
                     self.run_autograd(roots, grads)
                 self.store.fold_version_grads(version)
             for index, leaf in zip(segment.inputs, leaves, strict=True):
-                if leaf.grad is not None and index >= self.model.num_inputs:
+                if leaf.grad is not None and index >= self.model.num_inputs:  # (4)
                     self.add_grad(index, micro, leaf.grad)
             for index in (*segment.outputs, *self.freed_by_backward[block]):
                 self.values.pop((index, micro), None)
@@ -371,7 +373,7 @@ class SegmentExecutor:
         before = self.grads.get((index, micro))
         self.grads[index, micro] = grad if before is None else before + grad
 
-    def attached_loss(self, micro: int) -> list[Tensor]:
+    def pack_loss(self, micro: int) -> list[Tensor]:
         """Return what is sent with a gradient to the previous stage: the loss, in an asynchronous pipeline."""
         return [torch.tensor(self.losses[micro], dtype=torch.float64)] if self.microbatches_per_batch else []
 

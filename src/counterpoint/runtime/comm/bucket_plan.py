@@ -135,10 +135,10 @@ def subtract_ranges(ranges: Iterable[ElementRange], removed: Sequence[ElementRan
 def candidate_sizes(sizes: BucketConfig) -> list[BucketConfig]:
     """Return the bucket sizes to try: the given one, larger and smaller ones, and a single bucket."""
     single_bucket = BucketConfig(2**62, 2**62, 0.0, sizes.tune)
-    others = [4 * sizes.bucket_bytes, sizes.bucket_bytes // 4, sizes.bucket_bytes // 16]
+    sizes_bytes = [4 * sizes.bucket_bytes, sizes.bucket_bytes // 4, sizes.bucket_bytes // 16]
     return [
         sizes,
-        *(BucketConfig(size, sizes.first_bytes, sizes.cycle_ms, sizes.tune) for size in others),
+        *(BucketConfig(size, sizes.first_bytes, sizes.cycle_ms, sizes.tune) for size in sizes_bytes),
         single_bucket,
     ]
 
@@ -198,11 +198,11 @@ class BucketPlan:
         Args:
             ready_s: when each gradient became ready in this step, on this rank; nan if it did not.
         """
-        if not self.is_ordered:
+        if not self.is_ordered:  # (1)
             times = torch.tensor([-1.0 if math.isnan(time_s) else time_s for time_s in ready_s], dtype=torch.float64)
             work = self.fabric.broadcast(f"order of {self.label}", times, self.group, self.group[0])
             self._pending = times, work
-        elif self.autotuner.is_done and len(self.candidates) > 1:
+        elif self.autotuner.is_done and len(self.candidates) > 1:  # (3); the slowest member counts
             seconds = torch.tensor(self.autotuner.medians(), dtype=torch.float64)
             self._pending = seconds, self.fabric.all_reduce(f"seconds of {self.label}", seconds, self.group, "max")
 
@@ -229,8 +229,8 @@ class BucketPlan:
             for sizes in reversed(candidate_sizes(planned) if planned.tune else [planned])
         }
         first = assign_buckets(ready, planned)
-        self.assignments = [first, *(other for other in reversed(sizes_of) if other != first)]
-        self.candidates = [planned, *(sizes_of[other] for other in self.assignments[1:])]
+        self.assignments = [first, *(assignment for assignment in reversed(sizes_of) if assignment != first)]
+        self.candidates = [planned, *(sizes_of[assignment] for assignment in self.assignments[1:])]
         self.autotuner = BucketAutotuner(len(self.assignments))
 
     def _adopt_fastest(self, seconds: Sequence[float]) -> None:

@@ -125,7 +125,7 @@ class RankCommunication:
             return [mask, *(stored_value.value for stored_value in stored if stored_value is not None)]
         grads = [executor.grads.pop((index, micro), None) for index in values]
         present = [grad for grad in grads if grad is not None]
-        return [_mask(int(grad is not None) for grad in grads), *executor.attached_loss(micro), *present]
+        return [_mask(int(grad is not None) for grad in grads), *executor.pack_loss(micro), *present]
 
     def decode(self, tensor: TensorRef, micro: int, peer: int, message: Sequence[Tensor]) -> None:
         """Store the message of an edge's activations, or add that of their gradients."""

@@ -257,7 +257,7 @@ class Reducer:
         )
 
     @contextmanager
-    def overlapping(self, clock: ClockFn | None) -> Iterator[None]:
+    def during_backward(self, clock: ClockFn | None) -> Iterator[None]:
         """Start buckets while backward runs inside."""
         self.progress, self.clock = self.new_progress(), clock
         self.reduces.clear()
@@ -272,6 +272,7 @@ class Reducer:
             DataError: its reduction has already started.
         """
         progress = self.progress
+        # (2): a bucket may start only after its last gradient, which earlier backwards have shown
         progress.hits[index] = hits = progress.hits[index] + 1
         progress.ready_s[index] = time.perf_counter() - progress.start_s
         if self.clock is not None:
@@ -296,6 +297,7 @@ class Reducer:
         if grad_slot.is_large:
             grad_slot.flat_grad.flat_params.collect_grad(grad_slot.slot)
         progress = self.progress
+        # (3): in order, so that all members start the same buckets in the same order
         while progress.num_started < len(progress.assignment) and progress.num_waiting[progress.num_started] == 0:
             self.start_bucket()
 
@@ -323,7 +325,7 @@ class Reducer:
     def start_remaining(self, instruction: Collective) -> Iterator[tuple[FlatParams, Work, Collective]]:
         """Start whatever is left of a reduction at its instruction; yield everything in flight of it."""
         progress = self.progress
-        if not progress.is_done:
+        if not progress.is_done:  # (4), once for all reductions of this reducer
             progress.is_done = True
             for flat_grad in self.flat_grads:
                 flat_grad.flat_params.collect_flat_grad()
@@ -375,7 +377,7 @@ class BackwardOverlap:
         self.active: dict[TensorRef, Reducer] = {}
 
     @contextmanager
-    def overlapping(self, instructions: tuple[Collective, ...], clock: ClockFn | None) -> Iterator[None]:
+    def during_backward(self, instructions: tuple[Collective, ...], clock: ClockFn | None) -> Iterator[None]:
         """Allow these reductions to start during the backward that runs inside."""
         if instructions not in self.reducers:
             groups = dict.fromkeys(instruction.group for instruction in instructions)
@@ -391,7 +393,7 @@ class BackwardOverlap:
             for reducer in self.reducers[instructions]:
                 if reducer.is_enabled:
                     self.active.update((instruction.tensor, reducer) for instruction in reducer.instructions)
-                    stack.enter_context(reducer.overlapping(clock))
+                    stack.enter_context(reducer.during_backward(clock))
             yield
 
     @contextmanager

@@ -98,7 +98,7 @@ class FusedCrossEntropy(torch.autograd.Function):
         kernel_args.factor = grad_output.item() / max(ctx.count, 1) if ctx.is_mean else grad_output.item()
         library = native().library
         assert library is not None, "forward has used it"
-        library.cp_entropy_gradient(byref(kernel_args))
+        library.cp_cross_entropy_backward(byref(kernel_args))
         return grad, None, None, None
 
 
@@ -129,6 +129,6 @@ class FusedCrossEntropyMode(TorchFunctionMode):
             if call is not None and library is not None:
                 sums, loss_sum = call.logits.new_empty(call.logits.shape[0]), LossSum()
                 kernel_args = _kernel_args(call.logits, call.targets, sums, call.ignore_index)
-                if library.cp_entropy(byref(kernel_args), byref(loss_sum)):
+                if library.cp_cross_entropy(byref(kernel_args), byref(loss_sum)):
                     return FusedCrossEntropy.apply(call.logits, call, sums, loss_sum)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))

@@ -120,12 +120,12 @@ class FlatParams:
         self.params = {slot.name: params[slot.name] for slot in layout.slots}
         self.is_unsharded = True
         self.weights = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
-        self.rebind_views(self.weights)
+        self.rebind_views(self.weights)  # (2)
         self.shard_bounds = layout.element_range(local_shard)
-        self.grad: Tensor | None = None
-        self.grad_shard: Tensor | None = None
-        self.delayed_grad: Tensor | None = None  # applied one step later
-        self.local_shard: Tensor | None = None
+        self.grad: Tensor | None = None  # (3)
+        self.grad_shard: Tensor | None = None  # (5)
+        self.delayed_grad: Tensor | None = None  # (6), applied one step later
+        self.local_shard: Tensor | None = None  # (4)
         self.shared: SharedParams | None = None
         self.sparse_names = sparse_names
         self.sparse_grads = SparseGrads(layout, sparse_names)

@@ -97,10 +97,12 @@ def update_tensor(
             continue
         skipped_bytes = low * weights.element_size()
         step.count, step.weights = high - low, weights.data_ptr() + skipped_bytes
-        step.state0, step.state1, step.state2 = (None if at is None else at + skipped_bytes for at in state_pointers)
+        step.state0, step.state1, step.state2 = (
+            None if pointer is None else pointer + skipped_bytes for pointer in state_pointers
+        )
         step.num_parts = len(grad_range.parts)
         step.parts = (c_void_p * len(grad_range.parts))(*(part.data_ptr() for part in grad_range.parts))
-        library.cp_update(byref(step))
+        library.cp_optimizer_step(byref(step))
 
 
 def _sgd(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:

@@ -160,12 +160,12 @@ def find_embedding_tables(model: nn.Module) -> dict[str, bool]:
         {'0.weight': True, '1.weight': False}
     """
     names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
-    found: dict[str, bool] = {}
+    tables: dict[str, bool] = {}
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in names:
             name = names[id(module.weight)]
-            found[name] = found.get(name, False) or module.sparse
-    return found
+            tables[name] = tables.get(name, False) or module.sparse
+    return tables
 
 
 class SparseGrads:
@@ -295,11 +295,11 @@ class SparseGrads:
 
 def all_gather_ranges(fabric: Fabric, local: Tensor, bounds: Sequence[int], group: Group, label: str) -> Tensor:
     """Return the tensors of all members concatenated; ``bounds`` are where each of them begins and ends."""
-    whole, position = local.new_empty(bounds[-1]), group.index(fabric.rank)
-    whole[bounds[position] : bounds[position + 1]] = local
+    gathered, position = local.new_empty(bounds[-1]), group.index(fabric.rank)
+    gathered[bounds[position] : bounds[position + 1]] = local
     if bounds[-1]:
-        fabric.all_gather(label, whole, bounds, group).wait()
-    return whole
+        fabric.all_gather(label, gathered, bounds, group).wait()
+    return gathered
 
 
 class CombinedWork(Work):
