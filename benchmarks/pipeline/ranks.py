@@ -35,8 +35,8 @@ def main(kind, name, folder):
         for _ in range(STEPS if number else WARM_UP):
             drawn = torch.randint(
                 0,
-                contenders.FORMAT_HELP.num_tokens,
-                (contenders.MAX_RECORDS_PER_SEND, contenders.FORMAT_HELP.context + 1),
+                contenders.SHAPE.num_tokens,
+                (contenders.BATCH, contenders.SHAPE.context + 1),
                 generator=draw,
             )
             began = time.perf_counter()

@@ -51,8 +51,8 @@ class SavedBytesCounter:
 def draw_batch(draw):
     tokens = torch.randint(
         0,
-        contenders.FORMAT_HELP.num_tokens,
-        (contenders.MAX_RECORDS_PER_SEND, contenders.FORMAT_HELP.context + 1),
+        contenders.SHAPE.num_tokens,
+        (contenders.BATCH, contenders.SHAPE.context + 1),
         generator=draw,
     )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -68,13 +68,13 @@ def free_ports(count):
 
 
 def worker_names():
-    return [f"worker-{worker}" for worker in range(server_workloads.CONTAINER)]
+    return [f"worker-{worker}" for worker in range(server_workloads.RANKS)]
 
 
 def run_counterpoint(name, processes, *words):
     """Workers and a server connected by UNIX sockets; nothing is written to a disk."""
     with start_servers(JobConfig("bench", Asp(), num_servers=1, is_logged=False)) as servers:
-        for worker in range(server_workloads.CONTAINER):
+        for worker in range(server_workloads.RANKS):
             processes.start("counterpoint_worker.py", name, worker, servers.contact_path, "-", processes.folder, *words)
         return run_contenders(processes.folder, worker_names(), processes.check)
 
@@ -87,10 +87,10 @@ def run_counterpoint_prefetching(name, processes):
 def run_strategy(name, processes):
     """The same as a strategy on fixed ranks."""
     (port,) = free_ports(1)
-    for rank in range(server_workloads.CONTAINER + 1):
-        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(server_workloads.CONTAINER + 1)}
+    for rank in range(server_workloads.RANKS + 1):
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(server_workloads.RANKS + 1)}
         told |= {"LOCAL_WORLD_SIZE": told["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        strategy = f"server({server_workloads.CONTAINER}, servers=1, consistency=asp)"
+        strategy = f"server({server_workloads.RANKS}, servers=1, consistency=asp)"
         processes.start("strategy_rank.py", strategy, name, processes.folder, **told)
     return run_contenders(processes.folder, worker_names(), processes.check)
 
@@ -99,8 +99,8 @@ def run_torch_rpc(name, processes, *words):
     """torch.distributed.rpc, as in its tutorials."""
     port = free_ports(1)[0]
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    for role in ("ps", "master", *(f"trainer{worker}" for worker in range(server_workloads.CONTAINER))):
-        processes.start("torch_rpc.py", role, name, server_workloads.CONTAINER, processes.folder, *words, **told)
+    for role in ("ps", "master", *(f"trainer{worker}" for worker in range(server_workloads.RANKS))):
+        processes.start("torch_rpc.py", role, name, server_workloads.RANKS, processes.folder, *words, **told)
     return run_contenders(processes.folder, worker_names(), processes.check)
 
 
@@ -111,10 +111,10 @@ def run_torch_rpc_retaining(name, processes):
 
 def run_tensorflow(name, processes):
     """TensorFlow's ParameterServerStrategy."""
-    ports = [f"127.0.0.1:{port}" for port in free_ports(server_workloads.CONTAINER + 2)]
+    ports = [f"127.0.0.1:{port}" for port in free_ports(server_workloads.RANKS + 2)]
     cluster = {
-        "worker": ports[: server_workloads.CONTAINER],
-        "ps": ports[server_workloads.CONTAINER : -1],
+        "worker": ports[: server_workloads.RANKS],
+        "ps": ports[server_workloads.RANKS : -1],
         "chief": ports[-1:],
     }
     for role, places in cluster.items():

@@ -66,7 +66,7 @@ def main(name, worker, contact, key, folder, ahead="0"):
             f"worker-{worker}",
             step,
             warm_up=server_workloads.WARM_UP[name],
-            steps=server_workloads.INT8_LEVELS[name],
+            steps=server_workloads.STEPS[name],
         )
         keep_stepping(folder, step, done)
         copy.flush()

@@ -105,7 +105,7 @@ def run_chief(name, folder, cluster):
     coordinator.join()
     (folder / "ready.chief").touch()
     wait_for_file(folder / "go")
-    steps, began = num_workers * server_workloads.INT8_LEVELS[name], time.perf_counter()
+    steps, began = num_workers * server_workloads.STEPS[name], time.perf_counter()
     losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(steps)]
     coordinator.join()
     elapsed = time.perf_counter() - began

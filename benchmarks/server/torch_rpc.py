@@ -116,7 +116,7 @@ def measure(name, folder, worker, step):
         f"worker-{worker}",
         step,
         warm_up=server_workloads.WARM_UP[name],
-        steps=server_workloads.INT8_LEVELS[name],
+        steps=server_workloads.STEPS[name],
     )
     keep_stepping(folder, step, done)
 

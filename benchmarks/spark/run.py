@@ -31,7 +31,7 @@ def run_bigdl(spark, name):
     fields = contenders.samples(name)
     rows = spark.sparkContext.parallelize(list(zip(*fields, strict=True)), RANKS)
     ended = [time.perf_counter()]
-    options = Training(batch_size=contenders.MAX_RECORDS_PER_SEND, epochs=JOB_STEPS)
+    options = Training(batch_size=contenders.BATCH, epochs=JOB_STEPS)
     done = train(
         rows, contenders.build(name), loss=nn.functional.cross_entropy, optimizer=contenders.sgd, options=options,
         on_step=lambda _: ended.append(time.perf_counter()),

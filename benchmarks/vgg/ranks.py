@@ -118,7 +118,7 @@ def main(number):
         seen = train_until_accurate(step, train, held_out) if side.trains else {}
         if not seen:
             time_batches(step, batches[:WARM_UP])
-        seconds, sent = time_batches(step, batches[: workload.INT8_LEVELS])
+        seconds, sent = time_batches(step, batches[: workload.STEPS])
         step.close()
         found["sides"][name] = {**seen, "seconds": seconds, "sent": sent}
     print(json.dumps(found), flush=True)

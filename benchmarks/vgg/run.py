@@ -43,8 +43,8 @@ def merge_ranks(ranks):
     for name in workload.CONTENDERS:
         seen = [rank["sides"][name] for rank in ranks]
         found[name] = {
-            "samples/s": workload.INT8_LEVELS * workload.MAX_RECORDS_PER_SEND / max(one["seconds"] for one in seen),
-            "sent": sum(one["sent"] for one in seen) / workload.INT8_LEVELS,
+            "samples/s": workload.STEPS * workload.BATCH / max(one["seconds"] for one in seen),
+            "sent": sum(one["sent"] for one in seen) / workload.STEPS,
             "epochs": [max(times) for times in zip(*(one.get("epochs", []) for one in seen), strict=True)],
             "accuracy": seen[0].get("accuracy", []),
         }
@@ -58,7 +58,7 @@ def predict_contenders(rounds, images):
     spec = trace_model_spec(model, face, images, None)
     alone = (zip(*(one["alone"] for one in ranks), strict=True) for ranks in rounds)
     alone_s = statistics.median(max(times) for turns in alone for times in turns)
-    cost = sum(block.cost for block in spec.blocks) * workload.MAX_RECORDS_PER_SEND
+    cost = sum(block.cost for block in spec.blocks) * workload.BATCH
     device = Device(cost_per_s=(1 + BACKWARD) * cost / alone_s)
     cluster = Cluster(device, Link(LATENCY_S, bytes_per_s(RATE)))
     said = {}
@@ -69,11 +69,11 @@ def predict_contenders(rounds, images):
             Plan(plan.strategies, plan.num_microbatches, DEFAULT_PASSES),
             cut,
             cluster,
-            batch_size=workload.MAX_RECORDS_PER_SEND,
+            batch_size=workload.BATCH,
         )
         sent = compiled(plan, cut, samples_per_micro=made.samples_per_microbatch).sent_bytes()
         said[name] = {"step_s": made.step_s, "sent": float(sum(sent))}
-    return said, str(choose_plan(workload.HOSTS, spec, cluster, workload.MAX_RECORDS_PER_SEND)), device.cost_per_s
+    return said, str(choose_plan(workload.HOSTS, spec, cluster, workload.BATCH)), device.cost_per_s
 
 
 def seconds_to_accuracy(side):
@@ -121,7 +121,7 @@ def summarize(name, seen, said):
         "over": statistics.median(one[name]["samples/s"] / one[REFERENCE]["samples/s"] for one in seen),
         "sent": statistics.median(one[name]["sent"] for one in seen),
         "fewer": 1 - statistics.median(one[name]["sent"] / one[REFERENCE]["sent"] for one in seen),
-        "step_s": workload.MAX_RECORDS_PER_SEND / statistics.median(speeds),
+        "step_s": workload.BATCH / statistics.median(speeds),
         "until_s": [seconds_to_accuracy(one[name]) for one in seen],
         "epochs": [len(one[name]["epochs"]) for one in seen],
         "said": said,
