@@ -1,4 +1,4 @@
-"""A page in a real browser: what it asked the network for, what it shows, and a picture of it.
+"""A page in a real browser: its network requests, its content, and a screenshot.
 
 The browser is led through a pair of pipes (DevTools protocol, one JSON value and a zero byte per message), so that
 nothing listens anywhere, and nothing has to be waited for but what the browser says.
@@ -33,7 +33,7 @@ class Browser:
         self.events = []
 
     def ask(self, method, **params):
-        """The browser's answer; what it tells meanwhile is kept in ``events``."""
+        """The browser's reply; other messages are kept in ``events``."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": params}
         if self.session:
@@ -47,7 +47,7 @@ class Browser:
             self.events.append(found)
 
     def next_message(self):
-        """What the browser says next."""
+        """The next message of the browser."""
         while b"\0" not in self.buffer:
             ready, _, _ = select.select([self.read_end], [], [], PATIENCE_S)
             assert ready, f"the browser has said nothing for {PATIENCE_S} s"
@@ -61,7 +61,7 @@ class Browser:
             self.events.append(self.next_message())
 
     def open(self, url):
-        """The page is loaded and drawn in a new tab."""
+        """Load and render the page in a new tab."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Network", "Page", "Runtime", "Log"):
@@ -70,7 +70,7 @@ class Browser:
         self.wait_for("Page.loadEventFired")
 
     def value(self, expression):
-        """What a line of JavaScript gives in the page."""
+        """Value of a JavaScript expression in the page."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"]["value"]
 
     def requests(self):
@@ -79,19 +79,19 @@ class Browser:
         return [params["request"]["url"] for params in sent]
 
     def complaints(self):
-        """What the browser has logged of the page."""
+        """Log entries of the page."""
         entries = (event["params"]["entry"] for event in self.events if event.get("method") == "Log.entryAdded")
         return [entry["text"] for entry in entries]
 
     def photograph(self, path):
-        """A picture of the whole page is in the file."""
+        """Save a screenshot of the whole page."""
         shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextmanager
 def browsing(folder):
-    """A browser that has its profile in a folder, and is gone afterwards."""
+    """Run a browser with its profile in a folder."""
     command_in, command_out = os.pipe()
     answer_in, answer_out = os.pipe()
 

@@ -1,4 +1,4 @@
-"""Reports in headless Chromium: they open, ask for nothing, and show the timelines beside each other."""
+"""Reports in headless Chromium: they open, request nothing, and show the timelines."""
 
 import pytest
 from typer.testing import CliRunner
@@ -26,7 +26,7 @@ def run(*words):
 
 
 def seen(page, tmp_path):
-    """Headings and timelines of a page, which was opened, photographed and found to be valid and alone."""
+    """Headings and timelines of a page that was opened, captured, and found to be valid and self-contained."""
     with browsing(tmp_path / "profile") as browser:
         browser.open(page.as_uri())
         found = browser.value(HEADINGS), browser.value(SHOWN)
@@ -42,7 +42,7 @@ def drawn(timelines, title):
     return bool(found) and all(one["wide"] > 300 and one["high"] > 60 and one["bars"] > 4 for one in found)
 
 
-def test_the_report_of_a_planned_run_shows_its_step_twice_and_the_best_plans_beside_each_other(tmp_path):
+def test_the_report_of_a_planned_run_shows_its_step_twice_and_the_best_plans(tmp_path):
     words = ("digits", "--local", "-n", "2", "--strategy", "auto", "--steps", "4", "--batch-size", "16")
     run("train", *words, "--folder", tmp_path / "run", "--progress", "off")
     headings, timelines = seen(tmp_path / "run" / "report.html", tmp_path)

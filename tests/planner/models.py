@@ -1,4 +1,4 @@
-"""Models for planning: equal linear layers whose work and size are chosen apart."""
+"""Models for planning: equal linear layers with independent work and size."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,5 +26,5 @@ def named(plans: Iterable[Plan]) -> list[str]:
 
 
 def memory(num_bytes: int) -> Cluster:
-    """A cluster whose ranks hold so much."""
+    """A cluster whose ranks have so much memory."""
     return Cluster(Device(memory_bytes=num_bytes))

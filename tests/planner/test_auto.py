@@ -1,4 +1,4 @@
-"""``auto``: the planner chooses when the first batch is known, and the numbers stay those of solo."""
+"""``auto``: the planner chooses with the first batch, and results equal those of a single process."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ from tests.training.trainers import ADAMW, build_seeded, dataset, fit, max_diffe
 
 
 class Odd(nn.Module):
-    """Cannot be traced: what it does depends on its numbers."""
+    """Cannot be traced: its control flow depends on values."""
 
     def __init__(self):
         super().__init__()
@@ -36,14 +36,14 @@ def face_of(model, optimizer=ADAMW):
 
 
 def trained(strategy, num_samples=48, **options):
-    """One epoch of batches that any plan for four ranks can cut."""
+    """One epoch of batches that any plan for four ranks can divide."""
     model = mlp()
     with cp.Trainer(model, loss=F.cross_entropy, optimizer=ADAMW, strategy=strategy, **options) as trainer:
         history = trainer.fit(dataset(num_samples), batch_size=12)
     return trainer, params_of(model), history.losses
 
 
-def test_auto_on_four_ranks_equals_solo():
+def test_auto_on_four_ranks_equals_a_single_process():
     trainer, weights, losses = trained("auto(4)")
     _, expected, solo_losses = trained("solo")
     assert trainer.plan.num_ranks == 4
@@ -51,7 +51,7 @@ def test_auto_on_four_ranks_equals_solo():
     assert losses == pytest.approx(solo_losses, rel=1e-12)
 
 
-def test_auto_without_a_launcher_is_solo():
+def test_auto_without_a_launcher_is_a_single_process():
     trainer, weights, losses = trained("auto")
     _, expected, solo_losses = trained("solo")
     assert str(trainer.plan) == "solo"
@@ -65,7 +65,7 @@ def test_auto_keeps_given_microbatches_and_passes():
     assert losses == pytest.approx(trained("solo")[2], rel=1e-12)
 
 
-def test_a_step_of_ones_own_loop_is_chosen_with_its_first_batch():
+def test_a_custom_loop_chooses_with_its_first_batch():
     inputs, targets = dataset(24)[:]
     losses = {}
     for strategy in ("auto(2)", "solo"):
@@ -88,7 +88,7 @@ def test_the_choice_does_not_depend_on_the_weights_nor_touch_them():
     assert max_difference(params_of(one), before) == 0
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_never_given_slices():
+def test_an_optimizer_that_needs_whole_tensors_never_gets_shards():
     sliced = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
     inputs = torch.randn(4, 64)
     plans = {
@@ -127,7 +127,7 @@ def test_a_cluster_file_is_read_before_anything_starts(tmp_path):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=str(file))
 
 
-def test_what_is_no_cluster_is_refused():
+def test_a_value_that_is_not_a_cluster_is_rejected():
     with pytest.raises(cp.PlanError, match="cluster=4 is a int; give a Cluster, or the path of its file"):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=4)
 
@@ -150,12 +150,12 @@ def test_frozen_parameters_are_not_planned_with():
     assert "2.weight" in names
 
 
-def test_auto_is_refused_where_it_is_no_plan_by_itself():
+def test_auto_is_rejected_as_part_of_a_plan():
     with pytest.raises(cp.PlanError, match="no strategy 'auto'"):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(2) * data(2)")
 
 
-def test_a_batch_that_no_plan_can_cut_is_refused_before_anything_starts():
+def test_a_batch_that_no_plan_can_divide_is_rejected_before_anything_starts():
     trainer = cp.Trainer(build_seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(5)")
     with pytest.raises(cp.PlanError, match="batch_size=10 or 15"):
         trainer.fit(dataset(), batch_size=11)
@@ -166,8 +166,8 @@ def test_a_batch_that_no_plan_can_cut_is_refused_before_anything_starts():
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["links", "cards"])
 @pytest.mark.parametrize("per_host", [1, 4])
-def test_a_gpt_is_planned_for_eight_hosts_in_less_than_twenty_seconds_of_the_processor(capsys, per_host, is_shared):
-    """GPT B of the benchmark of data parallelism, from its first batch on; in seconds of this process."""
+def test_a_gpt_is_planned_for_eight_hosts_in_less_than_twenty_seconds_of_cpu_time(capsys, per_host, is_shared):
+    """GPT B of the data-parallel benchmark, from its first batch on; in CPU seconds of this process."""
     model = GPT(GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0))
     network = Level("network", 8, Link(50e-6, 125e6), is_shared=is_shared)
     options = TrainingOptions(cluster=Cluster(levels=(Level("host", per_host, Link(5e-6, 5e9)), network)))

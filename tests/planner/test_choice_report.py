@@ -1,4 +1,4 @@
-"""A choice in words and figures."""
+"""The report of a choice."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def tried(*times):
     return decide_by_trials(choice, trials, [RejectedPlan(choice.by_simplicity[len(times)], "the model has hooks")])
 
 
-def test_it_says_what_is_taken_and_why():
+def test_the_explanation_names_the_choice_and_the_reason():
     assert explain_choice(chosen()) == [
         "data(2) was chosen: it is predicted within 10 % of zero(2, level=1), the fastest synchronous plan, and simpler"
     ]
@@ -35,7 +35,7 @@ def test_it_says_what_is_taken_and_why():
     ]
 
 
-def test_ranks_that_hold_different_amounts_are_named():
+def test_ranks_with_different_memory_are_named():
     (said, held) = explain_choice(chosen([Plan.parse("pipeline(2)", num_microbatches=2)]))
     assert said.startswith("pipeline(2) with 2 microbatches was chosen")
     first, second = predict_plan(
@@ -46,7 +46,7 @@ def test_ranks_that_hold_different_amounts_are_named():
     assert held.endswith(" on rank 1")
 
 
-def test_trials_are_told_beside_predictions_the_fastest_first():
+def test_trials_are_listed_with_predictions_the_fastest_first():
     choice = tried(0.5, 0.25)
     rows = list(trial_rows(choice))
     predicted = choice.find_prediction(choice.by_simplicity[1])
@@ -55,7 +55,7 @@ def test_trials_are_told_beside_predictions_the_fastest_first():
     assert rows[1][4] == "2.00"
 
 
-def test_a_page_has_a_row_for_each_plan_and_steps_of_what_is_taken_and_of_the_best():
+def test_a_page_has_a_row_for_each_plan_and_steps_of_the_chosen_and_the_best():
     weighing = build_comparison(chosen())
     assert len(weighing.rows) == len(chosen().ranking.predictions)
     assert [step.name for step in weighing.plans] == ["data(2)", "zero(2, level=1)", "zero(2, level=2)"]
@@ -73,7 +73,7 @@ def test_the_first_figures_are_the_plan_and_its_step():
 
 
 @pytest.mark.parametrize("text", ["data(2)", "pipeline(2)", "pipeline(2, schedule=pipedream)", "zero3(2)"])
-def test_the_step_that_is_foreseen_takes_as_long_as_predicted(text):
+def test_the_predicted_trace_takes_as_long_as_predicted(text):
     plan = Plan.parse(text, num_microbatches=2 if text == "pipeline(2)" else 1)
     foreseen = predict_trace(plan, QUESTION.model, QUESTION.cluster, batch_size=16)
     predicted = predict_plan(plan, QUESTION.model, QUESTION.cluster, batch_size=16)

@@ -28,7 +28,7 @@ def test_every_plan_fits_exactly_and_comes_once(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_every_plan_compiles_for_a_model_that_can_be_sliced(num_ranks):
+def test_every_plan_compiles_for_a_model_with_tensor_parallelism(num_ranks):
     for plan in enumerate_plans(num_ranks, linear_chain(4, width=12)):
         assert compile(plan, linear_chain(4, width=12)).program.num_ranks == num_ranks
 
@@ -42,7 +42,7 @@ def test_a_plan_that_does_not_compile_says_why():
 
 
 @pytest.mark.parametrize("num_ranks", [5, 6])
-def test_servers_take_groups_of_replicas_stages_and_slices(num_ranks):
+def test_servers_accept_groups_of_replicas_stages_and_tensor_parallel_ranks(num_ranks):
     plans = "\n".join(map(str, enumerate_plans(num_ranks, linear_chain(4))))
     wanted = {5: ["data(2) * server(2", "pipeline(2) * server(2"], 6: ["consistency=bsp) * tensor(2)"]}
     assert all(text in plans for text in wanted[num_ranks])

@@ -1,4 +1,4 @@
-"""Stages that were ranked by seconds begin where they did, wherever their plan is read."""
+"""Stages that were ranked by seconds keep their partition wherever their plan is read."""
 
 from functools import partial, reduce
 from math import inf
@@ -23,7 +23,7 @@ from tests.strategies.pipeline.test_intra_block_splits import model as parted
 
 MODEL = layers(6, width=64, cost=1e6)
 LATE = build_profile(MODEL, [layer_profile(0.01, 0.02)] * 5 + [layer_profile(0.05, 0.1)])
-"""The last of six layers takes as long as the others, which no count of operations says."""
+"""The last of six layers takes as long as the others together, which operation counts do not show."""
 FREE = Cluster(link=Link(0.0, inf))
 QUESTION = PlanningProblem(MODEL, FREE, 8, LATE)
 
@@ -39,13 +39,13 @@ def runs(plan, model=MODEL):
     return [one.chunks(refined).block_ranges for one in plan.strategies if isinstance(one, Pipeline)]
 
 
-def test_pipelines_of_a_model_that_was_timed_are_cut_by_its_seconds_and_say_where():
+def test_pipelines_of_a_profiled_model_are_partitioned_by_its_seconds_explicitly():
     plans = find_pipeline_plans(2, MODEL, FREE, 8, SYNCHRONOUS_SCHEDULES, profile=LATE)
     assert {one.balance for plan in plans for one in plan.strategies if isinstance(one, Pipeline)} == {(5, 1)}
     assert {runs(plan)[0] for plan in plans} == {(range(5), range(5, 6))}
 
 
-def test_a_plan_that_was_ranked_by_seconds_is_cut_alike_where_it_is_read_again():
+def test_a_plan_that_was_ranked_by_seconds_has_the_same_partition_after_parsing():
     for found in rank_and_choose(enumerate_plans(2, MODEL), QUESTION, tolerance=None).ranking.predictions:
         read = Plan.from_yaml(found.plan.to_yaml())
         assert runs(read) == runs(compile_for(found.plan, MODEL, FREE, 8, LATE)[0].plan)
@@ -53,7 +53,7 @@ def test_a_plan_that_was_ranked_by_seconds_is_cut_alike_where_it_is_read_again()
         assert all(one.balance == (5, 1) for one in read.strategies if isinstance(one, Pipeline))
 
 
-def test_what_is_settled_is_ranked_once_and_simpler_plans_still_win_by_two_per_cent():
+def test_resolved_plans_are_ranked_once_and_simpler_plans_still_win_within_two_per_cent():
     choice = rank_and_choose(
         [*enumerate_plans(2, MODEL), Plan.parse("pipeline(2, balance=(5,1))", num_microbatches=2)], QUESTION
     )
@@ -63,7 +63,7 @@ def test_what_is_settled_is_ranked_once_and_simpler_plans_still_win_by_two_per_c
     assert choice.plan == Plan.parse("data(2)")
 
 
-def test_other_orders_are_tried_of_a_pipeline_that_chose_its_cut_itself():
+def test_other_schedules_are_tried_of_a_pipeline_with_its_default_partition():
     own, given = (Plan.parse(text, num_microbatches=4) for text in ("pipeline(2)", "pipeline(2, balance=(4,2))"))
     tried = partial(rank_with_schedules, simulator=simulator_for_problem(QUESTION))
     assert any("zero_bubble" in str(one.plan) for one in tried([own]).predictions)
@@ -83,14 +83,14 @@ def test_other_orders_are_tried_of_a_pipeline_that_chose_its_cut_itself():
         ),
     ],
 )
-def test_a_cut_inside_a_block_is_written_by_the_module_that_begins_there(text, costs, written):
+def test_a_split_inside_a_block_is_written_by_the_module_that_starts_there(text, costs, written):
     model, plan = parted(*costs), Plan.parse(text, num_microbatches=4)
     found = with_explicit_partition(plan, model)
     assert str(found) == written
     assert compile_plan(found, model).program == compile_plan(plan, model).program
 
 
-def test_another_plan_for_fewer_ranks_is_cut_by_the_seconds_of_a_timing():
+def test_another_plan_for_fewer_ranks_is_partitioned_by_the_seconds_of_a_profile():
     plan = Plan.parse("pipeline(4)", num_microbatches=4)
     found = replan(plan, MODEL, ranks(4, 1e3), ranks(2, 1e3), 8, profile=LATE)
     assert runs(found.plan)[0] == (range(5), range(5, 6))

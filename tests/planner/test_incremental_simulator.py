@@ -1,4 +1,4 @@
-"""Plans of a list are predicted by the rows that they have in common: the same as each alone, and within a time."""
+"""Plans of a list share cached rank programs: results equal separate predictions, and deadlines hold."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def listed(model, num_ranks, every=1):
 
 @pytest.mark.parametrize("cluster", [FLAT, HOSTS, COPIES], ids=["flat", "hosts", "copies"])
 @pytest.mark.parametrize("name", ["transformer", "tied"])
-def test_a_plan_of_a_list_is_predicted_as_it_is_alone(cluster, name):
+def test_a_plan_of_a_list_is_predicted_as_by_itself(cluster, name):
     model = MODELS[name]
     found = rank_plans(listed(model, 8, every=9), model, cluster, batch_size=48).predictions
     assert len(found) > 4
@@ -31,7 +31,7 @@ def test_a_plan_of_a_list_is_predicted_as_it_is_alone(cluster, name):
 
 
 @pytest.mark.parametrize("text", UNCUT)
-def test_sums_in_buckets_of_an_uncut_model_are_played_by_rows_that_are_kept(text):
+def test_bucketed_reductions_of_an_unpartitioned_model_use_cached_rank_programs(text):
     model = MODELS["layers"]
     sizes = "bucket=4KiB, first_bucket=1KiB, tune=off"
     told = text.replace("data(8)", f"data(8, {sizes})").replace("data(4)", f"data(4, {sizes})")
@@ -49,7 +49,7 @@ def test_plans_with_other_buckets_take_other_times():
     ]
 
 
-def test_when_the_time_is_over_the_plans_that_nobody_has_looked_at_are_named():
+def test_plans_that_were_not_evaluated_before_the_deadline_are_named():
     model = MODELS["layers"]
     plans = listed(model, 4)
     ranking = rank_plans(plans, model, FLAT, batch_size=48, deadline=Deadline.after(0.0))
@@ -57,7 +57,7 @@ def test_when_the_time_is_over_the_plans_that_nobody_has_looked_at_are_named():
     assert list(ranking.not_evaluated) == plans[1:]
 
 
-def test_of_two_rankings_only_what_neither_has_looked_at_is_unseen():
+def test_of_two_rankings_only_plans_that_neither_evaluated_are_not_evaluated():
     model = MODELS["layers"]
     plans = listed(model, 4)[:3]
     hurried = rank_plans(plans, model, FLAT, batch_size=48, deadline=Deadline.after(0.0))

@@ -1,4 +1,4 @@
-"""Where nothing fits: by how much, and which change would fit; every remedy is checked by carrying it out."""
+"""If nothing fits: by how much, and which change would fit; every suggestion is checked."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from counterpoint.planner.ranking import predict_plan, predict_rank_bytes
 from tests.planner.models import layers, memory
 
 WEIGHTS = layers(4, cost=1e9)
-"""Four layers of 16 KiB of weights, and next to nothing between them."""
+"""Four layers of 16 KiB of weights, and tiny activations."""
 
 
 def heavy_between(num_blocks=4, output_bytes=64_000):
@@ -30,7 +30,7 @@ def remedies(model, room, plans, batch_size=16):
     return question, list(suggest_changes(found, plans, question))
 
 
-def test_it_says_by_how_many_bytes_the_leanest_plan_is_too_large():
+def test_the_error_names_the_excess_of_the_smallest_plan():
     least = min(
         max(predict_rank_bytes(Plan.parse(text), WEIGHTS, memory(1), batch_size=16)) for text in ("data(2)", "zero3(2)")
     )
@@ -42,7 +42,7 @@ def test_it_says_by_how_many_bytes_the_leanest_plan_is_too_large():
     assert str(caught.value).startswith(said)
 
 
-def test_every_remedy_fits_when_it_is_carried_out():
+def test_every_suggestion_fits():
     for model, room in ((WEIGHTS, 120_000), (heavy_between(), 1_200_000)):
         question, found = remedies(model, room, [Plan.parse("data(2)")])
         assert found
@@ -57,7 +57,7 @@ def test_another_level_of_zero_comes_first_where_only_data_was_asked_for():
     assert "zero" in str(found[0].plan) or "pipeline" in str(found[0].plan)
 
 
-def test_large_activations_are_recomputed_cut_up_or_left_to_a_smaller_batch():
+def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
     _, found = remedies(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
     changes = [remedy.change for remedy in found]
     assert "activation recomputation" in changes

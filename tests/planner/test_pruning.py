@@ -1,4 +1,4 @@
-"""Plans that are surely slower are not played, and the choice is the same as if they had been."""
+"""Plans that are certainly slower are not simulated, and the choice is the same as without pruning."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def question(name, cluster):
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_left_out_changes_no_choice_and_is_slower_than_was_asked_for(cluster, name):
+def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(cluster, name):
     asked, plans = question(name, cluster), listed(name)
     every, near = (rank_and_choose(plans, asked, within) for within in (None, PREDICTED_TOLERANCE))
     assert near.plan == every.plan
@@ -50,7 +50,7 @@ def test_what_is_left_out_changes_no_choice_and_is_slower_than_was_asked_for(clu
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_rank_does_more_by_itself_than_a_step_takes(cluster, name):
+def test_the_lower_bound_never_exceeds_the_step(cluster, name):
     replay = build_simulator(MODELS[name], CLUSTERS[cluster], 48)
     for plan in listed(name)[::2]:
         try:
@@ -60,7 +60,7 @@ def test_no_rank_does_more_by_itself_than_a_step_takes(cluster, name):
         assert played is None or replay.simulate(plan, max_step_s=played.breakdowns[0].step_s) == played
 
 
-def test_what_ranks_of_a_host_send_counts_as_one_after_the_other():
+def test_the_lower_bound_adds_the_traffic_of_the_ranks_of_a_host():
     apart, replays = Plan.parse("pipeline(4) * data(2)"), {}
     for is_shared in (True, False):
         network = Level("network", 2, Link(0.0, 1e6), is_shared=is_shared)
@@ -76,14 +76,14 @@ def test_plans_are_ranked_alike_in_whatever_order_they_are_asked_for():
     assert set(there.pruned) == set(back.pruned)
 
 
-def test_one_rank_alone_does_all_that_its_step_takes():
+def test_for_one_rank_the_lower_bound_is_the_step():
     replay = build_simulator(MODELS["layers"], FLAT, 48)
     step_s = replay.summary(Plan()).step_s
     with pytest.raises(StepTooSlow):
         replay.simulate(Plan(), max_step_s=0.999 * step_s)
 
 
-def test_plans_that_were_left_out_are_told():
+def test_pruned_plans_are_reported():
     replay = build_simulator(MODELS["layers"], Cluster(), 48)
     plans = [Plan.parse("data(4)"), Plan(), Plan.parse("data(2)")]
     ranking = rank_with_simulator(plans, replay, tolerance=1.1)
@@ -92,13 +92,13 @@ def test_plans_that_were_left_out_are_told():
     assert explain_skipped(ranking)[0].startswith(told)
 
 
-def test_of_two_rankings_only_what_neither_has_played_is_slower():
+def test_of_two_rankings_only_plans_that_neither_simulated_are_pruned():
     replay = build_simulator(MODELS["layers"], Cluster(), 48)
     quick = PlanRanking((), (), (), (Plan(), Plan.parse("data(2)")))
     assert merge_rankings(quick, rank_with_simulator([Plan()], replay)).pruned == (Plan.parse("data(2)"),)
 
 
-def test_what_is_split_later_is_split_as_if_at_once():
+def test_time_that_is_attributed_later_is_attributed_equally():
     asked, plans = question("tied", "hosts"), listed("tied")[:20]
     replay = simulator_for_problem(asked)
     near = rank_with_simulator(plans, replay, tolerance=PREDICTED_TOLERANCE).predictions

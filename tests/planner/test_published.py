@@ -1,4 +1,4 @@
-"""Published tables beside our own figures: what agrees, what misses and why, and the page that says so."""
+"""Published tables and our own figures: which agree, which miss and why, and the page."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
 
 @pytest.mark.parametrize("index", range(len(TABLES)), ids=[build.__name__ for build in TABLES])
-def test_every_published_figure_comes_out_or_has_a_reason(index):
+def test_every_published_figure_agrees_or_has_a_reason(index):
     assert TABLES[index]().find_errors() == []
 
 
@@ -26,7 +26,7 @@ def test_zero_leaves_so_many_gigabytes_on_each_of_64_ranks(level, published):
 
 
 def test_a_program_holds_one_block_besides_its_states():
-    """Level 3 has one block's whole weights and its gradient, but for the rank's own shares."""
+    """Level 3 has one block's whole weights and its gradient, in addition to the rank's own shards."""
     whole = 4 * 7.5 / 8 * (1 - 1 / 64)
     assert peak_gb(3, 64, 7.5e9, 8) == pytest.approx(states_gb(3, 64, 7.5e9) + whole, abs=1e-6)
 

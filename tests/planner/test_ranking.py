@@ -16,7 +16,7 @@ from counterpoint.world.cluster import Cluster
 from tests.planner.models import layers, memory, named
 
 HEAVY = layers(4, cost=1e9)
-"""So much work in so few parameters that sums of gradients cost nothing beside it."""
+"""So much work in so few parameters that reductions of gradients are negligible."""
 ONE_HASH = """
 from tests.planner.test_ranking import four
 print([(str(one.plan), one.step_s) for one in four()])
@@ -43,7 +43,7 @@ def test_the_parts_of_a_step_add_up_to_it():
         assert min(one.compute_s, one.communication_s, one.idle_s, one.update_s) >= 0
 
 
-def test_solo_is_its_work_and_its_update():
+def test_a_single_rank_takes_its_work_and_its_update():
     one = predict_plan(Plan(), layers(3, cost=30e6), Cluster(), batch_size=10)
     assert one.compute_s == pytest.approx(3 * 10 * 3 * 1e-3), "three layers, ten samples, backward twice a forward"
     assert one.update_s == pytest.approx(7 * 3 * 4 * 64 * 64 / 10e9)
@@ -85,7 +85,7 @@ def test_what_is_asynchronous_is_marked():
         assert one.is_synchronous == ("asp" not in str(one.plan) and "pipedream" not in str(one.plan))
 
 
-def test_what_cannot_be_carried_out_is_listed_with_the_reason():
+def test_plans_that_cannot_be_executed_are_listed_with_the_reason():
     odd = layers(4, width=6)
     ranking = ranked([Plan.parse("tensor(4)"), Plan.parse("data(3)"), Plan.parse("data(4)")], odd)
     assert named([one.plan for one in ranking.predictions]) == ["data(4), 1"]
@@ -103,7 +103,7 @@ def test_plans_beyond_the_memory_come_last_and_say_by_how_much():
     assert some[-1].why_not(some[0]) == f"does not fit: {some[-1].memory_bytes} of {sizes[2]} bytes"
 
 
-def test_activations_count_until_their_backward_whether_a_model_is_cut_or_not():
+def test_activations_count_until_their_backward_with_and_without_partitioning():
     few, many = (predict_plan(Plan(), HEAVY, Cluster(), batch_size=size).memory_bytes for size in (1, 101))
     assert many - few == 100 * 4 * 4 * 64
 
@@ -133,7 +133,7 @@ def test_the_choice_is_what_fits_when_memory_is_short():
     assert str(choose_plan(2, wide, Cluster(), 16)) == "data(2)"
 
 
-def test_the_choice_keeps_the_numbers():
+def test_the_choice_is_synchronous():
     asp = Plan.parse("asp(2)")
     with pytest.raises(PlanError, match="none of the given plans is synchronous"):
         choose_plan_from([asp], HEAVY, Cluster(), batch_size=16)
@@ -151,7 +151,7 @@ def test_where_nothing_divides_the_nearest_sizes_are_named():
         choose_plan(4, whole, Cluster(), 5)
 
 
-def test_a_step_that_meets_now_and_then_is_predicted_as_the_mean_of_all_steps():
+def test_local_sgd_is_predicted_as_the_mean_of_all_steps():
     every, eighth = (
         predict_plan(Plan.parse(text), HEAVY, Cluster(), batch_size=16) for text in ("data(4)", "data(4, sync_every=8)")
     )
@@ -161,7 +161,7 @@ def test_a_step_that_meets_now_and_then_is_predicted_as_the_mean_of_all_steps():
     assert (every.is_synchronous, eighth.is_synchronous) == (True, False)
 
 
-def test_sums_of_gradients_that_come_late_hide_behind_the_next_step():
+def test_delayed_all_reduces_are_hidden_behind_the_next_step():
     plans = (Plan.parse(text) for text in ("data(4)", "data(4, staleness=1)"))
     now, late = (predict_plan(plan, HEAVY, Cluster(), batch_size=16) for plan in plans)
     assert late.communication_s < now.communication_s / 2

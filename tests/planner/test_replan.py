@@ -1,4 +1,4 @@
-"""Another plan when ranks come or go: nearly the fastest, and of those the one that state moves to cheaply."""
+"""Another plan when ranks come or go: nearly the fastest, and of those the cheapest to move to."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def held(text, num_micros=1):
 
 
 def kept_bytes(text, num_micros=1):
-    """What each rank keeps under a plan: a weight and two states per parameter, where it has all of them."""
+    """State that each rank owns under a plan: a weight and two optimizer states per parameter."""
     return [missing_bytes(one, None) for one in held(text, num_micros)]
 
 
@@ -54,7 +54,7 @@ def test_nothing_moves_to_a_rank_that_has_what_it_needs():
     assert missing_bytes(held("pipeline(2)", 2)[1], held("pipeline(2)", 2)[0]) == 3 * WEIGHT_BYTES / 2
 
 
-def test_shares_of_other_sizes_move_only_where_they_do_not_overlap():
+def test_shards_of_other_sizes_move_only_where_they_do_not_overlap():
     quarters, halves = held("zero3(4)"), held("zero3(2)")
     assert [missing_bytes(halves[rank], quarters[rank]) for rank in (0, 1)] == [
         3 * WEIGHT_BYTES / 4,
@@ -69,7 +69,7 @@ def test_the_plan_stays_where_the_ranks_stay_and_nothing_is_faster():
 
 
 @pytest.mark.parametrize(("before", "count"), [("zero(4, level=1)", 3), ("zero(4, level=3)", 2)])
-def test_what_is_taken_is_nearly_the_fastest_and_no_other_such_plan_is_cheaper_to_move_to(before, count):
+def test_the_chosen_plan_is_nearly_fastest_and_no_other_such_plan_is_cheaper_to_move_to(before, count):
     plan = Plan.parse(before)
     found = replan(plan, MODEL, ranks(4), ranks(count), 48)
     choice = rank_and_choose(enumerate_plans(count, MODEL), PlanningProblem(MODEL, ranks(count), 48))
@@ -94,6 +94,6 @@ def test_it_says_what_the_plan_was_preferred_to():
     assert "bytes would move" in found.reason or "no other plan is within 2 %" in found.reason
 
 
-def test_a_cluster_that_does_not_say_how_many_ranks_it_has_is_refused():
+def test_a_cluster_without_a_number_of_ranks_is_rejected():
     with pytest.raises(PlanError, match="does not say how many ranks it has; give it levels, or a speed for each"):
         replan(Plan.parse("data(4)"), MODEL, ranks(4), Cluster(), 48)

@@ -1,4 +1,4 @@
-"""Orders of a pipeline that are tried only where its bubble is long enough for them to win."""
+"""Schedules that are tried only if the bubble of a pipeline is long enough for them to win."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ def found():
     return {str(one.plan): one.step_s for one in ranking.predictions}
 
 
-def test_a_pipeline_with_a_bubble_is_tried_in_the_orders_that_have_less():
+def test_a_pipeline_with_a_bubble_is_tried_with_schedules_that_have_less():
     assert list(found()) == [
         "pipeline(4, schedule=zero_bubble, chunks_per_stage=2)",
         "pipeline(4, schedule=zero_bubble)",
@@ -28,13 +28,13 @@ def test_a_pipeline_with_a_bubble_is_tried_in_the_orders_that_have_less():
     ]
 
 
-def test_the_choice_is_the_order_that_is_predicted_fastest():
+def test_the_schedule_that_is_predicted_fastest_is_chosen():
     chosen = choose_plan_from([PIPELINE], DEEP, Cluster(), batch_size=16)
     assert str(chosen) == "pipeline(4, schedule=zero_bubble, chunks_per_stage=2)"
     assert chosen.num_microbatches == 8
 
 
-def test_no_order_is_tried_where_a_plan_without_a_bubble_is_faster_than_any_could_be():
+def test_no_schedule_is_tried_if_a_plan_without_a_bubble_is_faster_than_any_could_be():
     plans = [Plan.parse("data(4)"), PIPELINE]
     ranking = rank_with_schedules(plans, build_simulator(DEEP, Cluster(), 16))
     assert ranking == rank_plans(plans, DEEP, Cluster(), batch_size=16)
@@ -45,7 +45,7 @@ def test_chunks_are_tried_only_where_there_are_blocks_for_them():
     assert [str(one.plan) for one in ranking.predictions] == ["pipeline(4, schedule=zero_bubble)", "pipeline(4)"]
 
 
-def test_other_pipelines_stay_as_they_are():
+def test_other_pipelines_are_not_changed():
     plans = [Plan.parse("gpipe(4)", num_microbatches=4), Plan.parse("pipeline(2, replicas=(1,3))", num_microbatches=3)]
     for plan in plans:
         size = 12 if plan.num_microbatches == 3 else 16

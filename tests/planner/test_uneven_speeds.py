@@ -1,4 +1,4 @@
-"""Ranks of different speed: stages are cut by it, and the simulator plays each rank at its own."""
+"""Ranks of different speed: stages are balanced by it, and each rank is simulated at its own speed."""
 
 from fractions import Fraction
 
@@ -43,7 +43,7 @@ def test_a_stage_gets_as_many_blocks_as_its_ranks_are_fast(plan, speeds, blocks,
 
 @pytest.mark.parametrize(("n", "m", "speeds"), [(2, 8, (3.0, 1.0)), (4, 8, (1.0, 2.0, 1.0, 4.0))])
 def test_stages_balanced_by_their_speed_have_the_bubble_of_equal_ones(n, m, speeds):
-    """Which is (n-1)/(m+n-1), of a step as long as all the work takes at all the speed there is."""
+    """The bubble is (n-1)/(m+n-1) of a step that takes all work at the total speed."""
     plan = Plan.parse(f"pipeline({n})", num_microbatches=m)
     blocks = int(2 * sum(speeds))
     program = compile_plan(
@@ -65,7 +65,7 @@ def test_a_rank_computes_at_its_own_speed():
     assert spent == [2, 8]
 
 
-def test_a_prediction_is_of_the_plan_cut_by_speed_and_faster_than_of_one_cut_evenly():
+def test_a_prediction_is_of_the_plan_balanced_by_speed_and_faster_than_an_even_one():
     cluster, model = Cluster(link=FREE, speeds=(3.0, 1.0)), linear_chain(8, width=64)
     plans = [Plan.parse(text, num_microbatches=4) for text in ("pipeline(2)", "pipeline(2, balance=(4,4))")]
     by_speed, evenly = (predict_plan(plan, model, cluster, batch_size=32) for plan in plans)

@@ -1,4 +1,4 @@
-"""Timings that are kept: read again as long as nothing has changed."""
+"""Cached profiles: read again as long as nothing has changed."""
 
 import pytest
 
@@ -12,7 +12,7 @@ FACTS = {"model": "Chain", "threads": 1}
 
 
 class Measuring:
-    """Gives the timing, and counts how often."""
+    """Returns the profile, and counts the calls."""
 
     def __init__(self):
         self.count = 0
@@ -29,14 +29,14 @@ def test_a_model_is_measured_once(tmp_path):
     assert [path.name.split("-")[0] for path in (tmp_path / "new" / "timings").iterdir()] == ["Chain"]
 
 
-def test_it_is_measured_again_where_a_fact_has_changed_or_that_is_asked_for(tmp_path):
+def test_a_model_is_measured_again_if_an_attribute_changed_or_on_request(tmp_path):
     measuring = Measuring()
     for threads, is_wanted_anew in ((1, False), (2, False), (1, True)):
         load_or_measure(tmp_path, {**FACTS, "threads": threads}, measuring, must_measure=is_wanted_anew)
     assert measuring.count == 3
 
 
-def test_a_file_that_cannot_be_read_is_written_anew(tmp_path):
+def test_an_unreadable_file_is_rewritten(tmp_path):
     measuring = Measuring()
     load_or_measure(tmp_path, FACTS, measuring)
     cache_path(tmp_path, FACTS).write_text("{", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is measured of a model: pieces that add up, memory that stays, and a model that is left as it was."""
+"""Measuring a model: layers that add up, saved activations, and a model that is not modified."""
 
 import copy
 from functools import cache, partial
@@ -23,7 +23,7 @@ SLOW = Device(cost_per_s=1.0, memory_bytes_per_s=1e9)
 
 
 class Residual(nn.Module):
-    """A model that has to be traced to be cut, with a buffer and a weight that nobody reads."""
+    """A model that has to be traced, with an unused buffer and an unused weight."""
 
     def __init__(self):
         super().__init__()
@@ -49,17 +49,17 @@ def subject(model, targets=4) -> ProfileTarget:
 
 @cache
 def timing() -> ModelProfile:
-    """Of two linear layers, for two sizes."""
+    """Profile of two linear layers, for two microbatch sizes."""
     return measure_model(subject(layers()), "here", samples=(2, 6), threads=1, repeat_policy=ONCE)
 
 
-def test_every_piece_has_its_times_and_its_bytes():
+def test_every_layer_has_its_times_and_its_bytes():
     assert [point.samples for point in timing().batch_sizes] == [2, 6]
     assert [(piece.name, piece.weight_bytes) for piece in timing().layers] == [("0", 576), ("2", 272)]
     assert [piece.output_bytes for piece in timing().batch_sizes[1].layers] == [6 * 4 * 16, 6 * 4 * 4]
 
 
-def test_pieces_add_up_to_what_all_take_in_one_call():
+def test_layers_add_up_to_the_time_of_one_call():
     taken, factor = rescale_to([[3.0, 2.0], [5.0, 2.0], [4.0, 4.0]], 1.0, 9.0)
     assert (sum(taken), factor, taken) == (8.0, 2.0, [6.0, 2.0])
 
@@ -73,7 +73,7 @@ def test_a_measured_model_is_as_before(model, targets):
     assert (modes, {param.grad for param in built.parameters()}) == ([one.training for one in built.modules()], {None})
 
 
-def test_what_stays_for_a_backward_is_what_the_layers_give_and_the_loss_reads():
+def test_saved_activations_are_layer_outputs_and_inputs_of_the_loss():
     bench = build_harness(subject(layers()), 6)
     assert saved_activation_bytes(bench.separate, subject(layers()).batches(6, 1)) == [6 * 4 * 16, 6 * 4 * 4]
     assert saved_activation_bytes(bench.whole.executor, subject(layers()).batches(6, 1)) == [6 * 4 * (16 + 4)]
@@ -88,7 +88,7 @@ def test_threads_and_random_numbers_are_as_before():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_at_the_roof_a_layer_takes_its_operations():
+def test_at_the_roofline_a_layer_takes_the_time_of_its_operations():
     first, last = estimate_model(subject(layers()), "slow", SLOW, samples=(6,)).batch_sizes[0].layers
     products = 2 * 6 * 8 * 16
     assert first.forward_s == pytest.approx(products, rel=0.1)
@@ -97,13 +97,13 @@ def test_at_the_roof_a_layer_takes_its_operations():
     assert last.backward_input_s == pytest.approx(2 * 6 * 16 * 4, rel=0.2)
 
 
-def test_at_the_roof_of_memory_a_layer_takes_its_bytes():
+def test_at_the_memory_roofline_a_layer_takes_the_time_of_its_bytes():
     wide = Device(cost_per_s=1e30, memory_bytes_per_s=1.0)
     first = estimate_model(subject(layers()), "narrow", wide, samples=(6,)).batch_sizes[0].layers[0]
     linear, relu = 4 * (6 * 8 + 8 * 16 + 16 + 6 * 16), 4 * 2 * 6 * 16
     assert first.forward_s == linear + relu
 
 
-def test_without_running_the_same_memory_is_seen_to_stay():
+def test_fake_tensors_save_the_same_activation_bytes():
     counted = estimate_model(subject(layers()), "slow", SLOW, samples=(6,)).batch_sizes[0]
     assert [piece.saved_bytes for piece in counted.layers] == [6 * 4 * 16, 6 * 4 * 4]

@@ -1,4 +1,4 @@
-"""Ranks measure themselves and their links, and what they find is a cluster that a plan can be predicted on."""
+"""Ranks measure themselves and their links; the result is a cluster for predictions."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ LITTLE = ProbeConfig((32,), (2, 32, 32), 1 << 16, (8, 1 << 10, 1 << 17), duratio
 
 
 def probed(fabric, hosts=None, effort=LITTLE):
-    """What one rank has measured; the host of each rank is found out, or said."""
+    """Result on one rank; the host of each rank is detected, or given."""
     host = None if hosts is None else hosts[fabric.rank]
     return probe_cluster(fabric, host_memory_bytes=4 * GIB, max_threads=2, host=host, config=effort)
 
@@ -78,14 +78,14 @@ def test_ranks_of_two_hosts_have_two_levels():
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abab"])
-def test_hosts_that_no_file_can_describe_are_refused(hosts):
+def test_hosts_that_no_cluster_file_can_describe_are_rejected(hosts):
     with pytest.raises(PlanError, match="equally many ranks that are numbered host by host"):
         on_ranks(len(hosts), hosts=hosts)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_processes_that_meet_as_two_hosts_measure_memory_and_sockets():
+def test_processes_on_two_hosts_measure_memory_and_sockets():
     values, *_ = on_hosts((0, 0, 1, 1), partial(probed_values, "aabb"), 4, deadline_s=60)
     cluster = parse_cluster(values["cluster"])
     inside, outside = (level.link for level in cluster.levels)
@@ -101,7 +101,7 @@ def test_threads_are_as_before_when_others_were_tried():
 
 
 @pytest.mark.parametrize("ready", [layer_work, memory_work])
-def test_a_rank_does_its_pieces_for_as_long_as_it_is_told(ready):
+def test_a_rank_works_for_the_given_duration(ready):
     began, *ends = ready(LITTLE)()
     assert sorted(ends) == ends
     assert ends[-1] - began >= LITTLE.duration_s
@@ -112,7 +112,7 @@ def test_ranks_are_compared_while_all_of_them_work():
     assert concurrent_rate([early, late]) == 0.5  # of the pieces from 1 to 5, where the first one was done alone
 
 
-def test_ranks_that_never_work_at_once_share_all_of_the_time():
+def test_without_overlap_the_whole_time_counts():
     assert concurrent_rate([[0.0, 1.0, 2.0], [3.0, 4.0]]) == 3 / 4 / 2
 
 
@@ -136,13 +136,13 @@ def test_the_lower_rank_of_a_pair_has_the_figures():
     assert upper == []
 
 
-def test_of_messages_in_rounds_the_usual_time_counts_of_sizes_that_were_sent_every_time():
+def test_the_median_over_rounds_counts_for_sizes_that_were_sent_in_each():
     rounds = [((8, 1e-5), (64, 3e-5)), ((8, 9e-5), (64, 2e-5), (128, 1.0)), ((8, 2e-5), (64, 9e-5))]
     found = median_timings([LinkTimings((0, 1), "host", messages) for messages in rounds])
     assert found == LinkTimings((0, 1), "host", ((8, 2e-5), (64, 3e-5)))
 
 
-def test_a_rank_is_unlike_the_others_that_was_slower_every_time():
+def test_a_rank_that_was_slower_every_time_has_its_own_speed():
     assert relative_speeds([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], [4.0, 4.4, 5.0], [16.0, 12.0, 9.9]]) == (
         1.0,
         1.0,

@@ -1,4 +1,4 @@
-"""Compositions to be simulated, and the costs that tell them apart."""
+"""Compiled plans to be simulated, and cost models that distinguish them."""
 
 from counterpoint.compiler.compile import compile as compile_plan, message_size_fn
 from counterpoint.model.spec import linear_chain
@@ -29,7 +29,7 @@ def build_costs(made, cost_per_s=1e4, latency_s=1e-4, bytes_per_s=1e8):
 
 
 class FakeCosts:
-    """One tick for every forward, backward and update, of whatever part, and as many as said for what is on a link."""
+    """One tick for every forward, backward and update, and the given ticks for link time and servers."""
 
     def __init__(self, link_s=1.0, server_update_s=(1.0, 1.0)):
         self.on_link_s = link_s

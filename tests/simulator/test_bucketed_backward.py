@@ -1,4 +1,4 @@
-"""A model that is not cut: sums of its gradients begin during its backward, bucket by bucket, as they do in a run."""
+"""An unpartitioned model: reductions of its gradients start during its backward, bucket by bucket, as in a run."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +25,7 @@ DEVICE = Device(cost_per_s=1.0, memory_bytes_per_s=float("inf"))
 
 
 def place(sum_s, **link):
-    """A cluster on which two ranks sum the gradient of one layer in so many seconds."""
+    """A cluster on which two ranks all-reduce the gradient of one layer in so many seconds."""
     return Cluster(DEVICE, Link(0.0, LAYER_BYTES / sum_s if sum_s else float("inf"), **link))
 
 
@@ -35,15 +35,15 @@ def step_s(text, cluster, passes=("overlap",), micros=1, profile=None):
 
 
 @pytest.mark.parametrize(("sum_s", "expected"), [(0.5, 12.5), (2.0, 14.0), (3.0, 18.0)])
-def test_only_the_last_sum_takes_time_of_its_own_or_the_link_does(sum_s, expected):
-    """Four forwards and four backwards of one sample are 12 seconds; the first sum begins after six."""
+def test_only_the_last_all_reduce_is_exposed_unless_the_link_is_saturated(sum_s, expected):
+    """Four forwards and four backwards of one sample are 12 seconds; the first all-reduce starts after six."""
     assert step_s("data(2, bucket=0)", place(sum_s)) == pytest.approx(expected)
     assert step_s("data(2, bucket=0)", place(sum_s), passes=()) == pytest.approx(12 + 4 * sum_s)
 
 
 @pytest.mark.parametrize("text", ["data(2, bucket=0)", "data(4, bucket=0)", "zero(2, level=1)"])
 @pytest.mark.parametrize("micros", [1, 3])
-def test_a_model_in_one_block_takes_as_long_as_in_its_pieces(text, micros):
+def test_a_model_in_one_block_takes_as_long_as_in_its_layers(text, micros):
     plan = replace(Plan.parse(text, num_microbatches=micros), passes=("overlap",))
     made = compile_plan(plan, MODEL)
     costs = build_costs((place(1.5),), MODEL, samples=1, global_num_microbatches=plan.global_num_microbatches)
@@ -54,11 +54,11 @@ def test_a_model_in_one_block_takes_as_long_as_in_its_pieces(text, micros):
     assert found.update_s == pytest.approx(spent.update_s)
 
 
-def test_one_bucket_is_summed_behind_the_backward_as_the_word_says():
+def test_a_single_bucket_is_all_reduced_after_the_backward():
     assert step_s("data(2, tune=off)", place(1.5)) == step_s("data(2)", place(1.5), passes=()) == pytest.approx(18.0)
 
 
-def test_what_goes_through_memory_in_common_is_not_summed_early():
+def test_reductions_in_shared_memory_do_not_overlap_the_backward():
     hosts = Cluster(
         DEVICE, levels=(Level("host", 2, Link(0.0, 1e3, is_shared_memory=True)), Level("network", 2, Link()))
     )
@@ -67,7 +67,7 @@ def test_what_goes_through_memory_in_common_is_not_summed_early():
         assert step_s(text, cluster, micros=2) == pytest.approx(step_s(text, cluster, passes=(), micros=2))
 
 
-def test_a_timing_says_when_each_bucket_is_complete():
+def test_a_profile_determines_when_each_bucket_is_complete():
     profile = build_profile(
         MODEL,
         [layer_profile(1.0, 6.0), layer_profile(1.0, 1.0), layer_profile(1.0, 1.0), layer_profile(1.0, 0.0)],
@@ -76,7 +76,7 @@ def test_a_timing_says_when_each_bucket_is_complete():
     assert step_s("data(2, bucket=0)", place(2.0), profile=profile) == pytest.approx(4 + 8 + 2)
 
 
-def test_a_weight_that_several_pieces_read_is_complete_with_the_first_of_them():
+def test_a_weight_of_several_layers_is_complete_with_the_first_of_them():
     pieces = MODEL.layers
     tied = replace(
         MODEL, blocks=(replace(as_single_block(MODEL).blocks[0], layers=(pieces[0], *pieces[1:3], pieces[0])),)
@@ -86,7 +86,7 @@ def test_a_weight_that_several_pieces_read_is_complete_with_the_first_of_them():
     )  # fmt: skip
 
 
-def test_the_words_of_the_program_are_told_and_not_what_became_of_them():
+def test_a_trace_has_the_instructions_of_the_program_and_not_their_slices():
     plan = replace(Plan.parse("data(2, bucket=0)", num_microbatches=2), passes=("overlap",))
     (turn,) = compile_plan(plan, as_single_block(MODEL)).step_variants
     trace = predict_trace(plan, MODEL, place(1.0), batch_size=4)

@@ -1,4 +1,4 @@
-"""Ranks in each other's way: crowds on the cores of a host, flows on the card of a host; worked out by hand."""
+"""Contention of ranks on the cores of a host, and of flows on its network card; computed by hand."""
 
 import pytest
 
@@ -12,7 +12,7 @@ CARDS = Cluster(levels=HOSTS)
 
 
 class SharedLinkCosts(FakeCosts):
-    """Everything on a link is on links that ranks share, but for some seconds before."""
+    """All link time is on shared links, except for a delay before."""
 
     def __init__(self, link_s, apart_s=0.0):
         super().__init__(link_s + apart_s)
@@ -23,7 +23,7 @@ class SharedLinkCosts(FakeCosts):
 
 
 def stops(rows, costs, cluster):
-    """When the last word of each kind of lane but waiting ends, by rank."""
+    """When the last instruction in each lane except waiting ends, by rank."""
     trace = simulate(program(*rows), costs, cluster)
     found = {}
     for event in trace.events:
@@ -32,52 +32,52 @@ def stops(rows, costs, cluster):
     return found
 
 
-def test_two_ranks_that_compute_at_one_time_each_have_half_of_a_core():
+def test_two_concurrent_ranks_each_have_half_of_a_core():
     assert stops(["F0.0 F0.1", "F1.0"], FakeCosts(), CROWD) == {(0, "F0.0"): 2, (0, "F0.1"): 3, (1, "F1.0"): 2}
 
 
-def test_a_rank_that_waits_is_in_nobodys_way():
+def test_a_waiting_rank_causes_no_contention():
     assert stops(["F0.0 x1.0>1", "x1.0<0 F1.0"], FakeCosts(), CROWD)[1, "F1.0"] == 3
 
 
-def test_who_comes_later_slows_down_who_is_at_it():
-    """The first has done half when the second comes; it needs 1 s for the other half, the second 0.5 s more alone."""
+def test_a_later_activity_slows_down_a_running_one():
+    """The first is half done when the second starts; it needs 1 s for the other half, the second 0.5 s more by itself."""
     found = stops(["x1.0>1 F0.0", "x1.0<0 F1.0"], FakeCosts(link_s=0.5), CROWD)
     assert (found[0, "F0.0"], found[1, "F1.0"]) == (1.5, 2.0)
 
 
-def test_ranks_of_two_hosts_are_no_crowd():
+def test_ranks_of_two_hosts_do_not_contend():
     cluster = Cluster(levels=(Level("host", 1, Link()), Level("network", 2, Link())), compute_contention=(1.0, 0.5))
     assert set(stops(["F0.0", "F1.0"], FakeCosts(), cluster).values()) == {1}
 
 
 def test_a_server_and_its_worker_share_their_core():
-    """Both apply and compute from 1 to 3, then the server sends its answer."""
+    """Server and worker compute from 1 to 3, then the server replies."""
     rows = ["push(grad0)>1 F0.0 pull(weight0)<1", "apply_and_reply(0)@0"]
     found = stops(rows, FakeCosts(link_s=0.0, server_update_s=(1, 1)), CROWD)
     assert (found[0, "F0.0"], found[1, "apply_and_reply(0)@0"]) == (2, 3)
 
 
-def test_two_flows_on_one_card_each_have_half_of_it():
+def test_two_flows_on_one_nic_each_have_half_of_it():
     found = stops(["x1.0>2", "x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2), CARDS)
     assert found == {(0, "x1.0>2"): 4, (1, "x1.1>3"): 4}
 
 
-def test_a_flow_that_comes_later_takes_half_of_a_card_until_the_first_one_ends():
+def test_a_later_flow_has_half_of_a_nic_until_the_first_one_ends():
     found = stops(["x1.0>2", "F0.0 x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2), CARDS)
     assert (found[0, "x1.0>2"], found[1, "x1.1>3"]) == (3, 4)
 
 
-def test_a_latency_takes_no_part_of_a_card():
+def test_latency_uses_no_bandwidth_of_a_nic():
     found = stops(["x1.0>2", "x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2, apart_s=1), CARDS)
     assert set(found.values()) == {5}
 
 
-def test_the_two_directions_of_a_card_are_apart():
+def test_the_two_directions_of_a_nic_are_independent():
     assert set(stops(["x1.0>2", "x1.1<3", "x1.0<0", "x1.1>1"], SharedLinkCosts(2), CARDS).values()) == {2}
 
 
-def test_flows_into_one_host_share_its_card_wherever_they_come_from():
+def test_flows_into_one_host_share_its_nic():
     cluster = Cluster(levels=(HOSTS[0], Level("network", 3, Link(0.0, 10.0), is_shared=True)))
     rows = ["x1.0>4", "", "x1.1>5", "", "x1.0<0", "x1.1<2"]
     assert set(stops(rows, SharedLinkCosts(2), cluster).values()) == {4}
@@ -88,22 +88,22 @@ def test_a_flow_inside_a_host_crosses_nothing():
     assert found == {(0, "x1.0>1"): 2, (1, "x1.1>2"): 4}
 
 
-def test_a_rank_talks_to_its_host_while_it_sends_to_another():
+def test_a_rank_uses_the_link_inside_its_host_while_it_sends_to_another_host():
     rows = ["x1.0>2 x1.1>1", "x1.1<0", "x1.0<0"]
     assert set(stops(rows, SharedLinkCosts(2), CARDS).values()) == {2}
 
 
-def test_messages_of_one_rank_out_of_its_host_go_one_after_the_other():
+def test_messages_of_one_rank_out_of_its_host_are_sequential():
     found = stops(["x1.0>2 x1.1>3", "", "x1.0<0", "x1.1<0"], SharedLinkCosts(2), CARDS)
     assert (found[0, "x1.0>2"], found[0, "x1.1>3"]) == (2, 4)
 
 
-def test_two_sums_that_cross_at_one_time_each_take_twice_as_long():
+def test_two_concurrent_all_reduces_over_a_nic_each_take_twice_as_long():
     rows = ["all_reduce(grad0)@0,2", "all_reduce(grad1)@1,3", "all_reduce(grad0)@0,2", "all_reduce(grad1)@1,3"]
     assert set(stops(rows, SharedLinkCosts(2), CARDS).values()) == {4}
 
 
-def test_a_slow_card_holds_up_all_that_cross_it():
+def test_a_slow_nic_slows_down_all_its_flows():
     cluster = Cluster(levels=HOSTS, slow_links=((1, 1, 0.5),))
     assert cluster.link_among((0, 1)) == Link()
     assert cluster.link_among((1, 2)) == Link(0.0, 5.0)

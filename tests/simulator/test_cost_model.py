@@ -1,4 +1,4 @@
-"""Costs of a model on a cluster, and what a rank holds; by hand."""
+"""Costs of a model on a cluster, and the memory of a rank; computed by hand."""
 
 from fractions import Fraction
 
@@ -50,7 +50,7 @@ def test_a_collective_takes_as_long_as_its_algorithm(word, seconds):
     assert ring_collective_s(called, 400, LINK) == seconds
 
 
-def test_a_backward_costs_two_forwards_and_a_share_is_updated_in_part():
+def test_a_backward_costs_two_forwards_and_a_shard_takes_its_part_of_an_update():
     made = compile_text("zero1(2)", blocks=1)
     row = made.program.rank_programs[0].body
     seconds = dict(
@@ -74,7 +74,7 @@ def test_what_a_forward_leaves_is_held_until_the_weight_part():
     assert first[1] - first[0] == OUTPUT
 
 
-def test_a_gradient_that_was_shared_out_is_summed_in_part():
+def test_only_the_shard_of_a_reduce_scattered_gradient_is_all_reduced():
     made = compile_text("zero1(2) * data(3)", blocks=1)
     row = made.program.rank_programs[0].body
     sums = [
@@ -85,7 +85,7 @@ def test_a_gradient_that_was_shared_out_is_summed_in_part():
     assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]
 
 
-def test_data_parallelism_takes_as_long_as_its_work_its_sums_and_its_commit():
+def test_data_parallelism_takes_the_time_of_compute_all_reduce_and_commit():
     made = compile_text("data(2)", blocks=1)
     work, commit, update = 3 * 2 / 1e4, 2 * 1e-4, 7 * WEIGHT / 10e9
     assert simulate(made.program, build_costs(made)).step_s == pytest.approx(
@@ -112,7 +112,7 @@ def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, wei
     ("plan", "versions"),
     [("pipedream(3)", [3, 2, 1]), ("pipedream(3, vertical_sync=on)", [3, 3, 3]), ("pipedream_2bw(3)", [2, 2, 2])],
 )
-def test_a_stage_without_a_flush_holds_its_versions_and_the_outputs_in_flight(plan, versions):
+def test_an_async_stage_holds_its_weight_versions_and_the_activations_in_flight(plan, versions):
     """Each with one gradient and two states of the optimizer."""
     made = compile_text(plan, m=3 if "2bw" in plan else 1, blocks=3)
     peaks = peak_memory_bytes(made.step_variants[-1].full_program, size_fn_for(made))
@@ -128,7 +128,7 @@ def test_a_stage_without_a_flush_holds_its_versions_and_the_outputs_in_flight(pl
         ("data(2) * data(2, compress=topk)", 4 + 2 + 2 * 656 * 8 / WEIGHT),
     ],
 )
-def test_a_code_keeps_what_it_has_not_sent_and_what_it_sends(plan, weights):
+def test_a_codec_holds_its_residual_and_its_send_buffer(plan, weights):
     made = compile_text(plan, m=2, blocks=1)
     assert set(peak_memory_bytes(made.program, size_fn_for(made))) == {weights * WEIGHT + OUTPUT}
 
@@ -142,7 +142,7 @@ def test_a_code_keeps_what_it_has_not_sent_and_what_it_sends(plan, weights):
         ("adasum", 3 * WEIGHT, 3),
     ],
 )
-def test_a_sum_in_a_code_takes_the_link_for_its_bytes(code, link_bytes, rounds):
+def test_a_compressed_all_reduce_occupies_the_link_for_its_compressed_bytes(code, link_bytes, rounds):
     plan = f"data(4, {'reduce' if code == 'adasum' else 'compress'}={code})"
     made = compile_text(plan, blocks=1)
     word = made.program.rank_programs[0].body[2]
@@ -159,7 +159,7 @@ def test_a_server_holds_weights_states_and_the_gradients_that_have_come(plan, we
     assert peak_memory_bytes(made.program, size_fn_for(made))[-1] == weights * WEIGHT
 
 
-def test_a_server_that_does_not_wait_holds_the_gradient_of_its_largest_unit():
+def test_an_asynchronous_server_holds_the_gradient_of_its_largest_unit():
     peaks = peak_memory_bytes(
         program("apply_and_reply(1,2)@1", "push(grad1)>0 push(grad2)>0"), lambda value, code="": 10 * value.blocks[0]
     )

@@ -1,4 +1,4 @@
-"""The virtual clock: what waits, what goes on, who is first; in ticks."""
+"""The event simulator: waiting, overlap and the order of transfers; in ticks."""
 
 import pytest
 
@@ -34,15 +34,15 @@ def test_a_collective_begins_when_its_last_member_comes():
     assert trace.step_s == 4
 
 
-def test_a_started_collective_runs_beside_the_backward_after_it():
+def test_a_started_collective_overlaps_the_next_backward():
     words = "B1.0 all_reduce_start(grad1)@0,1 B0.0 B0.1 all_reduce_wait(grad1)@0,1"
     trace = simulate(program(words, words), FakeCosts(link_s=5))
     assert trace.step_s == 6
     assert spans(trace, 0)[-1] == ("all_reduce_wait(grad1)@0,1", 3, 6, "wait")
 
 
-def test_a_link_that_is_ready_first_is_served_first_wherever_it_stands_in_the_row():
-    """A start that waits for a late member must not hold up the send behind it."""
+def test_the_transfer_that_is_ready_first_gets_the_link_first():
+    """A start that waits for a late member must not delay the send after it."""
     rows = [
         "all_reduce_start(grad0)@0,1 x1.0>1 all_reduce_wait(grad0)@0,1",
         "x1.0<0 F1.0 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1",
@@ -64,11 +64,11 @@ def test_a_server_applies_pushes_one_after_the_other_as_they_come():
     assert spans(trace, 0)[-1][2] == 10
 
 
-def test_rows_that_wait_for_each_other_are_reported_as_a_deadlock():
+def test_ranks_that_wait_for_each_other_are_reported_as_a_deadlock():
     with pytest.raises(ProgramError, match=r"verifier rule 2 violated: deadlock: 2 of 2 ranks"):
         simulate(program("x1.0<1 x1.1>1", "x1.1<0 x1.0>0"), FakeCosts())
 
 
-def test_a_receive_that_nobody_sends_is_reported_before_the_clock_starts():
+def test_a_receive_without_a_send_is_reported_before_the_simulation():
     with pytest.raises(ProgramError, match="deadlock"):
         simulate(program("F0.0", "x1.0<0"), FakeCosts())

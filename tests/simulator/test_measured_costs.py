@@ -1,4 +1,4 @@
-"""Steps by the clock: pieces, calls, updates, and pipelines that are cut by seconds."""
+"""Steps with measured costs: layers, calls, updates, and pipelines partitioned by seconds."""
 
 from dataclasses import replace
 from math import inf
@@ -23,7 +23,7 @@ def predicted(plan, timing, *, m=1, cluster=FREE, batch_size=4, passes=(), model
     return predict_plan(parsed, model, cluster, batch_size=batch_size, profile=timing)
 
 
-def test_solo_takes_the_whole_model_as_it_was_measured_and_its_update():
+def test_a_single_rank_takes_the_measured_time_of_the_whole_model_and_its_update():
     timing = build_profile(MODEL, UNEVEN, samples=4, unpartitioned=layer_profile(7.0, 13.0), update_s_per_byte=0.01)
     one = predicted("solo", timing)
     assert (one.compute_s, one.update_s) == (20.0, pytest.approx(0.01 * 3 * 4 * 64))
@@ -51,7 +51,7 @@ def test_gradients_are_added_to_those_of_earlier_microbatches_of_a_rank_until_an
     assert more_s[0] - more_s[1] == pytest.approx(adds * 1.25)
 
 
-def test_a_pipeline_is_cut_where_the_seconds_are_even():
+def test_a_pipeline_is_partitioned_by_seconds():
     for pieces, balance in ((UNEVEN, "1,2"), (UNEVEN[::-1], "2,1")):
         timing = build_profile(MODEL, pieces)
         told = predicted(f"pipeline(2, balance=({balance}))", timing, m=4)
@@ -64,13 +64,13 @@ def test_parts_of_a_backward_take_what_they_were_measured_to_take():
     assert order.compute_s == 2 * (1.0 + 2.0)
 
 
-def test_what_is_computed_again_takes_another_forward_and_a_call():
+def test_recomputation_takes_another_forward_and_a_call():
     timing = build_profile(MODEL, [layer_profile(1.0, 2.0)] * 3, samples=2, overheads=Overheads(forward_s=0.5))
     plain, again = (predicted("pipeline(3)", timing, m=2, passes=passes) for passes in ((), ("recompute",)))
     assert again.compute_s - plain.compute_s == 2 * 1.5 * 2 / 3, "the last stage goes back at once"
 
 
-def test_a_plan_without_slices_is_predicted_for_the_cut_that_it_gets():
+def test_a_plan_without_tensor_parallelism_is_predicted_for_the_partition_that_it_gets():
     coarse = replace(MODEL, blocks=(Block(MODEL.layers, 0),), variant_without_tp=MODEL)
     timing, plan = build_profile(MODEL, UNEVEN), Plan.parse("pipeline(3)", num_microbatches=2)
     found = [predict_plan(plan, model, FREE, batch_size=4, profile=timing) for model in (coarse, MODEL)]
@@ -78,7 +78,7 @@ def test_a_plan_without_slices_is_predicted_for_the_cut_that_it_gets():
     assert plan.strategies in {one.strategies for one in enumerate_plans(3, coarse)}
 
 
-def test_memory_is_what_was_seen_to_stay():
+def test_memory_is_what_was_measured():
     few, many = (
         build_profile(MODEL, UNEVEN, samples=4, unpartitioned=layer_profile(1.0, 1.0, kept)) for kept in (0.0, 5000.0)
     )
@@ -108,7 +108,7 @@ def test_a_slow_rank_takes_longer_for_its_calls_too():
     assert slow.compute_s == 2 * (20.0 + 2.0)
 
 
-def test_each_stage_puts_together_what_its_own_batch_norms_have_seen():
+def test_each_stage_merges_the_statistics_of_its_own_batch_norms():
     timing = build_profile(
         MODEL,
         UNEVEN,

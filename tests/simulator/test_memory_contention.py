@@ -1,4 +1,4 @@
-"""Ranks of one host that go over memory at one time share it, though each has a core of its own."""
+"""Memory-bound ranks of one host share its bandwidth, although each has its own core."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def ends(*rows, cluster=HALF):
     ("rows", "seconds"),
     [(("U0", "U0"), [2, 2]), (("U0", "F0.0"), [1, 1]), (("F0.0", "F0.1"), [1, 1]), (("F0.0 U0", "U0"), [2, 1])],
 )
-def test_only_words_that_go_over_memory_slow_each_other_down(rows, seconds):
+def test_only_memory_bound_instructions_contend_for_memory(rows, seconds):
     assert ends(*rows) == seconds
 
 

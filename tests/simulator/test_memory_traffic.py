@@ -1,4 +1,4 @@
-"""How often a rank goes over its own memory beside what it says, and messages larger than the pipe they go through."""
+"""Memory passes of communication, and messages larger than the shared-memory pipe."""
 
 import re
 from fractions import Fraction
@@ -49,7 +49,7 @@ def test_gradients_are_added_to_what_is_there_and_weights_copied_to_where_they_a
     assert passes_of(row) == passes
 
 
-def test_replicas_with_one_copy_move_nothing():
+def test_replicas_with_shared_parameters_copy_nothing():
     assert passes_of("B0.0 reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1", shares_memory=True) == []
 
 
@@ -80,14 +80,14 @@ class StreamedCosts(FakeCosts):
         return True
 
 
-def test_a_streamed_message_is_taken_while_it_is_sent():
+def test_a_streamed_message_is_received_while_it_is_sent():
     trace = simulate(program("F0.0 x1.0>1 F0.1", "x1.0<0 F1.0"), StreamedCosts(0.0))
     assert max(event.stop_s for event in trace.events if event.rank == 1) == 3.0
 
 
 @pytest.mark.parametrize("third", [1.0, 0.5])
-def test_the_two_ends_of_a_streamed_message_are_in_the_way_of_others_as_one(third):
-    """Of two processors one is left for the third rank, however little three ranks that compute would have."""
+def test_the_two_ends_of_a_streamed_message_contend_like_one_rank(third):
+    """One of two processors remains for the third rank, however slow three computing ranks would be."""
     trace = simulate(
         program("x1.0>1", "x1.0<0", "F2.0 F3.0"), StreamedCosts(0.0), Cluster(compute_contention=(1.0, 1.0, third))
     )
@@ -95,7 +95,7 @@ def test_the_two_ends_of_a_streamed_message_are_in_the_way_of_others_as_one(thir
 
 
 @pytest.mark.parametrize(("own_s", "share"), [(0.0, 0.5), (1.0, 0.75), (3.0, 0.875)])
-def test_what_a_rank_does_for_a_streamed_message_beside_is_its_own(own_s, share):
+def test_additional_work_for_a_streamed_message_counts_in_full(own_s, share):
     word = parse_instruction("x1.0>1")
     assert isinstance(word, Send)
     assert message_cpu_demand(word, StreamedCosts(), 0, extra_s=own_s) == CpuDemand(
@@ -103,7 +103,7 @@ def test_what_a_rank_does_for_a_streamed_message_beside_is_its_own(own_s, share)
     )
 
 
-def test_a_timed_rank_pays_for_what_it_moves():
+def test_measured_costs_include_memory_traffic():
     plain, moving = (
         build_profile(MODEL, [layer_profile(1.0, 2.0)] * 3, add_s_per_byte=per_byte) for per_byte in (0.0, 0.03)
     )
@@ -111,7 +111,7 @@ def test_a_timed_rank_pays_for_what_it_moves():
     assert more_s == pytest.approx(1.5 / 3 * 0.03 * 3 * 4 * 64)
 
 
-def test_a_rank_that_updates_nothing_has_what_a_step_costs_beside_its_calls_too():
+def test_a_rank_without_updates_pays_the_overhead_of_a_step_too():
     costs = MeasuredCosts(
         (layer_profile(1.0, 2.0),), Overheads(step_s=1.0), 0.0, 0.0, (0.0,), lambda value, code="": 0, FakeCosts()
     )

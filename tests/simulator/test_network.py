@@ -1,4 +1,4 @@
-"""What words ask of links, by where their ranks are; by hand, for a value of 400 bytes."""
+"""Link time of instructions by the location of ranks; computed by hand, for a tensor of 400 bytes."""
 
 from fractions import Fraction
 
@@ -37,34 +37,34 @@ def test_on_one_host_each_rank_adds_up_or_reads_its_part_of_what_the_other_has(v
 @pytest.mark.parametrize(
     ("verb", "times"), [("all_reduce(grad0)", 2), ("reduce_scatter(grad0)", 1), ("all_gather(weight0)", 1)]
 )
-def test_over_hosts_the_value_crosses_each_card_once_in_a_ring_of_hosts(verb, times):
+def test_over_hosts_the_value_crosses_each_nic_once_in_a_ring_of_hosts(verb, times):
     """Inside 3 s; three rounds, in which three quarters of all bytes leave each host."""
     assert load(f"{verb}@0-7", SHARED) == LinkLoad(times * (3 + 3 * 10), times * 400 * 3 / 4 / 10)
 
 
-def test_holders_of_parts_with_links_of_their_own_cross_side_by_side():
+def test_holders_of_parts_with_private_links_transfer_in_parallel():
     assert load("all_reduce(grad0)@0-7", APART) == LinkLoad(2 * (3 + 3 * 10 + 400 / 2 * 3 / 4 / 10))
 
 
-def test_members_that_are_alone_on_their_hosts_have_nothing_to_add_up_inside():
+def test_single_members_of_hosts_reduce_nothing_inside_them():
     assert load("all_reduce(grad0)@0,2", SHARED) == LinkLoad(2 * 10, 2 * 20)
 
 
-def test_a_part_that_is_at_hand_is_all_that_moves():
+def test_only_the_given_fraction_of_a_tensor_is_communicated():
     assert load("all_reduce(grad0)@0,2", SHARED, part=Fraction(1, 4)).shared_s == 10
 
 
-def test_the_smallest_host_says_into_how_many_parts_a_sum_is_cut():
+def test_the_smallest_host_determines_the_number_of_parts_of_an_all_reduce():
     assert load("all_reduce(grad0)@0-2", APART) == LinkLoad(2 * (3 + 10 + 400 / 2 / 10))
 
 
-def test_parts_that_have_no_holder_on_some_host_go_around_a_ring_of_all():
+def test_parts_without_a_holder_on_some_host_need_a_ring_of_all_members():
     """Two rounds; of three ranks one edge of the ring leaves each host."""
     assert load("reduce_scatter(grad0)@0-2", SHARED).private_s == 20
     assert load("reduce_scatter(grad0)@0-2", SHARED).shared_s == pytest.approx(400 * 2 / 3 / 10)
 
 
-def test_a_copy_goes_from_host_to_host_in_a_tree():
+def test_a_broadcast_goes_from_host_to_host_in_a_tree():
     """Read on the first host, 3 rounds over 4 hosts are 2 in a tree, read on the others."""
     assert load("broadcast(weight0)@0-7", SHARED) == LinkLoad(5 + 2 * 10 + 5, 2 * 40)
 
@@ -74,12 +74,12 @@ def test_a_commit_goes_up_and_down_a_tree_of_the_slowest_link():
     assert load("commit@0,1", SHARED) == LinkLoad(2 * 1)
 
 
-def test_a_slow_link_of_one_rank_holds_up_its_collectives():
+def test_a_slow_link_of_one_rank_slows_down_its_collectives():
     slow = Cluster(link=CARD, slow_links=((0, 1, 0.5),))
     assert load("all_reduce(grad0)@0-3", slow).seconds == 2 * 3 * (10 + 100 / 5)
     assert load("all_reduce(grad0)@2,3", slow).seconds == 2 * (10 + 200 / 10)
 
 
-def test_a_slow_card_of_one_host_holds_up_the_ring_of_all():
+def test_a_slow_nic_of_one_host_slows_down_the_ring_of_all():
     slow = Cluster(levels=SHARED.levels, slow_links=((1, 3, 0.25),))
     assert load("all_reduce(grad0)@0-7", slow).shared_s == 4 * load("all_reduce(grad0)@0-7", SHARED).shared_s

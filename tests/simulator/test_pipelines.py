@@ -28,7 +28,7 @@ def test_one_f_one_b_takes_twice_stages_but_one_and_microbatches_ticks(n, m):
 
 
 @pytest.mark.parametrize("plan", ["pipedream(4)", "pipedream(4, vertical_sync=on)", "pipedream_2bw(4)"])
-def test_a_pipeline_without_a_flush_has_no_bubble_in_the_long_run(plan):
+def test_an_async_pipeline_has_no_bubble_in_the_steady_state(plan):
     made = compile_text(plan, m=8, blocks=4)
     trace = simulate_variant(made.step_variants[-1], unit_costs(backward_ticks=2))
     assert (trace.step_s, trace.bubble) == (24.0, 0.0)
@@ -89,7 +89,7 @@ def test_the_program_has_as_much_in_flight_as_the_formulas_say(text, peaks):
 
 @pytest.mark.parametrize("text", ["interleaved(4, chunks_per_stage=3)", "zero_bubble(4, chunks_per_stage=2)"])
 def test_receives_that_are_posted_early_cost_no_time(text):
-    """Each seat stands where it receives when the value comes, so that a step is as long as without messages."""
+    """Each stage replica receives when the value arrives, so that a step is as long as without messages."""
     made = compile_text(text, m=9, blocks=12)
     assert {event.seconds for event in simulate(made.program, unit_costs()).events if event.lane == "link"} <= {0.0}
     early = sum(

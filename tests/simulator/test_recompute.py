@@ -1,4 +1,4 @@
-"""What recomputing costs, a forward more for each microbatch, and what it saves."""
+"""Cost of recomputation, one more forward per microbatch, and the memory that it saves."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from counterpoint.simulator.simulate import simulate, simulate_variant
 from tests.simulator.programs import compile_text
 
 SAMPLES = 10_000
-"""So many that weights weigh nothing beside activations."""
+"""So many that weights are negligible compared with activations."""
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 2), (4, 4), (4, 8), (8, 32)])
 def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
-    """In ticks, forwards of 1 and backwards of 2: only the last stage, or nobody, begins to recompute too late."""
+    """In ticks, forwards of 1 and backwards of 2: at most the last stage starts to recompute too late."""
     ticks = unit_costs(backward_ticks=2)
     steps = {
         when: simulate(compile_text(f"gpipe({n}, checkpoint={when})", m=m, blocks=n).program, ticks).step_s
@@ -25,7 +25,7 @@ def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
     assert steps["except_last"] == steps["never"] + m - 1
 
 
-def test_a_stream_takes_a_forward_more_for_each_microbatch_on_all_stages_but_the_last():
+def test_an_async_pipeline_recomputes_each_microbatch_on_all_stages_but_the_last():
     made = compile_text("pipedream(4, recompute=except_last)", m=1, blocks=4)
     trace = simulate_variant(made.step_variants[-1], unit_costs(backward_ticks=2))
     assert [trace.busy_s(rank) for rank in range(4)] == [4.0, 4.0, 4.0, 3.0]
@@ -45,7 +45,7 @@ def test_of_microbatches_in_flight_only_the_input_of_a_stage_is_kept():
 
 
 def test_blocks_that_are_recomputed_one_by_one_keep_their_inputs_all_but_the_first():
-    """What operators inside of a block keep, of one block instead of all, is no part of a program."""
+    """Saved activations inside a block, of one block instead of all, are not part of a program."""
     plain, again = (compile_text("solo", blocks=6, passes=passes) for passes in ((), ("recompute",)))
     before, after = (
         peak_memory_bytes(made.program, message_size_fn(made.model, SAMPLES))[0] for made in (plain, again)

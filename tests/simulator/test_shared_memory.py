@@ -1,4 +1,4 @@
-"""Links that nothing but the processors of their ends carries; by hand, for a value of 400 bytes and 2 s a message."""
+"""Communication through shared memory; computed by hand, for a tensor of 400 bytes and 2 s per message."""
 
 from fractions import Fraction
 
@@ -31,7 +31,7 @@ def link_s(text):
 
 
 class SharedMemoryCosts(FakeCosts):
-    """One tick for whoever sends and one for whoever receives, and nothing in between."""
+    """One tick of CPU time for the sender and one for the receiver, and no link time."""
 
     def __init__(self):
         super().__init__(0.0)
@@ -41,7 +41,7 @@ class SharedMemoryCosts(FakeCosts):
 
 
 def ends(rows, cluster=MEMORY):
-    """When the last word of each rank ends."""
+    """When the last instruction of each rank ends."""
     trace = simulate(program(*rows), SharedMemoryCosts(), cluster)
     return [max(event.stop_s for event in trace.events if event.rank == rank) for rank in range(trace.num_ranks)]
 
@@ -54,17 +54,17 @@ def test_a_message_that_is_there_already_still_has_to_be_taken():
     assert ends(["F0.0 x1.0>1", "F1.1 F1.2 F1.3 x1.0<0 F1.0"]) == [2, 5]
 
 
-def test_a_started_sum_is_made_by_those_who_wait_for_it():
+def test_a_started_all_reduce_costs_cpu_time_where_it_is_awaited():
     row = "B0.0 all_reduce_start(grad0)@0,1 F0.1 all_reduce_wait(grad0)@0,1"
     assert ends([row, row]) == [3, 3]
 
 
-def test_ranks_that_copy_at_one_time_are_in_each_others_way():
+def test_ranks_that_copy_at_the_same_time_contend():
     assert ends(["all_reduce(grad0)@0,1 F0.0", "all_reduce(grad0)@0,1 F0.0"], CROWD) == [4, 4]
 
 
-def test_two_hands_of_a_server_and_its_update_follow_each_other():
-    """Worker: 1 to push, then the server 1 to take it, 1 to update, 1 to answer, then 1 to take that."""
+def test_receive_update_and_reply_of_a_server_are_sequential():
+    """Worker: 1 to push; server: 1 to receive, 1 to update, 1 to reply; worker: 1 to receive."""
 
     class Served(SharedMemoryCosts):
         def server_update_s(self, unit, server, worker):
@@ -86,24 +86,24 @@ def test_two_hands_of_a_server_and_its_update_follow_each_other():
         ("commit@0,1", 1.0),
     ],
 )
-def test_what_a_word_keeps_its_rank_busy(instruction, seconds):
+def test_cpu_time_of_communication(instruction, seconds):
     assert cpu_s(instruction) == pytest.approx(seconds)
 
 
-def test_replicas_with_one_copy_only_read_each_others_gradients():
+def test_replicas_with_shared_parameters_only_read_each_others_gradients():
     assert cpu_s("reduce_scatter(grad0)@0,1", shares_memory=True) == 0.5 + READ_PASSES * 4 / 2
     assert cpu_s("all_gather(weight0)@0,1", shares_memory=True) == 0.5
 
 
-def test_what_is_released_or_joined_twice_is_nobodys_in_common():
+def test_units_that_are_freed_or_gathered_twice_are_not_shareable():
     row = "all_gather(weight0)@0,1 F0.0 reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1 reduce_scatter(grad1)@0,1 U1 all_gather(weight1)@0,1"
     assert host_shareable_units(map(parse_instruction, row.split())) == {(1,): (0, 1)}
 
 
-def test_a_cluster_file_says_which_links_are_copied():
+def test_a_cluster_file_states_which_links_are_shared_memory():
     assert parse_cluster(format_cluster(MEMORY)) == MEMORY
     assert "copied" not in format_cluster(Cluster())
 
 
-def test_nothing_is_left_for_a_link_that_is_copied():
+def test_shared_memory_occupies_no_link():
     assert [link_s(word) for word in ("x1.0>1", "all_reduce(grad0)@0,1", "commit@0,1")] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""A step of a stream is what it adds to a run, which is less than one body from its first word to its last."""
+"""A step of an asynchronous pipeline is what it adds to a run, which is less than the duration of one body."""
 
 import pytest
 
@@ -19,7 +19,7 @@ STREAMS = ["pipedream(2)", "pipedream(4)", "pipedream(2, replicas=(2,1))", "pipe
 
 
 def run_s(turn, costs, times):
-    """The length of a whole run of so many bodies."""
+    """Duration of a run of so many bodies."""
     rows = turn.async_pipeline.unroll(times)
     _, clock = run_rank_programs(rows, find_representatives(turn.async_pipeline, rows), costs)
     return max(stop for spans in clock.intervals.values() for _, _, stop, _ in spans)
@@ -27,7 +27,7 @@ def run_s(turn, costs, times):
 
 @pytest.mark.parametrize("link_s", [0.0, 0.5, 2.0, 7.0])
 @pytest.mark.parametrize("text", STREAMS)
-def test_a_step_of_a_stream_is_what_it_adds_to_a_long_run(text, link_s):
+def test_a_step_of_an_async_pipeline_is_what_it_adds_to_a_long_run(text, link_s):
     (turn,), costs = (
         compile_text(text, m=6 if "2bw" in text else 2 if "replicas" in text else 1).step_variants,
         FakeCosts(link_s=link_s),
@@ -38,14 +38,14 @@ def test_a_step_of_a_stream_is_what_it_adds_to_a_long_run(text, link_s):
     assert simulate_variant(turn, costs).step_s == spent.step_s
 
 
-def test_a_trace_of_a_stream_keeps_how_long_a_step_takes():
+def test_a_trace_of_an_async_pipeline_has_the_duration_of_a_step():
     (turn,) = compile_text("pipedream(2)", m=1).step_variants
     trace = simulate_variant(turn, FakeCosts(link_s=2.0))
     assert trace.steady_step_s is not None
     assert Trace.from_json(trace.to_json()) == trace
 
 
-def test_what_is_predicted_of_a_stream_is_less_than_its_longest_body():
+def test_the_predicted_step_of_an_async_pipeline_is_shorter_than_its_longest_body():
     plan, model, cluster = Plan.parse("pipedream(4)"), layers(4, width=256, cost=1e9), Cluster(link=Link(1e-3, 1e5))
     found = predict_plan(plan, model, cluster, batch_size=16)
     body = predict_trace(plan, model, cluster, batch_size=16)

@@ -1,4 +1,4 @@
-"""One rank speaks for its class: the trace is the same, to the last bit, as with every rank on its own."""
+"""One rank represents its class: the trace equals that of simulating every rank, to the last bit."""
 
 import pytest
 
@@ -45,18 +45,18 @@ def test_the_classes_of_a_plan_are_these(plan, expected):
     assert find_rank_classes(compile_text(plan, m=2).program) == expected
 
 
-def test_rows_with_equal_words_are_of_two_classes_when_their_senders_differ():
+def test_equal_rank_programs_are_of_two_classes_if_their_senders_differ():
     rows = ["F0.0 x1.0>2", "F0.1 F0.2 x1.1>3", "x1.0<0", "x1.1<1"]
     assert find_rank_classes(program(*rows)) == ((0,), (1,), (2,), (3,))
 
 
-def test_a_difference_far_away_is_seen_through_the_ranks_between():
+def test_a_distant_difference_propagates_through_the_ranks_between():
     chains = [["F0.0 x1.0>1", "x1.0<0 x2.0>2", "x2.0<1"], ["F0.1 F0.1 x1.1>4", "x1.1<3 x2.1>5", "x2.1<4"]]
     assert len(find_rank_classes(program(*chains[0], *chains[1]))) == 6
 
 
-def test_one_class_whose_ranks_want_one_link_at_one_moment_is_simulated_rank_by_rank():
-    """Four ranks in a circle of started pairs: equal rows, but the pairs take turns and somebody is first."""
+def test_a_class_whose_ranks_request_one_link_at_the_same_moment_is_simulated_rank_by_rank():
+    """Four ranks in a circle of started pairs: equal rank programs, but one of the pairs comes first."""
     circle = [
         f"all_reduce_start(grad0)@{min(a, b)},{max(a, b)} all_reduce_start(grad0)@{min(z, a)},{max(z, a)} "
         f"all_reduce_wait(grad0)@{min(a, b)},{max(a, b)} all_reduce_wait(grad0)@{min(z, a)},{max(z, a)}"
@@ -69,7 +69,7 @@ def test_one_class_whose_ranks_want_one_link_at_one_moment_is_simulated_rank_by_
     assert trace.step_s > 2
 
 
-def test_a_stream_is_simulated_with_one_body():
+def test_an_async_pipeline_is_simulated_with_one_body():
     stream = program("F0.0 | F0.+1 B0.+0 | B0.+0")
     assert isinstance(stream, Program)
     assert [event.text for event in simulate(stream, FakeCosts()).events] == ["F0.0", "F0.1", "B0.0", "B0.1"]

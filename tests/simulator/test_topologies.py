@@ -1,4 +1,4 @@
-"""Wherever ranks stand, one rank of each class gives the trace of all, to the last bit."""
+"""On any topology, one rank of each class gives the trace of all, to the last bit."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ PARTS = st.sampled_from([0.25, 0.5, 1.0])
 
 @st.composite
 def clusters(draw):
-    """Clusters of up to three levels, some of them crowded, some with slow ranks and links."""
+    """Clusters of up to three levels, some with contention, some with slow ranks and links."""
     levels = tuple(
         Level(f"level {at}", draw(st.integers(1, 4)), Link(draw(LATENCIES), draw(RATES)), draw(st.booleans()))
         for at in range(draw(st.integers(0, 3)))
@@ -63,13 +63,13 @@ HOSTS = Cluster(levels=(Level("host", 2, Link()), Level("network", 4, Link(1e-4,
         ("data(3)", HOSTS, [0, 0, 2]),
     ],
 )
-def test_ranks_are_alike_where_they_and_their_neighbours_are(plan, cluster, speakers):
+def test_ranks_are_equal_if_they_and_their_neighbours_are(plan, cluster, speakers):
     made = compile_text(plan, m=2).program
     assert list(find_representatives(made, made.unroll(1), cluster).representative) == speakers
 
 
-def test_ranks_that_others_speak_for_are_in_the_way_as_well():
-    """Four data replicas on two hosts: one speaks for all, and their two sums share each card."""
+def test_represented_ranks_contend_as_well():
+    """Four data replicas on two hosts: one represents all, and their two reductions share each NIC."""
     made = compile_text("tensor(2) * data(2)", blocks=1)
     apart, shared = (
         replace(HOSTS, levels=(HOSTS.levels[0], replace(HOSTS.levels[1], is_shared=shared))) for shared in (False, True)

@@ -1,4 +1,4 @@
-"""Small traces that a reader can follow with a finger, and a report of one."""
+"""Small traces, and a report of one."""
 
 from dataclasses import replace
 

@@ -77,14 +77,14 @@ def test_a_tick_takes_time(tick_s):
         draw_ascii_timeline(UNIT, tick_s=tick_s)
 
 
-def test_rows_that_fit_are_written_as_they_are():
+def test_rank_programs_that_fit_are_not_abbreviated():
     assert abbreviate_program(PROGRAM).splitlines() == [
         "rank 0 F0.0 x1.0>1 F0.1 x1.1>1 g0.0<1 B0.0 g0.1<1 B0.1 U0",
         "rank 1 x1.0<0 F1.0 B1.0 g0.0>0 x1.1<0 F1.1 U1",
     ]
 
 
-def test_a_long_row_keeps_its_beginning_and_its_end():
+def test_a_long_rank_program_keeps_its_beginning_and_its_end():
     assert abbreviate_program(PROGRAM, width=40).splitlines() == [
         "rank 0 F0.0 x1.0>1 F0.1 ..4.. B0.1 U0",
         "rank 1 x1.0<0 F1.0 B1.0 ..2.. F1.1 U1",
@@ -92,7 +92,7 @@ def test_a_long_row_keeps_its_beginning_and_its_end():
     assert abbreviate_program(PROGRAM, width=1).splitlines() == ["rank 0 F0.0 ..7.. U0", "rank 1 x1.0<0 ..5.. U1"]
 
 
-def test_a_row_that_is_too_short_to_abbreviate_stays_whole():
+def test_a_rank_program_that_is_too_short_to_abbreviate_stays_whole():
     assert abbreviate_program(parse_program("all_reduce(grad0)@0,1 U0"), width=12) == "rank 0 all_reduce(grad0)@0,1 U0"
 
 
@@ -106,6 +106,6 @@ def test_of_many_ranks_the_first_and_the_last_are_written():
     ]
 
 
-def test_a_stream_keeps_its_three_parts():
+def test_an_async_pipeline_keeps_its_three_parts():
     program = parse_program("F0.0 | F0.+1 B0.+0 U0 | B0.+0 U0")
     assert abbreviate_program(program) == "rank 0 F0.0 | F0.+1 B0.+0 U0 | B0.+0 U0"

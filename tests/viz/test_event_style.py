@@ -1,4 +1,4 @@
-"""Names of events: chunks are found in the order of a trace, versions are read off its words."""
+"""Labels of events: chunks follow from the order of a trace, versions from its instructions."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def test_blocks_that_always_follow_one_another_are_one_chunk(text, blocks, num_c
     assert EventLabels.from_traces(traced(text, 4, blocks)).num_chunks == num_chunks
 
 
-def test_both_chunks_at_the_foot_of_a_v_are_told_apart():
+def test_both_chunks_at_the_foot_of_a_v_are_distinguished():
     names = EventLabels.from_traces(traced("zero_bubble(2, chunks_per_stage=2)", 4, 8))
     assert [names.chunk_of[1, block] for block in (2, 3, 4, 5)] == [0, 0, 1, 1]
     assert [names.chunk_of[0, block] for block in (0, 1, 6, 7)] == [0, 0, 1, 1]

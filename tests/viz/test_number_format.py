@@ -43,7 +43,7 @@ def test_ticks_are_few_even_and_inside(low, span, most):
         ("commit@0,1", "wait", "commit"), ("commit@0,1", "link", "commit"), ("apply_and_reply(0)@0,1", "compute", "update"),
     ],
 )  # fmt: skip
-def test_the_kind_of_an_event_follows_from_its_lane_and_its_word(words, lane, kind):
+def test_the_kind_of_an_event_follows_from_its_lane_and_instruction(words, lane, kind):
     assert event_kind(TraceEvent(0, 0, words, 0.0, 1.0, lane)) == kind
 
 

@@ -1,4 +1,4 @@
-"""The page about a choice of a plan: a table, and timelines beside each other on one scale."""
+"""The page about a choice of a plan: a table, and timelines on one scale."""
 
 import re
 
@@ -34,12 +34,12 @@ def test_a_page_has_the_table_the_best_plans_and_what_was_measured():
     assert [tag for tag, _ in seen.seen].count("svg") == 2, "one of all plans, one of the plan that was measured"
 
 
-def test_what_was_not_measured_and_what_has_no_timeline_is_left_out():
+def test_sections_without_measurements_or_timelines_are_omitted():
     bare = PlanComparison(WEIGHING.explanation, WEIGHING.titles, ROWS)
     assert Nesting(page(bare)).text["h2"] == ["Plans that were compared"]
 
 
-def test_plans_stand_on_one_scale_each_under_its_name():
+def test_plans_are_drawn_on_one_scale_each_under_its_name():
     drawing = draw_plans([("one", UNIT), ("other", UNIT)])
     names = re.findall(r'font-weight="600">([^<]*)<', drawing)
     assert [name.split(":")[0] for name in names] == ["one", "other"]

@@ -12,7 +12,7 @@ VOID = {"meta"}
 
 
 class Nesting(HTMLParser):
-    """Fails on a tag that closes another one; keeps the tags and the text of each."""
+    """Fails on mismatched tags; collects the tags and their text."""
 
     def __init__(self, page):
         super().__init__()
@@ -89,14 +89,14 @@ def test_a_report_says_how_the_run_ended(reason, status):
     assert status in page.text["p"]
 
 
-def test_held_out_loss_stands_in_the_chart_and_all_metrics_in_the_table():
+def test_held_out_loss_is_in_the_chart_and_all_metrics_in_the_table():
     page = Nesting(write_report(report()))
     assert page.text["th"] == ["step", "loss", "accuracy"]
     assert page.text["td"] == ["2", "1.3", "0.9722"]
     assert "held out 1.3" in page.text["text"]
 
 
-def test_many_steps_have_a_mean_over_them_and_many_evaluations_are_cut():
+def test_many_steps_have_a_moving_average_and_many_evaluations_are_truncated():
     held_out = tuple(EvaluationPoint(step, (("accuracy", 0.5),)) for step in range(30))
     loss = tuple((float(step), 1.0 / (step + 1)) for step in range(400))
     page = Nesting(write_report(report(curves=TrainingCurves(loss, (), held_out))))
@@ -107,13 +107,13 @@ def test_many_steps_have_a_mean_over_them_and_many_evaluations_are_cut():
     assert "10 earlier evaluations are not shown." in page.text["p"]
 
 
-def test_words_of_the_program_have_the_colour_of_their_kind():
+def test_instructions_have_the_colour_of_their_kind():
     text = write_report(report())
     assert '<span class="forward">F0.0</span> <span class="communication">x1.0&gt;1</span>' in text
     assert '<span class="backward">B0.1</span> <span class="update">U0</span>' in text
 
 
-def test_what_there_is_not_is_left_out():
+def test_empty_sections_are_omitted():
     data = report(stat_cards=(), curves=TrainingCurves(), timelines=StepTimelines(), configuration="")
     page = Nesting(write_report(data))
     assert page.text["h2"] == ["Program"]

@@ -23,7 +23,7 @@ def texts(drawing):
     return [text.text for text in parse(drawing).iter(f"{SVG}text")]
 
 
-def test_every_event_that_takes_time_has_a_box_with_its_word_and_milliseconds():
+def test_every_event_that_takes_time_has_a_box_with_its_instruction_and_milliseconds():
     assert sorted(tips(draw_timeline(REAL))) == [
         "B0.0: 8 ms",
         "F0.0 F1.0: 4 ms",
@@ -33,7 +33,7 @@ def test_every_event_that_takes_time_has_a_box_with_its_word_and_milliseconds():
     ]
 
 
-def test_a_drawing_says_in_words_what_it_shows():
+def test_a_drawing_has_a_description():
     root = parse(draw_timeline(REAL))
     assert (root.get("role"), root[0].tag, root[1].tag) == ("img", f"{SVG}title", f"{SVG}desc")
     assert root[0].text == "measured timeline of one step"
@@ -49,7 +49,7 @@ def test_the_legend_names_the_kinds_that_are_there():
     ]  # fmt: skip
 
 
-def test_boxes_stand_where_their_time_is():
+def test_boxes_are_placed_by_time():
     box = next(
         rect
         for rect in parse(draw_timeline(UNIT)).iter(f"{SVG}rect")
@@ -86,7 +86,7 @@ def test_an_empty_trace_is_a_valid_picture():
     assert parse(draw_comparison(Trace((), 1, "simulated"), Trace((), 1, "measured"))).tag == f"{SVG}svg"
 
 
-def test_words_cannot_leave_their_place():
+def test_text_cannot_leave_its_element():
     drawing = draw_timeline(
         Trace((TraceEvent(0, 0, '</title><script a="1">&\x1b', 0.0, 1.0, "compute"),), 1, "simulated")
     )

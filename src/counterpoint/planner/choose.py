@@ -197,8 +197,8 @@ def candidates_to_measure(choice: PlanChoice, num_plans: int) -> tuple[Plan, ...
     capacity_bytes = choice.problem.cluster.device.memory_bytes
     while len(candidates) > 1 and sum(memory[plan] for plan in candidates) > capacity_bytes:
         candidates.pop()
-    order = {plan: index for index, plan in enumerate(choice.by_simplicity)}
-    return tuple(sorted(candidates, key=lambda plan: order.get(plan, len(order))))
+    positions = {plan: index for index, plan in enumerate(choice.by_simplicity)}
+    return tuple(sorted(candidates, key=lambda plan: positions.get(plan, len(positions))))
 
 
 def decide_by_trials(

@@ -65,7 +65,9 @@ def _compositions(num_ranks: int, num_blocks: int) -> Iterator[tuple[Strategy, .
                 yield (*inner, *outer)
             if tp_degree == 1:
                 yield from ((*inner, *server) for server in _server_strategies(num_ranks, Plan(inner).num_ranks))
-        yield from ((*_tensor_parallel(tp_degree), stream) for stream in _async_pipelines(tp_degree, stages, num_ranks))
+        yield from (
+            (*_tensor_parallel(tp_degree), pipeline) for pipeline in _async_pipelines(tp_degree, stages, num_ranks)
+        )
 
 
 def _divisors(number: int) -> list[int]:

@@ -287,7 +287,7 @@ class PlanRankPrograms:
     lower_bound_s: float
 
 
-class StepTooSlow(Exception):  # noqa: N818 - not an error: that much was asked
+class StepTooSlow(Exception):  # noqa: N818 - not an error: the caller set the limit
     """The lower bound of a plan's step exceeds the given maximum, so that it is not simulated."""
 
 

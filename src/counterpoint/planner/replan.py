@@ -177,7 +177,7 @@ class ReplanResult:
     reason: str
 
 
-def replan(  # noqa: PLR0913 - what there was, what there will be, and what is known of it, by keyword
+def replan(  # noqa: PLR0913 - both clusters and options by keyword
     plan: Plan,
     model: ModelSpec,
     old_cluster: Cluster,
@@ -216,10 +216,10 @@ def replan(  # noqa: PLR0913 - what there was, what there will be, and what is k
     choice = rank_and_choose(_candidates(plan, num_ranks, problem), problem)
     nearly_fastest = _nearly_fastest(choice)
     after = {prediction.plan: _owned_under(prediction.plan, problem) for prediction in nearly_fastest}
-    moved = {prediction: _moved_bytes(before, owned, old_ranks) for prediction, owned in after.items()}
-    order = {prediction: index for index, prediction in enumerate(choice.by_simplicity)}
+    moved = {candidate: _moved_bytes(before, owned, old_ranks) for candidate, owned in after.items()}
+    positions = {candidate: index for index, candidate in enumerate(choice.by_simplicity)}
     chosen = min(
-        nearly_fastest, key=lambda prediction: (moved[prediction.plan], order.get(prediction.plan, len(order)))
+        nearly_fastest, key=lambda prediction: (moved[prediction.plan], positions.get(prediction.plan, len(positions)))
     )
     return ReplanResult(chosen.plan, moved[chosen.plan], chosen.step_s, _explain_choice(chosen, nearly_fastest, moved))
 

@@ -52,11 +52,11 @@ def saved_activation_bytes(compute: SegmentExecutor, batches: MicrobatchSource) 
     for first, (stop, _) in sorted(compute.by_first.items()):
         saved: dict[int, int] = {}
 
-        def note(tensor: Tensor, into: dict[int, int] = saved) -> Tensor:
+        def record(tensor: Tensor, into: dict[int, int] = saved) -> Tensor:
             into.update(storage_sizes(tensor))
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(note, _identity):
+        with torch.autograd.graph.saved_tensors_hooks(record, _identity):
             compute.forward(first, stop - 1, 0)
         saved.update(storage_sizes([stored.value for stored in compute.values.values()]))
         sizes.append(sum(size for address, size in saved.items() if address not in seen))
@@ -165,7 +165,7 @@ def _measure_batch_size(
     batches, clock = target.batches(samples), device_clock(target.device)
     single_batch = target.batches(samples, 1)
 
-    def turn() -> tuple[StepTimes, StepTimes, StepTimes, LayerTimes]:
+    def measure_once() -> tuple[StepTimes, StepTimes, StepTimes, LayerTimes]:
         whole = time_warm_step(harness.whole, batches, clock)
         single = (
             whole
@@ -174,7 +174,7 @@ def _measure_batch_size(
         )
         return whole, single, time_warm_step(harness.layers, batches, clock), time_layers(harness, batches, clock)
 
-    repetitions = repeat_policy.repeat(turn)
+    repetitions = repeat_policy.repeat(measure_once)
     wholes, singles, layered, layer_times = zip(*repetitions, strict=True)
     whole, single, in_layers = _median_step(wholes), _median_step(singles), _median_step(layered)
     forward_s, _ = rescale_to([times.forward_s for times in layer_times], overheads.forward_s, in_layers.forward_s)

@@ -283,10 +283,12 @@ def _measure_matmuls(
     (other_counts, *_) = _gather(
         fabric, "threads", [[count, list(rates.items())] for count, rates in local_rates.items()]
     )
-    rows = sorted(
+    rates_by_threads = sorted(
         [(threads, own_rates), *((count, rates) for count, rates in other_counts)], key=lambda entry: entry[0]
     )
-    return tuple(MatmulRate(count, size, round_figure(rate)) for count, rates in rows for size, rate in rates)
+    return tuple(
+        MatmulRate(count, size, round_figure(rate)) for count, rates in rates_by_threads for size, rate in rates
+    )
 
 
 def _gather(fabric: Fabric, label: str, value: Any) -> list[Any]:  # noqa: ANN401 - JSON, whose parts are known here
@@ -311,9 +313,9 @@ def _find_hosts(fabric: Fabric, host: str) -> list[int]:
 def _measure_in_turn(fabric: Fabric, per_host: int, work: Callable[[], dict[int, float]]) -> dict[int, float]:
     """Return the best of repeated runs of the work; one rank of each host works at a time."""
     best: dict[int, float] = {}
-    for turn in range(NUM_TRIES * per_host):
+    for round_index in range(NUM_TRIES * per_host):
         fabric.barrier(tuple(range(fabric.num_ranks)))
-        if turn % per_host == fabric.rank % per_host:
+        if round_index % per_host == fabric.rank % per_host:
             best = {rows: max(rate, best.get(rows, 0.0)) for rows, rate in work().items()}
     return best
 
@@ -321,9 +323,9 @@ def _measure_in_turn(fabric: Fabric, per_host: int, work: Callable[[], dict[int,
 def _measure_speeds(fabric: Fabric, per_host: int, config: ProbeConfig) -> list[float]:
     """Return repeated measurements of this rank's speed; one rank of each host computes at a time."""
     work, rates = layer_work(config), []
-    for turn in range(NUM_SPEED_ROUNDS * per_host):
+    for round_index in range(NUM_SPEED_ROUNDS * per_host):
         fabric.barrier(tuple(range(fabric.num_ranks)))
-        if turn % per_host == fabric.rank % per_host:
+        if round_index % per_host == fabric.rank % per_host:
             rates.append(concurrent_rate([work()]))
     return rates
 

@@ -1,4 +1,4 @@
-"""Measure how fast ranks compute: alone, several at once, and in time slices.
+"""Measure how fast ranks compute: one at a time, several at once, and in time slices.
 
 Matrix products measure arithmetic, sums of long vectors measure memory bandwidth, both after a warm-up. Time slices are
 measured with steps of a small model, because evicted caches and branch predictors cost its many short calls far more
@@ -178,7 +178,7 @@ def measure_contention(
     host_ranks, work, rates = tuple(range(first, first + per_host)), make_work(config), []
     for count in range(1, per_host + 1):
         fabric.barrier(host_ranks)
-        times = fabric.gather_values("pieces", work() if fabric.rank - first < count else [], host_ranks)
+        times = fabric.gather_values("work", work() if fabric.rank - first < count else [], host_ranks)
         rates.append(concurrent_rate([ends for ends in times[:count] if isinstance(ends, list)]))
     return rates
 
@@ -263,11 +263,11 @@ def num_samples(config: ProbeConfig) -> int:
     return max(MIN_SAMPLES, round(config.duration_s / SAMPLE_S))
 
 
-def _time_in_turn(fabric: Fabric, members: tuple[int, ...], piece: WorkSample, config: ProbeConfig) -> float:
+def _time_in_turn(fabric: Fabric, members: tuple[int, ...], sample: WorkSample, config: ProbeConfig) -> float:
     """Return the median seconds of a work sample that is followed by a barrier of all members."""
     samples = []
     for _ in range(num_samples(config)):
-        samples.append(piece.compute())
+        samples.append(sample.compute())
         fabric.barrier(members)
     return median(samples)
 

@@ -58,13 +58,13 @@ class ProfileTarget:
     def batches(self, samples: int, num_microbatches: int = NUM_MICROBATCHES) -> SlicedBatch:
         """Return microbatches of so many samples, repeating the given samples if they are too few."""
         count = num_samples(self.batch[0])
-        rows = torch.arange(samples * num_microbatches) % count
+        sample_indices = torch.arange(samples * num_microbatches) % count
 
-        def resized(leaf: Any) -> Any:  # noqa: ANN401 - whatever is in a nest
+        def resize(leaf: Any) -> Any:  # noqa: ANN401 - whatever is in a nest
             has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
-            return leaf[rows.to(leaf.device)].contiguous() if has_samples else leaf
+            return leaf[sample_indices.to(leaf.device)].contiguous() if has_samples else leaf
 
-        inputs, targets = (tree_map(resized, nest) for nest in self.batch)
+        inputs, targets = (tree_map(resize, nest) for nest in self.batch)
         return SlicedBatch(
             (inputs, targets), tuple((index * samples, (index + 1) * samples) for index in range(num_microbatches))
         )
@@ -143,7 +143,7 @@ def _build_interpreter(
 
 def _separate_blocks(num_blocks: int) -> Sequence[Instruction]:
     """Return instructions in which no two blocks are adjacent, so that each is a segment of its own."""
-    return [word for block in range(num_blocks) for word in (Forward(block, 0), Backward(block, 0))]
+    return [instruction for block in range(num_blocks) for instruction in (Forward(block, 0), Backward(block, 0))]
 
 
 def storage_sizes(values: Any) -> dict[int, int]:  # noqa: ANN401 - any nest of tensors

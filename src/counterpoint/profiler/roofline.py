@@ -98,11 +98,11 @@ class FakeTensorModel:
             self.values[index].detach().requires_grad_(self.values[index].requires_grad) for index in segment.inputs
         ]
 
-        def note(tensor: Tensor) -> Tensor:
+        def record(tensor: Tensor) -> Tensor:
             saved.update(storage_sizes(tensor))
             return tensor
 
-        with self.mode, torch.autograd.graph.saved_tensors_hooks(note, _identity), FlopCounter() as forward:
+        with self.mode, torch.autograd.graph.saved_tensors_hooks(record, _identity), FlopCounter() as forward:
             outputs = segment(leaves, self.params, self.buffers, no_seed)
             if not segment.outputs:
                 outputs = (self.target.loss(self.target.partitioned.unflatten_output(outputs), self.targets),)

@@ -40,13 +40,13 @@ def draw_ascii_timeline(trace: Trace, *, tick_s: float | None, width: int = 100,
     headers = [f"rank {rank} " for rank in ranks]
     indent = max((len(header) for header in headers), default=0)
     computes = {rank: list(events) for rank, events in groupby(_computing_events(trace), lambda event: event.rank)}
-    rows = [computes.get(rank, []) for rank in ranks]
+    events_of_ranks = [computes.get(rank, []) for rank in ranks]
     num_columns = max(1, width - indent)
     label = EventLabels.from_traces(trace).full_label
     timeline = (
-        _draw_by_tick(trace, rows, (tick_s, num_columns), label)
+        _draw_by_tick(trace, events_of_ranks, (tick_s, num_columns), label)
         if tick_s
-        else _draw_by_fraction(trace, rows, num_columns, label)
+        else _draw_by_fraction(trace, events_of_ranks, num_columns, label)
     )
     ruler, lines, notes = timeline
     if len(ranks) < trace.num_ranks:
@@ -155,9 +155,9 @@ def _abbreviate(text: str, width: int) -> str:
     """Return text of at most ``width`` characters: its first and last instructions, and the number between them."""
     if len(text) <= width:
         return text
-    words = text.split()
-    front, back = words[:1], words[-1:] if len(words) > 1 else []
-    rest = words[1:-1]
+    parts = text.split()
+    front, back = parts[:1], parts[-1:] if len(parts) > 1 else []
+    rest = parts[1:-1]
     width -= len(" ".join([*front, f"..{len(rest)}..", *back]))
     while rest:
         kept, index = (back, -1) if len(front) >= 2 * len(back) else (front, 0)

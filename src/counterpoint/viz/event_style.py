@@ -142,12 +142,12 @@ class EventLabels:
         chunk_of: dict[tuple[int, int], int] = {}
         max_chunks = 1
         for trace in traces:
-            rows: defaultdict[int, list[_ComputeEvent]] = defaultdict(list)
+            events_of_rank: defaultdict[int, list[_ComputeEvent]] = defaultdict(list)
             for event in trace.events:
                 if event.lane == "compute":
-                    rows[event.rank] += _compute_events(event)
-            for rank, row in rows.items():
-                chunks = _group_blocks(row)
+                    events_of_rank[event.rank] += _compute_events(event)
+            for rank, compute_events in events_of_rank.items():
+                chunks = _group_blocks(compute_events)
                 max_chunks = max(max_chunks, len(chunks))
                 for number, blocks in enumerate(chunks if len(chunks) > 1 else ()):
                     chunk_of |= {(rank, block): number for block in blocks}
@@ -155,8 +155,8 @@ class EventLabels:
 
     def chunk(self, event: TraceEvent) -> int | None:
         """Return the chunk of its rank that an event belongs to; None if there is only one, or it belongs to none."""
-        turn = next(_compute_events(event), None)
-        return None if turn is None else self.chunk_of.get((event.rank, turn.block))
+        compute_event = next(_compute_events(event), None)
+        return None if compute_event is None else self.chunk_of.get((event.rank, compute_event.block))
 
     def short_label(self, event: TraceEvent) -> str:
         """Return the shortest label: ``F3`` for a forward of microbatch 3, ``F3b`` for that of the second chunk."""
@@ -176,8 +176,8 @@ def chunk_suffix(chunk: int) -> str:
 
 def weight_version(event: TraceEvent) -> int:
     """Return the version of the weights that an event reads, as a non-positive number relative to the newest."""
-    turn = next(_compute_events(event), None)
-    return 0 if turn is None else turn.version
+    compute_event = next(_compute_events(event), None)
+    return 0 if compute_event is None else compute_event.version
 
 
 def _compute_events(event: TraceEvent) -> Iterator[_ComputeEvent]:
@@ -188,15 +188,17 @@ def _compute_events(event: TraceEvent) -> Iterator[_ComputeEvent]:
             yield _ComputeEvent(match["kind"], *numbers)
 
 
-def _group_blocks(row: Sequence[_ComputeEvent]) -> list[list[int]]:
-    """Return the blocks of each chunk of a rank with these events."""
+def _group_blocks(events: Sequence[_ComputeEvent]) -> list[list[int]]:
+    """Return the blocks of each chunk of a rank with these events, in order."""
     follows: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
-    ends = [*((turn, behind) for turn, behind in pairwise(row)), *((turn, None) for turn in row[-1:])]
-    for turn, behind in ends:
-        is_next = behind is not None and behind.kind == turn.kind and behind.micro == turn.micro
-        follows[turn.kind, turn.block].add(("same", behind.block) if is_next and behind is not None else ("other", 0))
+    ends = [*((event, following) for event, following in pairwise(events)), *((event, None) for event in events[-1:])]
+    for event, following in ends:
+        is_next = following is not None and following.kind == event.kind and following.micro == event.micro
+        follows[event.kind, event.block].add(
+            ("same", following.block) if is_next and following is not None else ("other", 0)
+        )
     chunks: list[list[int]] = []
-    for block in sorted({turn.block for turn in row}):
+    for block in sorted({event.block for event in events}):
         if chunks and chunks[-1][-1] == block - 1 and _are_always_adjacent(follows, block - 1, block):
             chunks[-1].append(block)
         else:

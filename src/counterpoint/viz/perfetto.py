@@ -89,10 +89,10 @@ def _find_async_events(events: Sequence[TraceEvent]) -> set[int]:
     async_indices = set()
     open_until: dict[str, list[int]] = {lane: [] for lane in LANES}
     next_compute = 0
-    order = sorted(
+    by_start = sorted(
         range(len(events)), key=lambda index: (_interval_ns(events[index])[0], -_interval_ns(events[index])[1])
     )
-    for index in order:
+    for index in by_start:
         start, stop = _interval_ns(events[index])
         while next_compute < len(computes) and computes[next_compute][1] <= start:
             next_compute += 1

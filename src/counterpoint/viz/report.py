@@ -198,7 +198,7 @@ def _program_block(text: str, name: str) -> str:
 
 def _colour_line(line: str) -> str:
     """Return a line of instructions, each in the colour of its kind."""
-    return " ".join(_colour_instruction(word) for word in line.split(" "))
+    return " ".join(_colour_instruction(text) for text in line.split(" "))
 
 
 def _colour_instruction(text: str) -> str:

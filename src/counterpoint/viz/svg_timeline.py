@@ -239,8 +239,8 @@ class _Bar:
         kind = max(seconds, key=lambda kind: seconds[kind])
         start, stop = group[0].start_s, max(event.stop_s for event in group)
         width = axis.x(stop) - axis.x(start)
-        words = group[0].text if len(group) == 1 else f"{len(group)} events, {group[0].text} to {group[-1].text}"
-        tip = f"{_truncate(words)}: {format_number((stop - start) * 1e3)} ms"
+        event_text = group[0].text if len(group) == 1 else f"{len(group)} events, {group[0].text} to {group[-1].text}"
+        tip = f"{_truncate(event_text)}: {format_number((stop - start) * 1e3)} ms"
         chunk = axis.labels.chunk(group[0]) if len(group) == 1 else None
         fill = chunk_shade(kind, chunk or 0, axis.labels.num_chunks)
         return _Bar(kind, fill, axis.x(start), width, _fit_label(kind, group, width, axis.labels), tip)
@@ -266,8 +266,8 @@ def _fit_label(kind: EventKind, group: Sequence[TraceEvent], width: float, label
     return next((candidate for candidate in candidates if len(candidate) * CHAR_WIDTH <= width - 4), "")
 
 
-def _truncate(words: str) -> str:
-    return words if len(words) <= 100 else f"{words[:70]} .. {words[-24:]}"
+def _truncate(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:70]} .. {text[-24:]}"
 
 
 def _group_thin_events(events: Sequence[TraceEvent], axis: _TimeAxis) -> Iterator[tuple[TraceEvent, ...]]:

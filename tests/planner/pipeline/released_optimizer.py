@@ -1,4 +1,4 @@
-"""What PipeDream's released optimizer answers for its own profiles, as stages of ours, and the clusters it is about."""
+"""Results of PipeDream's released optimizer for its own profiles, as stage layouts, and their clusters."""
 
 import json
 from math import prod
@@ -13,7 +13,7 @@ from counterpoint.world.cluster import Cluster, Device, Level, Link
 PROFILES = Path(__file__).with_name("profiles")
 CASES = json.loads((PROFILES / "reference.json").read_text())["cases"]
 DEVICE = Device(cost_per_s=1.0, memory_bytes=2**50, memory_bytes_per_s=900e9)
-"""As large as no plan needs, since the answers were found without regard to memory; as fast as one of their GPUs."""
+"""Memory is unlimited, since the results were found without regard to it; the speed is that of one of their GPUs."""
 LATENCY_S = 10e-6
 
 
@@ -46,7 +46,7 @@ def query_for(case, order="pipedream", num_microbatches=None):
 
 
 def released_layout(case, states: GraphCuts) -> StageLayout:
-    """The optimizer's answer: its stages by the seconds before them, those without work left out.
+    """The optimizer's result: its stages by the seconds before them, without those that have no work.
 
     Where several of our states have those seconds, which differ in layers without work, they are taken that send least.
     """
@@ -69,7 +69,7 @@ def released_layout(case, states: GraphCuts) -> StageLayout:
 
 
 class PathCost(NamedTuple):
-    """Cuts from the empty state on, and the bytes that cross them."""
+    """Cuts from the empty one on, and the bytes that cross them."""
 
     cuts: tuple[int, ...]
     sent: float

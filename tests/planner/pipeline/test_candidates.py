@@ -1,4 +1,4 @@
-"""Pipelines with cuts and replicas of their own, as plans among others."""
+"""Pipelines with explicit partitions and replicas as plans."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def uneven(*costs, width=256):
 
 
 def fixed(num_ranks):
-    """Two stages, cut evenly, with each number of replicas, in 1F1B and without a flush."""
+    """Two equal stages with each number of replicas, in 1F1B and asynchronous."""
     for first in range(1, num_ranks):
         for order in ("one_f_one_b", "pipedream"):
             pipeline = Pipeline(2, order, (first, num_ranks - first))
@@ -55,7 +55,7 @@ def test_they_are_no_slower_than_two_stages_with_any_replicas(model, num_ranks):
         assert best[0] <= best[1] * (1 + 1e-9 if is_synchronous else 1.01), "bodies of a stream may take turns"
 
 
-def test_all_of_them_can_be_carried_out():
+def test_all_of_them_can_be_executed():
     model = layers(5, width=64, cost=1e8)
     for num_ranks, size in [(2, 12), (4, 12), (5, 12), (8, 64)]:
         plans = find_pipeline_plans(num_ranks, model, SLOW, size)
@@ -63,7 +63,7 @@ def test_all_of_them_can_be_carried_out():
         assert not rank_plans(plans, model, SLOW, batch_size=size).rejected
 
 
-def test_stages_of_a_stream_share_no_weights():
+def test_stages_of_an_async_pipeline_share_no_weights():
     plans = find_pipeline_plans(4, linear_chain(4, width=64, tied=True), SLOW, 8)
     assert not rank_plans(plans, linear_chain(4, width=64, tied=True), SLOW, batch_size=8).rejected
 
@@ -72,7 +72,7 @@ def test_one_rank_and_one_block_have_no_stages():
     assert find_pipeline_plans(1, linear_chain(4), SLOW, 8) == find_pipeline_plans(4, linear_chain(1), SLOW, 8) == ()
 
 
-def test_a_profile_is_ranked_in_every_order_beside_data_and_zero():
+def test_a_graph_is_ranked_with_every_schedule_and_data_and_zero():
     case = next(case for case in CASES if case["model"] == "vgg16" and case["machines"] == [4])
     found = rank_graph(read_published("vgg16"), case_cluster(case), 4, 12)
     plans = [str(one.plan) for one in found.ranking.predictions]

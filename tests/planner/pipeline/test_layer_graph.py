@@ -1,4 +1,4 @@
-"""Profiles as models: their layers in an order that fits the cuts, with the figures that they had."""
+"""Layer graphs as models: layers in an order that fits the cuts, with their times and sizes."""
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ FREE = Cluster(DEVICE, Link(0.0, 1e9))
 
 @settings(max_examples=60, deadline=None)
 @given(profile=graphs())
-def test_layers_stand_behind_what_they_read(profile):
+def test_layers_follow_their_inputs(profile):
     states = find_cuts(profile)
     row = [layer.name for layer in linearize(states, (states.num_cuts - 1,)).nodes]
     assert sorted(row) == sorted(layer.name for layer in profile.nodes)
@@ -41,7 +41,7 @@ def test_a_cut_through_branches_is_between_neighbours():
 
 
 @pytest.mark.parametrize("model", ["vgg16", "gnmt"])
-def test_alone_a_model_takes_the_seconds_of_its_profile(model):
+def test_a_model_takes_the_seconds_of_its_graph(model):
     profile = linearize(states := find_cuts(read_published(model).without_inputs()), (states.num_cuts - 1,))
     spec = model_from_graph(profile, FREE)
     found = predict_plan(Plan(), spec, FREE, batch_size=1)
@@ -61,7 +61,7 @@ def test_stages_as_one_block_each_take_as_long():
     assert steps[0] == pytest.approx(steps[1], rel=1e-9)
 
 
-def test_a_model_is_a_profile_of_one_microbatch():
+def test_a_model_becomes_a_graph_of_one_microbatch():
     model = linear_chain(3, width=8)
     profile = graph_from_model(model, Cluster(DEVICE), samples=5)
     assert [layer.seconds for layer in profile.nodes] == [15.0] * 3, "a backward counts twice"

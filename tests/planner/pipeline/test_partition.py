@@ -49,7 +49,7 @@ levels = st.builds(PartitionLevel, st.integers(1, 4), st.sampled_from([0.5, 1.0,
 
 
 def every_chain(states, start=0):
-    """Yield every row of states from one to the whole, each inside the next."""
+    """Yield every chain of cuts from one to the whole graph, each a subset of the next."""
     if start == states.num_cuts - 1:
         yield [start]
     for state in range(states.num_cuts):
@@ -73,7 +73,7 @@ def slowest_s(states, cuts, replicas, network, objective):
 
 
 def least_s(states, start, stop, network, objective):
-    """Return the least over all partitions from state to state."""
+    """Return the minimum over all partitions from cut to cut."""
     if not network:
         return states.seconds[stop] - states.seconds[start]
     whole = [chain[: chain.index(stop) + 1] for chain in every_chain(states, start) if stop in chain]
@@ -116,7 +116,7 @@ def test_the_best_of_all_partitions_of_two_levels(objective, profile, inner, out
 
 
 @given(profile=graphs(), level=levels)
-def test_the_stages_take_what_is_said(profile, level):
+def test_the_stages_take_the_returned_time(profile, level):
     """The stages returned cover the model in order, use all parts, and their slowest one takes the seconds returned."""
     states = find_cuts(profile)
     found = find_partition(states, [level], PublishedObjective())
@@ -139,8 +139,8 @@ def test_vgg_keeps_its_dense_layers_on_one_device(count):
 
 
 @given(profile=graphs())
-def test_every_set_that_holds_what_it_reads_is_a_state(profile):
-    """The states are the sets closed under reading that hold every layer without work that they can."""
+def test_every_set_that_contains_its_inputs_is_a_cut(profile):
+    """The cuts are the sets closed under inputs that contain every possible layer without work."""
     names = [layer.name for layer in profile.nodes]
     idle = {layer.name for layer in profile.nodes if not layer.seconds and not layer.weight_bytes}
     needs = {name: {one for one, other in profile.edges if other == name} for name in names}
@@ -152,7 +152,7 @@ def test_every_set_that_holds_what_it_reads_is_a_state(profile):
 
 
 @pytest.mark.parametrize("model", ["vgg16", "gnmt", "resnet50", "resnet18"])
-def test_a_profile_is_read_back_as_it_was_written(model):
+def test_a_graph_survives_formatting_and_parsing(model):
     """Writing and reading a published profile changes nothing."""
     profile = read_published(model)
     assert format_graph(parse_graph(format_graph(profile))) == format_graph(profile)
@@ -173,7 +173,7 @@ FIGURES = "forward_compute_time=1.0, backward_compute_time=2.0, activation_size=
     ],
 )
 def test_what_cannot_be_read_is_named(text, message):
-    """A line that is no layer and no edge is named by its number."""
+    """An invalid line is named by its number."""
     with pytest.raises(PlanError, match=f"^.*{message.replace('(', '[(]')}"):
         parse_graph(text)
 
@@ -186,13 +186,13 @@ def test_layers_in_a_circle():
 
 
 def test_too_many_branches():
-    """A graph that falls into many branches is refused by the number of its cuts."""
+    """A graph with many branches is rejected by the number of its cuts."""
     row = tuple(GraphNode(f"node{at}", "Layer", 1.0, 1.0, 1.0, 1.0) for at in range(30))
     with pytest.raises(PlanError, match="a graph of 30 layers can be cut at more than 4096 places"):
         find_cuts(LayerGraph(row, ()))
 
 
 def test_a_level_without_links():
-    """A level without parts or without speed is refused."""
+    """A level without parts or without speed is rejected."""
     with pytest.raises(PlanError, match="at least 1 part and links of more than 0 bytes/s, not PartitionLevel"):
         PartitionLevel(2, 0.0)

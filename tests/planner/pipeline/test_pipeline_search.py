@@ -1,4 +1,4 @@
-"""Pipelines whose simulated step is least, beside the released optimizer's and beside every one of small models."""
+"""Pipelines with the fastest simulated step, compared with the released optimizer and with exhaustive search."""
 
 from dataclasses import replace
 from itertools import combinations, product
@@ -16,7 +16,7 @@ from tests.planner.pipeline.released_optimizer import CASES, DEVICE, case_name, 
 
 FREE = Cluster(DEVICE, Link(0.0, float("inf")))
 FLUSHED = 4
-"""Under a flush a step has so many times the microbatches that the replicas of the reference share at least."""
+"""A synchronous step has so many times the microbatches that the replicas of the reference share at least."""
 
 
 def cases(max_ranks):
@@ -28,7 +28,7 @@ def cases(max_ranks):
 
 
 def chain_of(*figures):
-    """Layers of so many seconds, bytes handed on and bytes of weights; a third of the seconds is forward."""
+    """Layers with seconds, activation bytes and weight bytes; a third of the seconds is forward."""
     return chain_graph(
         GraphNode(f"node{at}", "Layer", seconds / 3, seconds * 2 / 3, sent, weights)
         for at, (seconds, sent, weights) in enumerate(figures)
@@ -122,8 +122,8 @@ def test_the_estimate_of_equal_stages_is_what_is_simulated(order, stages, micros
     assert simulate_layout(pipeline, staging).step_s == pytest.approx((micros + stages - 1) / micros)
 
 
-def test_a_stream_waits_for_its_links():
-    """Two microbatches are under way, and each takes 6 s: 1 s on either stage, 2 s there and 2 s back."""
+def test_an_async_pipeline_waits_for_its_links():
+    """Two microbatches are in flight, and each takes 6 s: 1 s on either stage, 2 s there and 2 s back."""
     pipeline = wanted(chain_of((1.0, 2.0, 0.0), (1.0, 0.0, 0.0)), 2, cluster=Cluster(DEVICE, Link(0.0, 1.0)))
     staging = StageLayout((0, 1, 2), (1, 1))
     assert LayoutEstimator(pipeline).estimate(staging).seconds == pytest.approx(3.0)

@@ -21,7 +21,7 @@ HOSTS = Cluster(levels=(Level("host", 2, Link(5e-6, 5e9)), Level("network", 8, W
 
 
 def transformer(num_layers: int, width: int = 64) -> ModelSpec:
-    """Layers of two regions that can be sliced, each along a dim of its own, between a table and a head that cannot."""
+    """Layers of two regions with tensor parallelism along different dims, between a table and a head without."""
     plain = linear_chain(2 * num_layers + 2, width=width)
     pieces = []
     for at, piece in enumerate(plain.layers):
@@ -43,7 +43,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def random_plans(space: SearchSpace, seed: int) -> Iterator[Plan]:
-    """Random changes, each of what the one before has made, from data parallelism on."""
+    """Plans after successive random changes, starting with data parallelism."""
     draw = Random(seed)
     now = SearchConfiguration(data=Data(space.num_ranks))
     while True:

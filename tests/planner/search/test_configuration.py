@@ -1,4 +1,4 @@
-"""Configurations: plans as a search sees them, and the plans that they are."""
+"""Configurations of a search and their plans."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_names_with_signs_of_patterns_match_themselves_alone():
     assert Recomputation.from_pass(name).select_blocks(model) == {1}
 
 
-def test_other_slices_leave_stages_where_they_began():
+def test_other_tensor_parallelism_keeps_the_starts_of_stages():
     model = transformer(3)
     sliced = SearchConfiguration(tensor=Tensor(2), pipeline=Pipeline(2, balance=(3, 5)))
     assert [block.first_layer for block in Tensor(2).split_model(model).blocks][3] == 3

@@ -1,4 +1,4 @@
-"""Incremental simulation says to the last bit what a full one says, in less than a third of the time."""
+"""Incremental simulation equals a full one to the last bit, in less than a third of the time."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ BATCH = 48
 
 
 def timed(count, plan):
-    """What it says, or why not, and how many seconds it takes."""
+    """The result or the error, and the seconds."""
     began = time.process_time()
     try:
         found = count(plan)
@@ -45,7 +45,7 @@ def compared(space, cluster, seed, count):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cluster", [FLAT, HOSTS, COPIES], ids=["flat", "hosts", "copies"])
 @pytest.mark.parametrize("passes", [(), ("overlap",)], ids=["plain", "overlap"])
-def test_random_changes_say_what_full_simulations_say(name, cluster, passes):
+def test_random_changes_equal_full_simulations(name, cluster, passes):
     space = SearchSpace(MODELS[name], 8, 48, passes, dims=("heads", "hidden"), codecs=("", "fp16"))
     assert len(compared(space, cluster, seed=5, count=12)) == 2
 
@@ -56,7 +56,7 @@ def test_plans_of_other_kinds_are_simulated_in_full(text):
     assert IncrementalSimulator(model, (FLAT,), 48).summary(plan) == summarize_step(plan, model, FLAT, batch_size=48)
 
 
-def test_plans_for_a_model_that_was_timed_are_cut_by_its_seconds_and_take_them():
+def test_plans_for_a_profiled_model_are_partitioned_by_its_seconds_and_take_them():
     model = MODELS["layers"]
     pieces = [layer_profile(1e-3 * (1 + at), 2e-3) for at in range(len(model.layers))]
     timing = build_profile(model, pieces, overheads=Overheads(1e-4, 2e-4))
@@ -67,7 +67,7 @@ def test_plans_for_a_model_that_was_timed_are_cut_by_its_seconds_and_take_them()
             assert replay.summary(plan) == summarize_step(plan, model, FLAT, batch_size=48, profile=timing)
 
 
-def test_figures_are_those_of_a_prediction():
+def test_a_summary_equals_the_prediction():
     plan, model = Plan.parse("pipeline(2) * zero(2)", num_microbatches=4), MODELS["transformer"]
     found, one = IncrementalSimulator(model, (FLAT,), 32).summary(plan), predict_plan(plan, model, FLAT, batch_size=32)
     assert (found.step_s, found.compute_s, found.update_s) == (one.step_s, one.compute_s, one.update_s)

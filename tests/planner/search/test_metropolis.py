@@ -1,4 +1,4 @@
-"""The walk: what is taken, how often, and what does not fit."""
+"""The Metropolis walk: acceptance, and plans that do not fit."""
 
 from random import Random
 
@@ -16,7 +16,7 @@ def figures(step_s, memory_bytes=0):
     return StepSummary(step_s, 0.0, 0.0, 0, memory_bytes)
 
 
-def test_what_is_faster_is_always_taken_and_what_is_slower_the_less_the_slower():
+def test_faster_is_always_accepted_and_slower_with_decreasing_probability():
     assert acceptance(2.0, 1.9, 1.0) == acceptance(2.0, 2.0, 1.0) == 1
     assert 1 > acceptance(1.0, 1.01, 1.0) > acceptance(1.0, 1.1, 1.0) > acceptance(1.0, 2.0, 1.0) > 0
 
@@ -34,7 +34,7 @@ def test_what_does_not_fit_costs_more_the_less_it_fits():
 
 
 def test_a_walk_goes_through_what_does_not_fit_to_what_does():
-    """Only two copies fit, and only three microbatches lead there; every other number holds too much."""
+    """Only two replicas fit, reachable only through three microbatches; every other number needs too much memory."""
     space = SearchSpace(MODELS["layers"], 4, 24)
 
     def judge(at):
@@ -46,7 +46,7 @@ def test_a_walk_goes_through_what_does_not_fit_to_what_does():
     assert any(walk.step() and walk.fits for _ in range(200))
 
 
-def test_what_cannot_be_carried_out_is_never_taken():
+def test_a_plan_that_cannot_be_executed_is_never_accepted():
     walk = MetropolisWalk(
         SearchSpace.for_model(MODELS["layers"], 4, 16),
         lambda at: figures(1.0) if at.pipeline.degree == 1 else None,

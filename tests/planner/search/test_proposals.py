@@ -1,4 +1,4 @@
-"""Proposals: one thing is another, all ranks are taken, and the batch divides."""
+"""Proposals: one thing changes, all ranks are used, and the batch is divisible."""
 
 from itertools import islice, pairwise
 from random import Random
@@ -18,7 +18,7 @@ def walked(space, seed, count):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_ranks", [4, 12])
-def test_every_proposal_takes_all_ranks_and_divides_the_batch(name, num_ranks):
+def test_every_proposal_uses_all_ranks_and_divides_the_batch(name, num_ranks):
     space = SearchSpace.for_model(MODELS[name], num_ranks, 48)
     for plan in walked(space, 1, 150):
         assert plan.num_ranks == num_ranks
@@ -46,7 +46,7 @@ def test_every_part_of_a_configuration_is_changed_now_and_then():
     assert not [part for part in wanted if not any(part in plan for plan in plans)]
 
 
-def test_without_need_of_memory_nothing_more_is_recomputed():
+def test_if_memory_suffices_nothing_more_is_recomputed():
     space, draw = SearchSpace.for_model(MODELS["layers"], 4, 16), Random(0)
     now = SearchConfiguration(data=Data(4), recomputed=frozenset({1, 2}))
     for _ in range(100):
@@ -57,7 +57,7 @@ def test_without_need_of_memory_nothing_more_is_recomputed():
     assert not PROPOSALS.keys() & MEMORY_PROPOSALS.keys()
 
 
-def test_dims_that_are_sliced_together_are_written_as_by_default():
+def test_dims_that_are_split_together_have_the_default_order():
     space = SearchSpace.for_model(MODELS["transformer"], 2, 4)
     assert Tensor(1).dims in space.dim_choices
     assert len(space.dim_choices) == 3

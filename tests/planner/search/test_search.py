@@ -1,4 +1,4 @@
-"""A search from several starts: never worse than they are, the same for a seed, within its budget."""
+"""A search from several starts: never worse than these, reproducible by its seed, within its budget."""
 
 import time
 
@@ -36,7 +36,7 @@ def test_the_first_is_never_slower_than_data_parallelism_or_a_start():
         assert ranking.predictions[0].step_s <= predict_plan(plan, SPACE.model, FLAT, batch_size=48).step_s
 
 
-def test_all_that_is_found_takes_all_ranks_and_keeps_the_numbers():
+def test_all_found_plans_use_all_ranks_and_are_synchronous():
     for one in search_plans(SPACE, FLAT, budget=SearchBudget(steps=80, seed=3)).predictions:
         assert one.plan.num_ranks == 4
         assert one.is_synchronous
@@ -76,7 +76,7 @@ def test_a_budget_of_time_is_kept():
 
 
 def test_what_does_not_fit_as_data_is_found_to_fit_otherwise():
-    """Copies of the whole model and its states are too much for a rank, a share of them is not."""
+    """The whole model and its states do not fit into a rank, a shard of them does."""
     model = layers(8, width=256, cost=1e8)
     small = Cluster(Device(memory_bytes=3 * 2**20), WIRE)
     ranking = search_plans(SearchSpace.for_model(model, 4, 32), small, budget=SearchBudget(steps=60, seed=2), starts=[])
@@ -85,6 +85,6 @@ def test_what_does_not_fit_as_data_is_found_to_fit_otherwise():
 
 
 @pytest.mark.parametrize("bounds", [{}, {"steps": -1}, {"time_s": -0.5}])
-def test_a_search_without_an_end_is_refused(bounds):
+def test_a_search_without_a_limit_is_rejected(bounds):
     with pytest.raises(PlanError, match="give 0 or more steps, or seconds"):
         SearchBudget(**bounds)
