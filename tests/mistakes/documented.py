@@ -1,11 +1,11 @@
-"""What `docs/mistakes.md` promises to say of each mistake."""
+"""The messages that `docs/troubleshooting.md` documents for each mistake."""
 
 import re
 from functools import cache
 
 from tests.house.source import ROOT
 
-PAGE = ROOT / "docs" / "mistakes.md"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 @cache

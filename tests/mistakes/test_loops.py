@@ -24,7 +24,7 @@ def check_disagreement(scene):
 
 def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
     text = check_disagreement(scenes.a_step_that_one_rank_leaves_out)
-    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == documented_messages("An if that goes by the rank")
+    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == documented_messages("A branch that depends on the rank")
 
 
 @pytest.mark.slow

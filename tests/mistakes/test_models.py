@@ -19,7 +19,7 @@ REFUSED = [
     (scenes.another_width, ANOTHER, 2),
     (scenes.another_dropout, ANOTHER, 3),
     (scenes.another_plan, ANOTHER, 4),
-    (scenes.other_first_weights_that_are_refused, "Other first weights", 1),
+    (scenes.other_first_weights_that_are_refused, "Different initial weights", 1),
     (scenes.another_rate, "Another optimizer on a rank", 0),
     (scenes.another_order, "Parameters in another order", 0),
     (scenes.batch_norm_by_microbatches_that_is_refused, "Batch norm by microbatches", 1),
@@ -48,7 +48,7 @@ def test_a_layer_more_on_a_rank_is_named():
 def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
     answers, _, notices = heard(scenes.other_first_weights)
     assert answers == [[True, True], [False, True], [False, True]]
-    assert notices == [documented_messages("Other first weights")[:1], [], []]
+    assert notices == [documented_messages("Different initial weights")[:1], [], []]
 
 
 def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():

@@ -56,9 +56,9 @@ def hooked():
 @pytest.mark.parametrize(
     ("build", "title", "place"),
     [
-        (Centered, "A model that looks at its whole batch", 0),
-        (Adversary, "A backward of its own", 0),
-        (hooked, "A backward of its own", 1),
+        (Centered, "A model that mixes samples", 0),
+        (Adversary, "A custom backward", 0),
+        (hooked, "A custom backward", 1),
     ],
 )
 def test_what_cannot_be_cut_is_refused_as_the_page_says(build, title, place):

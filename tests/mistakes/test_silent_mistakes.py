@@ -36,7 +36,7 @@ def test_workers_that_are_forked_beside_threads_are_told_of_once_on_each_rank():
     """Not in every epoch, though each starts other workers."""
     _, _, notices = heard(unseen.workers_that_are_forked_late)
     assert [[masked(text) for text in texts] for texts in notices] == [
-        [masked(text) for text in documented_messages("Workers that are forked")]
+        [masked(text) for text in documented_messages("Forked workers")]
     ] * unseen.NUM_RANKS
 
 

@@ -235,7 +235,7 @@ def normalize_speed(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
 
     Example:
         >>> one, other = normalize_speed(
-        ...     [Trial(Plan(), 6.0, round_times_s=(2.0, 6.0)), Trial(Plan(), 4.0, round_times_s=(1.0, 3.0))]
+        ...     [PlanTrial(Plan(), 6.0, round_times_s=(2.0, 6.0)), PlanTrial(Plan(), 4.0, round_times_s=(1.0, 3.0))]
         ... )
         >>> one.step_s / other.step_s
         2.0
