@@ -221,7 +221,7 @@ def test_a_gradient_that_is_not_finite_is_seen_when_gradients_are_watched(strate
 )
 def test_a_loss_that_is_not_one_number_of_torch_is_refused(loss, what):
     text = refused(cp.DataError, mlp(), strategy="data(2)", num_microbatches=2, loss=loss)
-    assert re.match(f"the loss of microbatch 0 {what}; it must be a tensor of one number, the mean over the", text)
+    assert re.match(f"the loss of microbatch 0 {what}; it must be a 0-dim tensor, the mean over the", text)
 
 
 class Bag(nn.Module):

@@ -13,7 +13,7 @@ from counterpoint.runtime.autograd.recompute import sample_values, samples_match
 from tests.mistakes.documented import documented_messages
 from tests.runtime.local_ranks import WIDTH, build_team, chain, make_batch, observe_calls
 
-PAGE = "Another result the second time"
+PAGE = "Recomputation with another result"
 
 
 class InPlaceScale(nn.Module):
