@@ -99,9 +99,9 @@ def main(rounds):
 
 def bucket_counts(step):
     """Yield the number of buckets of each reducer."""
-    for rank in step.team.ranks.values():
-        for sites in rank.interpreter.exchange.early.sites.values():
-            yield from (len(site.agreement.cut) for site in sites)
+    for rank in step.local_ranks.ranks.values():
+        for reducers in rank.interpreter.communication.overlap.reducers.values():
+            yield from (len(reducer.bucket_plan.assignment) for reducer in reducers)
 
 
 if __name__ == "__main__":

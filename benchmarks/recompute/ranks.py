@@ -29,7 +29,7 @@ class SavedBytesCounter:
     """Counter of the bytes that a rank saves for its backwards, updated between instructions."""
 
     def __init__(self, rank):
-        self.compute = rank.interpreter.compute
+        self.executor = rank.interpreter.executor
         self.saved = weakref.WeakSet()
         self.weights = {tensor.untyped_storage().data_ptr() for tensor in rank.interpreter.store.params.values()}
         self.max_bytes = 0
@@ -40,8 +40,13 @@ class SavedBytesCounter:
         return box
 
     def count(self):
-        kept = [tensor for once in self.compute.again.kept.values() for tensor in once.leaves if tensor is not None]
-        kept += [one.value for one in self.compute.values.values()]
+        kept = [
+            tensor
+            for saved_forward in self.executor.recompute_store.saved.values()
+            for tensor in saved_forward.leaves
+            if tensor is not None
+        ]
+        kept += [stored.value for stored in self.executor.values.values()]
         storages = [tensor.untyped_storage() for tensor in (*kept, *(box.tensor for box in self.saved))]
         sizes = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in self.weights}
         self.max_bytes = max(self.max_bytes, sum(sizes.values()))
@@ -59,7 +64,7 @@ def draw_batch(draw):
 
 
 def saved_bytes(step, batch):
-    (rank,) = step.team.ranks.values()
+    (rank,) = step.local_ranks.ranks.values()
     saved = SavedBytesCounter(rank)
     rank.interpreter.clock = saved.count
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda box: box.tensor):
