@@ -107,7 +107,7 @@ def test_rows_need_an_optimizer_on_the_server():
 
 
 def test_an_unprintable_name_is_refused():
-    with pytest.raises(ProtocolError, match="a name of 3 letters"):
+    with pytest.raises(ProtocolError, match="a name of 3 characters"):
         KeySpec("a\nb", "float32", 0, 9, 0, Assign())
 
 

@@ -124,7 +124,7 @@ def test_lists_that_cannot_be_added_up_are_refused_on_both_sides(session, name):
 
 def test_only_rows_have_sums(session):
     session.init("weight", torch.zeros(2), Sgd(0.1))
-    with pytest.raises(PlanError, match="weight has no rows"):
+    with pytest.raises(PlanError, match="weight is a dense key"):
         session.pull("weight", pooling=sums([0], [0]))
     with pytest.raises(ProtocolError, match="without rows"):
         PullRequest(ORIGIN, 0, "weight", 8, 0, pooling=sums([0], [0]))

@@ -50,14 +50,14 @@ def coded(code, written):
 
 
 WRONG = {
-    "too few bytes": (coded("int8", [1, 2]), "2 bytes of int8 pushed to weight, which takes 10"),
-    "a place that is not there": (coded("topk:0.5", [9, 0, 0, 0, *[0] * 8]), "bytes pushed to weight that topk:0.5"),
-    "an unknown key": (push(1, key="wieght"), "there is no key 'wieght'"),
+    "too few bytes": (coded("int8", [1, 2]), "2 bytes of int8 pushed to weight, expected 10"),
+    "a place that is not there": (coded("topk:0.5", [9, 0, 0, 0, *[0] * 8]), "bytes pushed to weight that are not a valid topk:0.5"),
+    "an unknown key": (push(1, key="wieght"), "unknown key 'wieght'"),
     "a wrong shape": (push(1, values=(1.0,)), r"\(1,\) pushed to weight, which is \(2,\)"),
     "a wrong dtype": (push(1, dtype=torch.float32), "float32 pushed to weight, which is float64"),
     "not a number": (push(1, values=(1.0, torch.nan)), "not finite"),
-    "another key of that name": (init(1, size=3), "weight is KeySpec"),
-    "no optimizer": (init(1, rule=Assign()), "weight is KeySpec"),
+    "another key of that name": (init(1, size=3), "weight exists as KeySpec"),
+    "no optimizer": (init(1, rule=Assign()), "weight exists as KeySpec"),
 }
 
 
@@ -90,7 +90,7 @@ def test_asynchronous_keys_need_an_optimizer_on_the_server():
     one = replay_journal(JobConfig("job", Asp()), 0, [MEMBERS])
     answer = one.apply(init(rule=Assign()))
     assert isinstance(answer, Rejected)
-    assert "without an optimizer on the server, which asp needs" in answer.text
+    assert "without an optimizer, which asp needs" in answer.text
 
 
 def test_a_server_that_is_full_says_so_and_keeps_what_it_has():
@@ -99,7 +99,7 @@ def test_a_server_that_is_full_says_so_and_keeps_what_it_has():
     answer = one.apply(InitRequest(origin(1), 0, spec, torch.zeros(2, dtype=torch.float64)))
     assert isinstance(answer, Rejected)
     assert (answer.reason, list(one.keys)) == ("full", ["weight"])
-    assert "keeps 16 of at most 20 bytes" in answer.text
+    assert "holds 16 of at most 20 bytes" in answer.text
 
 
 def test_a_life_that_does_not_belong_to_the_job_is_not_heard():

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from counterpoint.data.sampler import GOLDEN_GAMMA, WORD_MASK, Words, mix
+from counterpoint.data.sampler import GOLDEN_GAMMA, WORD_MASK, UInt64s, mix
 from counterpoint.fabric.shm.native import DTYPES, EmbeddingBagArgs, native
 from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.update_rules import ConstantInit, Initializer, NormalInit, UniformInit
@@ -252,7 +252,7 @@ def initialize_rows(initializer: Initializer, key: str, rows: Tensor, width: int
             assert_never(initializer)
 
 
-def _random_bits(seed: int, key: str, rows: Tensor, width: int) -> Words:
+def _random_bits(seed: int, key: str, rows: Tensor, width: int) -> UInt64s:
     """Return 64 random bits per column of each row."""
     row_ids = rows.numpy().astype(np.uint64)
     gamma = np.uint64(GOLDEN_GAMMA)
@@ -260,7 +260,7 @@ def _random_bits(seed: int, key: str, rows: Tensor, width: int) -> Words:
     return mix(row_bits[:, None] + np.arange(1, width + 1, dtype=np.uint64) * gamma)
 
 
-def _uniform(bits: Words) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _uniform(bits: UInt64s) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Return float64 numbers uniform in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
