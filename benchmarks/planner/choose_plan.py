@@ -39,13 +39,13 @@ def main(letter, measure, cluster, timing, text):
 
 def describe_choice(choice):
     """Return a choice as JSON values."""
-    foreseen = select_plan(choice.ranking, choice.by_simplicity, choice.question).plan
+    foreseen = select_plan(choice.ranking, choice.by_simplicity, choice.problem).plan
     return {
         "rank": detect().rank,
         "taken": to_cell(choice.plan),
         "foreseen": to_cell(foreseen),
-        "trials": [[*to_cell(trial.plan), trial.step_s, trial.turns] for trial in choice.trials],
-        "untried": [[str(one.plan), one.reason] for one in choice.untried],
+        "trials": [[*to_cell(trial.plan), trial.step_s, trial.round_times_s] for trial in choice.trials],
+        "untried": [[str(one.plan), one.reason] for one in choice.failed_trials],
     }
 
 

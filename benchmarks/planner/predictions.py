@@ -49,7 +49,7 @@ class ModelForPlanning:
 
     def spec(self, need: PartitionGranularity):
         """Return the model as the runtime would split it for a plan."""
-        return self.block_spec if need == "chain" else self.layer_spec
+        return self.block_spec if need == "blocks" else self.layer_spec
 
 
 def profile_model(letter, cells, probed_s):
@@ -103,14 +103,15 @@ def median_cluster(found):
         )
         for level, own in zip(first.levels, zip(*links, strict=True), strict=True)
     )
-    crowds = {
+    contention = {
         name: tuple(map(median, zip(*(getattr(one, name) for one in found), strict=True)))
         for name in ("compute_contention", "memory_contention")
     }
-    turns = [one.turns for one in found]
-    parts = tuple(map(median, zip(*(one.parts for one in turns), strict=True)))
-    taken = replace(first.turns, parts=parts, message_s=median(one.message_s for one in turns))
-    return replace(first, device=device, levels=levels, turns=taken, **crowds)
+    slicings = [one.time_slicing for one in found]
+    fractions = tuple(map(median, zip(*(one.speed_fractions for one in slicings), strict=True)))
+    message_s = median(one.message_s for one in slicings)
+    time_slicing = replace(first.time_slicing, speed_fractions=fractions, message_s=message_s)
+    return replace(first, device=device, levels=levels, time_slicing=time_slicing, **contention)
 
 
 def run_and_read(command, ranks, what):
@@ -141,7 +142,7 @@ def cluster_of_lab(level: Level, here: Cluster):
 def with_explicit_split(cell, found: ModelForPlanning, cluster: Cluster):
     """Return a cell with explicit split points, as the planner chooses them from the profile."""
     plan, batch = cell.plan, WORKLOADS[cell.letter]().batch
-    settled = resolve_partition(plan, found.spec(plan.need), cluster, batch_size=batch, profile=found.timing)
+    settled = resolve_partition(plan, found.spec(plan.granularity), cluster, batch_size=batch, profile=found.timing)
     return replace(cell, strategy=str(settled))
 
 
@@ -161,9 +162,12 @@ def with_contention(cluster: Cluster, lap):
         cluster: the machine.
         lap: see measurements.py.
     """
-    turns = replace(cluster.time_slicing, parts=monotone(lap["turns"]), message_s=lap["message_s"])
+    fractions, message_s = monotone(lap["turns"]), lap["message_s"]
     return replace(
-        cluster, compute_contention=monotone(lap["crowd"]), memory_contention=monotone(lap["memory_crowd"]), turns=turns
+        cluster,
+        compute_contention=monotone(lap["crowd"]),
+        memory_contention=monotone(lap["memory_crowd"]),
+        time_slicing=replace(cluster.time_slicing, speed_fractions=fractions, message_s=message_s),
     )
 
 
@@ -185,8 +189,8 @@ def scale_cluster(cluster: Cluster, factor):
     """
     device = replace(cluster.device, memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor)
     levels = tuple(replace(level, link=scale_link(level.link, factor)) for level in cluster.levels)
-    turns = replace(cluster.time_slicing, message_s=factor * cluster.time_slicing.message_s)
-    return replace(cluster, device=device, levels=levels, turns=turns)
+    time_slicing = replace(cluster.time_slicing, message_s=factor * cluster.time_slicing.message_s)
+    return replace(cluster, device=device, levels=levels, time_slicing=time_slicing)
 
 
 def scale_link(link: Link, factor):

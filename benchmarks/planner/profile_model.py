@@ -77,11 +77,11 @@ def take_profile(subject, alone, size):
 
 def median_profile(timings):
     """Return the profile of one size with the median of each figure."""
-    points = [timing.points[0] for timing in timings]
-    pieces = tuple(map(median_layer, zip(*(point.pieces for point in points), strict=True)))
-    whole = median_layer([point.whole for point in points])
-    alone = None if points[0].alone is None else median_layer([point.alone for point in points])
-    return replace(merge_profiles(timings), points=(BatchSizeProfile(points[0].samples, pieces, whole, alone),))
+    points = [timing.batch_sizes[0] for timing in timings]
+    pieces = tuple(map(median_layer, zip(*(point.layers for point in points), strict=True)))
+    whole = median_layer([point.unpartitioned for point in points])
+    alone = None if points[0].single_microbatch is None else median_layer([point.single_microbatch for point in points])
+    return replace(merge_profiles(timings), batch_sizes=(BatchSizeProfile(points[0].samples, pieces, whole, alone),))
 
 
 def median_layer(pieces):
@@ -93,10 +93,10 @@ def merge_profiles(timings):
     """Return the profiles of several sizes as one; figures without a size are medians."""
     return replace(
         timings[0],
-        points=tuple(point for timing in timings for point in timing.points),
+        batch_sizes=tuple(point for timing in timings for point in timing.batch_sizes),
         update_s_per_byte=median(timing.update_s_per_byte for timing in timings),
         add_s_per_byte=median(timing.add_s_per_byte for timing in timings),
-        fixed=Overheads(*medians(timing.fixed for timing in timings)),
+        overheads=Overheads(*medians(timing.overheads for timing in timings)),
     )
 
 

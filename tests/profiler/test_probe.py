@@ -86,7 +86,7 @@ def test_hosts_that_no_cluster_file_can_describe_are_rejected(hosts):
 @pytest.mark.process
 @pytest.mark.slow
 def test_processes_on_two_hosts_measure_memory_and_sockets():
-    values, *_ = on_hosts((0, 0, 1, 1), partial(probed_values, "aabb"), 4, deadline_s=60)
+    values, *_ = on_hosts((0, 0, 1, 1), partial(probed_values, "aabb"), 4, timeout_s=60)
     cluster = parse_cluster(values["cluster"])
     inside, outside = (level.link for level in cluster.levels)
     assert inside.is_shared_memory
