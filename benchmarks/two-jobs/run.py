@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from jobs import EPOCH_PORTIONS, EPOCHS, TIMED, UNTIMED, make_job
+from jobs import SLICES_PER_EPOCH, EPOCHS, TIMED, UNTIMED, make_job
 from train_job import train_job
 
 from counterpoint.elastic.worker_allocation import JobDemand
@@ -52,7 +52,7 @@ def wait_for_servers(name, contact):
 
 def check_all_trained(name, contact):
     """Raise unless every data slice has been trained; slices that were returned and repeated count twice."""
-    wanted = EPOCHS[name] * EPOCH_PORTIONS
+    wanted = EPOCHS[name] * SLICES_PER_EPOCH
     trained = sum(int(path.name.rpartition(".")[2]) for path in contact.parent.glob("trained.*"))
     if trained < wanted:
         raise LaunchError(f"{name} has trained {trained} of {wanted} data slices")

@@ -74,7 +74,7 @@ def test_another_optimizer_of_a_part_is_told_where_it_differs():
 def test_another_rate_is_told_with_both():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), SGD)
-    with pytest.raises(PlanError, match=r"Sgd\(lr=0\.3.* already, and b says .*Sgd\(lr=0\.1"):
+    with pytest.raises(PlanError, match=r"Sgd\(lr=0\.3.*, but b defines it as .*Sgd\(lr=0\.1"):
         crew.join("b", mlp(), lambda parameters: optim.SGD(parameters, lr=0.1))
 
 

@@ -100,14 +100,14 @@ def aligned_ranges(start: int, stop: int) -> list[tuple[int, int]]:
         >>> aligned_ranges(3, 7)
         [(3, 1), (4, 2), (6, 1)]
     """
-    found = []
+    ranges = []
     while start < stop:
         size = 1
         while start % (2 * size) == 0 and start + 2 * size <= stop:
             size *= 2
-        found.append((start, size))
+        ranges.append((start, size))
         start += size
-    return found
+    return ranges
 
 
 def tree_all_reduce(
@@ -240,7 +240,7 @@ class AllReduceWorker:
                     num_recorded = self._num_recorded_steps() if group.fabric.rank == 0 else 0
                     broadcast_state(self.replica, group, num_recorded)
                     yield GroupFormed(
-                        group.generation, tuple(one.name for one in group.members), self.replica.progress.steps
+                        group.generation, tuple(member.name for member in group.members), self.replica.progress.steps
                     )
                     yield from self._run_steps(group)
             except JobStoppedError:

@@ -178,13 +178,13 @@ def find_table_modules(model: nn.Module, tables: Iterable[str]) -> dict[str, lis
             raise PlanError(f"there is no weight {name!r}; the model has {', '.join(suggestions[:5])}")
     modules_of_table: dict[str, list[nn.Module]] = {name: [] for name in table_names}
     for path, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
             names = [name for name in table_names if parameters[name] is parameter]
             if names:
                 validate_table_module(names[0], module)
                 modules_of_table[names[0]].append(module)
             elif getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                name = f"{path}.{own}" if path else own
+                name = f"{path}.{parameter_name}" if path else parameter_name
                 raise PlanError(
                     f"{name} has sparse gradients, so its rows belong on servers; give their initial values, such as "
                     f"tables={{'{name}': NormalInit(0, 1)}}, or set sparse=False to keep the whole weight on every "

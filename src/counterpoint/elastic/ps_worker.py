@@ -227,8 +227,8 @@ class PsWorker:
 
     def _train(self, task: DataTask) -> Generator[WorkerEvent, None, bool]:
         """Yield the slices of a task as they are done; return whether that is all of them."""
-        numbers = range(task.start, task.stop)
-        reader = TaskReader(self.slices, task.epoch, numbers, max(1, self.remote.sync_policy.pull_ahead))
+        slice_numbers = range(task.start, task.stop)
+        reader = TaskReader(self.slices, task.epoch, slice_numbers, max(1, self.remote.sync_policy.pull_ahead))
         for slice_index, positions in reader.slices():
             total, count = 0.0, sum(position.minibatch.num_samples for position in positions)
             for position in positions:

@@ -288,7 +288,7 @@ class RemoteEmbedding:
         elif not self.context.is_last_minibatch or self.context.pull_ahead or isinstance(consistency, Bsp):
             prefetched.early_pull = self._pull(unique.rows, prefetched.pooled, min_versions=next_step, is_open=True)
         elif prefetched.pooled is not None:
-            pass  # a sum of which a row is about to be pushed is another one then: all are asked for behind that push
+            pass  # pooled rows are all pulled after the push, which changes sums of pushed rows
         elif isinstance(consistency, Asp):
             prefetched.early_pull = self.session.pull(self.key, rows=unique.rows)
             prefetched.late_positions = positions_in(unique.rows, self._accessed_rows())
@@ -376,11 +376,11 @@ class RemoteEmbedding:
             for prefetched in self._prefetched if self.context.pull_ahead > 1 else ():
                 self._pull_late(prefetched)
             if len(rows) or not isinstance(consistency, Asp):
-                portion = self.context.slice_index
+                slice_index = self.context.slice_index
                 push = self.session.push(
                     self.key,
                     values,
-                    slice_index=portion,
+                    slice_index=slice_index,
                     read_versions=read_versions or None,
                     rows=rows,
                     pooling=pooling,

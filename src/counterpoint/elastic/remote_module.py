@@ -146,11 +146,11 @@ class RemoteModule:
             inputs: that the model will be called with.
             is_last_minibatch: whether it is the last one of the slice.
         """
-        moment = self.context
-        moment.slice_index, moment.is_last_minibatch, moment.is_open = slice_index, is_last_minibatch, True
-        moment.step, moment.next_step = find_step(self.session.job.consistency, slice_index)
+        context = self.context
+        context.slice_index, context.is_last_minibatch, context.is_open = slice_index, is_last_minibatch, True
+        context.step, context.next_step = find_step(self.session.job.consistency, slice_index)
         self._since_pull += 1
-        moment.pulls_next = is_last_minibatch if moment.next_step else self._since_pull >= self.sync_policy.pull_every
+        context.pulls_next = is_last_minibatch if context.next_step else self._since_pull >= self.sync_policy.pull_every
         self._ready_keys.clear()
         for remote in self.weights:
             remote.begin_minibatch()
@@ -324,5 +324,5 @@ def move_to_meta(parameter: nn.Parameter) -> None:
 def restore_table(model: nn.Module, name: str, table: RemoteEmbedding) -> None:
     """Give the weight of a table memory again, with the values of the servers."""
     parameter = model.get_parameter(name)
-    whole = nn.Parameter(table.pull_all_rows(), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
+    weight = nn.Parameter(table.pull_all_rows(), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, weight)  # type: ignore[no-untyped-call]

@@ -90,7 +90,7 @@ class ModelReplica:
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
         """Number of gradient elements, by the dtype in which they are summed."""
-        return {kind: sum(one.numel() for one in ones) for kind, ones in self._parameters_by_dtype.items()}
+        return {kind: sum(parameter.numel() for parameter in ones) for kind, ones in self._parameters_by_dtype.items()}
 
     @property
     def signature(self) -> str:
@@ -145,11 +145,11 @@ class ModelReplica:
         self.optimizer.zero_grad()
         self.progress = ReplicaProgress(self.progress.steps + 1)
 
-    # The copy as it is told and saved
+    # State, for other workers and checkpoints
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        parameters = {f"parameter {name}": one.detach() for name, one in self.model.named_parameters()}
-        return parameters | {f"buffer {name}": one for name, one in self.model.named_buffers()}
+        parameters = {f"parameter {name}": tensor.detach() for name, tensor in self.model.named_parameters()}
+        return parameters | {f"buffer {name}": tensor for name, tensor in self.model.named_buffers()}
 
     def export_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of the replica by name, without copies, and the rest as JSON.
@@ -157,20 +157,20 @@ class ModelReplica:
         Raises:
             PlanError: the optimizer state has values that are neither tensors nor numbers.
         """
-        tensors, numbers = self._model_tensors(), dict[str, float | None]()
+        tensors, scalars = self._model_tensors(), dict[str, float | None]()
         for index, parameter in enumerate(self.parameters):
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"state {index} {name}"] = value
                 elif value is None or isinstance(value, int | float):
-                    numbers[f"state {index} {name}"] = value
+                    scalars[f"state {index} {name}"] = value
                 else:
                     raise PlanError(
                         f"{type(self.optimizer).__name__} keeps {name} of {type(value).__name__}, which cannot be sent "
                         "to a worker that joins; use an optimizer whose state is tensors and numbers"
                     )
         about = {"optimizer": type(self.optimizer).__name__, "data": self.data}
-        return tensors, {"numbers": numbers, "progress": asdict(self.progress), **about}
+        return tensors, {"numbers": scalars, "progress": asdict(self.progress), **about}
 
     def load_state(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
         """Load a state; the optimizer takes ownership of its tensors.
@@ -280,7 +280,7 @@ def broadcast_state(replica: ModelReplica, workers: WorkerGroup, recorded: int) 
         raise PeerError(f"{', '.join(mismatched)} trains another model and has to leave")
     is_root = fabric.rank == root
     tensors, rest = replica.export_state() if is_root else ({}, {})
-    specs: Json = [[name, dtype_name(one.dtype), list(one.shape)] for name, one in tensors.items()]
+    specs: Json = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
     layout: Any = fabric.gather_values("layout", [specs, rest] if is_root else None, ranks)[root]
     received: dict[str, Tensor] = {}
     for name, dtype, shape in layout[0]:

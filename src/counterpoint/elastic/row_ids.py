@@ -190,9 +190,9 @@ class PooledLookup:
         )
         return all(torch.equal(own, others) for own, others in pairs)
 
-    def output(self, sums: Tensor) -> Tensor:
+    def output(self, pooled: Tensor) -> Tensor:
         """Return the output of the module."""
-        return sums / self.divisor
+        return pooled / self.divisor
 
 
 def make_pooled_lookup(unique: UniqueRows, module: nn.EmbeddingBag, num_shards: int) -> PooledLookup | None:
@@ -225,5 +225,5 @@ def make_pooled_lookup(unique: UniqueRows, module: nn.EmbeddingBag, num_shards: 
     return PooledLookup(pull_pooling, push_pooling, rows_per_bag if module.mode == "mean" else 1)
 
 
-def _to_int32(numbers: Int64Array) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int32))
+def _to_int32(array: Int64Array) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32))

@@ -138,7 +138,9 @@ class TaskQueue:
         if self.epoch < self.data.num_epochs:
             starts = range(0, self.data.num_slices, self.data.slices_per_task)
             last = self.data.num_slices
-            self.todo.extend(DataTask(self.epoch, at, min(last, at + self.data.slices_per_task)) for at in starts)
+            self.todo.extend(
+                DataTask(self.epoch, start, min(last, start + self.data.slices_per_task)) for start in starts
+            )
 
     @property
     def is_finished(self) -> bool:

@@ -214,14 +214,14 @@ class LocalJob:
         self._deliver(member, None, member)
 
     def _deliver(self, member: LocalMember, message: PsMessage | None, source: LocalMember) -> None:
-        machine = member.state_machine
-        if isinstance(machine, ServerNode):
-            member.journal.before_message(machine, message)
-        self.execute(member, machine.on_event(message, self.now), source)
-        if isinstance(machine, ServerNode) and self._is_journaled:
-            for shard, entries in member.journal.take_promoted(machine.shard_replicas).items():
+        state_machine = member.state_machine
+        if isinstance(state_machine, ServerNode):
+            member.journal.before_message(state_machine, message)
+        self.execute(member, state_machine.on_event(message, self.now), source)
+        if isinstance(state_machine, ServerNode) and self._is_journaled:
+            for shard, entries in member.journal.take_promoted(state_machine.shard_replicas).items():
                 self._append_journal(shard, entries)
-            for shard, entries in member.journal.take_transferred(machine).items():
+            for shard, entries in member.journal.take_transferred(state_machine).items():
                 self._transferred[shard] |= entries
 
     def _append_journal(self, shard: int, entries: Mapping[int, JournalEntry]) -> None:

@@ -84,7 +84,7 @@ class DenseKey:
                 f"{self.name} pushed with {codec} must be contiguous, since the residual replaces its values"
             )
         flat_values = values.detach().reshape(-1)
-        parts = [ShardWrite(place.shard, flat_values[place.low : place.high]) for place in self.ranges]
+        parts = [ShardWrite(key_range.shard, flat_values[key_range.low : key_range.high]) for key_range in self.ranges]
         return [ShardWrite(part.shard, encode_with_residual(codec, part.values)) for part in parts] if codec else parts
 
     def split_pull(self, rows: Tensor | None, pooling: RowPooling | None = None) -> list[ShardRead]:
@@ -272,9 +272,9 @@ def validate_value(name: str, value: Tensor) -> None:
 
 def encode_with_residual(codec_text: str, values: Tensor) -> Tensor:
     """Return the encoded values; replace the values by the residual."""
-    code = find_codec(codec_text)
-    encoded_bytes = compress(code, values)
-    values -= decompress(code, encoded_bytes, values)
+    codec = find_codec(codec_text)
+    encoded_bytes = compress(codec, values)
+    values -= decompress(codec, encoded_bytes, values)
     return encoded_bytes
 
 

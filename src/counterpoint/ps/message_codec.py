@@ -123,15 +123,15 @@ class _TensorReader:
         self.tensors = tensors
         self.num_taken = 0
 
-    def take(self, plain: JsonValue, where: FieldPath) -> Tensor:
+    def take(self, index: JsonValue, path: FieldPath) -> Tensor:
         """Return the tensor of a field, which must be the next one."""
-        if type(plain) is not int or plain != self.num_taken or plain >= len(self.tensors):
+        if type(index) is not int or index != self.num_taken or index >= len(self.tensors):
             count = len(self.tensors)
             raise malformed_message(
-                f"{_format_path(where)} is tensor {_preview(plain)}, expected {self.num_taken} of {count}"
+                f"{_format_path(path)} is tensor {_preview(index)}, expected {self.num_taken} of {count}"
             )
         self.num_taken += 1
-        return self.tensors[plain]
+        return self.tensors[index]
 
 
 @lru_cache(maxsize=256)
@@ -178,14 +178,14 @@ def _field_decoders(kind: Any) -> dict[str, FieldDecoder]:  # noqa: ANN401 - a c
     return {name: _decoder_for(hint) for name, hint in _field_types(kind).items()}
 
 
-def _decode_dataclass(kind: Any, plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - a class, one of it
+def _decode_dataclass(kind: Any, content: JsonValue, path: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - a class, one of it
     decoders = _field_decoders(kind)
-    if not isinstance(plain, dict):
-        raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of its fields")
-    if plain.keys() != decoders.keys():
-        differing = sorted(map(_preview, plain.keys() ^ decoders.keys()))
-        raise malformed_message(f"{_format_path(where)} has unknown or lacks fields {', '.join(differing[:5])}")
-    return kind(**{name: decode(plain[name], (where, name), tensors) for name, decode in decoders.items()})
+    if not isinstance(content, dict):
+        raise malformed_message(f"{_format_path(path)} is {_preview(content)} instead of its fields")
+    if content.keys() != decoders.keys():
+        differing = sorted(map(_preview, content.keys() ^ decoders.keys()))
+        raise malformed_message(f"{_format_path(path)} has unknown or lacks fields {', '.join(differing[:5])}")
+    return kind(**{name: decode(content[name], (path, name), tensors) for name, decode in decoders.items()})
 
 
 @lru_cache(maxsize=256)
@@ -193,7 +193,7 @@ def _decoder_for(hint: Any) -> FieldDecoder:  # noqa: ANN401 - a type
     """Return the decoder of a type; cached."""
     origin = get_origin(hint)
     if hint is Tensor:
-        return lambda plain, where, tensors: tensors.take(plain, where)
+        return lambda content, path, tensors: tensors.take(content, path)
     if origin is tuple:
         return partial(_decode_tuple, _decoder_for(get_args(hint)[0]))
     if origin is Literal:
@@ -211,58 +211,58 @@ def _decoder_for(hint: Any) -> FieldDecoder:  # noqa: ANN401 - a type
     return partial(_decode_scalar, hint)
 
 
-def _decode_tuple(read: FieldDecoder, plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> tuple[Any, ...]:
-    if not isinstance(plain, list) or len(plain) > MAX_ITEMS:
-        raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of a list of at most {MAX_ITEMS}")
-    return tuple([read(item, where, tensors) for item in plain])
+def _decode_tuple(read: FieldDecoder, content: JsonValue, path: FieldPath, tensors: _TensorReader) -> tuple[Any, ...]:
+    if not isinstance(content, list) or len(content) > MAX_ITEMS:
+        raise malformed_message(f"{_format_path(path)} is {_preview(content)} instead of a list of at most {MAX_ITEMS}")
+    return tuple([read(item, path, tensors) for item in content])
 
 
-def _decode_literal(options: tuple[str, ...], plain: JsonValue, where: FieldPath, _tensors: _TensorReader) -> str:
-    if not isinstance(plain, str) or plain not in options:
-        raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of one of {', '.join(options)}")
-    return plain
+def _decode_literal(options: tuple[str, ...], content: JsonValue, path: FieldPath, _tensors: _TensorReader) -> str:
+    if not isinstance(content, str) or content not in options:
+        raise malformed_message(f"{_format_path(path)} is {_preview(content)} instead of one of {', '.join(options)}")
+    return content
 
 
-def _decode_optional(read: FieldDecoder, plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - of the reader
-    return None if plain is None else read(plain, where, tensors)
+def _decode_optional(read: FieldDecoder, content: JsonValue, path: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - of the reader
+    return None if content is None else read(content, path, tensors)
 
 
-def _decode_union(kinds: Mapping[str, Any], plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - of one
-    tag = plain.get("is") if isinstance(plain, dict) else None
+def _decode_union(kinds: Mapping[str, Any], content: JsonValue, path: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - of one
+    tag = content.get("is") if isinstance(content, dict) else None
     if not isinstance(tag, str) or tag not in kinds:
-        raise malformed_message(f"{_format_path(where)} is {_preview(plain)} instead of one of {', '.join(kinds)}")
-    return _decoder_for(kinds[tag])(plain, where, tensors)
+        raise malformed_message(f"{_format_path(path)} is {_preview(content)} instead of one of {', '.join(kinds)}")
+    return _decoder_for(kinds[tag])(content, path, tensors)
 
 
-def _decode_tagged(kind: Any, plain: JsonValue, where: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - a class, one of it
-    if isinstance(plain, dict):
-        if plain.get("is") != kind.__name__.lower():
+def _decode_tagged(kind: Any, content: JsonValue, path: FieldPath, tensors: _TensorReader) -> Any:  # noqa: ANN401 - a class, one of it
+    if isinstance(content, dict):
+        if content.get("is") != kind.__name__.lower():
             raise malformed_message(
-                f"{_format_path(where)} is {_preview(plain.get('is'))} instead of {kind.__name__.lower()}"
+                f"{_format_path(path)} is {_preview(content.get('is'))} instead of {kind.__name__.lower()}"
             )
-        plain = {name: value for name, value in plain.items() if name != "is"}
-    return _decode_dataclass(kind, plain, where, tensors)
+        content = {name: value for name, value in content.items() if name != "is"}
+    return _decode_dataclass(kind, content, path, tensors)
 
 
-def _decode_scalar(kind: type, plain: JsonValue, where: FieldPath, _tensors: _TensorReader) -> JsonValue:
-    fits = type(plain) is kind
-    if kind is float and type(plain) is int:
-        fits, plain = True, float(plain) if abs(plain) < MAX_NUMBER else plain
-    if isinstance(plain, int) and abs(plain) > MAX_NUMBER:
+def _decode_scalar(kind: type, content: JsonValue, path: FieldPath, _tensors: _TensorReader) -> JsonValue:
+    fits = type(content) is kind
+    if kind is float and type(content) is int:
+        fits, content = True, float(content) if abs(content) < MAX_NUMBER else content
+    if isinstance(content, int) and abs(content) > MAX_NUMBER:
         fits = False
-    if isinstance(plain, float) and not isfinite(plain):
+    if isinstance(content, float) and not isfinite(content):
         fits = False
-    if isinstance(plain, str) and len(plain) > MAX_TEXT:
+    if isinstance(content, str) and len(content) > MAX_TEXT:
         fits = False
     if not fits:
         raise malformed_message(
-            f"{_format_path(where)} is {_preview(plain)} instead of {'an' if kind is int else 'a'} {kind.__name__}"
+            f"{_format_path(path)} is {_preview(content)} instead of {'an' if kind is int else 'a'} {kind.__name__}"
         )
-    return plain
+    return content
 
 
-def _format_path(where: FieldPath) -> str:
-    return where if isinstance(where, str) else f"{_format_path(where[0])}.{where[1]}"
+def _format_path(path: FieldPath) -> str:
+    return path if isinstance(path, str) else f"{_format_path(path[0])}.{path[1]}"
 
 
 def _preview(value: JsonValue) -> str:

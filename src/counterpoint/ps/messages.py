@@ -363,8 +363,8 @@ def validate_rows(rows: Tensor | None, key: str) -> None:
         return
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise invalid_request(f"rows of {key} as {rows.dtype} with {rows.dim()} dims")
-    numbers = rows.numpy()
-    if numbers.size and not (numbers[0] >= 0 and (numbers[1:] > numbers[:-1]).all()):
+    row_ids = rows.numpy()
+    if row_ids.size and not (row_ids[0] >= 0 and (row_ids[1:] > row_ids[:-1]).all()):
         raise invalid_request(f"rows of {key} that do not ascend from 0")
 
 
@@ -638,8 +638,8 @@ class KeyState:
 
     def __post_init__(self) -> None:
         if self.rows is not None:
-            found = f"rows of {self.spec.key} as {self.rows.dtype} with {self.rows.dim()} dims"
-            check_request(self.rows.dtype == torch.int64 and self.rows.dim() == 1, found)
+            message = f"rows of {self.spec.key} as {self.rows.dtype} with {self.rows.dim()} dims"
+            check_request(self.rows.dtype == torch.int64 and self.rows.dim() == 1, message)
         validate_rows(self.previous_rows, self.spec.key)
 
 

@@ -114,12 +114,12 @@ class ServerNode:
         if self.membership.is_evicted:
             yield Shutdown(f"generation {view.generation} continues without this incarnation of {self.name}")
             return
-        for index, keepers in enumerate(view.replicas):
-            if self.name == keepers.primary:
-                yield from self._become_primary(index, keepers, now)
-            elif self.name == keepers.backup:
-                self._become_backup(index, keepers)
-            elif self.name != keepers.former_replica:
+        for index, replicas in enumerate(view.replicas):
+            if self.name == replicas.primary:
+                yield from self._become_primary(index, replicas, now)
+            elif self.name == replicas.backup:
+                self._become_backup(index, replicas)
+            elif self.name != replicas.former_replica:
                 self.shard_replicas.pop(index, None)
             elif isinstance(replica := self.shard_replicas.get(index), PrimaryReplica):
                 self.shard_replicas[index] = BackupReplica(replica.shard)
@@ -147,9 +147,9 @@ class ServerNode:
             )
             yield from journal_from_log(replica.shard, entries)
         view = self.membership.view
-        origin = self.membership.header()
-        yield from replica.retransmit(origin, now)
-        yield from replica.append(origin, SetMembers(view.generation, view.workers), now)
+        header = self.membership.header()
+        yield from replica.retransmit(header, now)
+        yield from replica.append(header, SetMembers(view.generation, view.workers), now)
 
     def _become_backup(self, index: int, replicas: ShardReplicas) -> None:
         replica = self.shard_replicas.get(index)
@@ -160,15 +160,15 @@ class ServerNode:
 
     def _on_request(self, message: WriteRequest | PullRequest, now: float) -> Iterator[PsAction]:
         replica = self.shard_replicas.get(message.shard)
-        origin = message.header
-        if origin.generation != self.generation or not isinstance(replica, PrimaryReplica):
-            text = f"generation {origin.generation} was requested; {self.name} is at {self.generation}"
+        header = message.header
+        if header.generation != self.generation or not isinstance(replica, PrimaryReplica):
+            text = f"generation {header.generation} was requested; {self.name} is at {self.generation}"
             yield self._rejection(message, "generation", text)
             return
         incarnations = {worker.name: worker.incarnation for worker in self.membership.view.workers}
-        if incarnations.get(origin.member) != origin.incarnation:
+        if incarnations.get(header.member) != header.incarnation:
             text = (
-                f"incarnation {origin.incarnation} of {origin.member} does not belong to generation {self.generation}"
+                f"incarnation {header.incarnation} of {header.member} does not belong to generation {self.generation}"
             )
             yield self._rejection(message, "identity", text)
         elif isinstance(message, PullRequest):

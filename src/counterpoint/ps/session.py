@@ -162,7 +162,7 @@ class Session(Protocol):
             DataError: an initial value is not finite.
         """
 
-    def push(  # noqa: PLR0913 - what a push says, most by keyword
+    def push(  # noqa: PLR0913 - fields of a push, most by keyword
         self,
         key: str,
         values: Tensor,

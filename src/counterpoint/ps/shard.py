@@ -135,10 +135,10 @@ class PsShard:
         if isinstance(entry, SetMembers):
             self._set_members(entry.generation, entry.workers)
             return None
-        origin = entry.header
-        client = self.clients.get(origin.member)
-        if client is None or (client.incarnation, client.next_sequence) != (origin.incarnation, origin.sequence):
-            return self.rejection(entry, "identity", f"{origin} is not the next request of a current worker")
+        header = entry.header
+        client = self.clients.get(header.member)
+        if client is None or (client.incarnation, client.next_sequence) != (header.incarnation, header.sequence):
+            return self.rejection(entry, "identity", f"{header} is not the next request of a current worker")
         try:
             reply = self._apply_change(entry)
         except ProtocolError as error:
@@ -146,8 +146,8 @@ class PsShard:
         except MemoryError as error:
             reply = self.rejection(entry, "full", str(error))
         client.next_sequence += 1
-        client.replies = {key: recorded for key, recorded in client.replies.items() if key >= origin.acked_before}
-        client.replies[origin.sequence] = reply
+        client.replies = {key: recorded for key, recorded in client.replies.items() if key >= header.acked_before}
+        client.replies[header.sequence] = reply
         return reply
 
     def rejection(self, entry: WriteRequest | PullRequest, reason: RejectReason, text: str) -> Rejected:
@@ -176,9 +176,13 @@ class PsShard:
         """Restrict clients to the workers of a new generation."""
         self.generation, self.workers = generation, workers
         incarnations = {worker.name: worker.incarnation for worker in workers}
-        known = {name: client.incarnation for name, client in self.clients.items()}
+        known_incarnations = {name: client.incarnation for name, client in self.clients.items()}
         self._leave_clocks(
-            [name for name in self.clock_members if name not in known or incarnations.get(name) != known[name]]
+            [
+                name
+                for name in self.clock_members
+                if name not in known_incarnations or incarnations.get(name) != known_incarnations[name]
+            ]
         )
         self.clients = {
             name: client
@@ -226,20 +230,23 @@ class PsShard:
     def _apply_push(self, worker: str, push: PushRequest) -> PushReply:
         key = self._find_key(push.key)
         push = decode_push(push, key.spec) if push.codec else push
-        values, sums, is_known = push.values, push.pooling, key.tracker.is_duplicate(worker, push)
-        key.storage.validate_push(values, push.rows, sums)
+        values, pooling, is_known = push.values, push.pooling, key.tracker.is_duplicate(worker, push)
+        key.storage.validate_push(values, push.rows, pooling)
         if self.num_bytes + key.storage.max_growth_bytes(push.rows) > self.job.capacity_bytes:
             self._check_capacity(key.storage.growth_bytes(push.rows), push.key)
         if not is_known and isinstance(self.job.consistency, Bsp):
             key.pending[push.slice_index] = PendingGradient(
-                push.slice_index, values if sums is None else sums.pool(values), push.rows
+                push.slice_index, values if pooling is None else pooling.pool(values), push.rows
             )
         if key.tracker.record(worker, push, is_duplicate=is_known):
             rows = push.rows
             if key.pending:
-                (values, rows), sums = sum_gradients([key.pending[portion] for portion in sorted(key.pending)]), None
+                (values, rows), pooling = (
+                    sum_gradients([key.pending[slice_index] for slice_index in sorted(key.pending)]),
+                    None,
+                )
                 key.pending.clear()
-            key.storage.update(key.tracker.version, values, rows, sums)
+            key.storage.update(key.tracker.version, values, rows, pooling)
         return PushReply(self.index, push.header.sequence, key.tracker.version, not is_known)
 
     def _check_capacity(self, more_bytes: int, key: str) -> None:
@@ -312,14 +319,14 @@ def decode_push(push: PushRequest, spec: KeySpec) -> PushRequest:
         ProtocolError: the bytes are not an encoding of this key's range.
     """
     count, dtype = spec.high - spec.low, DTYPES[spec.dtype]
-    code = find_codec(push.codec)
-    num_bytes = code.encoded_bytes((count,), dtype.itemsize)
+    codec = find_codec(push.codec)
+    num_bytes = codec.encoded_bytes((count,), dtype.itemsize)
     check_request(
         not spec.width and len(push.values) == num_bytes,
         f"{len(push.values)} bytes of {push.codec} pushed to {spec.key}, expected {num_bytes}",
     )
     try:
-        values = decompress(code, push.values, torch.empty(count, dtype=dtype))
+        values = decompress(codec, push.values, torch.empty(count, dtype=dtype))
     except (IndexError, RuntimeError) as error:
         raise invalid_request(f"bytes pushed to {spec.key} that are not a valid {push.codec} encoding") from error
     return replace(push, values=values, codec="")
@@ -327,10 +334,10 @@ def decode_push(push: PushRequest, spec: KeySpec) -> PushRequest:
 
 def sum_gradients(pending: Sequence[PendingGradient]) -> tuple[Tensor, Tensor | None]:
     """Return the sum of gradients, in order, and its row ids."""
-    first, *others = pending
+    first, *rest = pending
     if first.rows is None:
         total = first.values.clone()
-        for gradient in others:
+        for gradient in rest:
             total += gradient.values
         return total, None
     rows_of_gradients = [gradient.rows.numpy() for gradient in pending if gradient.rows is not None]

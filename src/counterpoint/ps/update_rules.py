@@ -51,8 +51,8 @@ class Adagrad:
     eps: float = 1e-10
 
     def __post_init__(self) -> None:
-        numbers = (self.lr, self.lr_decay, self.weight_decay, self.initial_accumulator_value, self.eps)
-        check_request(min(numbers) >= 0, f"{self} has a negative option")
+        options = (self.lr, self.lr_decay, self.weight_decay, self.initial_accumulator_value, self.eps)
+        check_request(min(options) >= 0, f"{self} has a negative option")
 
 
 @dataclass(frozen=True, slots=True)

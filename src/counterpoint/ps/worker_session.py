@@ -168,7 +168,7 @@ class PendingRequest(Generic[Result]):
         if self._error is not None:
             raise self._error
         if self._result is None:
-            self._result = self._finish([one for one in self._replies if one is not None])
+            self._result = self._finish([reply for reply in self._replies if reply is not None])
             self._replies = list(self._replies[:0])
         return self._result
 
@@ -212,10 +212,10 @@ class CoordinatorClient:
     def lease(self, timeout_s: float) -> DataTask | NoTaskYet | None:
         """Return a task; None if all data has been processed."""
         if not self._spare_tasks:
-            told = self._call(TaskRequest, timeout_s)
-            if not isinstance(told, TaskReply):
+            response = self._call(TaskRequest, timeout_s)
+            if not isinstance(response, TaskReply):
                 return NO_TASK_YET
-            return told.task
+            return response.task
         return self._spare_tasks.pop(0).task
 
     def call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> CoordinatorResponse:
@@ -247,7 +247,7 @@ class CoordinatorClient:
                 response, self._make_request, self._is_task_request = self._response, None, False
         if (
             response is None and self.error is not None
-        ):  # who has left is told that it does not belong to the job any more
+        ):  # a worker that has left is rejected, which is no error if it got its response
             raise self.error
         if response is None:
             raise PeerError(
@@ -383,8 +383,8 @@ class WorkerSession:
         table = TableKey(key, num_rows, width, dtype, self.job.num_shards)
         if isinstance(initializer, InitialRows):
             parts = table.split_push(initializer.values, initializer.rows)
-            values, numbers = [part.values for part in parts], [part.rows for part in parts]
-            self._make_key(table, list(table.specs(rule, initializer.default)), values, numbers)
+            values, row_ids = [part.values for part in parts], [part.rows for part in parts]
+            self._make_key(table, list(table.specs(rule, initializer.default)), values, row_ids)
         else:
             self._make_key(table, list(table.specs(rule, initializer)), [None] * self.job.num_shards)
 
@@ -397,14 +397,14 @@ class WorkerSession:
     ) -> None:
         initial_values = zip(key.shards, specs, values, rows or [None] * len(specs), strict=True)
         writes: list[tuple[int, Callable[[RequestHeader], WriteRequest]]] = [
-            (shard, lambda origin, shard=shard, begin=begin: InitRequest(origin, shard, *begin))  # type: ignore[misc]
+            (shard, lambda header, shard=shard, begin=begin: InitRequest(header, shard, *begin))  # type: ignore[misc]
             for shard, *begin in initial_values
         ]
         self._send_writes(f"the servers to create {key.name}", writes, lambda _: None).wait()
         self._keys[key.name] = key
         self._read_versions.setdefault(key.name, (0,) * len(key.shards))
 
-    def push(  # noqa: PLR0913 - what a push says, most by keyword
+    def push(  # noqa: PLR0913 - fields of a push, most by keyword
         self,
         key: str,
         values: Tensor,
@@ -425,8 +425,8 @@ class WorkerSession:
         writes: list[tuple[int, Callable[[RequestHeader], WriteRequest]]] = [
             (
                 part.shard,
-                lambda origin, part=part, version=version: PushRequest(  # type: ignore[misc]
-                    origin, part.shard, key, slice_index, version, part.values, part.rows, codec, part.pooling
+                lambda header, part=part, version=version: PushRequest(  # type: ignore[misc]
+                    header, part.shard, key, slice_index, version, part.values, part.rows, codec, part.pooling
                 ),
             )
             for part, version in zip(partitioned.split_push(values, rows, codec, pooling), versions, strict=True)
@@ -486,25 +486,25 @@ class WorkerSession:
         if len(versions) != len(reads):
             raise PlanError(f"{len(versions)} versions of {key}, which has {len(reads)} parts; give so many, or one")
 
-        def finish(answers: list[PartReply]) -> PullResult:
-            found = [answer for answer in answers if isinstance(answer, PullReply)]
-            self._read_versions[key] = tuple(answer.version for answer in found)
+        def finish(replies: list[PartReply]) -> PullResult:
+            pull_replies = [reply for reply in replies if isinstance(reply, PullReply)]
+            self._read_versions[key] = tuple(reply.version for reply in pull_replies)
             return PullResult(
-                partitioned.assemble([answer.values for answer in found], reads, out), self._read_versions[key]
+                partitioned.assemble([reply.values for reply in pull_replies], reads, out), self._read_versions[key]
             )
 
-        asked = self._start_request(f"{key} at version {min_versions} or newer", len(reads), finish)
+        request = self._start_request(f"{key} at version {min_versions} or newer", len(reads), finish)
         with self._transport.lock:
-            for part, (one, bound) in enumerate(zip(reads, versions, strict=True)):
+            for part, (read, bound) in enumerate(zip(reads, versions, strict=True)):
                 ticket, actions = self._client.pull(
-                    one.shard,
-                    lambda origin, ticket, one=one, bound=bound: PullRequest(  # type: ignore[misc]
-                        origin, one.shard, key, ticket, bound, one.rows, exact_version, one.pooling
+                    read.shard,
+                    lambda header, ticket, read=read, bound=bound: PullRequest(  # type: ignore[misc]
+                        header, read.shard, key, ticket, bound, read.rows, exact_version, read.pooling
                     ),
                 )
-                self._pulls[ticket] = (asked, part)  # type: ignore[assignment]
+                self._pulls[ticket] = (request, part)  # type: ignore[assignment]
                 self._transport.execute(actions)
-        return asked
+        return request
 
     def batch(self) -> AbstractContextManager[None]:
         """Return a context whose pushes and pulls are sent together at its end."""
@@ -512,13 +512,13 @@ class WorkerSession:
 
     def join_clock(self) -> None:
         """Join the ssp clock, before the pull for the first push."""
-        writes = [(shard, lambda origin, shard=shard: JoinClock(origin, shard)) for shard in range(self.job.num_shards)]
+        writes = [(shard, lambda header, shard=shard: JoinClock(header, shard)) for shard in range(self.job.num_shards)]
         self._send_writes("the servers to add this worker to the clock", writes, lambda _: None).wait()
 
     def leave_clock(self) -> None:
         """Leave the ssp clock until the next :meth:`join_clock`."""
         writes = [
-            (shard, lambda origin, shard=shard: LeaveClock(origin, shard)) for shard in range(self.job.num_shards)
+            (shard, lambda header, shard=shard: LeaveClock(header, shard)) for shard in range(self.job.num_shards)
         ]
         self._send_writes("the servers to remove this worker from the clock", writes, lambda _: None).wait()
 
@@ -547,8 +547,8 @@ class WorkerSession:
         has_outcome = self._transport.wait(self._has_join_outcome, timeout_s)
         last_error = self._transport.last_error
         if not self._client.is_ready and self._error is None:
-            here = f"{len(self.view.servers)} of {self.job.num_servers} servers are running"
-            missing = here if self._client.membership.is_member else "the coordinator has not answered"
+            server_count = f"{len(self.view.servers)} of {self.job.num_servers} servers are running"
+            missing = server_count if self._client.membership.is_member else "the coordinator has not answered"
             waited = "could not join" if has_outcome else f"waited {timeout_s:g} s for"
             raise LaunchError(f"{self.name} {waited} job {self.job.name}: {last_error or missing}") from last_error
         self._check_open()
@@ -568,7 +568,7 @@ class WorkerSession:
         """Report the outcome of a task; done requires that all of its pushes were acknowledged."""
         newest = self._newest_version
         self._check_open()
-        self._coordinator.call(lambda origin: TaskReport(origin, task, outcome, newest, text))
+        self._coordinator.call(lambda header: TaskReport(header, task, outcome, newest, text))
 
     def checkpoint(self) -> int:
         """Request a snapshot and return its number; it is saved once no task is partially applied."""

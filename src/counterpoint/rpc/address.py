@@ -80,8 +80,10 @@ def open_listen_socket(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.s
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        why = (error.strerror or str(error)).lower()
-        raise LaunchError(f"cannot listen on {address}: {why}; every server of a host needs its own address") from error
+        reason = (error.strerror or str(error)).lower()
+        raise LaunchError(
+            f"cannot listen on {address}: {reason}; every server of a host needs its own address"
+        ) from error
     if isinstance(address, TcpAddress):
         return listener, TcpAddress(address.host, listener.getsockname()[1])
     return listener, address
@@ -110,25 +112,25 @@ def start_connect(address: RpcAddress, *, is_keyed: bool) -> socket.socket:
     return caller
 
 
-def check_reachable(place: RpcAddress) -> None:
+def check_reachable(rpc_address: RpcAddress) -> None:
     """Check that other hosts can connect to an address that is announced to them.
 
     Raises:
         LaunchError: it is the wildcard address, or a host name that resolves to loopback.
     """
-    if not isinstance(place, TcpAddress):
+    if not isinstance(rpc_address, TcpAddress):
         return
-    number = _resolve_tcp(place)[1][0]
+    number = _resolve_tcp(rpc_address)[1][0]
     address = ipaddress.ip_address(number.partition("%")[0])
     if address.is_unspecified:
         raise LaunchError(
-            f"{place} is a wildcard address, to which others cannot connect; give the address of one interface, such "
-            "as tcp:10.0.0.1:4000"
+            f"{rpc_address} is a wildcard address, to which others cannot connect; give the address of one interface, "
+            "such as tcp:10.0.0.1:4000"
         )
-    if address.is_loopback and place.host not in {number, "localhost"}:
+    if address.is_loopback and rpc_address.host not in {number, "localhost"}:
         raise LaunchError(
-            f"{place} is {number} on this host, which no other host can reach; give an address that is reachable, or "
-            "fix /etc/hosts"
+            f"{rpc_address} is {number} on this host, which no other host can reach; give an address that is "
+            "reachable, or fix /etc/hosts"
         )
 
 
@@ -151,12 +153,12 @@ def resolve_address(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.Addr
             return family, (number, port)
 
 
-def _resolve_tcp(place: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _resolve_tcp(rpc_address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
-        family, _, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(rpc_address.host, rpc_address.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise LaunchError(f"{place} cannot be resolved: {error}; give a host's name or address") from error
-    return family, (str(address[0]), place.port)
+        raise LaunchError(f"{rpc_address} cannot be resolved: {error}; give a host's name or address") from error
+    return family, (str(address[0]), rpc_address.port)
 
 
 def check_peer_credentials(peer: socket.socket) -> None:

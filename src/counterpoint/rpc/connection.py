@@ -39,8 +39,8 @@ class ConnectionLostError(PeerError):
 class ConnectionState(Enum):
     """Phase of a connection."""
 
-    CONNECTING = "calling"
-    HANDSHAKE = "greeting"
+    CONNECTING = "connecting"
+    HANDSHAKE = "handshake"
     OPEN = "open"
     CLOSING = "closing"
     ENDED = "ended"
@@ -49,8 +49,8 @@ class ConnectionState(Enum):
 class ConnectionRole(Enum):
     """Which side opened the connection."""
 
-    CLIENT = "asks"
-    SERVER = "answers"
+    CLIENT = "client"
+    SERVER = "server"
 
 
 OnRpcMessage: TypeAlias = Callable[["Connection", RpcMessage], None]
@@ -336,8 +336,8 @@ class Connection:
         self._end(None if is_done else self._lost_error(error))
 
     def _lost_error(self, error: OSError) -> ConnectionLostError:
-        why = (error.strerror or str(error)).lower()
-        return ConnectionLostError(f"{self.name} is unreachable ({why}); check that it runs, then reconnect")
+        reason = (error.strerror or str(error)).lower()
+        return ConnectionLostError(f"{self.name} is unreachable ({reason}); check that it runs, then reconnect")
 
     def _end(self, error: PeerError | None) -> None:
         if self._state is ConnectionState.ENDED:
@@ -381,8 +381,8 @@ def connect(
     except OSError as error:
         raise ConnectionLostError(f"nobody listens at {address}; check that the server runs, then reconnect") from error
     set_socket_options(peer, limits)
-    greeting = client_handshake(credentials, credentials.security_mode(address), secrets.token_bytes(NONCE_BYTES))
-    channel = RpcChannel(greeting, limits, ReceiveBufferPool(), shared_memory_with(peer))
+    handshake = client_handshake(credentials, credentials.security_mode(address), secrets.token_bytes(NONCE_BYTES))
+    channel = RpcChannel(handshake, limits, ReceiveBufferPool(), shared_memory_with(peer))
     connection = Connection(loop, peer, channel, limits, role=ConnectionRole.CLIENT, name=f"server {address}")
     connection.start(on_message, on_end)
     return connection

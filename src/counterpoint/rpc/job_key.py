@@ -88,15 +88,15 @@ def read_key_from(fd: int, name: str = "") -> JobKey:
     Raises:
         LaunchError: it holds no key.
     """
-    place = name or f"descriptor {fd}"
+    source = name or f"descriptor {fd}"
     try:
         with os.fdopen(fd, "rb") as file:
             text = file.read(MAX_BYTES + 1).strip()
     except OSError as error:
-        raise LaunchError(f"cannot read the job key from {place}: {os_error_text(error)}; open it before") from error
+        raise LaunchError(f"cannot read the job key from {source}: {os_error_text(error)}; open it before") from error
     if len(text) > MAX_BYTES or len(text) < MIN_DIGITS or len(text) % 2 or text.strip(b"0123456789abcdefABCDEF"):
         raise LaunchError(
-            f"{place} holds no job key; a key is an even number of hexadecimal digits, {MIN_DIGITS} at least: "
+            f"{source} holds no job key; a key is an even number of hexadecimal digits, {MIN_DIGITS} at least: "
             "openssl rand -hex 32 makes one"
         )
     return JobKey(bytes.fromhex(text.decode("ascii")))

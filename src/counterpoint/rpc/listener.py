@@ -55,9 +55,9 @@ def listen(
     Raises:
         LaunchError: the address is in use, or beyond loopback without a key.
     """
-    listener, found = open_listen_socket(address, is_keyed=credentials.key is not None)
+    listener, actual_address = open_listen_socket(address, is_keyed=credentials.key is not None)
     with loop.lock:
-        server = Listener(loop, listener, found, credentials, limits)
+        server = Listener(loop, listener, actual_address, credentials, limits)
         server.on_message, server.on_end = on_message, on_end
         loop.watch(server, READ)
     return server
@@ -65,7 +65,7 @@ def listen(
 
 def request_handler(reply: ReplyFunction) -> OnRpcMessage:
     """Return a message callback that replies to every message, in order."""
-    return lambda connection, letter: connection.send(reply(letter))
+    return lambda connection, message: connection.send(reply(message))
 
 
 class Listener:
@@ -174,10 +174,10 @@ class Listener:
         )
         peer.setblocking(False)
         set_socket_options(peer, self._limits)
-        greeting = server_handshake(
+        handshake = server_handshake(
             self._credentials, self._credentials.security_mode(self.address), secrets.token_bytes(NONCE_BYTES)
         )
-        channel = RpcChannel(greeting, self._limits, self._pool, shared_memory_with(peer))
+        channel = RpcChannel(handshake, self._limits, self._pool, shared_memory_with(peer))
         connection = Connection(self._loop, peer, channel, self._limits, role=ConnectionRole.SERVER, name=name)
         self._connections[connection] = None
         connection.start(self.on_message, self._on_end)

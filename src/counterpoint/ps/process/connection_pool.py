@@ -273,9 +273,9 @@ class ConnectionPool:
 
     def _on_message_from(self, message: PsMessage, peer: Peer) -> None:
         peer.retransmits.on_reply(message)
-        origin = getattr(message, "header", None)
-        if origin is not None:
-            peer.name, peer.incarnation = origin.member, origin.incarnation or peer.incarnation
+        header = getattr(message, "header", None)
+        if header is not None:
+            peer.name, peer.incarnation = header.member, header.incarnation or peer.incarnation
         elif isinstance(message, JoinRequest):
             peer.name = message.name
         self._on_message(message, peer)

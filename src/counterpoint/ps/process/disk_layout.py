@@ -45,7 +45,7 @@ def log_path(folder: Path, log: str, base: SegmentBase | None = None) -> Path:
 def log_segments(folder: Path, log: str) -> list[SegmentBase]:
     """Return the snapshots that segments of this log follow, newest first."""
     suffixes = (path.name.split(".")[-2].split("-") for path in folder.glob(f"{log}.*-*.log"))
-    return sorted(((int(cut), int(position)) for cut, position in suffixes), reverse=True)
+    return sorted(((int(snapshot), int(position)) for snapshot, position in suffixes), reverse=True)
 
 
 def snapshot_path(folder: Path, snapshot: int, shard: int) -> Path:
@@ -204,12 +204,12 @@ def resume(folder: Path, job: JobConfig) -> int | None:
             f"there is no complete snapshot in {folder}, and the servers' memory is lost; start again in an empty "
             "folder, and let a worker request checkpoints"
         )
-    cut = len(ends) - 1  # they are numbered from 0 in their order
+    snapshot = len(ends) - 1  # snapshots are numbered from 0
     for shard in range(job.num_shards):
-        read_shard_state(snapshot_path(folder, cut, shard))
-    remaining = [*records[: ends[-1]], JobResumed(cut, state.generation, state.incarnation)]
+        read_shard_state(snapshot_path(folder, snapshot, shard))
+    remaining = [*records[: ends[-1]], JobResumed(snapshot, state.generation, state.incarnation)]
     write_chunks(log_path(folder, COORDINATOR_LOG), [chunk for record in remaining for chunk in encode_chunks(record)])
-    return cut
+    return snapshot
 
 
 def complete_snapshots(folder: Path, job: JobConfig) -> list[int]:

@@ -171,11 +171,11 @@ class NodeRunner:
     # Messages
 
     def _on_message(self, message: PsMessage, peer: Peer) -> None:
-        origin = getattr(message, "header", None)
+        header = getattr(message, "header", None)
         if (
             isinstance(self._state_machine, ServerNode)
-            and origin is not None
-            and origin.generation > self._state_machine.generation
+            and header is not None
+            and header.generation > self._state_machine.generation
         ):
             if len(self._future_requests) < MAX_FUTURE_REQUESTS:
                 self._future_requests.append((message, peer))

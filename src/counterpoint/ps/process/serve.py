@@ -1,4 +1,4 @@
-"""Run a coordinator or a server in this process until it is told to stop."""
+"""Run a coordinator or a server in this process until it is asked to stop."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def borrow(values: Tensor, borrowed: list[weakref.ref[Any]]) -> Tensor:
     """Return a tensor on the same memory; a weak reference to it is recorded for `has_borrowers`."""
     if not values.numel():
         return values.new_empty(values.shape)
-    raw = values.view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
+    raw = values.view(torch.uint8).numpy()  # kept alive by every tensor made of it, and their views
     borrowed.append(weakref.ref(raw))
     return torch.from_numpy(raw).view(values.dtype)
 
 
 def has_borrowers(borrowed: list[weakref.ref[Any]]) -> bool:
     """Tell whether somebody still holds a borrowed tensor."""
-    return any(one() is not None for one in borrowed)
+    return any(reference() is not None for reference in borrowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class SparseRowStorage:
         previous: these rows, if there are any yet.
     """
 
-    def __init__(  # noqa: PLR0913 - what a table is, and where it stands
+    def __init__(  # noqa: PLR0913 - definition, position and state of a table
         self,
         spec: KeySpec,
         shard: int,
@@ -256,12 +256,12 @@ class SparseRowStorage:
         key = self.spec.key
         if rows is None:
             raise invalid_request(f"a pull of {key} without row ids")
-        numbers = rows.numpy()
-        if not numbers.size:
+        row_ids = rows.numpy()
+        if not row_ids.size:
             return
-        if numbers[-1] >= self.spec.high:
-            raise invalid_request(f"row {numbers[-1]} of {key}, which has {self.spec.high}")
-        if self.num_shards > 1 and not (shard_of_row(numbers, self.num_shards) == self.shard).all():
+        if row_ids[-1] >= self.spec.high:
+            raise invalid_request(f"row {row_ids[-1]} of {key}, which has {self.spec.high}")
+        if self.num_shards > 1 and not (shard_of_row(row_ids, self.num_shards) == self.shard).all():
             raise invalid_request(f"rows of {key} that do not belong to shard {self.shard} of {self.num_shards}")
 
     def validate_push(self, values: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
@@ -270,8 +270,8 @@ class SparseRowStorage:
             raise invalid_request(f"a push to table {self.spec.key} without row ids")
         self.validate_pull(rows)
         if values.shape[1:] != (self.spec.width,):
-            found = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}"
-            raise invalid_request(f"{found}, whose rows have {self.spec.width}")
+            message = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}"
+            raise invalid_request(f"{message}, whose rows have {self.spec.width}")
         _validate_values(self.spec, values)
         if pooling is not None and not has_finite_sum(values, len(pooling.indices)):
             _validate_values(self.spec, pooling.pool(values))

@@ -61,7 +61,7 @@ def update_range(rule: UpdateRule, step: int, value: Tensor, state: tuple[Tensor
     """
     for low in range(0, len(value), CHUNK_NUMEL):
         part = slice(low, low + CHUNK_NUMEL)
-        _update_chunk(rule, step, value[part], tuple(one[part] for one in state), gradient[part])
+        _update_chunk(rule, step, value[part], tuple(slot[part] for slot in state), gradient[part])
 
 
 def _update_chunk(rule: UpdateRule, step: int, value: Tensor, state: tuple[Tensor, ...], gradient: Tensor) -> None:

@@ -47,12 +47,12 @@ class DenseRowIndex:
 
     def lookup(self, rows: Tensor) -> Int64Array:
         """Return the slot of each row; -1 if it has none."""
-        found: Int64Array = self.slots[self._local_rows(rows)].astype(np.int64)
-        return found
+        slots: Int64Array = self.slots[self._local_rows(rows)].astype(np.int64)
+        return slots
 
     def _local_rows(self, rows: Tensor) -> Int64Array:
-        numbers: Int64Array = rows.numpy()
-        return numbers if self.num_shards == 1 else numbers // self.num_shards
+        row_ids: Int64Array = rows.numpy()
+        return row_ids if self.num_shards == 1 else row_ids // self.num_shards
 
     def add(self, rows: Tensor, slots: Int64Array) -> None:
         """Assign slots to rows."""
@@ -180,7 +180,7 @@ def add_rows(rows: Tensor, slots: Int64Array, values: Tensor, pooling: RowPoolin
         [[-2.0], [0.0], [-1.0]]
     """
     library, lists = native().library, () if pooling is None else (pooling.indices, pooling.offsets)
-    fits = rows.dtype in {torch.float32, torch.float64} and all(one.is_contiguous() for one in (values, *lists))
+    fits = rows.dtype in {torch.float32, torch.float64} and all(tensor.is_contiguous() for tensor in (values, *lists))
     if library is None or not fits:
         added = values if pooling is None else pooling.pool(values)
         scatter_rows(rows, slots, gather_rows(rows, torch.from_numpy(slots)).add_(added, alpha=factor))

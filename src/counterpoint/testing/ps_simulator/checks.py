@@ -59,11 +59,14 @@ def check_values(job: JobConfig, index: int, pushes: Sequence[PushRequest], shar
             with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
                 optimizer.step()
             versions.append(param.detach().clone())
-        own = rows[shard_of_row(rows, job.num_shards) == index] if spec.width else None
-        found, wanted = shard.keys[spec.key].storage.read(own), param.detach() if own is None else param.detach()[own]
-        is_same = torch.allclose(found, wanted, rtol=1e-12, atol=1e-14) if is_bsp else torch.equal(found, wanted)
+        shard_rows = rows[shard_of_row(rows, job.num_shards) == index] if spec.width else None
+        actual, expected = (
+            shard.keys[spec.key].storage.read(shard_rows),
+            param.detach() if shard_rows is None else param.detach()[shard_rows],
+        )
+        is_same = torch.allclose(actual, expected, rtol=1e-12, atol=1e-14) if is_bsp else torch.equal(actual, expected)
         if not is_same:
-            yield f"{spec.key} of shard {index} is {found.tolist()}, and its rule says {wanted.tolist()}"
+            yield f"{spec.key} of shard {index} is {actual.tolist()}, but its update rule gives {expected.tolist()}"
 
 
 def _group_updates(job: JobConfig, pushes: Sequence[PushRequest]) -> Iterator[list[PushRequest]]:
@@ -76,7 +79,7 @@ def _group_updates(job: JobConfig, pushes: Sequence[PushRequest]) -> Iterator[li
         return
     size = job.consistency.slices_per_step
     for start in range(0, len(first), size):
-        yield [first[portion] for portion in range(start, start + size) if portion in first]
+        yield [first[slice_index] for slice_index in range(start, start + size) if slice_index in first]
 
 
 def _check_gradients(index: int, update: Sequence[PushRequest], versions: Sequence[Tensor]) -> Iterator[str]:
@@ -119,11 +122,11 @@ def check_run(
     job: JobConfig, coordinator: Coordinator, nodes: Sequence[ServerNode], history: ObservedHistory
 ) -> list[str]:
     """Return all violations of a finished run."""
-    found: list[str] = []
-    for index, keepers in enumerate(coordinator.state.replicas):  # whoever kept it before may not have heard of it yet
-        keeping = [node for node in nodes if node.name in {keepers.primary, keepers.backup}]
-        found += _check_shard(job, index, keeping, history)
-    return [*found, *_check_tasks(job, coordinator), *_check_snapshots(job, history)]
+    violations: list[str] = []
+    for index, replicas in enumerate(coordinator.state.replicas):  # former replicas may not have the newest view
+        holders = [node for node in nodes if node.name in {replicas.primary, replicas.backup}]
+        violations += _check_shard(job, index, holders, history)
+    return [*violations, *_check_tasks(job, coordinator), *_check_snapshots(job, history)]
 
 
 def _check_shard(job: JobConfig, index: int, nodes: Sequence[ServerNode], history: ObservedHistory) -> Iterator[str]:
@@ -146,9 +149,9 @@ def _check_shard(job: JobConfig, index: int, nodes: Sequence[ServerNode], histor
 
 def shard_copies(index: int, nodes: Sequence[ServerNode]) -> list[tuple[str, PsShard]]:
     """Return the copies of a shard with their servers' names, the primary's first."""
-    found = [(node.name, held) for node in nodes if (held := node.shard_replicas.get(index)) is not None]
-    found.sort(key=lambda one: not isinstance(one[1], PrimaryReplica))
-    return [(name, held.shard) for name, held in found if held.shard is not None]
+    replicas = [(node.name, replica) for node in nodes if (replica := node.shard_replicas.get(index)) is not None]
+    replicas.sort(key=lambda one: not isinstance(one[1], PrimaryReplica))
+    return [(name, replica.shard) for name, replica in replicas if replica.shard is not None]
 
 
 def check_acknowledged(index: int, entries: Sequence[JournalEntry], history: ObservedHistory) -> Iterator[str]:
@@ -167,14 +170,14 @@ def check_replicas(
     A server without a backup may be ahead of its journal by what its disk does not have yet.
     """
     for node in nodes:
-        held = node.shard_replicas.get(index)
-        shard = None if held is None else held.shard
-        if held is None or shard is None or shard.position < len(entries):
+        replica = node.shard_replicas.get(index)
+        shard = None if replica is None else replica.shard
+        if replica is None or shard is None or shard.position < len(entries):
             has = "nothing" if shard is None else f"{shard.position} entries"
             yield f"{node.name} keeps {has} of shard {index}, whose journal has {len(entries)}"
-        elif shard.position > len(entries) and not (isinstance(held, PrimaryReplica) and held.has_no_backup):
+        elif shard.position > len(entries) and not (isinstance(replica, PrimaryReplica) and replica.has_no_backup):
             noted = history.uncommitted((node.name, node.membership.incarnation), index)
-            more = [noted[at] for at in range(len(entries), shard.position) if at in noted]
+            more = [noted[position] for position in range(len(entries), shard.position) if position in noted]
             if replay_journal(job, index, [*entries, *more]).digest() != shard.digest():
                 yield f"shard {index} on {node.name} is not what it has noted of {shard.position} entries"
 
@@ -186,17 +189,17 @@ def check_replay(
     counted: dict[str, list[int]] = {RANGE_KEY: [], TABLE_KEY: []}
     shard = PsShard(job, index)
     for position, entry in enumerate(entries, 1):
-        answer = shard.apply(entry)
-        if isinstance(entry, PushRequest) and isinstance(answer, PushReply) and answer.is_new:
+        reply = shard.apply(entry)
+        if isinstance(entry, PushRequest) and isinstance(reply, PushReply) and reply.is_new:
             counted[entry.key].append(entry.slice_index)
-        due = [(name, copy) for name, copy in copies if copy.position == position]
+        due = [(name, replica) for name, replica in copies if replica.position == position]
         digest = shard.digest() if due else ""
-        for name, copy in due:
-            if copy.digest() != digest:
-                yield f"shard {index} on {name} is not what its journal says after {position} entries"
-    for key, portions in counted.items():
-        if sorted(portions) != list(range(job.data.num_slices * job.data.num_epochs)):
-            yield f"{key} of shard {index} has counted portions {sorted(portions)}"
+        for name, replica in due:
+            if replica.digest() != digest:
+                yield f"shard {index} on {name} differs from a replay of {position} journal entries"
+    for key, slices in counted.items():
+        if sorted(slices) != list(range(job.data.num_slices * job.data.num_epochs)):
+            yield f"{key} of shard {index} has counted slices {sorted(slices)}"
 
 
 def check_staleness(staleness: int, index: int, entries: Sequence[JournalEntry]) -> Iterator[str]:
@@ -211,8 +214,10 @@ def check_staleness(staleness: int, index: int, entries: Sequence[JournalEntry])
                 case LeaveClock():
                     clocks.pop(requester(entry), None)
                 case SetMembers():
-                    lives = {(worker.name, worker.incarnation) for worker in entry.workers}
-                    clocks = {life: clock for life, clock in clocks.items() if life in lives}
+                    incarnations = {(worker.name, worker.incarnation) for worker in entry.workers}
+                    clocks = {
+                        incarnation: clock for incarnation, clock in clocks.items() if incarnation in incarnations
+                    }
                 case PushRequest() if entry.key == key:
                     clock = clocks.get(requester(entry), 1 << 40)
                     if slowest_at[entry.read_version] < clock - staleness:
@@ -241,8 +246,8 @@ def _check_tasks(job: JobConfig, coordinator: Coordinator) -> Iterator[str]:
 
 def _check_snapshots(job: JobConfig, history: ObservedHistory) -> Iterator[str]:
     """Yield snapshots whose shards have counted different data."""
-    for cut in sorted({cut for cut, _ in history.snapshots}):
-        states = [history.snapshots.get((cut, index)) for index in range(job.num_shards)]
+    for snapshot in sorted({snapshot for snapshot, _ in history.snapshots}):
+        states = [history.snapshots.get((snapshot, index)) for index in range(job.num_shards)]
         counted = {key.progress.applied_slices for state in states if state is not None for key in state.keys}
         if len(counted) > 1 or None in states:
-            yield f"the parts of cut {cut} have counted different data: {sorted(counted)}"
+            yield f"the shards of snapshot {snapshot} have counted different data: {sorted(counted)}"

@@ -88,11 +88,11 @@ class SimulatedDisk:
         if self._in_flight:
             _, log, _ = self._in_flight[0]
             raw = b"".join(raw for _, name, raw in self._in_flight if name == log)
-            kept = raw[: random.randrange(len(raw) + 1)]
-            if kept and random.random() < 0.3:
-                zeros = random.randrange(len(kept))
-                kept = kept[: len(kept) - zeros] + bytes(zeros)
-            self._durable.setdefault(log, bytearray()).extend(kept)
+            written = raw[: random.randrange(len(raw) + 1)]
+            if written and random.random() < 0.3:
+                zeros = random.randrange(len(written))
+                written = written[: len(written) - zeros] + bytes(zeros)
+            self._durable.setdefault(log, bytearray()).extend(written)
         self._in_flight.clear()
 
     def read(self, log: str) -> bytes:
@@ -132,10 +132,10 @@ class ObservedHistory:
 
     def add_entry(self, shard: int, position: int, entry: JournalEntry) -> None:
         """Record a committed journal entry."""
-        known = self.journals.setdefault(shard, {}).setdefault(position, entry)
-        if entry_id(known) != entry_id(entry):
+        existing = self.journals.setdefault(shard, {}).setdefault(position, entry)
+        if entry_id(existing) != entry_id(entry):
             self.violations.append(
-                f"entry {position} of shard {shard} is {entry_id(known)} and {entry_id(entry)}: two servers diverged"
+                f"entry {position} of shard {shard} is {entry_id(existing)} and {entry_id(entry)}: two servers diverged"
             )
 
     def add_uncommitted(self, member: tuple[str, int], shard: int, position: int, entry: JournalEntry) -> None:
@@ -144,15 +144,17 @@ class ObservedHistory:
 
     def promote(self, member: tuple[str, int], shard: int) -> None:
         """Commit the entries of a backup that became the primary."""
-        found = self._uncommitted.pop((*member, shard), None)
-        if found:
-            for position, entry in found.items():
+        entries = self._uncommitted.pop((*member, shard), None)
+        if entries:
+            for position, entry in entries.items():
                 self.add_entry(shard, position, entry)
 
     def install_snapshot(self, member: tuple[str, int], shard: int, source: tuple[str, int], position: int) -> None:
         """Replace a backup's uncommitted entries by those that its primary's state contains."""
-        found = self._uncommitted.get((*source, shard), {})
-        self._uncommitted[*member, shard] = {at: entry for at, entry in found.items() if at < position}
+        entries = self._uncommitted.get((*source, shard), {})
+        self._uncommitted[*member, shard] = {
+            entry_position: entry for entry_position, entry in entries.items() if entry_position < position
+        }
 
     def uncommitted(self, member: tuple[str, int], shard: int) -> dict[int, JournalEntry]:
         """Return the uncommitted entries of a server incarnation."""
@@ -165,10 +167,10 @@ class ObservedHistory:
         if len(owners) == 2:
             self.violations.append(f"shard {shard} has two owners in generation {generation}: {sorted(owners)}")
 
-    def acknowledge(self, worker: tuple[str, int], answer: PushReply | PullReply) -> None:
+    def acknowledge(self, worker: tuple[str, int], reply: PushReply | PullReply) -> None:
         """Record that a worker received the reply to a push."""
-        if isinstance(answer, PushReply):
-            self.acknowledged[answer.shard, (*worker, answer.sequence)] = answer
+        if isinstance(reply, PushReply):
+            self.acknowledged[reply.shard, (*worker, reply.sequence)] = reply
 
 
 SimulatedMachine: TypeAlias = Coordinator | ServerNode | PsClient
@@ -300,16 +302,16 @@ class SimulatedCluster:
 
         A primary that was the backup before may have entries that are not known to be committed.
         """
-        held = node.shard_replicas.get(message.shard) if isinstance(message, InstallSnapshot) else None
-        if not isinstance(message, InstallSnapshot) or not isinstance(held, BackupReplica) or held.shard is None:
+        replica = node.shard_replicas.get(message.shard) if isinstance(message, InstallSnapshot) else None
+        if not isinstance(message, InstallSnapshot) or not isinstance(replica, BackupReplica) or replica.shard is None:
             return
-        if held.is_installed and held.shard.position == message.state.position:
+        if replica.is_installed and replica.shard.position == message.state.position:
             source = message.header.member, message.header.incarnation
             self.history.install_snapshot(host.identity, message.shard, source, message.state.position)
 
     def _observe_promotion(self, host: SimulatedHost, node: ServerNode) -> None:
-        for index, held in node.shard_replicas.items():
-            if isinstance(held, PrimaryReplica) and held.replicas.is_backup_ready:
+        for index, replica in node.shard_replicas.items():
+            if isinstance(replica, PrimaryReplica) and replica.replicas.is_backup_ready:
                 self.history.promote((host.name, node.membership.incarnation), index)
 
     def _execute(self, host: SimulatedHost, machine: SimulatedMachine, action: PsAction) -> None:
@@ -325,8 +327,8 @@ class SimulatedCluster:
                 self._wait_for_disk(host)
                 host.disk.append(action.log, encode_record(action.record), host.durable_at)
                 if self.has_faults and self.random.random() < self.faults.torn_write:
-                    at = self.now + (host.durable_at - self.now) * self.random.random()
-                    self.schedule(at, lambda: self._tear_write(host, machine))
+                    crash_s = self.now + (host.durable_at - self.now) * self.random.random()
+                    self.schedule(crash_s, lambda: self._tear_write(host, machine))
             case SaveSnapshot():
                 self._wait_for_disk(host)
                 self.history.snapshots[action.snapshot, action.shard] = action.state

@@ -91,15 +91,15 @@ def _simulate(seed: int, faults: FaultRates | None, draw_job: Callable[[Random],
             world.step()
     except CounterpointError as error:
         world.history.violations.append(f"a machine failed at {world.now:.1f} s: {error}")
-    found = [*world.history.violations, *(host.worker.error for host in cast.workers if host.worker)]
-    if not any(found):
+    violations = [*world.history.violations, *(host.worker.error for host in cast.workers if host.worker)]
+    if not any(violations):
         book = cast.running_coordinator
-        found += (
+        violations += (
             [cast.describe_progress()]
             if book is None or not cast.is_finished
             else check_run(job, book, cast.nodes, world.history)
         )
-    return SimulationResult(seed, job, bad, world.num_events, world.now, tuple(filter(None, found)), world.history)
+    return SimulationResult(seed, job, bad, world.num_events, world.now, tuple(filter(None, violations)), world.history)
 
 
 class _SimulatedJob:
@@ -132,19 +132,19 @@ class _SimulatedJob:
 
     def _coordinator(self, host: SimulatedHost, _token: int) -> Coordinator:
         raw = host.disk.read(COORDINATOR_LOG)
-        lines, size = decode_log(raw)
+        records, size = decode_log(raw)
         host.disk.truncate(COORDINATOR_LOG, size)
-        return Coordinator(self.job, lines, self.cluster.now)
+        return Coordinator(self.job, records, self.cluster.now)
 
     def _node(self, host: SimulatedHost, token: int) -> ServerNode:
         logs = {}
         for shard in range(self.job.num_shards):
-            lines, size = decode_log(host.disk.read(shard_log_name(shard)))
+            records, size = decode_log(host.disk.read(shard_log_name(shard)))
             host.disk.truncate(shard_log_name(shard), size)
-            for position, entry in enumerate(lines):
+            for position, entry in enumerate(records):
                 self.cluster.history.add_entry(shard, position, entry)
-            if lines:
-                logs[shard] = lines
+            if records:
+                logs[shard] = records
         return ServerNode(self.job, host.name, token, logs=logs)
 
     def _client(self, host: SimulatedHost, token: int) -> PsClient:
@@ -173,7 +173,9 @@ class _SimulatedJob:
             return False
         self.cluster.is_healed = True
         up = {node.name for node in self.nodes if node.generation == book.generation}
-        return all(one.is_backup_ready and {one.primary, one.backup} - {""} <= up for one in book.replicas)
+        return all(
+            replicas.is_backup_ready and {replicas.primary, replicas.backup} - {""} <= up for replicas in book.replicas
+        )
 
     def describe_progress(self) -> str:
         """Return a description of the progress, for errors."""
@@ -183,8 +185,8 @@ class _SimulatedJob:
         errors = [host.worker.error for host in self.workers if host.worker and host.worker.error]
         return (
             f"no progress: {len(queue.done)} tasks done, {len(queue.doing)} given, {len(queue.todo)} left, "
-            f"keepers {self.running_coordinator.state.replicas}, cut {self.running_coordinator.state.snapshot} after "
-            f"{self.cluster.now:.0f} s {errors}"
+            f"replicas {self.running_coordinator.state.replicas}, snapshot {self.running_coordinator.state.snapshot} "
+            f"after {self.cluster.now:.0f} s {errors}"
         )
 
     def _repeat(self, every_s: float, what: Callable[[], None]) -> None:
@@ -209,11 +211,11 @@ class _SimulatedJob:
         if coordinator is None or not coordinator.state.replicas:
             return False
         up = {one.identity for one in self.servers if one.machine is not None}
-        lives = {name: life.joined.incarnation for name, life in coordinator.state.members.items()}
-        for keepers in coordinator.state.replicas:
-            if host.name in {keepers.primary, keepers.backup, keepers.former_replica}:
-                other = keepers.backup if host.name == keepers.primary else keepers.primary
-                if not keepers.is_backup_ready or (other, lives.get(other, 0)) not in up:
+        incarnations = {name: member.joined.incarnation for name, member in coordinator.state.members.items()}
+        for replicas in coordinator.state.replicas:
+            if host.name in {replicas.primary, replicas.backup, replicas.former_replica}:
+                other = replicas.backup if host.name == replicas.primary else replicas.primary
+                if not replicas.is_backup_ready or (other, incarnations.get(other, 0)) not in up:
                     return False
         return True
 

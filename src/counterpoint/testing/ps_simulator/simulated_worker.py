@@ -48,10 +48,10 @@ class UnexpectedRejection(Exception):  # noqa: N818 - it ends a script, nothing 
 
 def key_specs(job: JobConfig, shard: int) -> list[KeySpec]:
     """Return the keys of a shard: a range of a dense key, and rows of a table."""
-    place = split_range(SIZE, job.num_shards)[shard]
+    key_range = split_range(SIZE, job.num_shards)[shard]
     rule = (Sgd(0.1, momentum=0.9), Adagrad(0.1), Adam(0.1))[len(job.name) % 3]
     return [
-        KeySpec(RANGE_KEY, "float64", place.low, place.high, 0, rule),
+        KeySpec(RANGE_KEY, "float64", key_range.low, key_range.high, 0, rule),
         KeySpec(TABLE_KEY, "float64", 0, NUM_ROWS, 2, Adagrad(0.1), UniformInit(-1, 1)),
     ]
 
@@ -95,22 +95,22 @@ class SimulatedWorker:
 
     def step(self, actions: Sequence[PsAction]) -> list[PsAction]:
         """Process the client's actions, and return the actions to execute."""
-        found: list[PsAction] = []
+        requested: list[PsAction] = []
         if not self._has_begun and self.client.is_ready:
             self._has_begun = True
-            found += next(self._script, [])
+            requested += next(self._script, [])
         for action in actions:
             if isinstance(action, DeliverReply):
-                found += self._on_reply(action.reply)
+                requested += self._on_reply(action.reply)
             else:
-                found.append(action)
-        return found
+                requested.append(action)
+        return requested
 
-    def _on_reply(self, answer: Reply) -> list[PsAction]:
+    def _on_reply(self, reply: Reply) -> list[PsAction]:
         if not self._has_begun or self.is_done:
             return []
         try:
-            return self._script.send(answer)
+            return self._script.send(reply)
         except StopIteration:
             self.is_done = True
         except UnexpectedRejection as error:
@@ -146,20 +146,24 @@ class SimulatedWorker:
             if isinstance(self.job.consistency, Ssp) and not self._is_in_clock:
                 yield from self._write_all([(s, lambda o, s=s: JoinClock(o, s)) for s in range(self.job.num_shards)])
                 self._is_in_clock = True
-            least = slice_index // self.job.consistency.slices_per_step if isinstance(self.job.consistency, Bsp) else 0
-            pulled = yield from self._pull_all(slice_index, least)
-            answers = yield from self._write_all([(one.shard, self._push(one, slice_index)) for one in pulled])
-            pushed = [answer for answer in answers if isinstance(answer, PushReply)]
-            self._check_step(slice_index, least, pulled, pushed)
-            newest = max(newest, *(answer.version for answer in pushed))
+            min_version = (
+                slice_index // self.job.consistency.slices_per_step if isinstance(self.job.consistency, Bsp) else 0
+            )
+            pulled = yield from self._pull_all(slice_index, min_version)
+            replies = yield from self._write_all(
+                [(pull_reply.shard, self._push(pull_reply, slice_index)) for pull_reply in pulled]
+            )
+            pushed = [reply for reply in replies if isinstance(reply, PushReply)]
+            self._check_step(slice_index, min_version, pulled, pushed)
+            newest = max(newest, *(reply.version for reply in pushed))
         return newest
 
     def _check_step(
         self, slice_index: int, step: int, pulled: Sequence[PullReply], pushed: Sequence[PushReply]
     ) -> None:
         """Check that under bsp, what is counted of a slice was computed from the weights of its step only."""
-        read = {one.version for one in pulled}
-        if isinstance(self.job.consistency, Bsp) and read != {step} and any(answer.is_new for answer in pushed):
+        read = {pull_reply.version for pull_reply in pulled}
+        if isinstance(self.job.consistency, Bsp) and read != {step} and any(reply.is_new for reply in pushed):
             raise UnexpectedRejection(
                 f"slice {slice_index} of step {step} was computed from versions {sorted(read)}, and counted"
             )
@@ -168,42 +172,42 @@ class SimulatedWorker:
         shard = pulled.shard
         rows = rows_of_slice(slice_index, shard, self.job.num_shards) if pulled.key == TABLE_KEY else None
         values = slice_gradient(pulled.values, slice_index)
-        return lambda origin: PushRequest(origin, shard, pulled.key, slice_index, pulled.version, values, rows)
+        return lambda header: PushRequest(header, shard, pulled.key, slice_index, pulled.version, values, rows)
 
-    def _pull_all(self, slice_index: int, least: int) -> Generator[list[PsAction], Reply, list[PullReply]]:
+    def _pull_all(self, slice_index: int, min_version: int) -> Generator[list[PsAction], Reply, list[PullReply]]:
         actions: list[PsAction] = []
         is_bsp = isinstance(self.job.consistency, Bsp)
         for shard in range(self.job.num_shards):
             rows = rows_of_slice(slice_index, shard, self.job.num_shards)
-            for key, wanted in ((RANGE_KEY, None), (TABLE_KEY, rows)):
+            for key, row_ids in ((RANGE_KEY, None), (TABLE_KEY, rows)):
                 _, more = self.client.pull(
                     shard,
-                    lambda o, t, s=shard, k=key, r=wanted: PullRequest(o, s, k, t, least, r, is_bsp),  # type: ignore[misc]
+                    lambda o, t, s=shard, k=key, r=row_ids: PullRequest(o, s, k, t, min_version, r, is_bsp),  # type: ignore[misc]
                 )
                 actions += more
-        answers = yield from self._wait(actions, 2 * self.job.num_shards)
-        return [answer for answer in answers if isinstance(answer, PullReply)]
+        replies = yield from self._wait(actions, 2 * self.job.num_shards)
+        return [reply for reply in replies if isinstance(reply, PullReply)]
 
-    def _write_all(self, asked: Sequence[tuple[int, Callable[..., object]]]) -> WaitingScript:
+    def _write_all(self, writes: Sequence[tuple[int, Callable[..., object]]]) -> WaitingScript:
         actions: list[PsAction] = []
-        for shard, make in asked:
+        for shard, make in writes:
             _, more = self.client.write(shard, make)  # type: ignore[arg-type]
             actions += more
-        return (yield from self._wait(actions, len(asked)))
+        return (yield from self._wait(actions, len(writes)))
 
     def _wait(self, actions: list[PsAction], count: int) -> WaitingScript:
         """Return as many replies of shards as were requested."""
-        answers: list[Reply] = []
-        while len(answers) < count:
-            answer = yield actions
+        replies: list[Reply] = []
+        while len(replies) < count:
+            reply = yield actions
             actions = []
-            if isinstance(answer, TaskReply) or (isinstance(answer, Rejected) and answer.shard < 0):
-                self._leased = answer
+            if isinstance(reply, TaskReply) or (isinstance(reply, Rejected) and reply.shard < 0):
+                self._leased = reply
                 continue
-            if isinstance(answer, Rejected):
-                raise UnexpectedRejection(answer.text)
-            answers.append(answer)
-        return answers
+            if isinstance(reply, Rejected):
+                raise UnexpectedRejection(reply.text)
+            replies.append(reply)
+        return replies
 
     def _request_task(self) -> Generator[list[PsAction], Reply, DataTask | None]:
         self._leased = yield self.client.call_coordinator(TaskRequest)
@@ -219,12 +223,12 @@ class SimulatedWorker:
         return self._leased.task if isinstance(self._leased, TaskReply) else None
 
     def _report(self, make: type[TaskReport], task: DataTask, outcome: str, version: int = 0) -> Script:
-        yield from self._call(lambda origin: make(origin, task, outcome, version))  # type: ignore[arg-type]
+        yield from self._call(lambda header: make(header, task, outcome, version))  # type: ignore[arg-type]
 
     def _call(self, make: Callable[[RequestHeader], CoordinatorCall]) -> Script:
         """Call the coordinator until it acknowledges."""
-        answer = yield self.client.call_coordinator(make)
-        while isinstance(answer, Rejected):
-            if answer.reason != "later":
-                raise UnexpectedRejection(answer.text)
-            answer = yield []
+        reply = yield self.client.call_coordinator(make)
+        while isinstance(reply, Rejected):
+            if reply.reason != "later":
+                raise UnexpectedRejection(reply.text)
+            reply = yield []
