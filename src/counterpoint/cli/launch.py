@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.run import require_no_launcher
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.environment import detect
 from counterpoint.launchers.targets.registry import TARGETS, find_target, format_artifacts, render_launch
 from counterpoint.launchers.targets.spec import LaunchSpec, ResourceRequest
 
@@ -18,15 +18,11 @@ LAUNCH, NEEDS = LaunchSpec(""), ResourceRequest()
 
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python file; all arguments after it are passed to it.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Arguments of the script.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Of the script.")] = None,
     *,
     on: Annotated[str, typer.Option("--on", help=f"The launcher: {', '.join(TARGETS)}.")],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks per host.")] = LAUNCH.ranks_per_host,
-    hosts: Annotated[
-        int | None, typer.Option(help="Number of hosts; as many as are named if left out, else 1.")
-    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts; by default those named, or 1.")] = None,
     host_names: Annotated[str, typer.Option(help="For mpi, torchrun and slurm: a,b; rank 0 runs on the first.")] = "",
     name: Annotated[str, typer.Option(help="Name of the job.")] = LAUNCH.name,
     port: Annotated[int, typer.Option(help="Port of the rendezvous, if the launcher does not set it.")] = LAUNCH.port,
@@ -37,9 +33,7 @@ def launch(
     grace: Annotated[int, typer.Option(help="Seconds between SIGTERM and SIGKILL.")] = NEEDS.grace_s,
     restarts: Annotated[int, typer.Option(help="How often all ranks are restarted after one has failed.")] = 0,
     image: Annotated[str, typer.Option(help="Container image with this package and the script.")] = "",
-    python: Annotated[
-        str, typer.Option(help="Interpreter on the hosts; this one if left out, or python in containers.")
-    ] = "",
+    python: Annotated[str, typer.Option(help="Interpreter on the hosts; by default this one, or python.")] = "",
     transport: Annotated[str | None, typer.Option(help="Transport between ranks: auto, shm, gloo, mpi.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
     key_file: Annotated[Path | None, typer.Option(help="File with the job's key, on every host.")] = None,
@@ -51,12 +45,8 @@ def launch(
     command, which can be submitted by hand. They never contain the job's key.
     """
     target = find_target(on)
-    if (environment := detect()) is not None and not dry_run:
-        raise LaunchError(
-            f"this is already rank {environment.rank} of {environment.world_size}; ranks do not start ranks: start "
-            "the script "
-            f"itself, {script}, with the launcher that started this rank"
-        )
+    if not dry_run:
+        require_no_launcher(script)
     host_list = tuple(name.strip() for name in host_names.split(",") if name.strip())
     request = LaunchSpec(
         script=str(script),

@@ -140,31 +140,25 @@ def plan(
     The time of a step is computing, communication that is not overlapped, idle time (pipeline bubbles) and updates.
     """
     require_one_model(job, blocks, graph, measure)
+    place = cluster_for(cluster, ranks, memory)
     if graph is not None:
-        print_profile_plans(graph, cluster_for(cluster, ranks, memory), ranks, batch_size, (top, as_json))
+        print_profile_plans(graph, place, ranks, batch_size, (top, as_json))
         return
     budget_s = None if time_budget is None else parse_time_budget(time_budget)
-    model, size = (
-        trace_job_model(job, batch_size)
-        if job is not None
-        else (build_equal_blocks(blocks or 8, width), batch_size or 64)
-    )
+    if job is not None:
+        model, size = trace_job_model(job, batch_size)
+    else:
+        model, size = build_equal_blocks(blocks or 8, width), batch_size or 64
     deadline = None if budget_s is None else Deadline.after(budget_s)
     loaded_plan = None if plan is None else load_plan(plan, ranks, size)
-    problem = PlanningProblem(
-        model, cluster_for(cluster, ranks, memory), size, resolve_profile(model, profile, loaded_plan)
-    )
+    problem = PlanningProblem(model, place, size, resolve_profile(model, profile, loaded_plan))
     pass_names = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
     plans = list_candidates(ranks, problem, pass_names, loaded_plan, fraction_of_deadline(deadline, 4))
     ranking = rank_for_problem(plans, problem, fraction_of_deadline(deadline, 2))
     if deadline is not None:
-        starts = [prediction.plan for prediction in ranking.eligible[:MAX_STARTS]]
-        budget = SearchBudget(time_s=deadline.remaining_s, seed=seed)
-        ranking = merge_rankings(ranking, run_search(ranks, problem, pass_names, budget, starts))
+        ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(time_s=deadline.remaining_s, seed=seed))
     elif search:
-        ranking = merge_rankings(
-            ranking, run_search(ranks, problem, pass_names, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
-        )
+        ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
     result = choose_plan(ranking, plans, problem)
     if isinstance(result, PlanError) and (out is not None or report is not None or measure is not None):
         raise result
@@ -203,16 +197,17 @@ def choose_plan(ranking: PlanRanking, plans: Sequence[Plan], problem: PlanningPr
         return error
 
 
-def run_search(
-    num_ranks: int,
-    problem: PlanningProblem,
-    passes: tuple[str, ...],
-    budget: SearchBudget,
-    starts: Sequence[Plan] | None = None,
+def add_search(
+    ranking: PlanRanking, num_ranks: int, problem: PlanningProblem, passes: tuple[str, ...], budget: SearchBudget
 ) -> PlanRanking:
-    """Return the plans found by random walks from the best plans of the list, or from ``starts``."""
+    """Return the ranking with the plans that random walks find.
+
+    With a time limit they start from the best plans ranked so far.
+    """
+    starts = None if budget.time_s is None else [prediction.plan for prediction in ranking.eligible[:MAX_STARTS]]
     space = SearchSpace.for_model(problem.model, num_ranks, problem.batch_size, passes)
-    return search_plans(space, problem.cluster, budget=budget, starts=starts, profile=problem.profile)
+    found = search_plans(space, problem.cluster, budget=budget, starts=starts, profile=problem.profile)
+    return merge_rankings(ranking, found)
 
 
 def fraction_of_deadline(deadline: Deadline | None, times: int) -> Deadline:

@@ -36,7 +36,7 @@ TRIAL_TABLE = (
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What plans were ranked for.
+    """The request that plans were ranked for.
 
     Args:
         model: what is trained.

@@ -15,7 +15,7 @@ from counterpoint.training.callbacks.progress import ProgressMode
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What the command gives to its ranks.
+    """The work of the ranks.
 
     Args:
         config: all values, with the job's defaults.

@@ -33,12 +33,7 @@ def run(
     Every line that a rank prints is prefixed with [rank N]. When one rank fails, the others are stopped, the first line
     of the report names the rank and its failure, and the exit code is that of the rank.
     """
-    inside = detect()
-    if inside is not None:
-        raise LaunchError(
-            f"this is already rank {inside.rank} of {inside.world_size}; ranks do not start ranks: "
-            f"start the script itself, {script}, with the launcher that started this rank"
-        )
+    require_no_launcher(script)
     result = run_command(
         script_command(script, arguments or []),
         ranks,
@@ -51,3 +46,17 @@ def run(
     if result.exit_code != 0:
         typer.echo(result.report, err=True)
         raise typer.Exit(result.exit_code)
+
+
+def require_no_launcher(script: Path) -> None:
+    """Check that this process was not started by a launcher.
+
+    Raises:
+        LaunchError: it is a rank already.
+    """
+    environment = detect()
+    if environment is not None:
+        raise LaunchError(
+            f"this is already rank {environment.rank} of {environment.world_size}; ranks do not start ranks: start the "
+            f"script itself, {script}, with the launcher that started this rank"
+        )

@@ -175,7 +175,7 @@ def value_bytes(tensor: TensorRef, model: ModelSpec, samples_per_micro: int, cod
     if tensor.name == "dx":
         return split.input_bytes * samples_per_micro if split is not None else 0
     edge = model.find_edge(edge_endpoints(tensor))
-    if edge is None:  # of what only the model's output holds
+    if edge is None:  # an output of the model that no block consumes
         return model.outgoing_bytes(block) * samples_per_micro if tensor.name == "g" else 0
     size = edge.num_bytes if tensor.name in ACTIVATIONS else edge.grad_bytes
     return (size or 0) * samples_per_micro

@@ -172,7 +172,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class LayerKey:
-    """What identifies a layer.
+    """Identity of a layer.
 
     Args:
         name: its name.

@@ -38,7 +38,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelSpec:
-    """How a layer can be sharded along one named dim, its partial outputs summed afterwards.
+    """Sharding of a layer along one named dim, with partial outputs that are summed afterwards.
 
     Args:
         dim: name of the sharded dim, for example ``hidden`` or ``heads``.

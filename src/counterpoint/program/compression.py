@@ -30,7 +30,7 @@ EncodedSize: TypeAlias = Callable[[tuple[int, ...], int, Fraction], int]
 
 @dataclass(frozen=True, slots=True)
 class CodecSpec:
-    """What all codecs of one name have in common.
+    """Specification of the codecs of one name.
 
     Args:
         summary: what is sent, in one line; ``{}`` is replaced by the number.

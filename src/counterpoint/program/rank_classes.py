@@ -36,7 +36,7 @@ from counterpoint.program.program import Instructions, Program, RankProgram
 
 @dataclass(frozen=True, slots=True)
 class TopologyKeys:
-    """What distinguishes ranks besides their instructions: their own properties, and which other ranks are close.
+    """Differences of ranks other than their instructions: their own properties, and which ranks are close.
 
     Args:
         rank_keys: for each rank its own properties, such as its speed; empty if all ranks are equal.

@@ -14,7 +14,7 @@ from counterpoint.program.program import Instructions
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSet:
-    """What a rank recomputes, as pairs of a block and a microbatch.
+    """The recomputations of a rank, as pairs of a block and a microbatch.
 
     In an asynchronous pipeline microbatches are counted within their batch.
 

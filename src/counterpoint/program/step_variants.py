@@ -37,7 +37,7 @@ class StepVariant:
 
     @property
     def lookahead(self) -> int:
-        """How many batches ahead of its own one the step starts.
+        """Number of batches ahead of its own one that the step starts.
 
         The microbatches of batch k begin at ``k * microbatches_per_batch``.
         """

@@ -33,7 +33,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a rank computes with. The defaults are those of one laptop core.
+    """The processor and memory of a rank. The defaults are those of one laptop core.
 
     Args:
         cost_per_s: block cost per second; floating point operations per second if costs count those.
@@ -66,7 +66,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class TimeSlicing:
-    """How ranks that share the cores of a host compute in pieces shorter than a time slice.
+    """Time slicing of the cores of a host, for pieces of work that are shorter than a slice.
 
     Args:
         cores: number of ranks that compute at a time; others wait until one of these blocks, first come first served.

@@ -78,7 +78,7 @@ def parse_quantity(text: str, kind: QuantityKind) -> float:
         raise PlanError(f"it has no unit; give the unit of {kind.meaning}, as in {number} {unit_example}")
     if unit not in kind.units:
         raise PlanError(f"{unit} is not a unit of {kind.meaning}; {_suggest_unit(unit, kind)}")
-    amount = _to_base_units(number, kind.units[unit], kind)
+    amount = _scale_amount(number, kind.units[unit], kind)
     if amount < 0 or (amount == 0 and not kind.allows_zero):
         raise PlanError(
             f"it must be {'0 or more' if kind.allows_zero else 'more than 0'}; write it as in {kind.example}"
@@ -109,7 +109,7 @@ def format_quantity(amount: float, kind: QuantityKind) -> str:
     return f"{digits:f} {unit}" if -6 < digits.adjusted() < 12 else f"{digits} {unit}"
 
 
-def _to_base_units(number: str, unit: Fraction, kind: QuantityKind) -> float:
+def _scale_amount(number: str, unit: Fraction, kind: QuantityKind) -> float:
     """Return a number of a unit in base units, rounded once; ``inf`` on overflow."""
     if number.endswith("inf"):
         return float(number)

@@ -169,7 +169,7 @@ class _Dataflow:
         ]
         self.edges_from: _EdgesByBlock = defaultdict(list)
         self.edges_into: _EdgesByBlock = defaultdict(list)
-        self.edges_with_grad: set[tuple[int, ...]] = set()  # edges with a gradient
+        self.edges_with_grad: set[tuple[int, ...]] = set()
         for edge in edges:
             blocks = edge.endpoints
             self.edges_from[edge.producer].append(blocks)

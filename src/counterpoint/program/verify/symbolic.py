@@ -63,7 +63,7 @@ NO_CONTRIBUTIONS: GradContributions = Counter()
 
 @dataclass(slots=True)
 class UnitState:
-    """What one rank holds of one unit.
+    """Weights and gradients of one unit on one rank.
 
     Args:
         local_shard: the range of weights that it holds between steps.
@@ -146,7 +146,7 @@ class UpdateRecord:
 def add_contribution(contributions: GradContributions, contribution: GradContribution) -> GradContributions:
     """Return a copy with one more contribution; the original may be shared by other ranks."""
     more: GradContributions = Counter()
-    dict.update(more, contributions)  # a Counter counts one by one when it is copied
+    dict.update(more, contributions)  # faster than Counter.copy, which counts one by one
     more[contribution] += 1
     return more
 
@@ -312,7 +312,7 @@ class InFlightMicrobatches:
 
 @dataclass(slots=True)
 class SymbolicResult:
-    """What a symbolic execution recorded.
+    """Records of a symbolic execution.
 
     Args:
         updates: all updates.

@@ -54,7 +54,7 @@ from counterpoint.program.verify.updates import (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the strategies of a plan declare about its program.
+    """Bounds that the strategies of a plan declare for its program.
 
     A bound that is None is not checked; blocks, microbatches and tensor-parallel shards are then read off the program.
 
