@@ -220,7 +220,7 @@ def decide_by_trials(
         return replace(choice, failed_trials=tuple(failed_trials))
     best = min(trials, key=lambda trial: trial.step_s)
     improving = _drop_dominated(trials, choice.by_simplicity)
-    nearly_fastest = [found.plan for found in improving if _is_within_tolerance(found, best)]
+    nearly_fastest = [improved.plan for improved in improving if _is_within_tolerance(improved, best)]
     return replace(choice, plan=nearly_fastest[0], trials=tuple(trials), failed_trials=tuple(failed_trials))
 
 

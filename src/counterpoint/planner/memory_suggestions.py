@@ -171,7 +171,7 @@ def _smaller_batch(plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[
 
 def _other_plans(lean: Plan, plans: Sequence[Plan], problem: PlanningProblem) -> Iterator[Plan]:
     """Yield plans that were not among those to choose from: stages, shards and replicas in other compositions."""
-    known = {plan.strategies for plan in plans}
+    given = {plan.strategies for plan in plans}
     candidates = (
         replace(plan, passes=lean.passes)
         for plan in enumerate_plans(lean.num_ranks, problem.model)
@@ -180,7 +180,7 @@ def _other_plans(lean: Plan, plans: Sequence[Plan], problem: PlanningProblem) ->
             for strategy in plan.strategies
         )
     )
-    yield from (plan for plan in resolve_partitions(candidates, problem) if plan.strategies not in known)
+    yield from (plan for plan in resolve_partitions(candidates, problem) if plan.strategies not in given)
 
 
 def _more_ranks(lean: Plan, problem: PlanningProblem, *, has_tensor_parallelism: bool) -> Iterator[MemorySuggestion]:

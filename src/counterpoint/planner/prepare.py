@@ -39,8 +39,8 @@ def with_explicit_partition(plan: Plan, model: ModelSpec) -> Plan:
         pipeline(2, balance=(4,4)) * data(2)
     """
     strategies: list[Strategy] = []
-    for given in plan.strategies:
-        partitioned = _fix_partition(given, model) if isinstance(given, Pipeline) else given
+    for strategy in plan.strategies:
+        partitioned = _fix_partition(strategy, model) if isinstance(strategy, Pipeline) else strategy
         strategies.append(partitioned)
         model = partitioned.split_model(model)
     return replace(plan, strategies=tuple(strategies))
@@ -94,11 +94,11 @@ def balance_by_speed(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     strategies: list[Strategy] = []
     inner = 1
     for strategy in plan.strategies:
-        given = strategy
+        balanced = strategy
         if isinstance(strategy, Pipeline) and not (strategy.balance or strategy.split_points) and strategy.degree > 1:
-            given = _balance_pipeline(strategy, model, cluster, ranks=(inner, plan.num_ranks))
-        strategies.append(given)
-        model = given.split_model(model)
+            balanced = _balance_pipeline(strategy, model, cluster, ranks=(inner, plan.num_ranks))
+        strategies.append(balanced)
+        model = balanced.split_model(model)
         inner = strategy.num_ranks(inner)
     return replace(plan, strategies=tuple(strategies))
 
@@ -131,8 +131,8 @@ def compile_for(
     Raises:
         PlanError: it cannot be compiled for this model or this batch, or the profile is of another model.
     """
-    plan, given, samples = partition_for_run(plan, model, cluster, batch_size, profile)
-    return compile(plan, given, samples_per_micro=samples, verified=False), samples
+    plan, prepared, samples = partition_for_run(plan, model, cluster, batch_size, profile)
+    return compile(plan, prepared, samples_per_micro=samples, verified=False), samples
 
 
 def resolve_partition(
@@ -152,9 +152,9 @@ def partition_for_run(
     """Return a plan with its partition, the model as it gets it, and the samples of its microbatches."""
     plan.require_batch(batch_size)
     samples = batch_size // plan.global_num_microbatches
-    given = model_for(plan, model, samples, profile)
-    plan = balance_by_speed(plan, given, cluster)
-    return (plan if profile is None else with_explicit_partition(plan, given)), given, samples
+    prepared = model_for(plan, model, samples, profile)
+    plan = balance_by_speed(plan, prepared, cluster)
+    return (plan if profile is None else with_explicit_partition(plan, prepared)), prepared, samples
 
 
 def fit_profile(plan: Plan, model: ModelSpec, profile: ModelProfile | None) -> ModelProfile | None:

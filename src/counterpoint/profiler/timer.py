@@ -38,12 +38,12 @@ class RepeatPolicy:
         """Return the results of the measured repetitions."""
         for _ in range(self.num_warmups):
             work()
-        began, found = time.perf_counter(), list[T]()
-        while len(found) < self.max_repeats and (
-            len(found) < self.min_repeats or time.perf_counter() - began < self.budget_s
+        began, results = time.perf_counter(), list[T]()
+        while len(results) < self.max_repeats and (
+            len(results) < self.min_repeats or time.perf_counter() - began < self.budget_s
         ):
-            found.append(work())
-        return found
+            results.append(work())
+        return results
 
 
 def device_clock(device: torch.device) -> Clock:
@@ -70,14 +70,14 @@ def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:
 @contextmanager
 def training_conditions(threads: int) -> Iterator[None]:
     """Compute with so many threads and retain freed memory as training does; restore both afterwards."""
-    before, kept = torch.get_num_threads(), None if allocator_variables() else process_heap()
+    previous_threads, heap = torch.get_num_threads(), None if allocator_variables() else process_heap()
     torch.set_num_threads(threads)
-    if kept is not None:
-        kept.retain()
+    if heap is not None:
+        heap.retain()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        if kept is not None:
-            kept.restore()
-        torch.set_num_threads(before)
+        if heap is not None:
+            heap.restore()
+        torch.set_num_threads(previous_threads)

@@ -72,9 +72,9 @@ def slice_backward(model: ModelSpec, seconds: Sequence[float], sizes: BucketConf
         ready_s |= dict.fromkeys(layer.params, end_s)  # a shared parameter is ready after the first layer that uses it
     params = [param for param in model.params if param.name in ready_s]
     ready_grads = [
-        ReadyGrad(index, one.item_bytes, one.num_bytes, ready_s[one.name]) for index, one in enumerate(params)
+        ReadyGrad(index, param.item_bytes, param.num_bytes, ready_s[param.name]) for index, param in enumerate(params)
     ]
-    total_s, total_bytes = ends[-1] or 1.0, sum(one.num_bytes for one in ready_grads)
+    total_s, total_bytes = ends[-1] or 1.0, sum(ready.num_bytes for ready in ready_grads)
     slices, done_s = [], 0.0
     for bucket in assign_buckets(ready_grads, sizes):
         until_s = max(done_s, *(ready_grads[index].ready_s for index in bucket))

@@ -3,10 +3,10 @@
 An activity has work left, in the seconds it would take without contention, and a rate. While others use the same
 resource its rate is lower::
 
-    rate   1.0 |######            ####      one activity, 10 units of work
-           0.5 |      ############          while a second one uses the same resource
-               +--------------------> time
-               start   b         e    end   recomputed only when an activity starts or ends
+    rate 1.0 |######            ####      an activity with 16 s of work
+         0.5 |      ############          while a second one uses the same resource
+             +------+-----------+----> time
+               6 s      12 s      4 s     6 + 12 / 2 + 4 = 16; rates change when an activity starts or ends
 
 All starts and ends at one moment are counted before rates are recomputed, and a rate that does not change touches
 nothing. So the result depends on which activities overlap, never on the order in which simultaneous ones are listed.
@@ -51,7 +51,6 @@ class CpuDemand(NamedTuple):
 
 
 NO_DEMAND = CpuDemand(0.0)
-
 
 TIME_SLICE_S: Final = 3e-3
 """Time slice that the kernel scheduler gives to one of several runnable ranks, approximately."""

@@ -278,12 +278,12 @@ class EventSimulator:
         """Send the parameters back to a worker; with staleness 0 to all workers, once all pushes have been applied."""
         instruction = self.sim_input.instruction(location)
         assert isinstance(instruction, ApplyPushes), "only servers reply"
-        held = self.held_slots[location, slot % len(instruction.units)]
-        held.append(slot)
-        if instruction.staleness != 0 or len(held) == len(instruction.workers):
-            for held_slot in held if instruction.replies else ():
+        slots = self.held_slots[location, slot % len(instruction.units)]
+        slots.append(slot)
+        if instruction.staleness != 0 or len(slots) == len(instruction.workers):
+            for held_slot in slots if instruction.replies else ():
                 self.request_links(now, self.sim_input.server_reply(location, held_slot)[1])
-            held.clear()
+            slots.clear()
         self.num_served[location] += 1
         self.schedule(location[0], now)
 
@@ -376,6 +376,6 @@ class EventSimulator:
         self.completed_s[transfer.key] = stop
         self.notify(transfer.key, stop)
         if transfer.members[0] in self.sim_input.matches.slot:
-            server, at = self.sim_input.matches.producer[transfer.members[0]]
+            server, server_index = self.sim_input.matches.producer[transfer.members[0]]
             slot = self.sim_input.matches.slot[transfer.members[0]]
-            heapq.heappush(self.ready_queue, (stop, slot, (self.sim_input.representative[server], at)))
+            heapq.heappush(self.ready_queue, (stop, slot, (self.sim_input.representative[server], server_index)))

@@ -303,7 +303,8 @@ def _explain_stall(rank_instructions: Sequence[Instructions]) -> ProgramError:
         return error
     cursors = dict.fromkeys(range(len(rank_instructions)), 0)
     return ProgramError(
-        f"sends and receives of the ranks do not match\n{format_locations(rank_instructions, cursors, 'starts here')}", rule=1
+        f"sends and receives of the ranks do not match\n{format_locations(rank_instructions, cursors, 'starts here')}",
+        rule=1,
     )
 
 

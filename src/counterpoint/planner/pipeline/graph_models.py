@@ -166,6 +166,6 @@ def graph_from_profile(profile: ModelProfile, samples: int) -> LayerGraph:
     """
     layers = zip(profile.layers, profile.at_microbatch_size(samples).layers, strict=True)
     return chain_graph(
-        GraphNode(f"node{index}", known.name, times.forward_s, times.backward_s, times.output_bytes, known.weight_bytes)
-        for index, (known, times) in enumerate(layers, start=1)
+        GraphNode(f"node{index}", key.name, times.forward_s, times.backward_s, times.output_bytes, key.weight_bytes)
+        for index, (key, times) in enumerate(layers, start=1)
     )

@@ -121,7 +121,7 @@ def format_graph(graph: LayerGraph) -> str:
         f"parameter_size={layer.weight_bytes:.3f}"
         for layer in graph.nodes
     ]
-    return "\n".join([*lines, *(f"\t{one} -- {other}" for one, other in graph.edges)]) + "\n"
+    return "\n".join([*lines, *(f"\t{producer} -- {reader}" for producer, reader in graph.edges)]) + "\n"
 
 
 def _parse_edge(line: str, number: int) -> tuple[str, str]:
@@ -241,7 +241,7 @@ class GraphCuts:
     def _bit_words(self) -> NDArray[np.uint64]:
         """The layers of every cut as 64-bit words, the first layer in the lowest bit of the first word."""
         num_words = len(self.graph.nodes) // WORD_BITS + 1
-        packed = b"".join(held.to_bytes(num_words * WORD_BITS // 8, "little") for held in self.layer_sets)
+        packed = b"".join(members.to_bytes(num_words * WORD_BITS // 8, "little") for members in self.layer_sets)
         return np.frombuffer(packed, dtype="<u8").reshape(self.num_cuts, num_words)
 
     def _sum_layers(self, figures: list[float]) -> NDArray[np.float64]:
@@ -314,22 +314,22 @@ class _Dependencies:
 
     def initial_cut(self) -> tuple[int, list[int]]:
         """Return the smallest cut, and the layers that can be added to it."""
-        held, ready = 0, list[int]()
+        members, ready = 0, list[int]()
         for bit, needed in enumerate(self.needs):
             if not needed and self.is_free[bit]:
-                held, more = self.extend(held, bit)
-                ready += more
+                members, newly_ready = self.extend(members, bit)
+                ready += newly_ready
             elif not needed:
                 ready.append(bit)
-        return held, ready
+        return members, ready
 
-    def extend(self, held: int, bit: int) -> tuple[int, list[int]]:
+    def extend(self, members: int, bit: int) -> tuple[int, list[int]]:
         """Return a cut with one more layer and all free ones that follow, and the layers that can be added only now."""
         pending, ready = [bit], list[int]()
         while pending:
             last = pending.pop()
-            held |= 1 << last
+            members |= 1 << last
             for reader in self.consumers[last]:
-                if not self.needs[reader] & ~held:
+                if not self.needs[reader] & ~members:
                     (pending if self.is_free[reader] else ready).append(reader)
-        return held, ready
+        return members, ready

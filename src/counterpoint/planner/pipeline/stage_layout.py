@@ -353,19 +353,19 @@ def _asynchronous_s(stages: list[_StageCost], in_flight: list[int]) -> float:
     """
     longest = trip_s = 0.0
     for index in reversed(range(len(stages))):
-        one = stages[index]
-        trip_s += one.forward_s + one.backward_s + one.send_s
+        stage = stages[index]
+        trip_s += stage.forward_s + stage.backward_s + stage.send_s
         if index + 1 < len(stages):
-            fewer, more = sorted((one, stages[index + 1]), key=lambda stage: stage.num_replicas)
+            fewer, more = sorted((stage, stages[index + 1]), key=lambda neighbour: neighbour.num_replicas)
             if more.all_reduce_s:
                 trip_s += (more.num_replicas / fewer.num_replicas - 1) * (fewer.forward_s + fewer.backward_s)
         longest = max(
             longest,
-            (one.forward_s + one.backward_s + one.all_reduce_s + one.update_s) / one.num_replicas,
-            (one.send_s + one.send_back_s + one.all_reduce_s) / one.num_replicas,
-            trip_s / (in_flight[index] * one.num_replicas),
+            (stage.forward_s + stage.backward_s + stage.all_reduce_s + stage.update_s) / stage.num_replicas,
+            (stage.send_s + stage.send_back_s + stage.all_reduce_s) / stage.num_replicas,
+            trip_s / (in_flight[index] * stage.num_replicas),
         )
-        trip_s += one.send_back_s
+        trip_s += stage.send_back_s
     return longest
 
 

@@ -53,7 +53,7 @@ def memory_lower_bound(plan: Plan, model: ModelSpec) -> int:
         return 0
     used = {name for names in model.units.values() for name in names}
     total_bytes = sum(param.num_bytes for param in model.params if param.name in used)
-    rank_bytes = total_bytes / prod(one.degree for one in plan.strategies if isinstance(one, Pipeline | Tensor))
+    rank_bytes = total_bytes / prod(part.degree for part in plan.strategies if isinstance(part, Pipeline | Tensor))
     weights = gradients = 1.0
     states = float(ADAM_STATES)
     for strategy in plan.strategies:
