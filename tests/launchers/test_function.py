@@ -41,7 +41,9 @@ def test_a_failed_rank_is_a_launch_error_whose_first_line_names_it():
 
 @pytest.mark.process
 def test_a_result_that_cannot_travel_is_named():
-    with pytest.raises(LaunchError, match="result-0 is a object, which cannot travel between processes; arguments and"):
+    with pytest.raises(
+        LaunchError, match="result-0 is a object, which cannot be sent to another process; arguments and"
+    ):
         launch_quietly(ranks.give_an_object, 1)
 
 
@@ -81,7 +83,7 @@ def test_launching_such_a_function_says_what_to_do():
 
 
 def test_an_argument_that_cannot_travel_is_named_with_its_place():
-    with pytest.raises(LaunchError, match=r"args\[0\]\['model'\] is a set, which cannot travel"):
+    with pytest.raises(LaunchError, match=r"args\[0\]\['model'\] is a set, which cannot be sent"):
         launch(ranks.echo, ranks=2, args=[{"model": {1}}])
 
 

@@ -63,14 +63,14 @@ def test_half_of_it_is_refused_with_what_is_missing(told, dialect, name):
 
 WRONG = [
     (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK must be below OMPI_COMM_WORLD_SIZE; start the"),
-    (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "4"}, "4 ranks on several hosts, but MASTER_ADDR is not set, and"),
+    (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "4"}, "4 ranks on several hosts, but MASTER_ADDR is not set, so"),
     (SRUN, {"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a number from 0; start the script with srun"),
     (SRUN, {"SLURMD_NODENAME": "n3"}, r"this is n3, SLURM_NODEID=1, but SLURM_STEP_NODELIST=n\[1-2\] has 2 nodes"),
-    (SRUN, {"SLURM_STEP_NODELIST": "n[2-1]"}, r"\[2-1\] in the list of hosts 'n\[2-1\]' is no range"),
-    (SRUN, {"SLURM_STEP_NODELIST": "n[1"}, r"'n\[1' is no list of hosts"),
-    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is no list of tasks per node"),
+    (SRUN, {"SLURM_STEP_NODELIST": "n[2-1]"}, r"\[2-1\] in the host list 'n\[2-1\]' is not a range"),
+    (SRUN, {"SLURM_STEP_NODELIST": "n[1"}, r"'n\[1' is not a host list"),
+    (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is not a list of tasks per node"),
     (SAGEMAKER, {"SM_CURRENT_HOST": "algo-7"}, "SM_CURRENT_HOST=algo-7 is not one of SM_HOSTS="),
-    (SAGEMAKER, {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1' is no list of host names"),
+    (SAGEMAKER, {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1' is not a list of host names"),
     (KUBEFLOW, {"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto, and this is the only process of its"),
 ]  # fmt: skip
 

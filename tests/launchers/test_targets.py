@@ -74,16 +74,20 @@ def test_the_key_is_in_no_text_and_no_command(name, tmp_path):
 
 REFUSED = [
     ("spork", PLAIN, "there is no launcher 'spork'; give one of local, torchrun, mpi, slurm, ray, kubernetes"),
-    ("slurm", replace(PLAIN, num_hosts=0), "0 hosts cannot be had; give 1 or more"),
-    ("slurm", replace(PLAIN, resources=ResourceRequest(cpus_per_rank=0)), "0 cores per rank cannot be had"),
+    ("slurm", replace(PLAIN, num_hosts=0), "0 hosts are not possible; give 1 or more"),
+    ("slurm", replace(PLAIN, resources=ResourceRequest(cpus_per_rank=0)), "0 cores per rank are not possible"),
     ("slurm", replace(PLAIN, port=0), "port 0 does not exist"),
-    ("slurm", replace(PLAIN, name="My_Job"), "'My_Job' cannot be the name of a job everywhere"),
-    ("slurm", replace(PLAIN, num_hosts=3, host_names=("a", "b", "a")), "3 hosts are wanted, but a, b, a names 2"),
+    ("slurm", replace(PLAIN, name="My_Job"), "'My_Job' is not a valid job name on all systems"),
+    ("slurm", replace(PLAIN, num_hosts=3, host_names=("a", "b", "a")), "the launch has 3 hosts, but a, b, a names 2"),
     ("slurm", replace(PLAIN, key_file=Path("/nowhere/key")), "cannot read the job key in /nowhere/key"),
-    ("mpi", replace(PLAIN, num_hosts=2), "2 hosts are wanted, and mpirun must be told which"),
-    ("mpi", replace(PLAIN, max_restarts=1), "mpirun ends with the first rank that fails, and 1 restarts are asked for"),
-    ("torchrun", replace(PLAIN, num_hosts=2), "2 hosts are wanted, and torchrun must be told which"),
-    ("local", replace(PLAIN, num_hosts=2), "2 hosts and 0 restarts are asked for; `counterpoint run` has this host"),
+    ("mpi", replace(PLAIN, num_hosts=2), "mpirun cannot choose 2 hosts itself"),
+    ("mpi", replace(PLAIN, max_restarts=1), "mpirun ends with the first rank that fails, and cannot do 1 restarts"),
+    ("torchrun", replace(PLAIN, num_hosts=2), "torchrun cannot choose 2 hosts itself"),
+    (
+        "local",
+        replace(PLAIN, num_hosts=2),
+        "`counterpoint run` starts ranks once, on this host, and cannot do 2 hosts and 0 restarts",
+    ),
     ("ray", replace(PLAIN, host_names=("a",)), "Ray chooses the hosts"),
     ("kubernetes", PLAIN, "a pod needs an image that has this package and the script"),
     ("kubeflow", replace(POD, host_names=("a",)), "Kubernetes chooses the hosts itself, and a are named"),
@@ -104,7 +108,7 @@ def test_a_command_that_is_not_installed_is_named():
 
 
 def test_commands_for_other_hosts_are_not_run_here():
-    with pytest.raises(LaunchError, match="torchrun starts the ranks of its own host only, and 2 hosts are wanted"):
+    with pytest.raises(LaunchError, match="torchrun starts the ranks of its own host only, but the launch has 2 hosts"):
         run_commands(NAMED, TARGETS["torchrun"].render(NAMED))
 
 

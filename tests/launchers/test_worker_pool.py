@@ -124,5 +124,5 @@ def test_a_worker_that_always_dies_is_told_of():
 
 
 def test_waiting_for_no_job_is_an_error():
-    with WorkerPool(1, take_all) as pool, pytest.raises(LaunchError, match="no job has begun"):
+    with WorkerPool(1, take_all) as pool, pytest.raises(LaunchError, match="there is no job to wait for"):
         pool.wait(LONG_S)

@@ -1,7 +1,7 @@
-"""How ranks start, and how a run ends when one of them does: the only room that reads the environment.
+"""Start ranks, detect them, and report how a run ended. The only package that reads environment variables.
 
 The contract between a launcher and a rank is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT and TORCHELASTIC_RUN_ID. Whoever sets them has started a rank; ``detect`` reads them.
+MASTER_PORT and TORCHELASTIC_RUN_ID. :func:`detect` reads them, and the equivalents of other launchers.
 """
 
 from counterpoint.launchers.environment import RankEnvironment, detect
@@ -13,8 +13,8 @@ __all__ = [
     "OutputLine",
     "RankEnvironment",
     "RunResult",
-    "import_path",
     "detect",
+    "import_path",
     "launch",
     "report_error",
     "run_command",

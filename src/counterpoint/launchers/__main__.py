@@ -1,4 +1,4 @@
-"""``python -m counterpoint.launchers script.py arguments``: the command of a rank that runs a script."""
+"""``python -m counterpoint.launchers script.py arguments``: the command line of a rank that runs a script."""
 
 import sys
 

@@ -1,10 +1,6 @@
-"""Slurm's short form of many hosts, and of how many tasks each of them has.
+"""Detect which rank this process is, from the environment variables of its launcher.
 
-How each launcher tells a process its rank: one table of variables, and readers for what is not simply a number.
-
-Which rank is this process? Read once, from what its launcher has set.
-
-Which job key a host has, said so that ranks can compare it and nobody can read it.
+One table, ``LAUNCHERS``, has each launcher's variables and the function that parses them.
 """
 
 from __future__ import annotations
@@ -30,55 +26,55 @@ TASK_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Return the names that a list of hosts stands for.
+    """Return the host names of Slurm's compact host list.
 
     Raises:
-        LaunchError: it is no list of hosts.
+        LaunchError: it is not a host list.
 
     Example:
-        >>> unfolded("gpu[01-03,7],login")
+        >>> expand_hostlist("gpu[01-03,7],login")
         ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
     """
     parts = HOST_PART.findall(text)
     if not parts or ",".join(parts) != text:
-        raise LaunchError(f"{text!r} is no list of hosts; Slurm writes them as gpu[01-03,7],login")
+        raise LaunchError(f"{text!r} is not a host list, such as gpu[01-03,7],login")
     return [name for part in parts for name in _expand_part(part, text)]
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks of each node.
+    """Return the number of tasks of each node, from Slurm's compact list.
 
     Raises:
-        LaunchError: it is no list of numbers.
+        LaunchError: it is not a list of numbers.
 
     Example:
-        >>> tasks_of_nodes("2(x3),1")
+        >>> tasks_per_node("2(x3),1")
         [2, 2, 2, 1]
     """
     found = [TASK_COUNT.fullmatch(part) for part in text.split(",")]
     if not all(found):
-        raise LaunchError(f"{text!r} is no list of tasks per node; Slurm writes them as 2(x3),1")
+        raise LaunchError(f"{text!r} is not a list of tasks per node, such as 2(x3),1")
     return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
 
 
 def _expand_part(part: str, text: str) -> Iterator[str]:
     pieces = re.split(r"\[([^\]]*)\]", part)  # outside, inside, outside, ...
-    choices = [_expand_range(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    choices = [_expand_range(piece, text) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return map("".join, itertools.product(*choices))
 
 
 def _expand_range(inside: str, text: str) -> list[str]:
-    """Return the numbers of a bracket, as wide as they are written."""
-    found: list[str] = []
+    """Return the numbers of a bracket, with leading zeros as written."""
+    numbers: list[str] = []
     for piece in inside.split(","):
         first, _, last = piece.partition("-")
         if not first.isdigit() or (last and not last.isdigit()) or int(last or first) < int(first):
-            raise LaunchError(f"[{inside}] in the list of hosts {text!r} is no range; Slurm writes them as [01-03,7]")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return found
+            raise LaunchError(f"[{inside}] in the host list {text!r} is not a range, such as [01-03,7]")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
-DERIVED_PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
+DERIVED_PORTS = range(20_000, 32_000)  # below the ephemeral ports
 
 RUN_REMEDY = (
     "start the script with `counterpoint run -n N` or torchrun, or unset these variables to train in one process"
@@ -87,16 +83,16 @@ RUN_REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class DetectedRank:
-    """What a launcher says of one process.
+    """This process's rank, according to its launcher.
 
     Args:
-        rank: this process among all, from 0.
+        rank: global rank.
         world_size: number of ranks.
-        local_rank: this process among those of its host.
+        local_rank: rank on this host.
         local_world_size: number of ranks on this host.
-        host: where rank 0 keeps the meeting place; None where the launcher does not say.
-        port: of the meeting place; None where the launcher does not say.
-        job: name of the run; empty where the launcher does not say.
+        host: where rank 0 serves the rendezvous store; None if the launcher does not say.
+        port: of the store; None if the launcher does not say.
+        job: name of the run; empty if the launcher does not say.
     """
 
     rank: int
@@ -110,16 +106,16 @@ class DetectedRank:
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnv:
-    """One launcher's variables.
+    """Environment variables of one launcher.
 
     Args:
-        name: the launcher, for errors.
-        signs: the variables of which any one means that this launcher was at work.
-        needed: all that a process must have to know its rank; the first four of a launcher that counts ranks are the
-            rank, the number of ranks, and both on this host.
-        read: what they say.
+        name: of the launcher, for errors.
+        marker_variables: any of them means that this launcher started the process.
+        required_variables: all that a rank needs; for a launcher that counts ranks, the first four are rank, world
+            size, local rank and local world size.
+        parser: parses them.
         job: the variable with the name of the run, if there is one.
-        remedy: what to do where some are missing or wrong.
+        remedy: advice for errors, if some are missing or wrong.
     """
 
     name: str
@@ -130,50 +126,51 @@ class LauncherEnv:
     remedy: str = RUN_REMEDY
 
     def is_present(self, variables: Mapping[str, str]) -> bool:
-        """Tell whether this launcher has left a sign."""
-        return any(variables.get(sign) for sign in self.marker_variables)
+        """Return whether this launcher started the process."""
+        return any(variables.get(name) for name in self.marker_variables)
 
     def parse(self, variables: Mapping[str, str]) -> DetectedRank:
-        """Return what the launcher says of this process.
+        """Return the rank of this process.
 
         Raises:
-            LaunchError: it has said only half of it, or what contradicts itself.
+            LaunchError: variables are missing, or contradict each other.
         """
         missing = [name for name in self.required_variables if not variables.get(name)]
         if missing:
             raise LaunchError(
-                f"{self.format_variables(variables)}, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set; "
+                f"{self.format_variables(variables)}, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} "
+                "not set; "
                 f"a rank needs all of {', '.join(self.required_variables)}; {self.remedy}"
             )
-        told = self.parser(self, variables)
+        detected = self.parser(self, variables)
         rank, world, local_rank, local_world = (
             self.required_variables[:4] if len(self.required_variables) > 3 else RANK_VARIABLES
         )
         rules = [
-            (told.rank < told.world_size, f"{rank} must be below {world}"),
-            (told.local_rank < told.local_world_size, f"{local_rank} must be below {local_world}"),
-            (told.local_world_size <= told.world_size, f"{local_world} cannot exceed {world}"),
-            (told.local_rank <= told.rank, f"{local_rank} cannot exceed {rank}"),
-            (told.port is None or 0 < told.port < 65536, "MASTER_PORT must be between 1 and 65535"),
+            (detected.rank < detected.world_size, f"{rank} must be below {world}"),
+            (detected.local_rank < detected.local_world_size, f"{local_rank} must be below {local_world}"),
+            (detected.local_world_size <= detected.world_size, f"{local_world} cannot exceed {world}"),
+            (detected.local_rank <= detected.rank, f"{local_rank} cannot exceed {rank}"),
+            (detected.port is None or 0 < detected.port < 65536, "MASTER_PORT must be between 1 and 65535"),
         ]
-        broken = [rule for holds, rule in rules if not holds]
+        broken = [rule for is_satisfied, rule in rules if not is_satisfied]
         if broken:
             raise LaunchError(
                 f"{self.format_variables(variables)} contradict each other: {'; '.join(broken)}; {self.remedy}"
             )
-        return told
+        return detected
 
     def format_variables(self, variables: Mapping[str, str]) -> str:
-        """Return what is set of the variables, for errors."""
+        """Return the variables that are set, for errors."""
         names = [
             *self.required_variables,
-            *(sign for sign in self.marker_variables if sign not in self.required_variables),
+            *(name_ for name_ in self.marker_variables if name_ not in self.required_variables),
         ]
         return ", ".join(f"{name}={variables[name]}" for name in names if variables.get(name))
 
 
 def parse_counted(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
-    """Return what a launcher says that counts ranks, and leaves it to them where they meet."""
+    """Parse rank counts; ranks of several hosts must get the rendezvous host elsewhere."""
     rank, world_size, local_rank, local_world_size = (
         parse_int(variables, name, launcher) for name in launcher.required_variables[:4]
     )
@@ -183,7 +180,7 @@ def parse_counted(launcher: LauncherEnv, variables: Mapping[str, str]) -> Detect
 
 
 def parse_torchrun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
-    """Return what torchrun says, or whoever sets its variables."""
+    """Parse torchrun's variables, whoever has set them."""
     rank, world_size, local_rank, local_world_size = (parse_int(variables, name, launcher) for name in RANK_VARIABLES)
     host, port = variables["MASTER_ADDR"], parse_int(variables, "MASTER_PORT", launcher)
     job = variables.get(launcher.job) or f"{host}:{port}"
@@ -191,7 +188,7 @@ def parse_torchrun(launcher: LauncherEnv, variables: Mapping[str, str]) -> Detec
 
 
 def parse_srun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
-    """Return what srun says: the first node of its step has rank 0.
+    """Parse srun's variables; the first node of the step has rank 0.
 
     Raises:
         LaunchError: this node is not one of the step's.
@@ -206,7 +203,7 @@ def parse_srun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedR
     if name not in nodes or len(tasks) != len(nodes) or node >= len(nodes):
         raise LaunchError(
             f"this is {name}, SLURM_NODEID={node}, but SLURM_STEP_NODELIST={variables['SLURM_STEP_NODELIST']} has "
-            f"{len(nodes)} nodes and SLURM_STEP_TASKS_PER_NODE={variables['SLURM_STEP_TASKS_PER_NODE']} speaks of "
+            f"{len(nodes)} nodes and SLURM_STEP_TASKS_PER_NODE={variables['SLURM_STEP_TASKS_PER_NODE']} has "
             f"{len(tasks)}; a rank is on a node of its step: {launcher.remedy}"
         )
     job = f"slurm-{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
@@ -215,10 +212,10 @@ def parse_srun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedR
 
 
 def parse_sagemaker(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
-    """Return what SageMaker says, which starts one process on each host.
+    """Parse SageMaker's variables; it starts one process per host.
 
     Raises:
-        LaunchError: the list is none, or this host is not in it.
+        LaunchError: the host list is invalid, or this host is not in it.
     """
     text, current = variables["SM_HOSTS"], variables["SM_CURRENT_HOST"]
     try:
@@ -227,12 +224,12 @@ def parse_sagemaker(launcher: LauncherEnv, variables: Mapping[str, str]) -> Dete
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
         raise LaunchError(
-            f'SM_HOSTS={text!r} is no list of host names, such as ["algo-1", "algo-2"]; {launcher.remedy}'
+            f'SM_HOSTS={text!r} is not a list of host names, such as ["algo-1", "algo-2"]; {launcher.remedy}'
         )
     ordered = sorted(hosts, key=lambda host: (len(host), host))  # algo-2 before algo-10
     if current not in ordered:
         raise LaunchError(
-            f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={text}; the rank of a host is its place in that list: "
+            f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={text}; the rank of a host is its index in that list: "
             f"{launcher.remedy}"
         )
     job = variables.get(launcher.job) or "sagemaker"
@@ -240,10 +237,10 @@ def parse_sagemaker(launcher: LauncherEnv, variables: Mapping[str, str]) -> Dete
 
 
 def parse_kubeflow(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
-    """Return what a TrainJob says to a pod that has one rank; where it has more, torchrun starts them.
+    """Parse a TrainJob's variables in a pod with one rank; in a pod with several, torchrun starts them.
 
     Raises:
-        LaunchError: it has more.
+        LaunchError: the pod has several.
     """
     rank, world_size, port = (
         parse_int(variables, n, launcher) for n in ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_PORT")
@@ -258,7 +255,7 @@ def parse_kubeflow(launcher: LauncherEnv, variables: Mapping[str, str]) -> Detec
 
 
 def derived_port(job: str) -> int:
-    """Return the port where the ranks of a run meet whose launcher names none: the same on all of them.
+    """Return the rendezvous port of a run whose launcher gives none; the same on all ranks.
 
     Example:
         >>> derived_port("slurm-12.0") in DERIVED_PORTS
@@ -268,10 +265,10 @@ def derived_port(job: str) -> int:
 
 
 def parse_int(variables: Mapping[str, str], name: str, launcher: LauncherEnv) -> int:
-    """Return a variable's number.
+    """Return a variable's value as an integer.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: it is not a non-negative integer.
     """
     text = variables[name].strip()
     if not (text.isascii() and text.isdigit()):
@@ -280,7 +277,7 @@ def parse_int(variables: Mapping[str, str], name: str, launcher: LauncherEnv) ->
 
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-MPI_REMEDY = "start the script with mpirun, which sets them, and pass all of them on where a container stands between"
+MPI_REMEDY = "start the script with mpirun, which sets them, and pass all of them into containers"
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 OPEN_MPI_VARIABLES = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 SRUN_VARIABLES = tuple(
@@ -299,7 +296,7 @@ TORCHRUN = LauncherEnv(
     "TORCHELASTIC_RUN_ID",
 )
 
-#: Looked at in this order; a launcher that runs inside another (torchrun inside srun) stands before it.
+#: Checked in this order; a launcher that runs inside another (torchrun inside srun) precedes it.
 LAUNCHERS = (
     TORCHRUN,
     LauncherEnv(
@@ -311,8 +308,7 @@ LAUNCHERS = (
         ("SLURM_STEP_ID",),
         SRUN_VARIABLES,
         parse_srun,
-        remedy="start the script with srun, which sets them, and pass all SLURM_ variables on where a container stands "
-        "between",
+        remedy="start the script with srun, which sets them, and pass all SLURM_ variables into containers",
     ),
     LauncherEnv(
         "SageMaker",
@@ -340,28 +336,28 @@ ERROR_FILE = "COUNTERPOINT_ERROR_FILE"
 KEY_FILE = "COUNTERPOINT_KEY_FILE"
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
-#: Signs that an agent, and not a user or an outer launcher, has set torchrun's variables.
+#: Set if an agent, and not a user or an outer launcher, has set torchrun's variables.
 AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", ERROR_FILE)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """What a launcher told this process.
+    """What a rank's launcher has specified.
 
     Args:
-        rank: this process among all, from 0.
+        rank: global rank.
         world_size: number of ranks.
-        local_rank: this process among those of its host.
+        local_rank: rank on this host.
         local_world_size: number of ranks on this host.
-        master_addr: host on which rank 0 serves the store where ranks meet.
-        master_port: port of that store.
-        job: name of the run, the same on every rank and no other run's.
-        deadline_s: how long ranks wait for each other to arrive; None leaves it to the fabric.
-        store_fd: on rank 0, a socket that is bound to ``master_port`` already; None: bind it yourself.
-        transport: what joins the ranks: ``shm``, ``gloo``, or what is best; None leaves it to the fabric.
-        agent_keeps_store: the launcher serves the store itself, as torchrun's agent does.
-        is_placed: the launcher has chosen the threads of every rank, and has said what there is to say of them.
-        key_file: where every host has the job's key; None for a job without one.
+        master_addr: host on which rank 0 serves the rendezvous store.
+        master_port: port of the store.
+        job: name of the run, the same on every rank and unique.
+        timeout_s: how long ranks wait for each other to arrive; None for the default.
+        store_fd: on rank 0, a socket that is already bound to ``master_port``; None to bind it.
+        transport: ``shm``, ``gloo``, ``mpi``; None for the best one.
+        agent_keeps_store: whether the launcher serves the store, as torchrun's agent does.
+        is_placed: whether the launcher has chosen the threads of every rank, and reported it.
+        key_file: the job's key on every host; None for a job without a key.
     """
 
     rank: int
@@ -380,31 +376,34 @@ class RankEnvironment:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """Return which rank this process is, or None where no launcher started it, or one that started nothing else.
+    """Return which rank this process is; None if no launcher started it, or only this process.
 
     Args:
-        environ: the variables to look at; the process's own when left out.
+        environ: the variables; the process's own by default.
 
     Raises:
-        LaunchError: a launcher has said only half of what a rank must know, or two contradict each other.
+        LaunchError: variables of a launcher are missing, or two launchers contradict each other.
     """
     variables = os.environ if environ is None else environ
-    for dialect in LAUNCHERS:
-        if dialect.is_present(variables):
-            told = dialect.parse(variables)
-            if dialect is TORCHRUN:
-                _check_outer_launcher(told, variables)
-            elif told.world_size == 1:  # a shell in an allocation, or a cluster of one host
+    for launcher in LAUNCHERS:
+        if launcher.is_present(variables):
+            detected = launcher.parse(variables)
+            if launcher is TORCHRUN:
+                _check_outer_launcher(detected, variables)
+            elif detected.world_size == 1:  # a shell in an allocation, or a cluster of one host
                 continue
-            return _rank_environment(told, dialect, variables)
+            return _rank_environment(detected, launcher, variables)
     return None
 
 
 def rank_variables(environment: RankEnvironment) -> dict[str, str]:
-    """Return the variables that make ``detect`` find this; they are torchrun's, and a few of our own."""
-    own = {
-        STORE_FD: environment.store_fd, TIMEOUT_S: environment.timeout_s, TRANSPORT: environment.transport, KEY_FILE: environment.key_file
-    }  # fmt: skip
+    """Return the environment variables from which ``detect`` returns this: torchrun's, and a few of our own."""
+    own_variables = {
+        STORE_FD: environment.store_fd,
+        TIMEOUT_S: environment.timeout_s,
+        TRANSPORT: environment.transport,
+        KEY_FILE: environment.key_file,
+    }
     return {
         "RANK": str(environment.rank),
         "WORLD_SIZE": str(environment.world_size),
@@ -417,15 +416,15 @@ def rank_variables(environment: RankEnvironment) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": environment.job,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        **{name: str(value) for name, value in own.items() if value is not None},
+        **{name: str(value) for name, value in own_variables.items() if value is not None},
     }
 
 
 def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: Mapping[str, str]) -> RankEnvironment:
-    """Return what the launcher and our own variables say together.
+    """Combine the launcher's variables with our own.
 
     Raises:
-        LaunchError: nobody says where the ranks meet, or a variable of ours is wrong.
+        LaunchError: the rendezvous host is unknown, or one of our variables is invalid.
     """
     store_fd, deadline_s = variables.get(STORE_FD), variables.get(TIMEOUT_S)
     host, port = variables.get(MASTER_VARIABLES[0]) or detected.host, detected.port
@@ -433,12 +432,12 @@ def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: 
         port = parse_int(variables, MASTER_VARIABLES[1], launcher)
     transport = variables.get(TRANSPORT) or None
     if transport == "mpi":
-        host, port = host or "", port or 0  # rank 0 tells them
+        host, port = host or "", port or 0  # rank 0 broadcasts them over MPI
     if host is None or port is None:
         raise LaunchError(
-            f"{launcher.name} has started {detected.world_size} ranks on several hosts, but MASTER_ADDR is not set, and "
-            "nothing else says on which of them rank 0 is; give its name to all, as `mpirun -x MASTER_ADDR=HOST` does, "
-            "or let MPI join them: COUNTERPOINT_TRANSPORT=mpi"
+            f"{launcher.name} has started {detected.world_size} ranks on several hosts, but MASTER_ADDR is not set, so "
+            "the host of rank 0 is unknown; set it on all, as `mpirun -x MASTER_ADDR=HOST` does, or connect them over "
+            "MPI: COUNTERPOINT_TRANSPORT=mpi"
         )
     return RankEnvironment(
         rank=detected.rank,
@@ -458,15 +457,15 @@ def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: 
 
 
 def _check_outer_launcher(detected: DetectedRank, variables: Mapping[str, str]) -> None:
-    """What somebody has set by hand is what an outer launcher says, or fits into it.
+    """Check that variables set by hand agree with those of an outer launcher.
 
     Raises:
-        LaunchError: it is not, so that the ranks would wait for each other without end.
+        LaunchError: they do not, so that ranks would wait for each other forever.
     """
     if any(variables.get(agent) for agent in AGENT_VARIABLES):
         return
-    for dialect in LAUNCHERS[1:]:
-        outer = dialect.parse(variables) if dialect.is_present(variables) else None
+    for launcher in LAUNCHERS[1:]:
+        outer = launcher.parse(variables) if launcher.is_present(variables) else None
         if outer is None or outer.world_size == 1:
             continue
         sizes = {outer.world_size, outer.world_size * detected.local_world_size}
@@ -474,9 +473,11 @@ def _check_outer_launcher(detected: DetectedRank, variables: Mapping[str, str]) 
             detected.world_size == outer.world_size and detected.rank != outer.rank
         ):
             raise LaunchError(
-                f"two launchers contradict each other: {TORCHRUN.format_variables(variables)} say rank {detected.rank} of "
-                f"{detected.world_size}, {dialect.name} says rank {outer.rank} of {outer.world_size} "
-                f"({dialect.format_variables(variables)}); a process has one rank: unset {', '.join(RANK_VARIABLES)} if {dialect.name} "
+                f"two launchers contradict each other: {TORCHRUN.format_variables(variables)} say rank "
+                f"{detected.rank} of "
+                f"{detected.world_size}, {launcher.name} says rank {outer.rank} of {outer.world_size} "
+                f"({launcher.format_variables(variables)}); a process has one rank: unset {', '.join(RANK_VARIABLES)} "
+                f"if {launcher.name} "
                 "starts the ranks, or let torchrun start those of each host"
             )
 
@@ -496,10 +497,10 @@ FINGERPRINT_DIGITS = 12
 
 
 def key_fingerprint(key_file: str | None) -> str:
-    """Return what is the same on hosts with the same key: a mark of it, or that this host has none, or why.
+    """Return a short hash of this host's job key, or that it has none, or why; equal on hosts with equal keys.
 
     Args:
-        key_file: where the launcher says that every host has it; None for a job without a key.
+        key_file: where the launcher says that the key is; None for a job without a key.
     """
     if key_file is None:
         return NO_KEY
@@ -511,7 +512,7 @@ def key_fingerprint(key_file: str | None) -> str:
 
 
 def check_key(key_file: str | None) -> None:
-    """This host has the job's key, if the job has one.
+    """Check that this host has the job's key, if the job has one.
 
     Raises:
         LaunchError: it has not.

@@ -1,4 +1,4 @@
-"""Why a run ended, told by its root cause: the first line names the rank at fault, consequences are folded."""
+"""Report of how a run ended: the first line names the rank at fault, and consequences are folded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the cause when those that failed only blame a peer
-EXIT_WAIT_S = 0.25  # how long for others to end by themselves when the cause is known
-SAME_ERROR_WAIT_FRACTION = 0.25  # of the time that a rank took to fail: so much later others may come to the same place
+ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, if all failed ranks only report a lost peer
+EXIT_WAIT_S = 0.25  # wait for other ranks to end by themselves, once the root cause is known
+SAME_ERROR_WAIT_FRACTION = 0.25  # of the time that a rank took to fail: others may raise the same error this much later
 SAME_ERROR_MAX_WAIT_S = 2.0
 MESSAGE_MAX_CHARS = 4000
 RECORD_MAX_BYTES = 65536
@@ -21,18 +21,18 @@ REMEDIES = {
     signal.SIGTERM: "something outside this run sent it: a scheduler or a person",
     signal.SIGINT: "something outside this run sent it: a scheduler or a person",
 }
-CRASH_REMEDY = "native code crashed: the stack of every thread stands above; run that rank's work alone to find it"
+CRASH_REMEDY = "native code crashed: the stack of every thread is above; run that rank's work in one process to find it"
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """The exception that ended a rank, as it was written down by that rank.
+    """The exception that ended a rank, written by that rank.
 
     Args:
         kind: name of the exception's type.
         message: its text.
-        place: ``file.py:40``, the last line of the user's own code; empty where there is none.
+        place: ``file.py:40``, the last line of the user's own code; empty if there is none.
         is_peer: whether it only says that another rank failed.
         time_s: the host's monotonic clock when it was raised.
     """
@@ -44,7 +44,7 @@ class ErrorRecord:
     time_s: float
 
     def write(self, path: Path) -> None:
-        """The record is at ``path``, whole; the first one stays."""
+        """Write the record to ``path`` atomically; an existing record stays."""
         if path.exists():
             return
         draft = path.with_suffix(".tmp")
@@ -53,7 +53,7 @@ class ErrorRecord:
 
     @staticmethod
     def read(path: Path) -> ErrorRecord | None:
-        """Return the record at ``path``, or None where the rank wrote none that can be read."""
+        """Return the record at ``path``; None if there is no valid one."""
         try:
             content = json.loads(path.read_bytes()[:RECORD_MAX_BYTES])
             return ErrorRecord(
@@ -76,9 +76,9 @@ class RankExit:
         pid: its process.
         returncode: exit code, or minus the signal that killed it.
         seconds: how long it ran.
-        ended_s: the host's monotonic clock when that was seen.
+        ended_s: the host's monotonic clock when the exit was observed.
         stopped_s: when we sent it the first signal, if we did before it ended.
-        error: what it wrote down, if anything.
+        error: its error record, if any.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class RankExit:
 
 
 def severity(rank_exit: RankExit) -> int:
-    """Return how surely the rank failed on its own: 0 surely, 1 probably, 2 it blames a peer, 3 it did not fail."""
+    """Return how likely the rank failed on its own: 0 certain, 1 probable, 2 reports a lost peer, 3 did not fail."""
     if rank_exit.error is not None and (rank_exit.stopped_s is None or rank_exit.error.time_s < rank_exit.stopped_s):
         return 2 if rank_exit.error.is_peer else 0
     if rank_exit.returncode == 0 or rank_exit.stopped_s is not None:
@@ -100,34 +100,37 @@ def severity(rank_exit: RankExit) -> int:
 
 
 def find_root_cause(exits: Sequence[RankExit]) -> RankExit | None:
-    """Return the rank whose end explains the others': surest first, earliest first; None when none failed.
+    """Return the rank whose exit explains the others: most certain first, then earliest; None if none failed.
 
-    Where those that failed only wait for one that had ended well, it is that one: it ended too early.
+    If the failed ranks only wait for one that had exited successfully, it is that one: it exited too early.
     """
     failed = [outcome for outcome in exits if severity(outcome) < 3]
-    found = min(failed, key=lambda one: (severity(one), not _is_mismatch_party(one), _failed_s(one)), default=None)
-    if found is None or severity(found) < 2:
-        return found
-    early = [outcome for outcome in exits if _exited_early(outcome, found)]
-    return min(early, key=lambda outcome: outcome.ended_s, default=found)
+    root_cause = min(
+        failed,
+        key=lambda rank_exit: (severity(rank_exit), not _is_mismatch_party(rank_exit), _failed_s(rank_exit)),
+        default=None,
+    )
+    if root_cause is None or severity(root_cause) < 2:
+        return root_cause
+    exited_early = [outcome for outcome in exits if _exited_early(outcome, root_cause)]
+    return min(exited_early, key=lambda outcome: outcome.ended_s, default=root_cause)
 
 
 def wait_for_others_s(exits: Sequence[RankExit], said: Sequence[ErrorRecord]) -> float:
-    """Return how many seconds a failed run waits for its living ranks before it stops them.
+    """Return how many seconds to wait for running ranks of a failed run before stopping them.
 
-    An exception may be about to come to all ranks, which reach the same place sooner or later: the longer it took the
-    first, the later the last. Where one was killed, or somebody has noticed that another is gone, no more of the same
-    kind is to come.
+    If the error is an exception, all ranks may be about to raise it, sooner or later: the longer the first one ran, the
+    later the last one. If a rank was killed, or has reported a lost peer, no more of the same kind is expected.
 
     Args:
-        outcomes: the ranks that have ended; one of them failed.
-        said: the errors that living ranks have written down.
+        exits: of the ranks that have ended; one of them failed.
+        said: error records of running ranks.
     """
     causes = [outcome for outcome in exits if severity(outcome) < 2]
     if not causes:
         return ROOT_CAUSE_WAIT_S
-    blames = any(severity(outcome) == 2 for outcome in exits) or any(record.is_peer for record in said)
-    if blames or any(outcome.error is None for outcome in causes):
+    has_peer_error = any(severity(outcome) == 2 for outcome in exits) or any(record.is_peer for record in said)
+    if has_peer_error or any(outcome.error is None for outcome in causes):
         return EXIT_WAIT_S
     return min(
         max(EXIT_WAIT_S, SAME_ERROR_WAIT_FRACTION * min(outcome.seconds for outcome in causes)), SAME_ERROR_MAX_WAIT_S
@@ -135,34 +138,37 @@ def wait_for_others_s(exits: Sequence[RankExit], said: Sequence[ErrorRecord]) ->
 
 
 def format_report(exits: Sequence[RankExit]) -> str:
-    """Return the report of a failed run; its first line names the rank at fault. Empty when none failed."""
-    culprit = find_root_cause(exits)
-    if culprit is None:
+    """Return the report of a failed run, whose first line names the rank at fault; empty if none failed."""
+    root_cause = find_root_cause(exits)
+    if root_cause is None:
         return ""
-    others = [outcome for outcome in exits if outcome is not culprit]
-    own = [outcome for outcome in others if severity(outcome) == 0]
-    alike = [outcome.rank for outcome in own if _same_error(outcome, culprit)]
-    folded = [o.rank for o in others if o not in own and (o.stopped_s is not None or o.returncode != 0)]
-    lines = [_format_exit(culprit), *(f"also: {_format_exit(outcome)}" for outcome in own if outcome.rank not in alike)]
-    if alike:
-        lines.append(f"{_format_ranks(alike)} failed in the same way")
-    stood = _group_by_location(exits, culprit)
-    if len(stood) > 1:
-        lines.append(", ".join(f"{_format_ranks(numbers)} stood at {place}" for place, numbers in stood.items()))
-        folded = [rank for rank in folded if not any(rank in numbers for numbers in stood.values())]
+    others = [outcome for outcome in exits if outcome is not root_cause]
+    independent = [outcome for outcome in others if severity(outcome) == 0]
+    same_error = [outcome.rank for outcome in independent if _same_error(outcome, root_cause)]
+    folded = [o.rank for o in others if o not in independent and (o.stopped_s is not None or o.returncode != 0)]
+    lines = [
+        _format_exit(root_cause),
+        *(f"also: {_format_exit(outcome)}" for outcome in independent if outcome.rank not in same_error),
+    ]
+    if same_error:
+        lines.append(f"{_format_ranks(same_error)} failed in the same way")
+    locations = _group_by_location(exits, root_cause)
+    if len(locations) > 1:
+        lines.append(", ".join(f"{_format_ranks(numbers)} stood at {place}" for place, numbers in locations.items()))
+        folded = [rank for rank in folded if not any(rank in numbers for numbers in locations.values())]
     if folded:
-        lines.append(f"{_format_ranks(folded)} stopped because of rank {culprit.rank}")
+        lines.append(f"{_format_ranks(folded)} stopped because of rank {root_cause.rank}")
     return "\n".join(lines)
 
 
 def exit_code(exits: Sequence[RankExit]) -> int:
-    """Return the exit code of the whole run: 0, the culprit's own, or 128 + the signal that killed it."""
-    culprit = find_root_cause(exits)
-    if culprit is None:
+    """Return the exit code of the run: 0, that of the rank at fault, or 128 + the signal that killed it."""
+    root_cause = find_root_cause(exits)
+    if root_cause is None:
         return 0
-    if culprit.returncode < 0:  # after an exception, a signal is only native code that crashes on its way out
-        return 128 - culprit.returncode if culprit.error is None else 1
-    return culprit.returncode or 1
+    if root_cause.returncode < 0:  # after an exception, a signal is only a crash of native code during shutdown
+        return 128 - root_cause.returncode if root_cause.error is None else 1
+    return root_cause.returncode or 1
 
 
 def _same_error(one: RankExit, other: RankExit) -> bool:
@@ -171,30 +177,30 @@ def _same_error(one: RankExit, other: RankExit) -> bool:
 
 
 def _is_mismatch_party(rank_exit: RankExit) -> bool:
-    """Tell whether its error says that this rank and another were about to do different things."""
-    found = re.match(r"ranks (\d+) and (\d+) disagree\b", rank_exit.error.message) if rank_exit.error else None
-    return found is not None and str(rank_exit.rank) in found.groups()
+    """Whether its error says that this rank and another started different collectives."""
+    match = re.match(r"ranks (\d+) and (\d+) disagree\b", rank_exit.error.message) if rank_exit.error else None
+    return match is not None and str(rank_exit.rank) in match.groups()
 
 
 def _group_by_location(exits: Sequence[RankExit], root_cause: RankExit) -> dict[str, list[int]]:
-    """Return where the ranks stood that tell of the same disagreement, by the place."""
-    stood: dict[str, list[int]] = {}
+    """Return the code locations of the ranks that report the same mismatch, with their ranks."""
+    locations: dict[str, list[int]] = {}
     for outcome in exits if _is_mismatch_party(root_cause) else ():
         if (
             outcome.error is not None
             and root_cause.error is not None
             and outcome.error.message == root_cause.error.message
         ):
-            stood.setdefault(outcome.error.place, []).append(outcome.rank)
-    return stood
+            locations.setdefault(outcome.error.place, []).append(outcome.rank)
+    return locations
 
 
 def _exited_early(rank_exit: RankExit, other: RankExit) -> bool:
-    """Tell whether a rank had ended well, and another failed because of it, as its error says."""
+    """Whether a rank had exited successfully, and another failed because of it, according to its error."""
     if severity(rank_exit) < 3 or rank_exit.stopped_s is not None or other.error is None:
         return False
-    names = re.search(rf"\branks? (\d+(, | and ))*{rank_exit.rank}\b", other.error.message)
-    return names is not None and rank_exit.ended_s < _failed_s(other)
+    match = re.search(rf"\branks? (\d+(, | and ))*{rank_exit.rank}\b", other.error.message)
+    return match is not None and rank_exit.ended_s < _failed_s(other)
 
 
 def _failed_s(rank_exit: RankExit) -> float:

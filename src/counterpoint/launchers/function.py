@@ -1,7 +1,4 @@
-"""Arguments and results of a launched function, as JSON with tensors beside it; nothing is pickled.
-
-Run a function on several ranks from a script or a notebook, and collect what each returned.
-"""
+"""Run a function on several ranks from a script or notebook, and collect the results; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def write_value(folder: Path, name: str, value: object) -> None:
-    """The value is in ``folder`` under ``name``; ``read_value`` gives back an equal one.
+    """Write a value of JSON types and tensors to ``folder``, to be read with :func:`read_value`.
 
-    What is neither JSON nor a tensor is a LaunchError that says which part it is.
+    Raises a LaunchError that names the part that is neither JSON nor a tensor.
     """
     tensors: dict[str, Tensor] = {}
     tree = _to_tree(value, name, tensors)
@@ -35,8 +32,8 @@ def write_value(folder: Path, name: str, value: object) -> None:
     (folder / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
 
 
-def read_value(folder: Path, name: str) -> Any:  # noqa: ANN401 - whatever the user's function takes or gives
-    """Return what ``write_value`` wrote."""
+def read_value(folder: Path, name: str) -> Any:  # noqa: ANN401 - an argument or result of the user's function
+    """Return the value that :func:`write_value` wrote."""
     tree = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     path = folder / f"{name}.safetensors"
     tensors: dict[str, Tensor] = {}
@@ -48,7 +45,7 @@ def read_value(folder: Path, name: str) -> Any:  # noqa: ANN401 - whatever the u
 
 
 def _to_tree(value: object, where: str, tensors: dict[str, Tensor]) -> object:
-    """Return JSON in which every container and tensor says what it is: ``["tuple", …]``, ``["tensor", key]``."""
+    """Return JSON in which containers and tensors are tagged: ``["tuple", …]``, ``["tensor", key]``."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -63,7 +60,7 @@ def _to_tree(value: object, where: str, tensors: dict[str, Tensor]) -> object:
             return ["tensor", key]
         case _:
             raise LaunchError(
-                f"{where} is a {type(value).__name__}, which cannot travel between processes; "
+                f"{where} is a {type(value).__name__}, which cannot be sent to another process; "
                 f"arguments and results are JSON values (None, numbers, text, lists, tuples, dicts with text keys) "
                 f"and tensors; "
                 f"pass what it is made from, and build it inside the function"
@@ -78,8 +75,8 @@ def _from_tree(tree: object, tensor: Callable[[str], Tensor]) -> object:
     kind, *items = tree
     if kind == "tensor":
         return tensor(items[0])
-    found = [_from_tree(item, tensor) for item in items]
-    return tuple(found) if kind == "tuple" else found
+    values = [_from_tree(item, tensor) for item in items]
+    return tuple(values) if kind == "tuple" else values
 
 
 def _is_tensor(value: object) -> bool:
@@ -97,20 +94,20 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
     timeout_s: float | None = None,
     on_line: OnLine = write_prefixed,
 ) -> list[Any]:
-    """``fn(*args)`` has run on ``ranks`` processes of this host; the list holds what each returned, by rank.
+    """Run ``fn(*args)`` on ``ranks`` processes of this host; return the results by rank.
 
     Args:
-        fn: a function that another process can import; see ``import_path``.
-        ranks: how many processes.
+        fn: a function that another process can import; see :func:`import_path`.
+        ranks: number of processes.
         args: JSON values and tensors, the same for every rank.
         threads_per_rank: as ``run_command``.
         bind: as ``run_command``.
-        deadline_s: as ``run_command``.
-        on_line: takes every line that a rank writes.
+        timeout_s: as ``run_command``.
+        on_line: called with every line that a rank writes.
 
     Raises:
-        LaunchError: the function or an argument cannot travel, or a rank failed; the first line names it.
-        KeyboardInterrupt: Ctrl-C; all ranks have ended.
+        LaunchError: the function cannot be imported, an argument cannot be sent, or a rank failed; the first line names
+        it. KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
     inside = detect()
     if inside is not None:
@@ -141,7 +138,7 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
 
 
 def import_path(fn: Callable[..., object]) -> str | None:
-    """Return how another process finds the function, ``module:name`` or ``path.py:name``, or None if it cannot."""
+    """Return how another process imports the function, ``module:name`` or ``path.py:name``; None if it cannot."""
     module, name = sys.modules.get(getattr(fn, "__module__", "")), getattr(fn, "__qualname__", "")
     if module is None or _lookup(module, name) is not fn:
         return None
@@ -156,8 +153,8 @@ def import_path(fn: Callable[..., object]) -> str | None:
 
 
 def _lookup(module: object, qualified_name: str) -> object:
-    """Return what stands under a dotted name; None for names such as ``<lambda>`` that stand nowhere."""
-    found = module
+    """Return the object with a dotted name; None for names such as ``<lambda>``."""
+    target = module
     for part in qualified_name.split("."):
-        found = getattr(found, part, None)
-    return found
+        target = getattr(target, part, None)
+    return target

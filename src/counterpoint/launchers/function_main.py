@@ -1,4 +1,4 @@
-"""What runs inside a rank that was launched with a function: find it, call it, leave its result."""
+"""Entry point of the ranks of ``launch``: import the function, call it, and write its result."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from counterpoint.launchers.rank_main import run_with_error_report
 
 
 def call(folder: Path) -> None:
-    """The function that ``folder`` names has run, and its result is there."""
-    order = read_value(folder, "call")
-    sys.path[:] = order["path"]
-    fn = find_function(order["target"])
+    """Call the function that ``folder`` describes, and write its result there."""
+    call_spec = read_value(folder, "call")
+    sys.path[:] = call_spec["path"]
+    fn = find_function(call_spec["target"])
     write_value(folder, f"result-{os.environ['RANK']}", fn(*read_value(folder, "args")))
 
 
 def find_function(target: str) -> Any:  # noqa: ANN401 - the user's
-    """Return what ``module:name`` or ``path.py:name`` names; what it stands in has been imported."""
-    place, _, name = target.rpartition(":")
-    module = _import_script(place) if place.endswith(".py") or os.sep in place else importlib.import_module(place)
+    """Import and return the function ``module:name`` or ``path.py:name``."""
+    module_name, _, name = target.rpartition(":")
+    module = (
+        _import_script(module_name)
+        if module_name.endswith(".py") or os.sep in module_name
+        else importlib.import_module(module_name)
+    )
     return attrgetter(name)(module)
 
 
 def _import_script(path: str) -> ModuleType:
-    """Return the script as a module under the name that multiprocessing gives it, so its main part does not run."""
+    """Import a script under multiprocessing's name for the main module, so that its main block does not run."""
     module = ModuleType("__mp_main__")
     module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

@@ -1,4 +1,4 @@
-"""``python -m counterpoint.launchers.liveness_probe N``: whether the N ranks of this host live; what a kubelet asks of a pod."""
+"""``python -m counterpoint.launchers.liveness_probe N``: whether the N ranks of this host run; a Kubernetes probe."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ NOT_RUNNING_STATES = {"Z", "T", "t", "X", "x"}  # ended, or stopped by a signal 
 
 
 def live_ranks(proc: Path) -> set[int]:
-    """Return the local ranks whose process neither has ended nor is stopped; processes that a rank started count not.
+    """Return the local ranks with a process that has neither ended nor is stopped; their child processes are ignored.
 
     Args:
         proc: ``/proc``, or a folder with copies.
     """
-    found: dict[int, tuple[int, int, str]] = {}
+    processes: dict[int, tuple[int, int, str]] = {}
     for folder in proc.iterdir():
-        if folder.name.isdigit() and (told := _read_process(folder)) is not None:
-            found[int(folder.name)] = told
+        if folder.name.isdigit() and (process := _read_process(folder)) is not None:
+            processes[int(folder.name)] = process
     return {
-        rank for rank, parent, state in found.values()
-        if state not in NOT_RUNNING_STATES and (parent not in found or found[parent][0] != rank)
+        rank for rank, parent, state in processes.values()
+        if state not in NOT_RUNNING_STATES and (parent not in processes or processes[parent][0] != rank)
     }  # fmt: skip
 
 
 def _read_process(folder: Path) -> tuple[int, int, str] | None:
-    """Return a process's local rank, its parent and its state; None where it has no rank, or is gone."""
+    """Return a process's local rank, parent and state; None if it is not a rank, or gone."""
     try:
         environ = (folder / "environ").read_bytes().split(b"\0")
         state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -40,11 +40,11 @@ def _read_process(folder: Path) -> tuple[int, int, str] | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Return 0 where so many ranks live; else 1, and standard error says which do."""
-    wanted, ranks = int(arguments[0]), live_ranks(Path("/proc"))
-    if ranks >= set(range(wanted)):
+    """Return 0 if all ranks run; else 1, with the running ones on standard error."""
+    num_ranks, ranks = int(arguments[0]), live_ranks(Path("/proc"))
+    if ranks >= set(range(num_ranks)):
         return 0
-    sys.stderr.write(f"of {wanted} ranks of this host these live: {', '.join(map(str, sorted(ranks))) or 'none'}\n")
+    sys.stderr.write(f"of {num_ranks} ranks of this host these live: {', '.join(map(str, sorted(ranks))) or 'none'}\n")
     return 1
 
 

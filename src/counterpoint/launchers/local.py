@@ -1,7 +1,4 @@
-"""What ranks write, as whole lines that say who wrote them.
-
-Ranks as processes of this host, watched until the last one has ended.
-"""
+"""Run ranks as processes of this host, prefix their output, and supervise them until the last one has ended."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ OutputStream = Literal["out", "err"]
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """One line of a rank's output, without its end."""
+    """One line of a rank's output, without its line end."""
 
     rank: int
     stream: OutputStream
@@ -56,7 +53,7 @@ OnLine = Callable[[OutputLine], None]
 
 
 def write_prefixed(line: OutputLine) -> None:
-    """The line stands on our own output or error stream, behind ``[rank N]``."""
+    """Write the line to our stdout or stderr, after ``[rank N]``."""
     stream = sys.stdout if line.stream == "out" else sys.stderr
     encoding = stream.encoding or "utf-8"
     text = line.text.encode(encoding, "backslashreplace").decode(encoding)
@@ -65,9 +62,9 @@ def write_prefixed(line: OutputLine) -> None:
 
 
 class OutputReader:
-    """Reads the pipes of all ranks without waiting for any one; owns the descriptors and closes them.
+    """Reads the pipes of all ranks without blocking on any; owns and closes the file descriptors.
 
-    Not a frozen value: it holds the part of a line that has arrived.
+    Mutable: it holds incomplete lines.
     """
 
     def __init__(self, on_line: OnLine) -> None:
@@ -76,27 +73,27 @@ class OutputReader:
         self._parts: dict[int, tuple[int, OutputStream, bytearray]] = {}
 
     def add(self, descriptor: int, rank: int, stream: OutputStream) -> None:
-        """From now on ``pump`` passes on what is written to this pipe."""
+        """Start to read this pipe."""
         os.set_blocking(descriptor, False)
         self._selector.register(descriptor, selectors.EVENT_READ)
         self._parts[descriptor] = (rank, stream, bytearray())
 
     def poll(self, wait_s: float) -> bool:
-        """Pass on the lines that arrive within ``wait_s``; return whether anything did."""
+        """Pass on lines that arrive within ``wait_s``; return whether any did."""
         ready = self._selector.select(wait_s)
         for key, _ in ready:
             self._read(key.fd)
         return bool(ready)
 
     def finish(self, rank: int) -> None:
-        """What the ended rank has left in its pipes is passed on, and they are closed, whoever else holds them."""
+        """Pass on what the ended rank has left in its pipes, and close them, even if another process holds them."""
         for descriptor in [fd for fd, (owner, _, _) in self._parts.items() if owner == rank]:
             while descriptor in self._parts and self._read(descriptor):
                 pass
             self._close_pipe(descriptor)
 
     def close(self) -> None:
-        """Everything is closed; what was not passed on yet is lost."""
+        """Close everything; unread output is lost."""
         for descriptor in list(self._parts):
             self._selector.unregister(descriptor)
             os.close(descriptor)
@@ -104,7 +101,7 @@ class OutputReader:
         self._selector.close()
 
     def _read(self, descriptor: int) -> bool:
-        """Pass on what is there; return whether there may be more."""
+        """Pass on available output; return whether there may be more."""
         try:
             data = os.read(descriptor, READ_BYTES)
         except BlockingIOError:
@@ -136,8 +133,8 @@ POLL_S = 0.02
 EXEC_WRAPPER = Path(__file__).with_name("exec_wrapper.py")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-#: What a rank's environment has where the user has set nothing else. torch's own remarks on lost connections would come
-#: before the report, which says who was lost first.
+#: Defaults in a rank's environment. torch's own warnings about lost connections would precede the report, which names
+#: the rank that was lost first.
 DEFAULT_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -146,10 +143,10 @@ class RunResult:
     """How a run ended.
 
     Args:
-        exit_code: 0; else the failed rank's own, or 128 + the signal that ended it or us.
-        report: empty, or why the run ended; its first line names the rank at fault.
-        culprit: the rank at fault, if one was.
-        outcomes: every rank's end, by rank.
+        exit_code: 0; else the failed rank's, or 128 + the signal that ended it or us.
+        report: empty, or why the run failed; its first line names the rank at fault.
+        failed_rank: the rank at fault, if any.
+        exits: of every rank, by rank.
     """
 
     exit_code: int
@@ -159,7 +156,7 @@ class RunResult:
 
 
 def script_command(script: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a script as ``python script.py arguments`` would, and writes down its error.
+    """Return the command line of a rank that runs a script as ``python script.py arguments`` would.
 
     Raises:
         LaunchError: there is no such script.
@@ -180,27 +177,27 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     transport: str | None = None,
     on_line: OnLine = write_prefixed,
 ) -> RunResult:
-    """The command has run as ``ranks`` processes and every one of them has ended; none is left behind.
+    """Run the command as ``ranks`` processes until all of them have ended.
 
-    When one fails, the others are stopped (SIGTERM, then SIGKILL after 2 s). SIGINT, SIGTERM and SIGHUP to this process
-    are passed on in the same way. If this process is killed, the kernel kills the ranks.
+    If one fails, the others are stopped (SIGTERM, after 2 s SIGKILL). SIGINT, SIGTERM and SIGHUP to this process are
+    passed on in the same way. If this process is killed, the kernel kills the ranks.
 
     Args:
         argv: the command of every rank; see ``script_command``.
-        ranks: how many.
-        threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks. Where ranks
-            outnumber the cores it is 1, and standard error says so.
-        bind: on which cores each may compute; see :func:`counterpoint.world.cpu_affinity.place_ranks`.
-        port: where the ranks meet, on the loopback; None takes a free one.
-        deadline_s: passed on to the ranks: how long they wait for each other to arrive.
-        transport: passed on to the ranks: what joins them.
-        on_line: takes every line that a rank writes.
+        ranks: number of ranks.
+        threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks. If ranks
+            outnumber the cores it is 1, with a note on stderr.
+        bind: binding to cores; see :func:`counterpoint.world.cpu_affinity.place_ranks`.
+        port: rendezvous port on the loopback interface; None for a free one.
+        timeout_s: passed to the ranks: how long they wait for each other to arrive.
+        transport: passed to the ranks.
+        on_line: called with every line that a rank writes.
 
     Returns:
         How the run ended. A failed rank is a result, not an exception.
 
     Raises:
-        LaunchError: no rank was started: a bad number, no such command, or the port is taken.
+        LaunchError: no rank was started: an invalid number, no such command, or the port is taken.
     """
     _check_command(argv, ranks)
     placement = place_on_this_host(ranks, threads_per_rank, bind)
@@ -211,18 +208,20 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
         lines = OutputReader(on_line)
         stack.callback(lines.close)
-        watch = _RankSupervisor(lines, received)
-        stack.callback(watch.kill_all)
-        with reserve_port(port) as meeting:
-            job, meets_at = f"counterpoint-{secrets.token_hex(6)}", meeting.getsockname()[1]
+        supervisor = _RankSupervisor(lines, received)
+        stack.callback(supervisor.kill_all)
+        with reserve_port(port) as port_socket:
+            job, bound_port = f"counterpoint-{secrets.token_hex(6)}", port_socket.getsockname()[1]
             for rank in range(ranks):
-                store_fd = meeting.fileno() if rank == 0 else None
+                store_fd = port_socket.fileno() if rank == 0 else None
                 found = RankEnvironment(
-                    rank, ranks, rank, ranks, LOOPBACK, meets_at, job, timeout_s, store_fd, transport=transport
+                    rank, ranks, rank, ranks, LOOPBACK, bound_port, job, timeout_s, store_fd, transport=transport
                 )
-                where = placement.ranks[rank]
-                watch.start(argv, found, _rank_environ(found, folder, where.threads), where)
-        return watch.run()
+                placement_of_rank = placement.ranks[rank]
+                supervisor.start(
+                    argv, found, _rank_environ(found, folder, placement_of_rank.threads), placement_of_rank
+                )
+        return supervisor.run()
 
 
 def _check_command(argv: Sequence[str], ranks: int) -> None:
@@ -243,7 +242,7 @@ class _RankProcess:
 
 @dataclass(slots=True)
 class _RankSupervisor:
-    """The living ranks and what has become of the others; changes with every look at them."""
+    """Running ranks, and the exits of the others."""
 
     lines: OutputReader
     received: list[int]
@@ -255,11 +254,11 @@ class _RankSupervisor:
     def start(
         self, argv: Sequence[str], environment: RankEnvironment, variables: dict[str, str], place: RankPlacement
     ) -> None:
-        """One more rank is running in its place, in a session of its own and tied to the life of this process."""
+        """Start a rank in a session of its own, bound to its cores and tied to the life of this process."""
         cpus = ",".join(map(str, place.cpus))
-        tied = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), cpus, *argv]
+        wrapped_argv = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), cpus, *argv]
         popen = subprocess.Popen(
-            tied,
+            wrapped_argv,
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -276,7 +275,7 @@ class _RankSupervisor:
         popen.stderr.close()
 
     def run(self) -> RunResult:
-        """Every rank has ended; the result says how."""
+        """Supervise until every rank has ended."""
         while self.running:
             self.lines.poll(POLL_S)
             self._reap()
@@ -286,25 +285,25 @@ class _RankSupervisor:
             name = signal.Signals(self.received[0]).name
             text = f"stopped by {name}; all {len(outcomes)} ranks have ended"
             return RunResult(128 + self.received[0], text, None, outcomes)
-        culprit = find_root_cause(outcomes)
+        root_cause = find_root_cause(outcomes)
         return RunResult(
-            exit_code(outcomes), format_report(outcomes), None if culprit is None else culprit.rank, outcomes
+            exit_code(outcomes), format_report(outcomes), None if root_cause is None else root_cause.rank, outcomes
         )
 
     def kill_all(self) -> None:
-        """No rank is left, whatever happened before."""
+        """Kill and reap all running ranks."""
         self._signal(signal.SIGKILL)
         for child in self.running:
             child.popen.wait()
         self.running.clear()
 
     def _update_deadlines(self, now_s: float) -> None:
-        """Stop the ranks in time: at once for a signal, soon for a sure failure, later for a mere consequence."""
+        """Decide when to stop the ranks: at once after a signal, soon after a certain failure, else a little later."""
         if self.received and self.stop_s is None:
             self.stop_s = now_s
         if find_root_cause(self.exits) is not None:
-            said = [record for child in self.running if (record := ErrorRecord.read(child.error_file)) is not None]
-            limit_s = now_s + wait_for_others_s(self.exits, said)
+            records = [record for child in self.running if (record := ErrorRecord.read(child.error_file)) is not None]
+            limit_s = now_s + wait_for_others_s(self.exits, records)
             self.stop_s = limit_s if self.stop_s is None else min(self.stop_s, limit_s)
         if self.kill_s is None and self.stop_s is not None and self.stop_s <= now_s:
             self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
@@ -319,11 +318,9 @@ class _RankSupervisor:
                 os.killpg(child.popen.pid, number)
 
     def _reap(self) -> None:
-        """Ranks that have ended are outcomes now, and whatever they had started is gone too."""
+        """Record ranks that have ended, and kill what they had started."""
         for child in list(self.running):
-            options = (
-                os.WEXITED | os.WNOHANG | os.WNOWAIT
-            )  # as long as it is not waited for, its group is surely its own
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT  # not reaped yet: its process group id cannot be reused
             if os.waitid(os.P_PID, child.popen.pid, options) is None:
                 continue
             ended_s = time.monotonic()
@@ -345,7 +342,7 @@ class _RankSupervisor:
 
 
 def _rank_environ(environment: RankEnvironment, folder: Path, threads: int) -> dict[str, str]:
-    """Return a rank's whole environment: ours, the contract, one thread budget, lines that arrive at once."""
+    """Return a rank's environment variables."""
     variables = {**DEFAULT_VARIABLES, **os.environ}
     if THREADS_VARIABLE not in os.environ or requested_threads() != threads:
         variables[THREADS_VARIABLE] = str(threads)
@@ -356,22 +353,22 @@ def _rank_environ(environment: RankEnvironment, folder: Path, threads: int) -> d
 
 @contextmanager
 def collect_signals() -> Iterator[list[int]]:
-    """Signals that would end this process are collected instead; only the main thread can do that."""
+    """Collect signals that would end this process in the yielded list; only the main thread can do that."""
     received: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    for number, earlier in before.items():
-        if earlier not in {signal.SIG_IGN, None}:
-            signal.signal(number, note)
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    for number, handler in handlers.items():
+        if handler not in {signal.SIG_IGN, None}:
+            signal.signal(number, record)
     try:
         yield received
     finally:
-        for number, earlier in before.items():
-            if earlier is not None:  # None: not installed by Python, and left alone above
-                signal.signal(number, earlier)
+        for number, handler in handlers.items():
+            if handler is not None:  # None: not installed from Python, and unchanged above
+                signal.signal(number, handler)

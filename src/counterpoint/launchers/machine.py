@@ -1,4 +1,4 @@
-"""What the kernel says of this host's processors and memory: the only reader of its files."""
+"""This host's processors and memory, from the kernel's files in ``/proc`` and ``/sys``."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ GROUPS = Path("sys/fs/cgroup")
 
 
 def this_host() -> Topology:
-    """Return the cores that this process may use."""
+    """Return the topology of the cores that this process may use."""
     if not hasattr(os, "sched_getaffinity"):
         return Topology(tuple(Core((cpu,)) for cpu in range(os.cpu_count() or 1)))
     return read_topology(Path("/"), os.sched_getaffinity(0))
 
 
 def place_on_this_host(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_BINDING) -> HostPlacement:
-    """Return where ranks of this host compute: the one answer that launchers apply and the doctor shows.
+    """Return the cores and threads of each rank on this host, as launchers apply them.
 
     Args:
         ranks: how many.
-        threads: of each; what the user has set for all programs when left out, else what divides the cores.
+        threads: of each; by default OMP_NUM_THREADS, else the cores divided by the ranks.
         bind: see :func:`counterpoint.world.cpu_affinity.place_ranks`.
     """
     return place_ranks(this_host(), ranks, threads=requested_threads() if threads is None else threads, bind=bind)
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes that processes of this host may use together: all it has, or what their control group allows."""
+    """Return the memory that processes of this host may use together: physical memory, or a cgroup's limit."""
     return read_memory_bytes(Path("/")) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def read_memory_bytes(root: Path) -> int:
-    """Return the bytes that the kernel's files below ``root`` allow; 0 where they say nothing.
+    """Return the memory according to the kernel's files below ``root``; 0 if unknown.
 
     Args:
-        root: where ``sys`` and ``proc`` are, ``/`` or a folder with copies.
+        root: of ``sys`` and ``proc``: ``/`` or a folder with copies.
     """
     lines = (line.split() for line in _read_text(root / "proc/meminfo").splitlines())
     found = [1024 * int(words[1]) for words in lines if words[0] == "MemTotal:"]
@@ -54,14 +54,13 @@ def read_memory_bytes(root: Path) -> int:
 
 
 def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topology:
-    """Return the topology that the kernel's files below ``root`` describe.
+    """Return the topology according to the kernel's files below ``root``.
 
-    What is not there is taken for the simplest: a hyperthread without a core is one, all memory is equally near, and
-    there is no quota.
+    Defaults for missing files: a hyperthread is a core of its own, memory is uniform, and there is no CPU quota.
 
     Args:
-        root: where ``sys`` and ``proc`` are, ``/`` or a folder with copies.
-        allowed: the hyperthreads that may be used; those of ``proc/self/status`` when left out.
+        root: of ``sys`` and ``proc``: ``/`` or a folder with copies.
+        allowed: the usable hyperthreads; by default those of ``proc/self/status``.
     """
     usable = sorted(_allowed(root) if allowed is None else allowed)
     near = {
@@ -80,7 +79,7 @@ def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topolog
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """Return what the kernel calls this host's processors; the name of their kind where it does not say."""
+    """Return the model name of this host's processors, or the machine type."""
     for line in _read_text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name" and value.strip():
@@ -89,10 +88,10 @@ def processor_name(root: Path = Path("/")) -> str:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Return the numbers of a list as the kernel writes it.
+    """Return the numbers of a kernel CPU list.
 
     Example:
-        >>> cpus_of("0-2,8")
+        >>> parse_cpu_list("0-2,8")
         [0, 1, 2, 8]
     """
     runs = [run.split("-") for run in text.split(",") if run]
@@ -108,14 +107,14 @@ def _allowed(root: Path) -> list[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limits of this process's control group and of those around it."""
+    """Yield the CPU quotas of this process's cgroup and its ancestors."""
     for folder in _cgroups(root, "cpu"):
         yield from _quota(_read_text(folder / "cpu.max"))
         yield from _quota(f"{_read_text(folder / 'cpu.cfs_quota_us')} {_read_text(folder / 'cpu.cfs_period_us')}")
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of those around it, in both versions of the interface."""
+    """Yield the folders of this process's cgroup and its ancestors, for cgroup v1 and v2."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -125,7 +124,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _ancestors(top: Path, path: str) -> Iterator[Path]:
-    """Yield a group's folder and all above it; a container may see only the upper end of the path, as its own."""
+    """Yield a cgroup's folder and its ancestors; a container may see only the upper part of the path as its own."""
     names = [name for name in path.split("/") if name not in {"", ".."}]
     yield from (top.joinpath(*names[:depth]) for depth in range(len(names), -1, -1))
 

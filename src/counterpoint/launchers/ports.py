@@ -1,4 +1,4 @@
-"""One port for the ranks to meet, taken before the first rank starts, so that nobody can take it in between."""
+"""Reserve the rendezvous port before the first rank starts, so that no other process can take it in between."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _LISTENING, _TIME_WAIT = "0A", "06"
 
 
 def reserve_port(port: int | None, host: str = LOOPBACK) -> socket.socket:
-    """Return a socket that is bound to ``port`` of the loopback, or to a free one; it does not listen yet.
+    """Return a socket bound to ``port``, or to a free one; it does not listen yet.
 
-    Bound but silent, it keeps the port from others, while rank 0 may listen on this very socket, or, in a script that
-    knows nothing of it, bind the port once more.
+    A bound socket keeps the port from other processes, while rank 0 can listen on this socket or, in a script that does
+    not know of it, bind the port again.
 
     Args:
         port: None for a free one.
-        host: this host's name or address, where others are to come to it.
+        host: this host's name or address, if other hosts connect.
 
     Raises:
-        LaunchError: the port is taken; the message says by whom.
+        LaunchError: the port is taken; the message names the process.
     """
     if port is not None and not 0 < port < 65536:
         raise LaunchError(f"port {port} does not exist; give one from 1 to 65535, or omit --port to get a free one")
@@ -41,7 +41,7 @@ def reserve_port(port: int | None, host: str = LOOPBACK) -> socket.socket:
 
 
 def _check_free(port: int) -> None:
-    """Nobody else holds the port; the last packets of an earlier run do not count."""
+    """Raise if another process uses the port; connections in TIME_WAIT do not count."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as strict:
         try:
             strict.bind((LOOPBACK, port))
@@ -59,7 +59,7 @@ def _bind_error(port: int | None, error: OSError) -> str:
 
 
 def port_owner(port: int) -> str | None:
-    """Return ``pid 812 (python other.py)`` for the process that listens on the port, as far as /proc tells."""
+    """Return ``pid 812 (python other.py)`` for the process that listens on the port, if /proc shows it."""
     inodes = {f"socket:[{inode}]" for state, inode in _sockets_on_port(port) if state == _LISTENING}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -71,13 +71,13 @@ def port_owner(port: int) -> str | None:
 
 
 def _command(process: Path) -> str:
-    """Return the program and its first argument; what follows may be private."""
+    """Return the program and its first argument only; the others may be private."""
     words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     return " ".join([Path(words[0]).name, *words[1:2]])[:80].strip()
 
 
 def _sockets_on_port(port: int) -> Iterator[tuple[str, str]]:
-    """Yield state and inode of every TCP socket whose local port it is."""
+    """Yield state and inode of every TCP socket with this local port."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         if table.exists():
             for row in table.read_text(encoding="ascii").splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""One rank's place on another host: an agent there starts the rank's process, waits for it, and tells how it ended."""
+"""Agent that starts one rank on another host, waits for it, and reports how it ended; used by Ray and Spark."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from counterpoint.launchers.variables import THREADS_VARIABLE
 
 
 class RankExitInfo(TypedDict):
-    """How a rank ended, as JSON; times are of that host's clock.
+    """How a rank ended, as JSON; times are of its host's clock.
 
     Attributes:
         pid: its process.
         returncode: exit code, or minus the signal that killed it.
         seconds: how long it ran.
-        error: what it wrote down, with ``ago_s`` for how long before its end; None if nothing.
+        error: its error record, with ``ago_s`` for the time before its exit; None if there is none.
     """
 
     pid: int
@@ -39,53 +39,55 @@ class RankExitInfo(TypedDict):
 
 
 class RankAgent:
-    """A rank's place; its methods may be called from several threads, `stop` while `run` waits."""
+    """Starts and stops one rank. Methods may be called from several threads: `stop` while `run` waits."""
 
     def __init__(self) -> None:
-        self._meeting: socket.socket | None = None
+        self._port_socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
     def reserve(self, host: str | None = None) -> tuple[str, int]:
-        """Return this host's address, as others reach it, and a port that is kept for rank 0, which is started here.
+        """Return this host's address and a port that is reserved for rank 0, which is then started here.
 
         Args:
-            host: the address, where it is known.
+            host: the address, if it is known.
         """
         host = host or outbound_address()
-        self._meeting = reserve_port(None, host)
-        return host, int(self._meeting.getsockname()[1])
+        self._port_socket = reserve_port(None, host)
+        return host, int(self._port_socket.getsockname()[1])
 
     def run(
         self, argv: Sequence[str], environment: RankEnvironment, extra_variables: Mapping[str, str]
     ) -> RankExitInfo:
-        """The rank has run here, tied to the life of this process.
+        """Run the rank until it ends, tied to the life of this process.
 
         Args:
-            argv: its command; ``python`` is the one that runs here.
-            found: which rank it is.
-            more: variables, beside those that say so.
+            argv: its command; ``python`` is replaced by this interpreter.
+            environment: its rank.
+            extra_variables: further environment variables.
         """
-        words = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
+        command = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
-            file = Path(folder) / "error.json"
+            error_file = Path(folder) / "error.json"
             self._child = self._start(
-                words, replace(environment, store_fd=self._listener()), {**extra_variables, ERROR_FILE: str(file)}
+                command,
+                replace(environment, store_fd=self._listener()),
+                {**extra_variables, ERROR_FILE: str(error_file)},
             )
-            if self._meeting is not None:
-                self._meeting.close()  # the rank has it now
+            if self._port_socket is not None:
+                self._port_socket.close()  # inherited by the rank
             if self._is_stopped:
                 self.stop()
             code = self._child.wait()
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             return RankExitInfo(
-                pid=self._child.pid, returncode=code, seconds=time.monotonic() - began, error=_read_error(file)
+                pid=self._child.pid, returncode=code, seconds=time.monotonic() - began, error=_read_error(error_file)
             )
 
     def stop(self) -> None:
-        """The rank has been asked to end, and is killed if it does not within its grace."""
+        """Ask the rank to end; kill it after the grace period."""
         self._is_stopped = True
         child = self._child
         if child is not None:
@@ -97,7 +99,7 @@ class RankAgent:
                     return
 
     def _listener(self) -> int | None:
-        return None if self._meeting is None else self._meeting.fileno()
+        return None if self._port_socket is None else self._port_socket.fileno()
 
     def _start(
         self, command: Sequence[str], environment: RankEnvironment, extra_variables: Mapping[str, str]
@@ -113,9 +115,9 @@ class RankAgent:
 
 
 def outbound_address() -> str:
-    """Return the address by which this host goes out; the loopback where it has no way out.
+    """Return the address of this host on its default route; the loopback address without one.
 
-    No message is sent: the kernel only chooses a route.
+    Nothing is sent: the kernel only selects a route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -126,18 +128,18 @@ def outbound_address() -> str:
 
 
 def to_rank_exit(rank: int, info: RankExitInfo, now_s: float, stopped_s: float | None) -> RankExit:
-    """Return how a rank ended, by the clock of whoever watches.
+    """Return a rank's exit in the clock of the supervisor.
 
     Args:
         rank: which.
-        ended: as its seat tells.
-        now_s: the watcher's clock.
-        stopped_s: when the watcher asked it to end, if it did.
+        info: from its agent.
+        now_s: the supervisor's clock.
+        stopped_s: when the supervisor asked it to end, if it did.
     """
-    error, told = None, info["error"]
-    if told is not None:
-        kind, message, place = str(told["kind"]), str(told["message"]), str(told["place"])
-        error = ErrorRecord(kind, message, place, bool(told["is_peer"]), now_s - float(told["ago_s"]))
+    error, record = None, info["error"]
+    if record is not None:
+        kind, message, place = str(record["kind"]), str(record["message"]), str(record["place"])
+        error = ErrorRecord(kind, message, place, bool(record["is_peer"]), now_s - float(record["ago_s"]))
     return RankExit(rank, info["pid"], info["returncode"], info["seconds"], now_s, stopped_s, error)
 
 
@@ -152,5 +154,5 @@ def _read_error(file: Path) -> dict[str, str | float | bool] | None:
 
 
 def thread_variables(cpus: int) -> dict[str, str]:
-    """Return what a rank finds beside who it is: its threads, as many as its cores."""
+    """Return the environment variables that set a rank's number of threads."""
     return {THREADS_VARIABLE: str(cpus)}

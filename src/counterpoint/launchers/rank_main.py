@@ -1,4 +1,4 @@
-"""What runs inside a rank: the user's script, unchanged, and one record of the error that ended it."""
+"""Entry point of a rank: runs the user's script unchanged, and records the error that ends it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from counterpoint.errors import PeerError
 from counterpoint.launchers.environment import ERROR_FILE
 from counterpoint.launchers.exit_report import ErrorRecord
 
-#: How long an error that only blames another rank is not shown: a supervisor ends this rank in the meantime, if it
-#: finds the cause, and then tells that first.
+#: Delay before an error about a lost peer is printed: meanwhile a supervisor that knows the root cause ends this rank,
+#: and reports that first.
 SECONDARY_DELAY_S = 0.5
 
-#: What libraries say when a peer went away; such an error is a consequence.
+#: Error texts of libraries for a lost peer; such an error is a consequence.
 PEER_TEXTS = ("connection reset by peer", "connection closed by peer", "broken pipe", "connection refused")
 _LAUNCHERS_PREFIX = str(Path(__file__).parent) + os.sep
 _LIBRARY_PREFIXES = (
@@ -33,26 +33,26 @@ _LIBRARY_PREFIXES = (
 
 
 def report_error(error: BaseException) -> None:
-    """The supervisor will know why this rank ends; where none watches, nothing happens."""
+    """Write the error for the supervisor; without a supervisor, do nothing."""
     path = os.environ.get(ERROR_FILE)
     if path:
         make_error_record(error).write(Path(path))
 
 
 def delay_secondary_error(error: BaseException) -> None:
-    """An error that only blames another rank has waited for a supervisor that knows better; any other has not."""
+    """Sleep briefly if the error is only about a lost peer and there is a supervisor."""
     if os.environ.get(ERROR_FILE) and is_peer_error(error):
         time.sleep(SECONDARY_DELAY_S)
 
 
 def make_error_record(error: BaseException) -> ErrorRecord:
-    """Return what a supervisor needs to know about an error."""
+    """Return the supervisor's record of an error."""
     kind, message = type(error).__name__, str(error)
     return ErrorRecord(kind, message, user_location(error), is_peer_error(error), time.monotonic())
 
 
 def is_peer_error(error: BaseException | None) -> bool:
-    """Return whether the error, or what caused it, only says that another rank went away."""
+    """Return whether the error, or its cause, only says that another rank was lost."""
     if error is None:
         return False
     text = str(error).lower()
@@ -61,19 +61,19 @@ def is_peer_error(error: BaseException | None) -> bool:
 
 
 def user_location(error: BaseException) -> str:
-    """Return ``file.py:40``: the last line of the user's own code that the error passed through."""
+    """Return ``file.py:40``: the last line of the user's own code in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_relative_path(error.filename)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PREFIXES)]
-    return f"{_relative_path(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PREFIXES)]
+    return f"{_relative_path(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else ""
 
 
 def run_script(argv: Sequence[str]) -> int:
-    """The script has run as ``python argv`` would run it; the exit code is returned.
+    """Run a script or module as ``python argv`` would; return the exit code.
 
     Args:
-        argv: a script or ``-m`` and a module, and then its own arguments.
+        argv: a script, or ``-m`` and a module, and then its own arguments.
     """
     if argv[0] == "-m":
         sys.argv[:] = list(argv[1:])
@@ -85,7 +85,7 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def run_with_error_report(body: Callable[[], object]) -> int:
-    """The body has run; an error was written down and shown as Python shows it. Return the exit code."""
+    """Run the body; record and print an error as Python does. Return the exit code."""
     try:
         body()
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def run_with_error_report(body: Callable[[], object]) -> int:
         if error.code not in {None, 0}:
             report_error(error)
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this rank and is told
+    except BaseException as error:  # noqa: BLE001 - any error ends this rank, and is reported
         report_error(error)
         delay_secondary_error(error)
         shown = error.with_traceback(_user_traceback(error.__traceback__))
@@ -104,7 +104,7 @@ def run_with_error_report(body: Callable[[], object]) -> int:
 
 
 def _user_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the user's first own frame on, as without a launcher; None where there is none."""
+    """Return the traceback from the first frame of the user's code, as without a launcher; None if there is none."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_LAUNCHERS_PREFIX, "<frozen")):
         trace = trace.tb_next
     return trace

@@ -1,4 +1,4 @@
-"""A job's coordinator and servers as processes of this host, watched: who dies is started again, and none is left."""
+"""Coordinator and servers of a parameter-server job as supervised processes of this host; killed ones are restarted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServerProcess:
     Attributes:
         arguments: of ``counterpoint serve``.
         popen: the process.
-        errors: what it writes to standard error.
+        errors: its stderr.
     """
 
     arguments: list[str]
@@ -57,41 +57,41 @@ def start_servers(
     threads: int = 1,
     is_journaled: bool = False,
 ) -> ServerProcesses:
-    """Return the coordinator and the servers of a job, running as processes of this host.
+    """Start the coordinator and the servers of a job as processes of this host.
 
-    They talk over UNIX sockets, and lay large tensors down in shared memory. A process that dies is started again; if
-    this one dies, however it dies, the kernel ends them.
+    They communicate over UNIX sockets, and exchange large tensors through shared memory. A process that dies is
+    restarted; if this one ends, however it ends, the kernel kills them.
 
     Args:
-        job: what all agree on.
-        spares: servers beyond the job's, for when one of these dies.
-        folder: for logs and cuts, empty or of an earlier run of this job, which goes on then; if not given, the job
-            ends with its processes.
-        key: which workers must have, too; None among processes of this user.
+        job: its configuration.
+        num_spares: standby servers, in addition to the job's.
+        folder: for logs and snapshots, empty or of an earlier run of this job, which is then resumed; without it, the
+            job is lost when its processes end.
+        key: that workers need, too; None among processes of this user.
         threads: for the arithmetic of each process.
-        is_journaled: whether everything that is counted is written to the folder's journals, to be looked at later.
+        is_journaled: whether to write all counted updates to journals in the folder, for later inspection.
 
     Raises:
         LaunchError: a process could not be started.
-        CheckpointError: what is in the folder cannot be gone on from.
+        CheckpointError: the run in the folder cannot be resumed.
     """
-    cut = resume(folder, job) if folder is not None and log_path(folder, COORDINATOR_LOG).exists() else None
-    options = [] if cut is None else ["--snapshot", str(cut)]
-    found = ServerProcesses(job, folder, key, threads, [*options, *(["--journal"] if is_journaled else [])])
+    snapshot = resume(folder, job) if folder is not None and log_path(folder, COORDINATOR_LOG).exists() else None
+    options = [] if snapshot is None else ["--snapshot", str(snapshot)]
+    processes = ServerProcesses(job, folder, key, threads, [*options, *(["--journal"] if is_journaled else [])])
     try:
-        found.start(num_spares)
+        processes.start(num_spares)
     except BaseException:
-        found.close()
+        processes.close()
         raise
-    return found
+    return processes
 
 
 class ServerProcesses:
-    """See :func:`start`; also a context manager.
+    """See :func:`start_servers`; also a context manager.
 
     Attributes:
-        contact: where the job is found, for :func:`counterpoint.ps.process.join`.
-        contact_path: a file that says so, for workers that are processes of their own.
+        contact: address of the job, for :func:`counterpoint.ps.process.join`.
+        contact_path: a file with it, for workers that are processes of their own.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ServerProcesses:
         write_job_file(self.contact, self.contact_path)
 
     def start(self, num_spares: int) -> None:
-        """The processes run, and somebody watches them."""
+        """Start and supervise the processes."""
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._start(COORDINATOR, [COORDINATOR])
@@ -121,7 +121,7 @@ class ServerProcesses:
         self._watcher.start()
 
     def add_server(self, name: str) -> None:
-        """One server more runs; a LaunchError where there is one of that name."""
+        """Start another server; raise LaunchError if the name is taken."""
         with self._lock:
             if name in self._children:
                 raise LaunchError(f"there is a server {name} already; give another name")
@@ -139,26 +139,26 @@ class ServerProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process of each member."""
+        """The process id of each member."""
         with self._lock:
             return {name: child.popen.pid for name, child in self._children.items()}
 
     def kill(self, name: str) -> None:
-        """The process is killed, as a machine that loses its power; it is started again soon."""
+        """Kill a process, as a power failure would; it is restarted soon."""
         with self._lock:
             self._children[name].popen.kill()
 
     def check(self) -> None:
-        """All processes run, or will again.
+        """Raise the error of a process that has exited by itself, and would again.
 
         Raises:
-            LaunchError: one has ended by itself, and would again; the error says what it said.
+            LaunchError: with the end of its stderr.
         """
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """No process is left, and no file but in the job's folder."""
+        """End all processes, and delete all files except those in the job's folder."""
         self._is_closing.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -180,16 +180,16 @@ class ServerProcesses:
     def _start(self, name: str, arguments: list[str]) -> None:
         read_fd, write_fd = os.pipe()
         try:
-            leash = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), ""]
+            wrapper = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), ""]
             command = [*arguments, "--job", str(self.contact_path)]
             if self._folder is not None:
                 command += ["--folder", str(self._folder)]
             if self._key is not None:
                 os.write(write_fd, self._key.secret.hex().encode())
                 command += ["--key-fd", str(read_fd)]
-            errors = tempfile.TemporaryFile(prefix="counterpoint-")  # noqa: SIM115 - the child's as long as it lives
+            errors = tempfile.TemporaryFile(prefix="counterpoint-")  # noqa: SIM115 - closed with the process
             popen = subprocess.Popen(
-                [*leash, sys.executable, "-m", "counterpoint", "serve", *command],
+                [*wrapper, sys.executable, "-m", "counterpoint", "serve", *command],
                 env={**DEFAULT_VARIABLES, **os.environ, THREADS_VARIABLE: str(self._threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -203,7 +203,7 @@ class ServerProcesses:
             os.close(write_fd)
 
     def _watch(self) -> None:
-        """Whoever was killed is started again; whoever has ended by itself is told of."""
+        """Restart killed processes; record the error of one that exited."""
         while not self._is_closing.wait(WATCH_INTERVAL_S):
             with self._lock:
                 for name, child in list(self._children.items()):
@@ -224,7 +224,7 @@ class ServerProcesses:
 
 
 def _stderr_tail(child: ServerProcess, code: int) -> str:
-    """Return the end of what a process wrote to standard error."""
+    """Return the end of a process's stderr."""
     size = child.errors.seek(0, os.SEEK_END)
     child.errors.seek(max(0, size - STDERR_TAIL_BYTES))
     return child.errors.read().decode(errors="replace").strip() or f"exit code {code}"

@@ -1,10 +1,8 @@
-"""Ranks in the tasks of a barrier stage of Spark: each task starts one as a process, and all tasks hear of every end.
+"""Ranks in the tasks of a Spark barrier stage, and local Spark sessions.
 
-Spark starts the tasks of such a stage together and lets them tell each other texts. That is all that is asked of it:
-where rank 0 is, and from then on, every second or so, whose rank has ended and how. So nothing of ours listens beside
-the place where ranks meet, and one failed rank ends all of them, whatever the others are at.
-
-Starting Spark from a script: what has to be installed, and a session of a few executors on this machine.
+Spark starts all tasks of a barrier stage together and lets them exchange strings (``allGather``). Each task starts one
+rank as a process; the tasks exchange where rank 0 is, and then every second or so which ranks have ended, and how. So
+nothing but the rendezvous store listens on a port, and one failed rank ends all.
 """
 
 from __future__ import annotations
@@ -33,38 +31,38 @@ from counterpoint.launchers.rank_agent import RankAgent, RankExitInfo, thread_va
 from counterpoint.rpc.job_key import JobKey, write_key
 
 POLL_S = 0.25
-MAX_POLL_S = 5.0  # between two looks at the others, once a run lasts long
-POLL_FRACTION = 0.02  # of the time that the run has lasted
+MAX_POLL_S = 5.0  # between two exchanges in a long run
+POLL_FRACTION = 0.02  # of the run time so far
 TRACEBACK = "traceback"
 TRACEBACK_LINES = 12
 
 
 class BarrierTaskContext(Protocol):
-    """What Spark tells a task of a barrier stage; ``pyspark.BarrierTaskContext`` is one."""
+    """Context of a task in a barrier stage, as ``pyspark.BarrierTaskContext``."""
 
     def partitionId(self) -> int:  # noqa: N802 - Spark's name
-        """Return the task's number in its stage."""
+        """Return the index of the task in its stage."""
 
     def getTaskInfos(self) -> Sequence[Any]:  # noqa: N802
-        """Return where every task runs."""
+        """Return the addresses of all tasks."""
 
     def allGather(self, message: str = "") -> list[str]:  # noqa: N802
-        """Return what all tasks say here, by number."""
+        """Return all tasks' messages, by index."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparkRankSpec:
-    """What every task is told; it travels as Spark's closures do.
+    """What to run in every task; serialized with Spark's closures.
 
     Args:
-        command: of every rank; its folder follows.
-        target: what the rank calls, as ``module:name`` or ``path.py:name``.
-        path: where else modules are found.
-        files: what the rank finds in its folder, by name.
-        job: the name of the run.
-        num_ranks: how many tasks there must be.
+        command: of every rank; its folder is appended.
+        target: the function to call, as ``module:name`` or ``path.py:name``.
+        path: additional module search path.
+        files: written to the rank's folder, by name.
+        job: name of the run.
+        num_ranks: required number of tasks.
         cpus: threads of each rank.
-        key: the job's secret, which is shown to nobody.
+        key: the job's secret; never printed.
     """
 
     command: tuple[str, ...]
@@ -79,13 +77,13 @@ class SparkRankSpec:
 
 @dataclass(frozen=True, slots=True)
 class SparkRankResult:
-    """What a task tells the driver of its rank, once all have ended.
+    """Result of a task's rank, for the driver.
 
     Args:
         rank: which.
-        report: why the run failed; empty if it did not. The same from all.
-        culprit: the rank at fault; -1 for none.
-        traceback: the last lines of this rank's, if it has one.
+        report: why the run failed, the same from all tasks; empty if it did not.
+        failed_rank: the rank at fault; -1 for none.
+        traceback: the last lines of this rank's, if any.
         files: the result, as ``write_value`` writes it, by name.
     """
 
@@ -99,32 +97,34 @@ class SparkRankResult:
 def run_task(
     context: BarrierTaskContext, spec: SparkRankSpec, prepare: Callable[[Path], None], root: str | None = None
 ) -> SparkRankResult:
-    """This task's rank has run and ended, and so have all others.
+    """Run this task's rank until all ranks have ended.
 
     Args:
         context: of the task.
-        order: what the driver wants.
-        prepare: puts the partition's samples into the rank's folder; a DataError of it ends all tasks.
-        root: where the rank's folder is made for as long as it runs; None for the system's own place.
+        spec: what to run.
+        prepare: writes the partition's samples to the rank's folder; a DataError of it ends all tasks.
+        root: parent of the rank's temporary folder; None for the system's default.
     """
     rank = context.partitionId()
     with tempfile.TemporaryDirectory(prefix="counterpoint-", dir=root) as name:
         folder, seat = Path(name), RankAgent()
-        found = _rendezvous(context, spec, seat, _prepare_failure(context, spec, prepare, folder))
-        if isinstance(found, str):
-            return SparkRankResult(rank, found)
+        environment = _rendezvous(context, spec, seat, _prepare_failure(context, spec, prepare, folder))
+        if isinstance(environment, str):
+            return SparkRankResult(rank, environment)
         _write_inputs(folder, spec)
-        outcomes = _supervise(context, seat, [*spec.command, name], found, spec.cpus, folder)
-        culprit, report = find_root_cause(outcomes), format_report(outcomes)
+        outcomes = _supervise(context, seat, [*spec.command, name], environment, spec.cpus, folder)
+        root_cause, report = find_root_cause(outcomes), format_report(outcomes)
         results = {path.name: path.read_bytes() for path in sorted(folder.glob(f"result-{rank}.*"))}
-        ending = _read_text_or_empty(folder / TRACEBACK)
-        return SparkRankResult(rank, report, -1 if culprit is None else culprit.rank, ending, {} if report else results)
+        traceback = _read_text_or_empty(folder / TRACEBACK)
+        return SparkRankResult(
+            rank, report, -1 if root_cause is None else root_cause.rank, traceback, {} if report else results
+        )
 
 
 def _prepare_failure(
     context: BarrierTaskContext, spec: SparkRankSpec, prepare: Callable[[Path], None], folder: Path
 ) -> str:
-    """Prepare the rank's folder; return what stands against its start, or nothing."""
+    """Prepare the rank's folder; return why the rank cannot start, or an empty string."""
     num_tasks = len(context.getTaskInfos())
     if num_tasks != spec.num_ranks:
         return (
@@ -141,23 +141,23 @@ def _prepare_failure(
 def _rendezvous(
     context: BarrierTaskContext, spec: SparkRankSpec, agent: RankAgent, failure: str
 ) -> RankEnvironment | str:
-    """Return which rank this is and where all meet, or why they do not start, the same on all."""
+    """Return this rank's environment, or why the ranks do not start, the same on all tasks."""
     rank = context.partitionId()
     hosts = [str(info.address).rpartition(":")[0] or str(info.address) for info in context.getTaskInfos()]
-    mine: list[Any] = [failure, "", 0]
+    message: list[Any] = [failure, "", 0]
     if rank == 0 and not failure:
-        mine[1:] = agent.reserve(LOOPBACK if len(set(hosts)) == 1 else None)
-    said = [json.loads(text) for text in context.allGather(json.dumps(mine))]
-    failed = [number for number, (text, *_) in enumerate(said) if text]
+        message[1:] = agent.reserve(LOOPBACK if len(set(hosts)) == 1 else None)
+    messages = [json.loads(text) for text in context.allGather(json.dumps(message))]
+    failed = [number for number, (text, *_) in enumerate(messages) if text]
     if failed:
-        return f"rank {failed[0]} could not start: {said[failed[0]][0]}"
-    _, host, port = said[0]
-    near = [number for number, name in enumerate(hosts) if name == hosts[rank]]
-    return RankEnvironment(rank, len(hosts), near.index(rank), len(near), host, port, spec.job)
+        return f"rank {failed[0]} could not start: {messages[failed[0]][0]}"
+    _, host, port = messages[0]
+    local_tasks = [number for number, name in enumerate(hosts) if name == hosts[rank]]
+    return RankEnvironment(rank, len(hosts), local_tasks.index(rank), len(local_tasks), host, port, spec.job)
 
 
 def _write_inputs(folder: Path, spec: SparkRankSpec) -> None:
-    """The rank's folder has what it is called with, and the job's key, which only its owner may read."""
+    """Write the call and the job's key, readable by the owner only, to the rank's folder."""
     for name, content in spec.files.items():
         (folder / name).write_bytes(content)
     path = [*sys.path, *(place for place in spec.path if place not in sys.path)]
@@ -174,24 +174,24 @@ def _supervise(
     cpus: int,
     folder: Path,
 ) -> list[RankExit]:
-    """Run the rank and return how all of them ended, by rank; where one fails, this one is stopped."""
+    """Run the rank; return how all ranks ended. If one fails, stop this one."""
     key = folder / "key"
-    told = replace(found, key_file=str(key)) if key.exists() else found
-    began, stop_s = time.monotonic(), float("inf")
+    environment = replace(found, key_file=str(key)) if key.exists() else found
+    began, stop_at_s = time.monotonic(), float("inf")
     stopped_s: float | None = None
     outcomes: dict[int, RankExit] = {}
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(agent.run, command, told, thread_variables(cpus))
+        running = pool.submit(agent.run, command, environment, thread_variables(cpus))
         try:
             while len(outcomes) < found.world_size:
                 _wait_round(running, began)
                 ago_s = None if stopped_s is None else time.monotonic() - stopped_s
-                mine = [running.result(), ago_s] if running.done() else None
-                _collect_exits(outcomes, context.allGather(json.dumps(mine)))
-                now_s, ended = time.monotonic(), list(outcomes.values())
-                if find_root_cause(ended) is not None:
-                    stop_s = min(stop_s, now_s + wait_for_others_s(ended, ()))
-                if stopped_s is None and stop_s <= now_s and not running.done():
+                message = [running.result(), ago_s] if running.done() else None
+                _collect_exits(outcomes, context.allGather(json.dumps(message)))
+                now_s, exited = time.monotonic(), list(outcomes.values())
+                if find_root_cause(exited) is not None:
+                    stop_at_s = min(stop_at_s, now_s + wait_for_others_s(exited, ()))
+                if stopped_s is None and stop_at_s <= now_s and not running.done():
                     stopped_s = now_s
                     agent.stop()
         finally:
@@ -201,22 +201,22 @@ def _supervise(
 
 
 def _wait_round(running: Future[RankExitInfo], began: float) -> None:
-    """Wait until the rank has ended or it is time to hear of the others."""
-    lasted = time.monotonic() - began
+    """Wait until the rank has ended, or for the next exchange."""
+    elapsed_s = time.monotonic() - began
     try:
-        running.result(min(max(POLL_S, POLL_FRACTION * lasted), MAX_POLL_S))
+        running.result(min(max(POLL_S, POLL_FRACTION * elapsed_s), MAX_POLL_S))
     except NotYetError:
         return
 
 
 def _collect_exits(outcomes: dict[int, RankExit], messages: Sequence[str]) -> None:
-    """Whoever has ended since the last time is an outcome."""
+    """Record the ranks that have ended since the last exchange."""
     now_s = time.monotonic()
     for rank, text in enumerate(messages):
-        one = json.loads(text)
-        if one is not None and rank not in outcomes:
-            ended, ago_s = one
-            outcomes[rank] = to_rank_exit(rank, ended, now_s, None if ago_s is None else now_s - ago_s)
+        message = json.loads(text)
+        if message is not None and rank not in outcomes:
+            info, ago_s = message
+            outcomes[rank] = to_rank_exit(rank, info, now_s, None if ago_s is None else now_s - ago_s)
 
 
 def _read_text_or_empty(path: Path) -> str:
@@ -227,29 +227,29 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MIN_JAVA_VERSION = 17
-"""The oldest Java that Spark 4 runs on."""
+"""The oldest Java version that Spark 4 supports."""
 
 REMEDY = "install one, on Debian with apt-get install openjdk-17-jre-headless, or set JAVA_HOME"
 
 
 def missing_for_spark() -> str:
-    """Return what is missing for Spark to start, and how to get it; empty where nothing is."""
+    """Return what Spark needs and is missing, and how to get it; empty if nothing is."""
     if find_spec("pyspark") is None:
-        return "there is no PySpark; pip install 'counterpoint[spark]'"
+        return "PySpark is not installed; pip install 'counterpoint[spark]'"
     java = java_path()
     if java is None:
-        return f"there is no Java, which Spark runs on; {REMEDY}"
-    found = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, timeout=60)
-    major = java_major(found.stderr + found.stdout)
+        return f"Java, which Spark needs, is not installed; {REMEDY}"
+    completed = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, timeout=60)
+    major = java_major(completed.stderr + completed.stdout)
     if major is None:
-        return f"{java} does not say its version: {(found.stderr + found.stdout).strip()[:200]!r}; {REMEDY}"
+        return f"{java} does not say its version: {(completed.stderr + completed.stdout).strip()[:200]!r}; {REMEDY}"
     if major < MIN_JAVA_VERSION:
         return f"{java} is Java {major}, but Spark 4 needs {MIN_JAVA_VERSION} or newer; {REMEDY}"
     return ""
 
 
 def java_path() -> str | None:
-    """Return the Java that Spark would take: that of JAVA_HOME, else the first on the path."""
+    """Return the Java executable that Spark would use: JAVA_HOME's, else the first on the path."""
     home = os.environ.get("JAVA_HOME")
     if home:
         path = Path(home) / "bin" / "java"
@@ -258,7 +258,7 @@ def java_path() -> str | None:
 
 
 def java_major(text: str) -> int | None:
-    """Return the major version in what ``java -version`` prints.
+    """Return the major version from the output of ``java -version``.
 
     Example:
         >>> java_major('openjdk version "17.0.15" 2025-04-15'), java_major('java version "1.8.0_202"')
@@ -276,14 +276,14 @@ def start_spark(
     name: str = "counterpoint",
     settings: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return a session with executors of their own on this machine; end it with ``stop()``.
+    """Return a session with executors on this machine; end it with ``stop()``.
 
     Args:
-        executors: processes of Java, each of which starts Python workers.
-        cores: tasks that each runs at once.
+        executors: Java processes, each of which starts Python workers.
+        cores: concurrent tasks of each.
         memory_mib: of each.
-        name: what Spark calls it.
-        settings: of Spark, which count before those that are made here.
+        name: of the application.
+        settings: of Spark, which override the defaults.
 
     Raises:
         LaunchError: PySpark or Java is missing, or too old.
@@ -302,7 +302,7 @@ def start_spark(
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": f"{memory_mib}m",
         "spark.executor.memory": f"{memory_mib}m",
-        # Too few slots for a stage that needs all at once are an error after a second, not after ten minutes.
+        # A barrier stage without enough slots fails after a second instead of ten minutes.
         "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "1",
         "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
         **(settings or {}),

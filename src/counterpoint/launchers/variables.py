@@ -1,7 +1,4 @@
-"""Where this user's programs keep what can be made again.
-
-Variables that a user may have set for every program, read in one place.
-"""
+"""Environment variables that users set for all programs: threads, allocator, cache, and those of Horovod and MXNet."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from counterpoint.errors import LaunchError
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for what can be made again: ``counterpoint`` in XDG_CACHE_HOME, or in ``.cache`` at home.
+    """Return the cache directory: ``counterpoint`` in XDG_CACHE_HOME, or in ``~/.cache``.
 
     Example:
-        >>> str(cache_folder({"XDG_CACHE_HOME": "/tmp/cache"}))
+        >>> str(cache_dir({"XDG_CACHE_HOME": "/tmp/cache"}))
         '/tmp/cache/counterpoint'
     """
     variables = os.environ if environ is None else environ
@@ -33,13 +30,13 @@ TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 
 
 def requested_threads(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the threads per process that the user has asked for with OMP_NUM_THREADS; None if they have not."""
+    """Return OMP_NUM_THREADS; None if it is not set."""
     text = (os.environ if environ is None else environ).get(THREADS_VARIABLE, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the variables by which the user has set up glibc's allocator; none where they have not."""
+    """Return the variables with which the user has configured glibc's allocator."""
     variables = os.environ if environ is None else environ
     named = [name for name in ALLOCATOR_VARIABLES if variables.get(name)]
     return named + [name for name in (TUNABLES_VARIABLE,) if "glibc.malloc." in variables.get(name, "")]
@@ -47,11 +44,11 @@ def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class HorovodVariables:
-    """What Horovod's users set in the environment, as far as it means something here.
+    """Horovod's environment variables that have a meaning here.
 
     Args:
-        fusion_bytes: gradients are reduced together up to this size; 0: each alone.
-        timeline: the file for a timeline of the whole run; None for none.
+        fusion_bytes: gradients are fused up to this size; 0: not at all.
+        timeline: file for a timeline of the run; None for none.
     """
 
     fusion_bytes: int = 128 * MEBIBYTE
@@ -60,11 +57,11 @@ class HorovodVariables:
 
 @dataclass(frozen=True, slots=True)
 class KvstoreVariables:
-    """What users of MXNet's KVStore set in the environment, as far as it means something here.
+    """MXNet KVStore's environment variables that have a meaning here.
 
     Args:
         num_servers: of a job.
-        role: what MXNet's own launcher has started this process as; None where it has not.
+        role: the process's role in MXNet's launcher; None without it.
     """
 
     num_servers: int = 1
@@ -75,7 +72,7 @@ def kvstore_variables(environ: Mapping[str, str] | None = None) -> KvstoreVariab
     """Return DMLC_NUM_SERVER and DMLC_ROLE.
 
     Raises:
-        LaunchError: the number of servers is none.
+        LaunchError: the number of servers is invalid.
     """
     variables = os.environ if environ is None else environ
     text = variables.get("DMLC_NUM_SERVER", "").strip()
@@ -88,14 +85,14 @@ def horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariab
     """Return HOROVOD_FUSION_THRESHOLD, in bytes, and HOROVOD_TIMELINE.
 
     Raises:
-        LaunchError: the threshold is no number of bytes.
+        LaunchError: the threshold is not a number of bytes.
     """
     variables = os.environ if environ is None else environ
     text = variables.get("HOROVOD_FUSION_THRESHOLD", "").strip()
     if text and not (text.isascii() and text.isdigit()):
         raise LaunchError(
             f"HOROVOD_FUSION_THRESHOLD={text!r} is not a number of bytes; give one, such as {64 * MEBIBYTE}, or 0 to "
-            "reduce every gradient alone"
+            "reduce every gradient separately"
         )
     default = HorovodVariables()
     return HorovodVariables(

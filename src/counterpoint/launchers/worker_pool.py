@@ -1,4 +1,4 @@
-"""Worker processes of this host that elastic jobs share: they go from one job to another as jobs begin and end."""
+"""Pool of worker processes on this host that elastic jobs share: workers move between jobs as jobs start and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from counterpoint.errors import LaunchError
 
 ShouldStop: TypeAlias = Callable[[], bool]
 JobFunction: TypeAlias = Callable[[str, str, ShouldStop], bool]
-"""From a job's name, the worker's and what tells it to go to whether all data of the job is counted."""
+"""From the job's name, the worker's, and whether to stop, to whether all data of the job has been processed."""
 
 GRACE_S = 10.0
 MAX_DEATHS = 3
@@ -29,9 +29,9 @@ class PooledWorker:
     Attributes:
         process: which.
         pipe: our end of its pipe.
-        num_deaths: how often it has ended without being told to.
-        orders: the jobs that it was told to go to and may still be at, by the number of the order.
-        num_orders: of all so far.
+        num_deaths: how often it has ended unexpectedly.
+        assignments: jobs that were assigned and not yet left, by number.
+        num_assignments: of all so far.
     """
 
     process: BaseProcess
@@ -42,14 +42,14 @@ class PooledWorker:
 
 
 class WorkerPool:
-    """Worker processes, and the jobs that they are at; close it.
+    """Worker processes, and the jobs that they work for; close it.
 
-    A worker that is wanted elsewhere finishes its minibatch, gives its task back, and joins the other job; the process
-    stays, so nothing is imported or started again. One that dies is started again: ``worker-0.1`` after ``worker-0``.
+    A worker that is assigned to another job finishes its minibatch, returns its task, and joins that job in the same
+    process, without new imports. One that dies is started again: ``worker-0.1`` after ``worker-0``.
 
     Args:
-        num_workers: processes.
-        work: works for a job; its function stands at the top of a file, for every process imports it.
+        num_workers: number of processes.
+        work: works for a job; an importable function at the top level of a module.
 
     Raises:
         LaunchError: a process cannot be started.
@@ -87,15 +87,15 @@ class WorkerPool:
 
     @property
     def current_jobs(self) -> dict[str, str]:
-        """The job of each worker; empty where it has none."""
+        """The job of each worker; empty if it has none."""
         return dict(self._pool.assignments)
 
     def add_job(self, demand: JobDemand) -> list[Reassignment]:
-        """A job gets workers from now on; returns who goes where."""
+        """Start to assign workers to a job; return the moves."""
         return self._assign_all(self._pool.add_job(demand))
 
     def remove_job(self, job: str) -> list[Reassignment]:
-        """A job gets no workers any more, whether it is complete or not; returns who goes where."""
+        """Stop to assign workers to a job, complete or not; return the moves."""
         return self._assign_all(self._pool.remove_job(job))
 
     def _assign_all(self, moves: Iterable[Reassignment]) -> list[Reassignment]:
@@ -105,45 +105,43 @@ class WorkerPool:
         return ordered
 
     def _assign(self, worker: str, job: str) -> None:
-        hand = self._workers[worker]
-        hand.assignments[hand.num_assignments] = job
-        with suppress(OSError):  # if it has died, that is seen when it is next listened to
-            hand.pipe.send((hand.num_assignments, job))
-        hand.num_assignments += 1
+        pooled = self._workers[worker]
+        pooled.assignments[pooled.num_assignments] = job
+        with suppress(OSError):  # a dead worker is detected at the next receive
+            pooled.pipe.send((pooled.num_assignments, job))
+        pooled.num_assignments += 1
 
     def wait(self, timeout_s: float) -> str:
-        """Return the job that is complete next; its workers have gone to the others, and none is at it any more.
-
-        So its servers may be stopped now.
+        """Return the next job that is complete and that all workers have left; its servers can be stopped.
 
         Args:
-            deadline_s: the longest that this lasts.
+            timeout_s: the longest that this lasts.
 
         Raises:
-            LaunchError: no job has begun, none is complete in time, or a worker dies again and again.
+            LaunchError: there is no job, none completes in time, or a worker dies repeatedly.
         """
         end_s = monotonic() + timeout_s
         while self._pool.jobs or self._complete:
             for job in self._complete:
-                if not any(job in hand.assignments.values() for hand in self._workers.values()):
+                if not any(job in worker.assignments.values() for worker in self._workers.values()):
                     self._complete.remove(job)
                     return job
-            sources = {hand.pipe: name for name, hand in self._workers.items()}
-            found = wait(list(sources), max(0.0, end_s - monotonic()))
-            if not found:
+            workers_by_pipe = {worker.pipe: name for name, worker in self._workers.items()}
+            ready = wait(list(workers_by_pipe), max(0.0, end_s - monotonic()))
+            if not ready:
                 raise self._timeout_error(timeout_s)
-            for pipe in found:
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
-                self._receive(sources[pipe])
-        raise LaunchError("no job has begun that could be complete; call begin(Want(...)) first")
+                self._receive(workers_by_pipe[pipe])
+        raise LaunchError("there is no job to wait for; call add_job(JobDemand(...)) first")
 
     def _timeout_error(self, timeout_s: float) -> LaunchError:
         if self._complete:
             job = self._complete[0]
-            at = [name for name, hand in self._workers.items() if job in hand.assignments.values()]
+            names = [name for name, worker in self._workers.items() if job in worker.assignments.values()]
             return LaunchError(
-                f"job {job} is complete, but {', '.join(at)} had not left it after {timeout_s:g} s; give more time, "
-                "or look at what they do when they are to go"
+                f"job {job} is complete, but {', '.join(names)} had not left it after {timeout_s:g} s; give more time, "
+                "or look at what they do when they should stop"
             )
         return LaunchError(
             f"none of the jobs {', '.join(self._pool.jobs)} is complete after {timeout_s:g} s; give more time, or "
@@ -151,48 +149,52 @@ class WorkerPool:
         )
 
     def _receive(self, name: str) -> None:
-        """A worker has ended what it was told to do, or itself."""
-        hand = self._workers[name]
+        """Handle the end of an assignment, or of a worker."""
+        worker = self._workers[name]
         try:
-            number, job, is_complete = hand.pipe.recv()
+            number, job, is_complete = worker.pipe.recv()
         except (EOFError, OSError):
             self._replace(name)
             return
-        hand.assignments = {at: ordered for at, ordered in hand.assignments.items() if at > number}
+        worker.assignments = {
+            assigned: assigned_job for assigned, assigned_job in worker.assignments.items() if assigned > number
+        }
         if is_complete and job in self._pool.jobs:
             self._complete.append(job)
             self.remove_job(job)
 
     def _replace(self, name: str) -> None:
-        hand = self._workers[name]
-        hand.process.join(GRACE_S)
-        hand.num_deaths += 1
-        if hand.num_deaths > MAX_DEATHS:
+        worker = self._workers[name]
+        worker.process.join(GRACE_S)
+        worker.num_deaths += 1
+        if worker.num_deaths > MAX_DEATHS:
             raise LaunchError(
-                f"{name} has ended {hand.num_deaths} times, the last time with exit code {hand.process.exitcode} at "
+                f"{name} has ended {worker.num_deaths} times, the last time with exit code {worker.process.exitcode} "
+                "at "
                 f"job {self._pool.assignments[name] or 'none'}; what it wrote last says why"
             )
-        hand.pipe.close()
-        hand.assignments.clear()
-        hand.process, hand.pipe = self._start(f"{name}.{hand.num_deaths}")  # jobs may not know yet that the other died
+        worker.pipe.close()
+        worker.assignments.clear()
+        worker.process, worker.pipe = self._start(
+            f"{name}.{worker.num_deaths}"
+        )  # a new name: jobs may not know yet that the former died
         self._assign(name, self._pool.assignments[name])
 
     def close(self) -> None:
-        """No worker process is left."""
+        """End all worker processes."""
         for name in self._workers:
             self._assign(name, "")
-        for hand in self._workers.values():
-            hand.pipe.close()
-        for hand in self._workers.values():
-            hand.process.join(GRACE_S)
-            if hand.process.is_alive():
-                hand.process.kill()
-                hand.process.join()
-            hand.process.close()
+        for worker in self._workers.values():
+            worker.pipe.close()
+        for worker in self._workers.values():
+            worker.process.join(GRACE_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.process.close()
         self._workers.clear()
 
     def __enter__(self) -> WorkerPool:
-        """Use the pool in a ``with`` block, which closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,18 +202,18 @@ class WorkerPool:
 
 
 def worker_main(job_function: JobFunction, worker: str, connection: Connection) -> None:
-    """Work for one job after the other, as one is told, until nobody is there any more to tell."""
+    """Work for one assigned job after the other, until the pool closes the pipe."""
     with suppress(EOFError, ConnectionError):
         while True:
             number, job = connection.recv()
             while connection.poll():
-                connection.send((number, job, False))  # passed over
+                connection.send((number, job, False))  # superseded
                 number, job = connection.recv()
             connection.send((number, job, bool(job) and _run_job(job_function, job, worker, connection)))
 
 
 def _run_job(job_function: JobFunction, job: str, worker: str, connection: Connection) -> bool:
-    """Return whether a job is complete; whatever its work raises ends the process, and is told as it ends."""
+    """Return whether the job is complete; an exception ends the process, and is reported at its exit."""
     try:
         return job_function(job, worker, connection.poll)
     except (EOFError, ConnectionError) as error:

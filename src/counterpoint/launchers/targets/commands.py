@@ -1,7 +1,4 @@
-"""Launches that are a command: mpirun, torchrun, or our own on this host.
-
-A launch on Slurm: a batch script whose ranks are the tasks of one srun, which tells them who they are.
-"""
+"""Targets that are commands: mpirun, torchrun, a local run, and Slurm's sbatch."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, ran
 
 
 def render_mpi(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return the mpirun of Open MPI that starts all ranks of a launch.
+    """Render Open MPI's mpirun command for all ranks.
 
     Raises:
-        LaunchError: there are several hosts, and nobody says which; or ranks are to be started again.
+        LaunchError: several hosts without names, or restarts.
     """
     if spec.max_restarts:
-        raise LaunchError(f"mpirun ends with the first rank that fails, and {spec.max_restarts} restarts are asked for; "
-                          "leave --restarts away, or take another launcher")  # fmt: skip
+        raise LaunchError(f"mpirun ends with the first rank that fails, and cannot do {spec.max_restarts} restarts; "
+                          "omit --restarts, or use another launcher")  # fmt: skip
     check_host_names(spec, "mpirun")
     places = [f"{host}:{spec.ranks_per_host}" for host in spec.host_names]
     words = ["mpirun", "-np", str(spec.num_ranks), "--bind-to", "none"]
@@ -31,10 +28,10 @@ def render_mpi(spec: LaunchSpec) -> LaunchArtifacts:
 
 
 def render_torchrun(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return the torchrun of a launch on one host; for several, that of each of them.
+    """Render the torchrun command, or one per host.
 
     Raises:
-        LaunchError: there are several hosts, and nobody says which.
+        LaunchError: several hosts without names.
     """
     check_host_names(spec, "torchrun")
     variables = tuple(f"{name}={value}" for name, value in spec.env_variables().items())
@@ -54,15 +51,15 @@ def render_torchrun(spec: LaunchSpec) -> LaunchArtifacts:
 
 
 def render_local(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return the command that starts all ranks on this host.
+    """Render the command that starts all ranks on this host.
 
     Raises:
-        LaunchError: there are several hosts, or ranks are to be started again.
+        LaunchError: several hosts, or restarts.
     """
     if spec.num_hosts > 1 or spec.host_names or spec.max_restarts:
         raise LaunchError(
-            f"{spec.num_hosts} hosts and {spec.max_restarts} restarts are asked for; `counterpoint run` has this host, and "
-            "starts ranks once: take --on torchrun, mpi, slurm, ray or kubernetes"
+            f"`counterpoint run` starts ranks once, on this host, and cannot do {spec.num_hosts} hosts and "
+            f"{spec.max_restarts} restarts; use --on torchrun, mpi, slurm, ray or kubernetes"
         )
     words = (spec.python, "-m", "counterpoint", "run", "--ranks", str(spec.num_ranks))
     variables = tuple(f"{name}={value}" for name, value in spec.env_variables().items())
@@ -71,25 +68,22 @@ def render_local(spec: LaunchSpec) -> LaunchArtifacts:
 
 
 def check_host_names(spec: LaunchSpec, name: str) -> None:
-    """The hosts of a launch have names where there are several.
+    """Check that several hosts have names.
 
     Raises:
         LaunchError: they have none.
     """
     if spec.num_hosts > 1 and not spec.host_names:
-        raise LaunchError(
-            f"{spec.num_hosts} hosts are wanted, and {name} must be told which; name them: --host-names a,b"
-        )
+        raise LaunchError(f"{name} cannot choose {spec.num_hosts} hosts itself; name them: --host-names a,b")
 
 
-EXIT_IF_TERMINATED = "  [ $? -ne 143 ] || exit 143  # SIGTERM: the job is to end, not to start again"
+EXIT_IF_TERMINATED = "  [ $? -ne 143 ] || exit 143  # SIGTERM: end the job, without a restart"
 
 
 def render_slurm(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return the batch script of a launch, and what hands it to Slurm.
+    """Render a batch script whose ranks are the tasks of one srun, and the sbatch command.
 
-    Ranks that fail end the others; Slurm asks all of them to end before their time is over, and waits as long as the
-    launch grants.
+    A failed rank ends the others. Slurm asks all to end before the time limit, and waits for the grace period.
     """
     file = f"{spec.name}.sbatch"
     return LaunchArtifacts(((file, batch_script(spec)),), (("sbatch", file),))

@@ -1,7 +1,7 @@
-"""A launch on Kubernetes: manifests of an Indexed Job, of a JobSet, or of Kubeflow Trainer's TrainJob.
+"""Kubernetes manifests: an Indexed Job, a JobSet, or Kubeflow Trainer's TrainJob.
 
-In each of them a pod is a host, and torchrun starts its ranks: PET_ variables are torchrun's own options. The job's key
-is a secret that is made from its file and mounted as a file; neither a manifest nor a command has the key.
+In each of them a pod is a host, and torchrun starts its ranks, configured by PET_ variables. The job's key is a secret
+created from its file and mounted as a file; neither manifests nor commands contain it.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ KubernetesManifest: TypeAlias = Mapping[str, Json]
 
 KEY_FOLDER = "/run/secrets/counterpoint"
 KEY_NAME = "key"
-CONTAINER = "node"  # what Kubeflow Trainer calls the pods that train, and their container
+CONTAINER = "node"  # Kubeflow Trainer's name of the training pods and their container
 INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 PROBE_S = 20
 TRAINER_API = "trainer.kubeflow.org"
-STARTUP_S = 600  # so long ranks may take to start after their container has
+STARTUP_S = 600  # for ranks to start after their container
 
 
 def render_kubernetes(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return an Indexed Job and the headless service by which its pods find each other.
+    """Render an Indexed Job, and the headless service through which its pods find each other.
 
-    A pod that ends with an error is started again; its ranks' peers fail with it, and start again likewise.
+    A pod that fails is restarted; its ranks' peers fail with it, and are restarted likewise.
     """
     return render_manifests(spec, [service(spec), job(spec)])
 
 
 def render_jobset(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return a JobSet: where a pod fails, all are started again together."""
+    """Render a JobSet: if a pod fails, all are restarted together."""
     return render_manifests(spec, [job_set(spec)])
 
 
 def render_kubeflow(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return a TrainJob, and the TrainingRuntime of its own that says what pods look like."""
+    """Render a TrainJob, and its TrainingRuntime, which specifies the pods."""
     return render_manifests(spec, [training_runtime(spec), train_job(spec)])
 
 
 def render_manifests(spec: LaunchSpec, manifests: list[KubernetesManifest]) -> LaunchArtifacts:
-    """Return the file with the manifests, and the commands that hand over the key and them.
+    """Render the file with the manifests, and the commands that create the secret and apply the file.
 
     Raises:
-        LaunchError: no image is given, or names of hosts, which Kubernetes chooses.
+        LaunchError: no image, or host names, which Kubernetes chooses.
     """
     if not spec.image:
         raise LaunchError("a pod needs an image that has this package and the script; give --image NAME")
@@ -66,7 +66,7 @@ def render_manifests(spec: LaunchSpec, manifests: list[KubernetesManifest]) -> L
 
 
 def service(spec: LaunchSpec) -> KubernetesManifest:
-    """Return the service that gives pods names before they are ready, since they are not before they have met."""
+    """Return the service that gives pods names before they are ready; they become ready only after the rendezvous."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -86,7 +86,7 @@ def job(spec: LaunchSpec) -> KubernetesManifest:
 
 
 def job_set(spec: LaunchSpec) -> KubernetesManifest:
-    """Return the JobSet; pods are named after the set, the job, the job's number and their own."""
+    """Return the JobSet; a pod's name consists of the set's, the job's, the job's index and its own index."""
     first = f"{spec.name}-{CONTAINER}-0-0.{spec.name}"
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -101,7 +101,7 @@ def job_set(spec: LaunchSpec) -> KubernetesManifest:
 
 
 def training_runtime(spec: LaunchSpec) -> KubernetesManifest:
-    """Return what pods of the TrainJob look like; Kubeflow's controller adds how many, and where they meet."""
+    """Return the pods of the TrainJob; Kubeflow's controller adds their number and the rendezvous address."""
     labels: KubernetesManifest = {f"{TRAINER_API}/trainjob-ancestor-step": "trainer"}
     template: KubernetesManifest = {
         "metadata": {"labels": labels},
@@ -147,10 +147,10 @@ def job_spec(spec: LaunchSpec, master_host: str, retries: int, names: Kubernetes
     """Return the job of all pods.
 
     Args:
-        launch: what they run.
-        first: the name under which the others find the pod of rank 0.
-        retries: how many pods may fail in all.
-        names: what gives pods their names, where the job has to say it itself.
+        spec: the launch.
+        master_host: DNS name of the pod of rank 0.
+        retries: how many pods may fail in total.
+        names: fields that give pods DNS names, if the job has to specify them.
     """
     meeting: list[Json] = [
         env_variable("PET_NNODES", spec.num_hosts),
@@ -172,7 +172,7 @@ def job_spec(spec: LaunchSpec, master_host: str, retries: int, names: Kubernetes
 
 
 def pod(spec: LaunchSpec, master_variables: list[Json]) -> KubernetesManifest:
-    """Return a pod: one container with all ranks of a host, memory that they share, and the key where there is one."""
+    """Return a pod: one container with all ranks of a host, shared memory, and the key if there is one."""
     mounts: list[Json] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[Json] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     own = spec
@@ -199,7 +199,7 @@ def pod(spec: LaunchSpec, master_variables: list[Json]) -> KubernetesManifest:
 
 
 def liveness_probe(spec: LaunchSpec) -> KubernetesManifest:
-    """Return how a kubelet asks whether the ranks of a pod live."""
+    """Return the command with which a kubelet checks the ranks of a pod."""
     words: list[Json] = [spec.python, "-m", "counterpoint.launchers.liveness_probe", str(spec.ranks_per_host)]
     return {"exec": {"command": words}, "periodSeconds": PROBE_S, "timeoutSeconds": PROBE_S}
 
@@ -210,7 +210,7 @@ def command(spec: LaunchSpec) -> list[Json]:
 
 
 def resources(spec: LaunchSpec) -> KubernetesManifest:
-    """Return what a pod asks for and may use at most."""
+    """Return the resource requests and limits of a pod."""
     needs, ranks = spec.resources, spec.ranks_per_host
     wanted: dict[str, Json] = {"cpu": str(ranks * needs.cpus_per_rank)}
     if needs.memory_gib:
@@ -221,12 +221,12 @@ def resources(spec: LaunchSpec) -> KubernetesManifest:
 
 
 def metadata(spec: LaunchSpec) -> KubernetesManifest:
-    """Return the name and the labels of all that belongs to a launch."""
+    """Return the name and labels of the launch's objects."""
     return {"name": spec.name, "labels": {"app.kubernetes.io/managed-by": "counterpoint"}}
 
 
 def env_variable(name: str, value: object) -> KubernetesManifest:
-    """Return a variable of a container."""
+    """Return an environment variable of a container."""
     return {"name": name, "value": str(value)}
 
 

@@ -1,7 +1,7 @@
-"""A launch on Ray: one placement group with a bundle for each host, one actor for each rank, watched from here.
+"""Launch on Ray: one placement group with a bundle per host, and one actor per rank, supervised from here.
 
-Ray decides where, and says when an actor's host is lost; what an actor runs is a process of torchrun's contract, as
-under every launcher, so that a script need not know Ray. Nothing of a training passes through Ray.
+Ray places the actors, and reports lost hosts. An actor runs a process with torchrun's environment, as under every
+launcher, so that a script need not know Ray. No training data passes through Ray.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from counterpoint.launchers.exit_report import (
 from counterpoint.launchers.rank_agent import RankAgent, thread_variables, to_rank_exit
 from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, rank_command
 
-PLACEMENT_TIMEOUT_S = 60.0  # so long a cluster may take to have room for all ranks
-LOST_RETURNCODE = -9  # how a rank ends whose host is lost: as if it were killed
+PLACEMENT_TIMEOUT_S = 60.0  # for the cluster to have room for all ranks
+LOST_RETURNCODE = -9  # a rank on a lost host counts as killed
 POLL_S = 0.1
 
 
 def render_ray(spec: LaunchSpec) -> LaunchArtifacts:
-    """Return in words what Ray is asked for; there is no command.
+    """Describe what Ray is asked for; there is no command.
 
     Raises:
-        LaunchError: hosts are named, which Ray chooses, or the job is to have a time limit.
+        LaunchError: host names, which Ray chooses, or a time limit.
     """
     if spec.host_names or spec.resources.minutes:
-        raise LaunchError("Ray chooses the hosts, and runs a job until it ends; leave --host-names and --minutes away")
+        raise LaunchError("Ray chooses the hosts, and has no time limit; omit --host-names and --minutes")
     command = " ".join(rank_command(spec))
     strategy, bundles = placement_strategy(spec), resource_bundles(spec)
     return LaunchArtifacts(
@@ -49,12 +49,12 @@ def render_ray(spec: LaunchSpec) -> LaunchArtifacts:
 
 
 def placement_strategy(spec: LaunchSpec) -> str:
-    """Return how Ray spreads the bundles."""
+    """Return the placement group's strategy."""
     return "STRICT_SPREAD" if spec.num_hosts > 1 else "STRICT_PACK"
 
 
 def resource_bundles(spec: LaunchSpec) -> list[dict[str, float]]:
-    """Return what each host must have."""
+    """Return the resources of each host."""
     needs, ranks = spec.resources, spec.ranks_per_host
     bundle: dict[str, float] = {"CPU": ranks * needs.cpus_per_rank}
     if needs.gpus_per_rank:
@@ -65,7 +65,7 @@ def resource_bundles(spec: LaunchSpec) -> list[dict[str, float]]:
 
 
 def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
-    """The ranks have run on the cluster that RAY_ADDRESS names, or on one of this host; return the exit code.
+    """Run the ranks on the cluster at RAY_ADDRESS, or a local one; return the exit code.
 
     Raises:
         LaunchError: Ray is not installed, or has no room.
@@ -76,15 +76,16 @@ def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
         from ray.util.placement_group import placement_group, remove_placement_group
     except ModuleNotFoundError as error:
         raise LaunchError(f"{error.name} is not installed; pip install 'counterpoint[ray]' on all hosts") from error
-    is_ours = not ray.is_initialized()
-    if is_ours:
+    initialized_here = not ray.is_initialized()
+    if initialized_here:
         ray.init()
     group = placement_group(resource_bundles(spec), strategy=placement_strategy(spec))
     try:
         for attempt in range(spec.max_restarts + 1):
             if not group.wait(PLACEMENT_TIMEOUT_S):
                 raise LaunchError(
-                    f"Ray had no room for {spec.num_hosts} hosts with {resource_bundles(spec)[0]} in {PLACEMENT_TIMEOUT_S:.0f} s; "
+                    f"Ray had no room for {spec.num_hosts} hosts with {resource_bundles(spec)[0]} in "
+                    f"{PLACEMENT_TIMEOUT_S:.0f} s; "
                     f"the cluster has {ray.cluster_resources()}: add hosts, or ask for less"
                 )
             outcomes = RayAttempt(ray, group, spec, attempt).run()
@@ -98,21 +99,21 @@ def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
         raise LaunchError(f"Ray could not start the ranks: {error}; look at its logs, and at its hosts") from error
     finally:
         remove_placement_group(group)
-        if is_ours:
+        if initialized_here:
             ray.shutdown()
 
 
 @dataclass(slots=True)
 class RayAttempt:
-    """All ranks, started once.
+    """One start of all ranks.
 
     Attributes:
         ray: the module.
-        group: where actors are placed.
-        launch: what they run.
-        number: from 0.
-        running: what each rank that has not ended will answer.
-        outcomes: of those that have.
+        group: the placement group.
+        spec: what to run.
+        number: of the attempt, from 0.
+        running: the pending result of each running rank.
+        exits: of ranks that have ended.
         stopped_s: when the others were asked to end.
     """
 
@@ -125,7 +126,7 @@ class RayAttempt:
     stopped_s: float | None = None
 
     def run(self) -> list[RankExit]:
-        """Return how all ranks ended, by rank; none is left."""
+        """Return how all ranks ended, by rank."""
         began, stop_s = time.monotonic(), float("inf")
         seats = self._create_agents()
         try:
@@ -144,7 +145,7 @@ class RayAttempt:
         return sorted(self.exits, key=lambda outcome: outcome.rank)
 
     def _create_agents(self) -> list[Any]:
-        """Return an actor for each rank; those of a host are neighbours in rank."""
+        """Return an actor for each rank; ranks of one host are consecutive."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         needs = self.spec.resources
@@ -162,29 +163,32 @@ class RayAttempt:
         ]
 
     def _start(self, agents: Sequence[Any]) -> None:
-        """Every rank runs, or is about to."""
+        """Start all ranks."""
         launch, job = self.spec, f"ray-{secrets.token_hex(6)}"
         host, port = self.ray.get(agents[0].reserve.remote(), timeout=PLACEMENT_TIMEOUT_S)
-        more = {**launch.env_variables(), **thread_variables(launch.resources.cpus_per_rank)}
-        more |= {"TORCHELASTIC_RESTART_COUNT": str(self.number), "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts)}
-        here = Path(launch.script)
-        command = rank_command(replace(launch, script=str(here.absolute() if here.exists() else here)))
+        extra_variables = {**launch.env_variables(), **thread_variables(launch.resources.cpus_per_rank)}
+        extra_variables |= {
+            "TORCHELASTIC_RESTART_COUNT": str(self.number),
+            "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+        }
+        script = Path(launch.script)
+        command = rank_command(replace(launch, script=str(script.absolute() if script.exists() else script)))
         for rank, seat in enumerate(agents):
-            local = rank % launch.ranks_per_host
-            found = RankEnvironment(rank, launch.num_ranks, local, launch.ranks_per_host, host, port, job)
-            self.running[seat.run.remote(command, found, more)] = rank
+            local_rank = rank % launch.ranks_per_host
+            environment = RankEnvironment(rank, launch.num_ranks, local_rank, launch.ranks_per_host, host, port, job)
+            self.running[seat.run.remote(command, environment, extra_variables)] = rank
 
     def _collect_exits(self, began: float) -> None:
-        """Whoever has ended is an outcome; a rank whose host is lost, too."""
+        """Record ranks that have ended, and those whose host is lost."""
         done, _ = self.ray.wait(list(self.running), timeout=POLL_S)
-        for answer in done:
-            rank = self.running.pop(answer)
+        for result in done:
+            rank = self.running.pop(result)
             now_s = time.monotonic()
             try:
-                ended = self.ray.get(answer)
+                info = self.ray.get(result)
             except self.ray.exceptions.RayError as lost:
-                story = f"Ray has lost its actor, or the host: {lost}".splitlines()[0]
-                error = ErrorRecord("LaunchError", story, "", is_peer=False, time_s=now_s)
+                text = f"Ray has lost its actor, or the host: {lost}".splitlines()[0]
+                error = ErrorRecord("LaunchError", text, "", is_peer=False, time_s=now_s)
                 self.exits.append(RankExit(rank, 0, LOST_RETURNCODE, now_s - began, now_s, self.stopped_s, error))
             else:
-                self.exits.append(to_rank_exit(rank, ended, now_s, self.stopped_s))
+                self.exits.append(to_rank_exit(rank, info, now_s, self.stopped_s))

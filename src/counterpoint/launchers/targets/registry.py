@@ -1,4 +1,4 @@
-"""Where a launch can go: one table of names, and how what was written is carried out."""
+"""Registry of the systems on which ranks can be started, and execution of their commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, val
 
 
 def render_sagemaker(spec: LaunchSpec) -> LaunchArtifacts:
-    """Refuse: SageMaker is asked for hosts by its own SDK, and starts the script on them itself.
+    """Raise: SageMaker is controlled through its own SDK, and starts the script itself.
 
     Raises:
         LaunchError: always.
@@ -30,19 +30,21 @@ def render_sagemaker(spec: LaunchSpec) -> LaunchArtifacts:
 
 
 def run_commands(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
-    """The commands have run here, one after the other, until one failed; its exit code is returned.
+    """Run the commands here, one after the other, until one fails; return its exit code.
 
     Raises:
-        LaunchError: a command is not installed, or all of them are for other hosts.
+        LaunchError: a command is not installed, or all are for other hosts.
     """
     if artifacts.per_host_commands:
         raise LaunchError(
-            f"{artifacts.note}, and {spec.num_hosts} hosts are wanted: give on each the command that --dry-run shows"
+            f"{artifacts.note}, but the launch has {spec.num_hosts} hosts: run on each the command that --dry-run "
+            "prints"
         )
     absent = next((words[0] for words in artifacts.commands if shutil.which(words[0]) is None), None)
     if absent is not None:
         raise LaunchError(
-            f"there is no {absent} on this machine; go where it is, or take what --dry-run shows and start it there"
+            f"there is no {absent} on this machine; run this where it is installed, or run the output of --dry-run "
+            "there"
         )
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
         for name, text in artifacts.files:
@@ -60,9 +62,9 @@ class LaunchTarget:
     """A system on which ranks can be started.
 
     Args:
-        write: what would start them.
-        start: starts them; returns an exit code.
-        is_remote: its hosts are others than this one, with a Python of their own.
+        render: returns what starts them.
+        run: starts them; returns an exit code.
+        is_remote: whether its hosts are others than this one, with a Python of their own.
     """
 
     render: Callable[[LaunchSpec], LaunchArtifacts]
@@ -87,7 +89,7 @@ def find_target(name: str) -> LaunchTarget:
     """Return the target of this name.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: it does not exist.
     """
     if name not in TARGETS:
         raise LaunchError(f"there is no launcher {name!r}; give one of {', '.join(TARGETS)}")
@@ -95,10 +97,10 @@ def find_target(name: str) -> LaunchTarget:
 
 
 def render_launch(name: str, spec: LaunchSpec) -> LaunchArtifacts:
-    """Return what would start a launch on the target of this name.
+    """Return what starts the launch on the target of this name.
 
     Raises:
-        LaunchError: there is no such target, or it cannot start this launch.
+        LaunchError: the target does not exist, or cannot start this launch.
     """
     target = find_target(name)
     validate_spec(spec)
@@ -106,11 +108,11 @@ def render_launch(name: str, spec: LaunchSpec) -> LaunchArtifacts:
 
 
 def format_artifacts(artifacts: LaunchArtifacts) -> str:
-    """Return what would be started as text: files as they are, and all else in comments between them."""
+    """Format what would be started: files verbatim, and all else as comments between them."""
     parts = []
     for name, text in artifacts.files:
         lines = text.splitlines(keepends=True)
-        first = 1 if lines and lines[0].startswith("#!") else 0  # a script's interpreter stands in its first line
+        first = 1 if lines and lines[0].startswith("#!") else 0  # the first line of a script names its interpreter
         parts += [*lines[:first], f"# {name}\n", *lines[first:]]
     mark = "# " if artifacts.files else ""
     parts += [f"{mark}$ {shlex.join(words)}\n" for words in artifacts.commands]

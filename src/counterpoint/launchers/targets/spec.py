@@ -1,4 +1,4 @@
-"""What a user wants started, wherever: one description, from which every writer makes what its system reads."""
+"""Specification of a launch, from which every target renders its commands, scripts or manifests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What a launch needs of the hosts that a system chooses for it.
+    """Resources that a system allocates for a launch.
 
     Args:
         cpus_per_rank: cores of each rank.
-        gpus_per_rank: cards of each rank.
-        memory_gib: of each host, for all its ranks; 0 leaves it to the system.
-        minutes: the longest that the job runs; 0 leaves it to the system.
-        grace_s: from the first signal that asks ranks to end to the one that ends them.
+        gpus_per_rank: GPUs of each rank.
+        memory_gib: of each host, for all its ranks; 0 for the system's default.
+        minutes: time limit of the job; 0 for the system's default.
+        grace_s: from the first signal that asks ranks to end to the one that kills them.
     """
 
     cpus_per_rank: int = 1
@@ -34,23 +34,23 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """A script on so many ranks.
+    """A script, and the ranks to run it on.
 
     Args:
-        script: a Python file, as the hosts find it.
+        script: a Python file, as found on the hosts.
         arguments: of the script.
-        name: of the job, where a system shows jobs by name.
-        hosts: how many.
-        ranks_per_host: on each of them.
-        host_names: who they are, for systems that do not choose them; rank 0 is on the first.
-        port: where ranks meet, for systems that do not say.
-        key_file: where every host has the job's key, for jobs that have one.
-        transport: what joins the ranks; None for what is best.
-        deadline_s: how long ranks wait for each other to arrive; None leaves it to the fabric.
-        restarts: how often all ranks are started again when one has failed.
-        image: of containers.
-        python: the interpreter, as the hosts find it.
-        needs: of the hosts.
+        name: of the job.
+        num_hosts: number of hosts.
+        ranks_per_host: number of ranks on each.
+        host_names: for systems that do not choose hosts; rank 0 is on the first.
+        port: rendezvous port, for systems that do not choose one.
+        key_file: where every host has the job's key, if it has one.
+        transport: between ranks; None for the best one.
+        timeout_s: how long ranks wait for each other to arrive; None for the default.
+        max_restarts: how often all ranks are restarted after a failure.
+        image: container image.
+        python: the interpreter, as found on the hosts.
+        resources: of the hosts.
     """
 
     script: str
@@ -74,24 +74,24 @@ class LaunchSpec:
         return self.num_hosts * self.ranks_per_host
 
     def env_variables(self) -> dict[str, str]:
-        """Return what every rank finds in its environment beside the launcher's words, not the key but its place."""
-        told = {KEY_FILE: self.key_file, TRANSPORT: self.transport, TIMEOUT_S: self.timeout_s}
-        return {name: str(value) for name, value in told.items() if value is not None}
+        """Return environment variables of every rank, in addition to the launcher's; the key's path, not the key."""
+        variables = {KEY_FILE: self.key_file, TRANSPORT: self.transport, TIMEOUT_S: self.timeout_s}
+        return {name: str(value) for name, value in variables.items() if value is not None}
 
     def master_variables(self) -> dict[str, str]:
-        """Return where ranks meet that have been told their hosts; nothing where they have not."""
+        """Return the rendezvous address, if host names are given; empty otherwise."""
         return dict(zip(MASTER_VARIABLES, (self.host_names[0], str(self.port)), strict=True)) if self.host_names else {}
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchArtifacts:
-    """What would start a launch.
+    """What starts a launch.
 
     Args:
-        files: names and texts, for the commands.
+        files: names and texts, used by the commands.
         commands: run here, one after the other.
-        elsewhere: instead of commands: hosts, and the command that a user gives on each.
-        note: what else there is to say of it.
+        per_host_commands: instead of commands: hosts, and the command to run on each.
+        note: additional information.
     """
 
     files: tuple[tuple[str, str], ...] = ()
@@ -106,10 +106,10 @@ def rank_command(spec: LaunchSpec) -> tuple[str, ...]:
 
 
 def validate_spec(spec: LaunchSpec) -> None:
-    """The description can be written down for any system.
+    """Check that every target can render the specification.
 
     Raises:
-        LaunchError: it cannot; the key is checked without being shown.
+        LaunchError: it is invalid; the key is checked, and never printed.
     """
     needs = spec.resources
     least = {
@@ -119,17 +119,18 @@ def validate_spec(spec: LaunchSpec) -> None:
     }  # fmt: skip
     for what, (number, lowest) in least.items():
         if number < lowest:
-            raise LaunchError(f"{number} {what} cannot be had; give {lowest} or more")
+            raise LaunchError(f"{number} {what} are not possible; give {lowest} or more")
     if not 0 < spec.port < 65536:
         raise LaunchError(f"port {spec.port} does not exist; give one from 1 to 65535")
     if not JOB_NAME.fullmatch(spec.name):
         raise LaunchError(
-            f"{spec.name!r} cannot be the name of a job everywhere; give up to 42 small letters, digits and hyphens, "
-            "a letter first and no hyphen last"
+            f"{spec.name!r} is not a valid job name on all systems; give up to 42 lower-case letters, digits and "
+            "hyphens, a letter first and no hyphen last"
         )
     if spec.host_names and len(set(spec.host_names)) != spec.num_hosts:
         raise LaunchError(
-            f"{spec.num_hosts} hosts are wanted, but {', '.join(spec.host_names)} names {len(set(spec.host_names))}; "
+            f"the launch has {spec.num_hosts} hosts, but {', '.join(spec.host_names)} names "
+            f"{len(set(spec.host_names))}; "
             "name each of them once"
         )
     if spec.key_file is not None:
