@@ -184,7 +184,7 @@ def test_replicas_of_a_stage_do_not_normalize_together():
 def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_batch():
     require_synchronous_steps(cp.Plan.parse("pipeline(2) * data(2)"))
     with pytest.raises(
-        cp.PlanError, match=r"^batches='per_rank' has each rank .* under pipeline\(2, schedule=pipedream\) all"
+        cp.PlanError, match=r"^with batches='per_rank' each rank .* under pipeline\(2, schedule=pipedream\) all"
     ):
         require_synchronous_steps(cp.Plan.parse("pipedream(2)"))
 
@@ -193,8 +193,8 @@ def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_ba
     ("strategy", "options", "said"),
     [
         (PLAN, {"clip_norm": 1.0}, r"clip_norm=1.0 is a norm over all stages, .*; give clip_by='stage' to clip each"),
-        (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' says by whose norm .*, but not how far; give clip_norm=1.0$"),
-        ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "stage"}, r"the norm of the whole model is known; leave clip_by"),
+        (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' needs clip_norm, .*; give clip_norm=1.0$"),
+        ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "stage"}, r"the norm of the whole model is known; omit clip_by"),
         ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "rank"}, r"^clip_by='rank' is not one of model, stage$"),
     ],
 )
@@ -241,8 +241,8 @@ class Ask(cp.Callback):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda one: one.evaluate(dataset(7)), r"evaluate\(\) comes while 2 batches are under way.*evaluate_every="),
-        (lambda one: one.save("never"), r"save\(\) comes while 2 batches are under way.*save_every="),
+        (lambda one: one.evaluate(dataset(7)), r"evaluate\(\) was called with 2 batches in flight.*evaluate_every="),
+        (lambda one: one.save("never"), r"save\(\) was called with 2 batches in flight.*save_every="),
     ],
 )
 def test_what_needs_all_stages_is_refused_in_mid_stream_with_the_way_to_have_it(ask, said):

@@ -76,7 +76,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_what_to_do(d
     assert re.match(
         rf"tracing the model stopped in Blocks at \S+{HERE}:\d+ 'return x if x.sum\(\) > 0 else -x': ", text
     )
-    assert text.endswith("or make the model an nn.Sequential whose children may do what they like")
+    assert text.endswith("or make the model an nn.Sequential, whose children may contain any code")
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -181,7 +181,7 @@ def centered(x):
 def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(door, strategy):
     text = refused(door, blocks(centered), strategy)
     assert re.match(
-        r"what Blocks gives for a sample depends on the samples beside it: it is off by \d\.\de[-+]0\d of its", text
+        r"the output of Blocks for a sample depends on the other samples of its batch: it changes by \d\.\de[-+]0\d of", text
     )
     assert (
         "take means and norms over the features of one sample, give num_microbatches=1, or pass cross_sample='acc"
@@ -194,7 +194,7 @@ def test_a_chain_whose_output_depends_on_the_whole_batch_is_refused_too():
         def forward(self, x):
             return centered(x)
 
-    assert "what Sequential gives" in refused("fit", nn.Sequential(*mlp(), Centered()))
+    assert "the output of Sequential for a sample depends" in refused("fit", nn.Sequential(*mlp(), Centered()))
 
 
 def test_microbatches_may_be_meant_as_batches_and_one_microbatch_is_the_whole_batch():
@@ -239,10 +239,10 @@ def again(x):
         (again, "Blocks has the autograd.Function CheckpointFunction"),
     ],
 )
-def test_a_backward_of_its_own_that_a_trace_would_lose_is_refused_by_name(door, between, what):
-    """It trained on with the gradients of the forward's operations, without a word."""
+def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(door, between, what):
+    """It would train silently with the gradients of the forward's operations."""
     text = refused(door, blocks(between))
-    assert text.startswith(f"{what}, but a model is cut along the operations of its forward, whose own gradients would")
+    assert text.startswith(f"{what}, but a model is split along the operations of its forward, whose own gradients would")
     assert "write it as an operation (torch.library.custom_op with register_autograd)" in text
 
 

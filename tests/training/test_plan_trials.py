@@ -93,14 +93,14 @@ def test_a_plan_that_the_model_does_not_go_along_with_is_left_out_with_the_reaso
 
 
 class Centered(torch.nn.Sequential):
-    """What it gives for a sample depends on the others."""
+    """Its output for a sample depends on the others."""
 
     def __init__(self):
         super().__init__(torch.nn.Linear(6, 64), Minus(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
 
 
 class Minus(torch.nn.Module):
-    """Takes the mean of the batch away."""
+    """Subtracts the mean of the batch."""
 
     def forward(self, x):
         return x - x.mean(0)
@@ -111,9 +111,9 @@ class Minus(torch.nn.Module):
     [
         (
             {"strategy": "data(2)", "num_measured_plans": 2},
-            r"num_measured_plans=2 says how many plans are measured .* the plan is given, data",
+            r"num_measured_plans=2 is the number of plans that are measured .* the plan is given, data",
         ),
-        ({"strategy": "auto(2)", "num_measured_plans": -1}, "num_measured_plans=-1 is no number of plans"),
+        ({"strategy": "auto(2)", "num_measured_plans": -1}, "num_measured_plans=-1 is negative"),
         ({"strategy": "auto(2)", "num_measured_plans": True}, "num_measured_plans=True is a bool; give a whole number"),
     ],
 )
@@ -235,5 +235,5 @@ class Steps(TrialRunner):
     def step(self):
         return self.warm_s
 
-    def slowest(self, seconds):
+    def max_over_ranks(self, seconds):
         return seconds

@@ -267,7 +267,7 @@ def test_a_measured_step_says_what_every_rank_did():
         one.fit(dataset(), batch_size=12)
         compiled = one.compiled
     assert len(traces) == 1
-    told = [" ".join(event.words for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
+    told = [" ".join(event.text for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
     assert told == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rank_programs]
 
 
