@@ -96,7 +96,7 @@ def test_any_composition_trains_the_same_on_batches_of_any_size(case):
 @pytest.mark.parametrize("around", ["", " * data(2)", " * zero(2, level=2)"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_clipped_numbers_and_a_schedule_of_rates_come_out_the_same(order, around):
-    how = {"clip_norm": 0.5, "clip_value": 0.02, "schedule": partial(optim.lr_scheduler.StepLR, step_size=2)}
+    how = {"clip_norm": 0.5, "clip_value": 0.02, "lr_scheduler": partial(optim.lr_scheduler.StepLR, step_size=2)}
     mine, history = fit(f"{order}{around}", deep(), epochs=2, progress="off", optimizer=MOMENTUM, **how)
     theirs, expected = fit("solo", deep(), epochs=2, progress="off", optimizer=MOMENTUM, **how)
     assert max_difference(mine, theirs) <= parity.TOLERANCE

@@ -1,1 +1,1 @@
-"""Communication of one rank: sends, collectives, gradient buckets overlapped with backward, the server's loop."""
+"""Communication of one rank: messages, collectives, compression, gradient buckets, and the loop of a parameter server."""

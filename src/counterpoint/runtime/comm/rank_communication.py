@@ -22,8 +22,8 @@ from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, Collecti
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor, StoredValue
 from counterpoint.runtime.comm.bucket_plan import ElementRange
+from counterpoint.runtime.comm.compressed_collectives import compressed_all_reduce, decode_message, encode_message
 from counterpoint.runtime.comm.reducer import BackwardOverlap
-from counterpoint.runtime.params.compressed_collectives import compressed_all_reduce, decode_message, encode_message
 from counterpoint.runtime.params.flat_layout import ShardSpan
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore, UnitParams

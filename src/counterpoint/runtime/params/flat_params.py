@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.reductions import reduce_in_order
-from counterpoint.runtime.params.compressed_collectives import ErrorFeedback
 from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, ParamSlot, ShardSpan, is_small
 from counterpoint.runtime.params.shared_params import GradRange, SharedParams
 from counterpoint.runtime.params.sparse_grads import RowGrad, SparseGrads, row_grad_from_sparse
@@ -95,6 +94,42 @@ Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 def allocate_flat(num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return an uninitialized flat tensor in this process's own memory."""
     return torch.empty(num_elements, dtype=dtype)
+
+
+class ErrorFeedback:
+    """State of one codec between steps, for one unit's flat parameters and one group."""
+
+    def __init__(self) -> None:
+        self.residual: Tensor | None = None
+        self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
+        self.gather_buffer: Tensor | None = None  # reused in every step
+        self._next_residual: Tensor | None = None
+        self._next_q_factors: dict[str, Tensor] = {}
+        self._is_pending = False
+
+    def add_residual(self, grad: Tensor, sparse_grads: SparseGrads) -> Tensor:
+        """Return gradient plus residual; the caller subtracts what it sends, and the rest is the next residual."""
+        self._is_pending, self._next_q_factors = True, {}
+        if self._next_residual is None:
+            self._next_residual = torch.empty_like(grad)
+        if self.residual is None:
+            self._next_residual.copy_(grad)
+        else:
+            torch.add(grad, self.residual, out=self._next_residual)
+        for slot in sparse_grads.slots.values():
+            self._next_residual[slot.start : slot.stop].zero_()
+        return self._next_residual
+
+    def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
+        """Set the factor of a parameter that the next step starts with."""
+        self._next_q_factors[name] = q_factor
+
+    def commit(self, *, applied: bool) -> None:
+        """Make the next residual current if the step is applied; else keep the old one."""
+        if self._is_pending and applied:
+            self.residual, self._next_residual = self._next_residual, self.residual
+            self.q_factors.update(self._next_q_factors)
+        self._is_pending = False
 
 
 class FlatParams:

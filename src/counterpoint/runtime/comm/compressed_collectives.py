@@ -1,16 +1,16 @@
 """All-reduces and messages of compressed gradients, with error feedback.
 
-What a rank has not sent stays in its residual: ``residual' = (grad + residual) - decoded(sent)``. The sum is rounded
-once, as any float sum. The difference is exact for casts, ``int8`` and ``topk``, and for ``twobit`` with a power of two
-as threshold, so that sent values and residual add up bit for bit; ``sign`` and ``powersgd`` round it once. A new
-residual becomes current only when a commit has decided that the step is applied.
+What a rank has not sent stays in its residual (:class:`counterpoint.runtime.params.flat_params.ErrorFeedback`):
+``residual' = (grad + residual) - decoded(sent)``. The sum is rounded once, as any float sum. The difference is exact for
+casts, ``int8`` and ``topk``, and for ``twobit`` with a power of two as threshold, so that sent values and residual add
+up bit for bit; ``sign`` and ``powersgd`` round it once. A new residual becomes current only when a commit has decided
+that the step is applied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,62 +27,11 @@ from counterpoint.fabric.compression import (
 )
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.program.compression import Codec, powersgd_rank
-from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot
-from counterpoint.runtime.params.sparse_grads import SparseGrads
+from counterpoint.runtime.params.flat_layout import ParamSlot
+from counterpoint.runtime.params.flat_params import FlatParams
 
 
-class ErrorFeedback:
-    """State of one codec between steps, for one unit's flat parameters and one group."""
-
-    def __init__(self) -> None:
-        self.residual: Tensor | None = None
-        self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
-        self.gather_buffer: Tensor | None = None  # reused in every step
-        self._next_residual: Tensor | None = None
-        self._next_q_factors: dict[str, Tensor] = {}
-        self._is_pending = False
-
-    def add_residual(self, grad: Tensor, sparse_grads: SparseGrads) -> Tensor:
-        """Return gradient plus residual; the caller subtracts what it sends, and the rest is the next residual."""
-        self._is_pending, self._next_q_factors = True, {}
-        if self._next_residual is None:
-            self._next_residual = torch.empty_like(grad)
-        if self.residual is None:
-            self._next_residual.copy_(grad)
-        else:
-            torch.add(grad, self.residual, out=self._next_residual)
-        for slot in sparse_grads.slots.values():
-            self._next_residual[slot.start : slot.stop].zero_()
-        return self._next_residual
-
-    def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
-        """Set the factor of a parameter that the next step starts with."""
-        self._next_q_factors[name] = q_factor
-
-    def commit(self, *, applied: bool) -> None:
-        """Make the next residual current if the step is applied; else keep the old one."""
-        if self._is_pending and applied:
-            self.residual, self._next_residual = self._next_residual, self.residual
-            self.q_factors.update(self._next_q_factors)
-        self._is_pending = False
-
-
-class CompressibleGrad(Protocol):
-    """Flat parameters as a compressed all-reduce needs them; tables with sparse gradients are excluded."""
-
-    layout: FlatLayout
-    sparse_grads: SparseGrads
-
-    def collect_flat_grad(self) -> Tensor:
-        """Return the flat gradient, complete except for such tables."""
-        ...
-
-    def error_feedback_for(self, group: Group) -> ErrorFeedback:
-        """Return the error feedback of all-reduces over a group."""
-        ...
-
-
-def dense_slots(flat_params: CompressibleGrad) -> list[ParamSlot]:
+def dense_slots(flat_params: FlatParams) -> list[ParamSlot]:
     """Return the parameters in compressed all-reduces: all but tables with sparse gradients."""
     return [slot for slot in flat_params.layout.slots if slot.name not in flat_params.sparse_grads.slots]
 
@@ -90,7 +39,7 @@ def dense_slots(flat_params: CompressibleGrad) -> list[ParamSlot]:
 def compressed_all_reduce(
     fabric: Fabric,
     label: str,
-    flat_params: CompressibleGrad,
+    flat_params: FlatParams,
     group: Group,
     codec: Codec,
     sample_fractions: Sequence[float],
@@ -112,7 +61,7 @@ def compressed_all_reduce(
     return _GatherReduce(fabric, label, flat_params, group, codec, sample_fractions)
 
 
-def encode_message(flat_params: CompressibleGrad, peer_pair: Group, codec: Codec) -> list[Tensor]:
+def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec) -> list[Tensor]:
     """Return a compressed gradient as tensors to be sent; what the codec drops becomes the residual.
 
     Tables with sparse gradients follow uncompressed.
@@ -141,7 +90,7 @@ def encode_message(flat_params: CompressibleGrad, peer_pair: Group, codec: Codec
     ]
 
 
-def decode_message(flat_params: CompressibleGrad, message: Iterator[Tensor], codec: Codec) -> list[Tensor]:
+def decode_message(flat_params: FlatParams, message: Iterator[Tensor], codec: Codec) -> list[Tensor]:
     """Return what :meth:`FlatParams.pack_grad` of the sender would have sent uncompressed."""
     dtype = flat_params.layout.dtype
     encoded_parts, *rest = islice(message, 1 + flat_params.sparse_grads.num_tensors)
@@ -161,7 +110,7 @@ def decode_message(flat_params: CompressibleGrad, message: Iterator[Tensor], cod
 class _CastAllReduce(Work):
     """An all-reduce in a narrower dtype."""
 
-    def __init__(self, fabric: Fabric, label: str, flat_params: CompressibleGrad, group: Group, codec: Codec) -> None:
+    def __init__(self, fabric: Fabric, label: str, flat_params: FlatParams, group: Group, codec: Codec) -> None:
         self.grad = flat_params.collect_flat_grad()
         compensated = flat_params.error_feedback_for(group).add_residual(self.grad, flat_params.sparse_grads)
         self.sent: list[tuple[Tensor, Tensor, Work]] = []
@@ -184,7 +133,7 @@ class _GatherReduce(Work):
         self,
         fabric: Fabric,
         label: str,
-        flat_params: CompressibleGrad,
+        flat_params: FlatParams,
         group: Group,
         codec: Codec,
         sample_fractions: Sequence[float],
@@ -240,7 +189,7 @@ class _GatherReduce(Work):
 class _PowerSGDReduce(Work):
     """PowerSGD: all-reduce ``P``, orthogonalize it, then all-reduce ``Q`` in the basis of ``P``."""
 
-    def __init__(self, fabric: Fabric, label: str, flat_params: CompressibleGrad, group: Group, codec: Codec) -> None:
+    def __init__(self, fabric: Fabric, label: str, flat_params: FlatParams, group: Group, codec: Codec) -> None:
         self.fabric, self.label, self.group = fabric, label, group
         self.grad = flat_params.collect_flat_grad()
         self.error_feedback = flat_params.error_feedback_for(group)
