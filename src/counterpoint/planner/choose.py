@@ -44,12 +44,12 @@ class PlanTrial:
 
     Args:
         plan: the plan.
-        step_s: seconds of a step on the slowest rank: the median over rounds, each divided by the mean of all plans in
-            that round.
+        step_s: seconds of a step on the slowest rank: the median over rounds, corrected for the speed of the machine in
+            each round, which all plans of the round show.
         trace: of one more step; None if it was not requested.
-        round_times_s: likewise, of each round. Plans that were tried together took their rounds one after the other,
-            and close competitors had more of them. Empty for a plan that was abandoned because its first steps took
-            several times as long as those of another plan.
+        round_times_s: seconds of a step on the slowest rank in each round. Plans that were tried together took their
+            rounds one after the other, and close competitors had more of them. Empty for a plan that was abandoned
+            because its first steps took several times as long as those of another plan.
     """
 
     plan: Plan
