@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from counterpoint.data.sampler import Sampler
-from tests.equivalence import async_pipeline_cases as streamed
+from tests.equivalence import async_pipeline_cases
 from tests.training.trainers import make_trainer, params_of
 
 
 @dataclass(frozen=True)
-class Fitted(streamed.Case):
+class Fitted(async_pipeline_cases.Case):
     """A fit: the batches are those of its sampler, all of one size; the reference may end before it does."""
 
     last: int | None = None
@@ -32,9 +32,9 @@ class Fitted(streamed.Case):
     def fit(self, root, *, callbacks=(), **options):
         """Train, each stage saving for itself after every third step; return the parameters."""
         with make_trainer(
-            self.plan, self.build(), loss=F.mse_loss, optimizer=streamed.OPTIMIZERS[self.optimizer], progress="off",
+            self.plan, self.build(), loss=F.mse_loss, optimizer=async_pipeline_cases.OPTIMIZERS[self.optimizer], progress="off",
             callbacks=callbacks,
         ) as one:  # fmt: skip
-            saves = {"save_to": root, "save_every": 3, "save_by": "stage"}
+            saves = {"checkpoint_dir": root, "save_every": 3, "checkpoint_mode": "per_stage"}
             one.fit(self.data(), batch_size=self.sizes[0], **saves, **options)
             return params_of(one.model)

@@ -10,7 +10,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 
 @cache
 def documented_messages(title):
-    """Return the texts that stand under a heading of the page, each on one line."""
+    """Return the texts under a heading of the page, each on one line."""
     _, found, rest = PAGE.read_text(encoding="utf-8").partition(f"### {title}\n")
     assert found, f"the page has no heading {title!r}"
     part = re.split(r"^##", rest, maxsplit=1, flags=re.MULTILINE)[0]

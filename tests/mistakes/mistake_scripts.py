@@ -24,7 +24,7 @@ def step_of(model=None, strategy="data(3)", **options):
 
 
 def parts_of(sizes):
-    """The samples of every rank in one step, one behind the other in the dataset."""
+    """The samples of every rank in one step, consecutive in the dataset."""
     inputs, targets = dataset().tensors
     starts = [sum(sizes[:at]) for at in range(len(sizes))]
     return [(inputs[start : start + size], targets[start : start + size])
@@ -105,7 +105,7 @@ def sizes_of_one_batch_that_differ():
 
 
 class Moody(nn.Module):
-    """Goes by its side branch only on some ranks, or on none."""
+    """Uses its side branch only on some ranks, or on none."""
 
     def __init__(self, takers):
         super().__init__()
@@ -263,4 +263,4 @@ ALIKE = (
     batch_norm_by_microbatches_that_is_refused, other_first_weights_that_are_refused, another_order,
     sizes_of_one_batch_that_differ, a_branch_that_no_rank_takes,
 )  # fmt: skip
-"""Scenes after which all ranks can go on, and a last one after which they cannot."""
+"""Scripts after which all ranks can continue, and a last one after which they cannot."""

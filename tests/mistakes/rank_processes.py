@@ -1,4 +1,4 @@
-"""Play scenes, functions without arguments that train as a user would, on ranks in processes, and hear each rank."""
+"""Run scripts (functions without arguments that train as a user would) on ranks in processes, and collect answers."""
 
 import os
 import socket
@@ -17,26 +17,26 @@ from tests.fabric.run_ranks import CONTEXT, receive_answer
 
 
 @cache
-def run_on_ranks(scenes, num_ranks, deadline_s=10.0):
-    """Return for each rank what it told in each scene, by name; None where it ended without a word.
+def run_on_ranks(scripts, num_ranks, deadline_s=10.0):
+    """Return for each rank its answer to each script, by name; None if it ended without one.
 
-    What it told is a text or a value, how many seconds it took, and the warnings it gave. After a scene that ends
+    An answer is a text or a value, the seconds it took, and the warnings. After a script that ends
     for ranks in different ways there may be no other.
     """
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        players = []
+        processes = []
         for rank in range(num_ranks):
             ours, theirs = CONTEXT.Pipe()
             who = (rank, num_ranks, deadline_s)
-            player = CONTEXT.Process(target=run_rank, args=(theirs, scenes, who, None if rank else listener, port))
-            player.start()
+            process = CONTEXT.Process(target=run_rank, args=(theirs, scripts, who, None if rank else listener, port))
+            process.start()
             theirs.close()
-            players.append((player, ours))
-        return [receive_answer(*player, deadline_s) for player in players]
+            processes.append((process, ours))
+        return [receive_answer(*process, deadline_s) for process in processes]
 
 
-def run_rank(pipe, scenes, rank_args, listener, port):
+def run_rank(pipe, scripts, rank_args, listener, port):
     """Be one rank in a process of its own."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -45,17 +45,17 @@ def run_rank(pipe, scenes, rank_args, listener, port):
     found = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
     os.environ.update(rank_variables(found))
     with cp.parallelize(nn.Linear(1, 1), partial(optim.SGD, lr=0.0), F.mse_loss, strategy=f"data({num_ranks})") as step:
-        step(torch.zeros(num_ranks, 1), torch.zeros(num_ranks, 1))  # all have started, and met
-    pipe.send({scene.__name__: run_script(scene) for scene in scenes})
+        step(torch.zeros(num_ranks, 1), torch.zeros(num_ranks, 1))  # all have started and connected
+    pipe.send({script.__name__: run_script(script) for script in scripts})
 
 
 def run_script(script):
-    """What the scene returns, or the error it ends with, as text; its seconds; what it warned of."""
+    """What the script returns, or the error it ends with, as text; its seconds; what it warned of."""
     began = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             answer = script()
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - sent to the test
             answer = f"{type(error).__name__}: {error}"
     return answer, time.perf_counter() - began, [str(one.message) for one in caught]

@@ -1,4 +1,4 @@
-"""Mistakes that nothing fails of by itself, as users make them, one function each, for two ranks in processes."""
+"""Mistakes that raise no error by themselves, as users make them, one function each, for two ranks in processes."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ def step_of(model=None, optimizer=SGD, **options):
 
 
 def more_threads_than_cores():
-    """What standard error says where all ranks compute with all cores, and how many threads each has afterwards."""
+    """Return the standard error if all ranks compute with all cores, and the number of threads of each afterwards."""
     os.environ.pop("OMP_NUM_THREADS", None)
     torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
     (fabric,) = connected_fabrics(detect())
@@ -108,4 +108,4 @@ GO_ON = (
     more_threads_than_cores, workers_that_are_forked_late, noise_for_many_samples_at_once, an_optimizer_from_before,
     the_same_samples_under_horovod, weights_changed_unseen,
 )  # fmt: skip
-"""Scenes after which all ranks can go on, and a last one after which they cannot."""
+"""Scripts after which all ranks can continue, and a last one after which they cannot."""

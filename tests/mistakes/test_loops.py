@@ -1,4 +1,4 @@
-"""Loops in which ranks do different things at one time: all are told who, and all end."""
+"""Loops in which ranks do different things at one time: all ranks are named, and all exit."""
 
 import re
 
@@ -6,30 +6,30 @@ import pytest
 
 import counterpoint as cp
 from counterpoint.launchers import launch
-from tests.mistakes import mistake_scripts as scenes
+from tests.mistakes import mistake_scripts
 from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 
 
-def check_disagreement(scene):
-    """All ranks are told alike within two seconds; return the text."""
-    found = run_on_ranks((scene,), scenes.NUM_RANKS)
-    answers, seconds, _ = zip(*(one[scene.__name__] for one in found), strict=True)
+def check_disagreement(script):
+    """Check that all ranks raise the same error within two seconds, and return its text."""
+    found = run_on_ranks((script,), mistake_scripts.NUM_RANKS)
+    answers, seconds, _ = zip(*(one[script.__name__] for one in found), strict=True)
     assert len(set(answers)) == 1
     assert max(seconds) < 2
     return answers[0]
 
 
 def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
-    text = check_disagreement(scenes.a_step_that_one_rank_leaves_out)
+    text = check_disagreement(mistake_scripts.a_step_that_one_rank_leaves_out)
     assert [re.sub(r"collective \d+", "collective NUMBER", text)] == documented_messages("A branch that depends on the rank")
 
 
 @pytest.mark.slow
 def test_an_evaluation_on_one_rank_names_two_ranks_and_what_they_did():
-    text = check_disagreement(scenes.an_evaluation_on_one_rank)
+    text = check_disagreement(mistake_scripts.an_evaluation_on_one_rank)
     assert text.startswith("PeerError: ranks 0 and 1 disagree on collective ")
     assert text.index("rank 0 starts barrier of leaving weights") < text.index("rank 1 starts barrier of grad0")
 
@@ -37,14 +37,14 @@ def test_an_evaluation_on_one_rank_names_two_ranks_and_what_they_did():
 @pytest.mark.slow
 def test_an_exception_on_one_rank_is_the_first_line_and_the_others_stopped_because_of_it():
     with pytest.raises(cp.LaunchError) as caught:
-        launch(scenes.an_exception_on_one_rank, ranks=scenes.NUM_RANKS)
+        launch(mistake_scripts.an_exception_on_one_rank, ranks=mistake_scripts.NUM_RANKS)
     (text,) = documented_messages("An exception on one rank")
-    assert re.sub(r"scenes.py:\d+", "scenes.py:PLACE", " ".join(str(caught.value).split())) == text
+    assert re.sub(r"mistake_scripts.py:\d+", "mistake_scripts.py:PLACE", " ".join(str(caught.value).split())) == text
 
 
 @pytest.mark.slow
 def test_the_launcher_adds_where_each_rank_stood():
     with pytest.raises(cp.LaunchError, match=r"disagree on collective") as caught:
-        launch(scenes.a_step_that_one_rank_leaves_out, ranks=scenes.NUM_RANKS)
+        launch(mistake_scripts.a_step_that_one_rank_leaves_out, ranks=mistake_scripts.NUM_RANKS)
     *_, last = str(caught.value).splitlines()
-    assert re.fullmatch(r"ranks 0 and 2 stood at tests/\S+py:\d+, rank 1 stood at tests/\S+py:\d+", last)
+    assert re.fullmatch(r"ranks 0 and 2 at tests/\S+py:\d+, rank 1 at tests/\S+py:\d+", last)

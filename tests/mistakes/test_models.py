@@ -3,7 +3,7 @@
 import pytest
 
 from counterpoint.training.model_consistency import first_difference
-from tests.mistakes import mistake_scripts as scenes
+from tests.mistakes import mistake_scripts
 from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
 from tests.training.trainers import batch_norm_mlp, dataset, equal_bits, mlp, params_of
@@ -11,65 +11,65 @@ from tests.training.trainers import batch_norm_mlp, dataset, equal_bits, mlp, pa
 pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 ANOTHER = "Another dtype, device or model on a rank"
 REFUSED = [
-    (scenes.weights_that_share_memory, "Weights that share memory", 0),
-    (scenes.a_model_in_evaluation_mode_on_one_rank, "Training and evaluation mode", 0),
-    (scenes.a_module_in_evaluation_mode_on_one_rank, "Training and evaluation mode", 1),
-    (scenes.another_dtype, ANOTHER, 0),
-    (scenes.another_device, ANOTHER, 1),
-    (scenes.another_width, ANOTHER, 2),
-    (scenes.another_dropout, ANOTHER, 3),
-    (scenes.another_plan, ANOTHER, 4),
-    (scenes.other_first_weights_that_are_refused, "Different initial weights", 1),
-    (scenes.another_rate, "Another optimizer on a rank", 0),
-    (scenes.another_order, "Parameters in another order", 0),
-    (scenes.batch_norm_by_microbatches_that_is_refused, "Batch norm by microbatches", 1),
+    (mistake_scripts.weights_that_share_memory, "Weights that share memory", 0),
+    (mistake_scripts.a_model_in_evaluation_mode_on_one_rank, "Training and evaluation mode", 0),
+    (mistake_scripts.a_module_in_evaluation_mode_on_one_rank, "Training and evaluation mode", 1),
+    (mistake_scripts.another_dtype, ANOTHER, 0),
+    (mistake_scripts.another_device, ANOTHER, 1),
+    (mistake_scripts.another_width, ANOTHER, 2),
+    (mistake_scripts.another_dropout, ANOTHER, 3),
+    (mistake_scripts.another_plan, ANOTHER, 4),
+    (mistake_scripts.other_first_weights_that_are_refused, "Different initial weights", 1),
+    (mistake_scripts.another_rate, "Another optimizer on a rank", 0),
+    (mistake_scripts.another_order, "Parameters in another order", 0),
+    (mistake_scripts.batch_norm_by_microbatches_that_is_refused, "Batch norm by microbatches", 1),
 ]
 
 
-def heard(scene):
-    """What each rank told of a scene: its answer, its seconds, its notices."""
-    found = run_on_ranks(scenes.ALIKE, scenes.NUM_RANKS)
-    return [list(column) for column in zip(*(one[scene.__name__] for one in found), strict=True)]
+def collect_answers(script):
+    """Return the answers, the seconds and the warnings of all ranks for a script."""
+    found = run_on_ranks(mistake_scripts.ALIKE, mistake_scripts.NUM_RANKS)
+    return [list(column) for column in zip(*(one[script.__name__] for one in found), strict=True)]
 
 
-@pytest.mark.parametrize(("scene", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_model_that_cannot_be_is_refused_alike_on_all_ranks(scene, title, place):
-    answers, seconds, _ = heard(scene)
-    assert answers == [documented_messages(title)[place]] * scenes.NUM_RANKS
+@pytest.mark.parametrize(("script", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_model_that_cannot_be_is_refused_alike_on_all_ranks(script, title, place):
+    answers, seconds, _ = collect_answers(script)
+    assert answers == [documented_messages(title)[place]] * mistake_scripts.NUM_RANKS
     assert max(seconds) < 2
 
 
 def test_a_layer_more_on_a_rank_is_named():
-    answers, _, _ = heard(scenes.another_depth)
+    answers, _, _ = collect_answers(mistake_scripts.another_depth)
     assert len(set(answers)) == 1
     assert "1.weight is float64 (3, 6) on cpu on ranks 0, 1, float64 (6, 6) on cpu on rank 2; every" in answers[0]
 
 
 def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
-    answers, _, notices = heard(scenes.other_first_weights)
+    answers, _, caught_warnings = collect_answers(mistake_scripts.other_first_weights)
     assert answers == [[True, True], [False, True], [False, True]]
-    assert notices == [documented_messages("Different initial weights")[:1], [], []]
+    assert caught_warnings == [documented_messages("Different initial weights")[:1], [], []]
 
 
 def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
     """The numbers are the same in either case."""
-    (losses, _, notices), (meant, _, silence) = map(
-        heard, (scenes.batch_norm_by_microbatches, scenes.batch_norm_by_microbatches_as_meant)
+    (losses, _, caught_warnings), (meant, _, silence) = map(
+        collect_answers, (mistake_scripts.batch_norm_by_microbatches, mistake_scripts.batch_norm_by_microbatches_as_meant)
     )
-    assert (notices, silence) == ([documented_messages("Batch norm by microbatches")[:1], [], []], [[], [], []])
+    assert (caught_warnings, silence) == ([documented_messages("Batch norm by microbatches")[:1], [], []], [[], [], []])
     assert losses == meant
 
 
 def test_a_gradient_that_only_some_ranks_have_is_told_once():
     """The losses are those of all ranks; there are two steps, and one notice."""
-    answers, _, notices = heard(scenes.a_branch_that_one_rank_does_not_take)
+    answers, _, caught_warnings = collect_answers(mistake_scripts.a_branch_that_one_rank_does_not_take)
     assert answers[0] == answers[1] == answers[2]
-    assert notices == [documented_messages("Parameters without a gradient")[1:], [], []]
+    assert caught_warnings == [documented_messages("Parameters without a gradient")[1:], [], []]
 
 
 def test_a_gradient_that_no_rank_has_is_refused_on_all():
-    answers, seconds, _ = heard(scenes.a_branch_that_no_rank_takes)
-    assert answers == documented_messages("Parameters without a gradient")[:1] * scenes.NUM_RANKS
+    answers, seconds, _ = collect_answers(mistake_scripts.a_branch_that_no_rank_takes)
+    assert answers == documented_messages("Parameters without a gradient")[:1] * mistake_scripts.NUM_RANKS
     assert max(seconds) < 2
 
 
@@ -78,7 +78,7 @@ def test_a_model_that_was_left_in_evaluation_mode_trains_as_in_training_mode(str
     """It has dropout and batch norm."""
     found = []
     for model in (batch_norm_mlp(), batch_norm_mlp().eval()):
-        with scenes.step_of(model, strategy) as step:
+        with mistake_scripts.step_of(model, strategy) as step:
             step(*dataset(12).tensors)
             model.eval()
             step(*dataset(12).tensors)
@@ -90,7 +90,7 @@ def test_one_parameter_of_two_names_is_no_mistake():
     model = mlp()
     model[2].weight = model[2].weight
     model[2].register_parameter("again", model[2].weight)
-    with scenes.step_of(model) as step:
+    with mistake_scripts.step_of(model) as step:
         step(*dataset(12).tensors)
     assert not equal_bits(params_of(model), params_of(mlp()))
 

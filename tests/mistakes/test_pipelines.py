@@ -1,4 +1,4 @@
-"""Models that cannot be cut as they are: what is said of them stands on the page, word by word."""
+"""Models that cannot be split: their errors are documented verbatim."""
 
 import pytest
 import torch

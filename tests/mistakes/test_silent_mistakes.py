@@ -1,4 +1,4 @@
-"""Mistakes that nothing fails of by itself: each is told in the words of the page, within two seconds."""
+"""Mistakes that raise no error by themselves: each is reported as documented, within two seconds."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from counterpoint.training.distributed_world import RankThreads, recommend_threads
 from counterpoint.world.topology import Core, Topology
-from tests.mistakes import silent_mistakes as unseen
+from tests.mistakes import silent_mistakes
 from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
 from tests.process.test_faults import variables
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where not
 CORES = Topology((Core((0, 2)), Core((1, 3))))
 
 
-def heard(scene):
-    """What each rank told, its seconds, and its notices; all scenes after which ranks go on are played at once."""
-    scenes = unseen.GO_ON if scene in unseen.GO_ON else (scene,)
-    found = run_on_ranks(scenes, unseen.NUM_RANKS)
-    answers, seconds, notices = zip(*(one[scene.__name__] for one in found), strict=True)
-    return list(answers), max(seconds), list(notices)
+def collect_answers(script):
+    """Return the answers, seconds and warnings of all ranks; scripts after which ranks continue run in one start."""
+    scripts = silent_mistakes.GO_ON if script in silent_mistakes.GO_ON else (script,)
+    found = run_on_ranks(scripts, silent_mistakes.NUM_RANKS)
+    answers, seconds, caught_warnings = zip(*(one[script.__name__] for one in found), strict=True)
+    return list(answers), max(seconds), list(caught_warnings)
 
 
 def masked(text):
@@ -34,38 +34,38 @@ def masked(text):
 
 def test_workers_that_are_forked_beside_threads_are_told_of_once_on_each_rank():
     """Not in every epoch, though each starts other workers."""
-    _, _, notices = heard(unseen.workers_that_are_forked_late)
-    assert [[masked(text) for text in texts] for texts in notices] == [
+    _, _, caught_warnings = collect_answers(silent_mistakes.workers_that_are_forked_late)
+    assert [[masked(text) for text in texts] for texts in caught_warnings] == [
         [masked(text) for text in documented_messages("Forked workers")]
-    ] * unseen.NUM_RANKS
+    ] * silent_mistakes.NUM_RANKS
 
 
 def test_noise_that_depends_on_the_number_of_ranks_is_told():
-    _, seconds, notices = heard(unseen.noise_for_many_samples_at_once)
-    assert notices == [documented_messages("Noise that depends on the number of ranks")] * unseen.NUM_RANKS
+    _, seconds, caught_warnings = collect_answers(silent_mistakes.noise_for_many_samples_at_once)
+    assert caught_warnings == [documented_messages("Noise that depends on the number of ranks")] * silent_mistakes.NUM_RANKS
     assert seconds < 2
 
 
 def test_an_optimizer_of_another_model_is_refused_on_all_ranks():
-    answers, seconds, _ = heard(unseen.an_optimizer_from_before)
-    assert answers == documented_messages("An optimizer that was built too early") * unseen.NUM_RANKS
+    answers, seconds, _ = collect_answers(silent_mistakes.an_optimizer_from_before)
+    assert answers == documented_messages("An optimizer that was built too early") * silent_mistakes.NUM_RANKS
     assert seconds < 2
 
 
 def test_samples_that_all_of_horovods_ranks_are_fed_are_told_of_once():
-    _, seconds, notices = heard(unseen.the_same_samples_under_horovod)
-    assert notices == [documented_messages("The same samples under Horovod's face"), []]
+    _, seconds, caught_warnings = collect_answers(silent_mistakes.the_same_samples_under_horovod)
+    assert caught_warnings == [documented_messages("The same samples under Horovod's face"), []]
     assert seconds < 2
 
 
 def test_replicas_that_differ_are_told_of_in_the_next_step_on_all_ranks():
-    answers, seconds, _ = heard(unseen.weights_changed_unseen)
-    assert answers == documented_messages("Replicas that differ")[:1] * unseen.NUM_RANKS
+    answers, seconds, _ = collect_answers(silent_mistakes.weights_changed_unseen)
+    assert answers == documented_messages("Replicas that differ")[:1] * silent_mistakes.NUM_RANKS
     assert seconds < 2
 
 
 def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
-    answers, seconds, _ = heard(unseen.weights_changed_in_place)
+    answers, seconds, _ = collect_answers(silent_mistakes.weights_changed_in_place)
     told = documented_messages("Weights changed in a loop")[0]
     assert answers[1] == told
     assert answers[0].startswith("PeerError: ")
@@ -74,7 +74,7 @@ def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
 
 
 def test_ranks_with_more_threads_than_cores_have_fewer_now():
-    (first, second), _, _ = heard(unseen.more_threads_than_cores)
+    (first, second), _, _ = collect_answers(silent_mistakes.more_threads_than_cores)
     assert re.match(r"counterpoint: 2 ranks x \d+ threads on \d+ cores?; setting \d+ threads? each, ", first[0])
     assert second == ("", first[1])
     assert first[1] == int(re.search(r"setting (\d+)", first[0])[1])  # type: ignore[index]

@@ -115,8 +115,8 @@ def test_batch_norm_on_a_lone_sample_of_the_last_batch_is_refused_before_the_fir
     assert str(refusal.value) == (
         "batch norm got one value per channel and cannot train on it: the last batch of an epoch has 3 samples, and "
         "microbatch 1 of it has only 1; give batches whose every microbatch has 2 samples or more, the last batch "
-        "included (another batch_size, fewer microbatches, or leave the last samples out), or take a norm that needs "
-        "no batch, as LayerNorm or GroupNorm"
+        "included (another batch_size, fewer microbatches, or drop the last samples), or use a norm without batch "
+        "statistics, such as LayerNorm or GroupNorm"
     )
     assert equal_bits(state_of(model), state_of(build_seeded(normed)))
     fit_uneven(model, strategy, max_steps=2)
@@ -150,5 +150,5 @@ def test_a_step_after_close_is_refused_at_once(strategy):
     step(*batch)
     step.close()
     step.close()
-    with pytest.raises(cp.PlanError, match=r"^step 1 comes after close\(\), which has ended the ranks; close when"):
+    with pytest.raises(cp.PlanError, match=r"^step 1 was called after close\(\); close when"):
         step(*batch)

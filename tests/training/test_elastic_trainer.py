@@ -46,7 +46,7 @@ def test_a_model_is_trained_and_measured():
 
 def test_held_out_rows_are_looked_up_on_the_servers():
     plan = elastic(make_lookup_data(), consistency="asp", evaluate_every=2)
-    options = {"tables": {"0.weight": UniformInit(-1, 1)}, "evaluation": make_lookup_data(10)}
+    options = {"tables": {"0.weight": UniformInit(-1, 1)}, "eval_dataset": make_lookup_data(10)}
     report = train(plan, LocalJob(plan.job).join("a"), embedding_bag_model(), **options)
     assert [found.step for found in report.evaluations] == [2, 4, 6, 6]
 

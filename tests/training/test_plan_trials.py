@@ -87,9 +87,9 @@ def test_a_loop_of_ones_own_measures_on_its_first_batch_and_trains_on_it_as_ever
 
 def test_a_plan_that_the_model_does_not_go_along_with_is_left_out_with_the_reason():
     trainer, _, _ = trained("auto(2)", lambda: build_seeded(Centered), num_measured_plans=8)
-    untried = {one.plan: one.reason for one in trainer.choice.failed_trials}
-    assert any("depends on the samples beside it" in reason for reason in untried.values())
-    assert trainer.choice.plan not in untried
+    failed = {one.plan: one.reason for one in trainer.choice.failed_trials}
+    assert any("depends on the other samples" in reason for reason in failed.values())
+    assert trainer.choice.plan not in failed
 
 
 class Centered(torch.nn.Sequential):

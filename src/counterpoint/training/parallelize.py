@@ -152,7 +152,7 @@ class TrainStep:
         if 0 in counts:
             raise DataError(
                 f"{format_ranks([rank for rank, count in enumerate(counts) if not count])} brought no sample to the "
-                "first step, by which every rank builds the model; give each one sample or more in its first batch"
+                "first step, with which every rank builds the model; give each one sample or more in its first batch"
             )
         global_size = max(counts) * (ranks.plan.global_num_microbatches // ranks.plan.num_microbatches)
         self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)

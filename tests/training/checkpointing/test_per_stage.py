@@ -89,7 +89,7 @@ def test_running_statistics_are_those_of_the_stages_that_have_them_the_mean_over
     kept: dict[str, Any] = {}
     with make_trainer(plan, batch_norm_mlp(), progress="off", callbacks=[Statistics(kept)]) as one:
         kept["team"] = lambda: one.local_ranks
-        one.fit(dataset(), batch_size=12, max_steps=3, checkpoint_dir=tmp_path, save_every=2, checkpoint_mode="stage")
+        one.fit(dataset(), batch_size=12, max_steps=3, checkpoint_dir=tmp_path, save_every=2, checkpoint_mode="per_stage")
     folder = tmp_path / "step-00000002"
     with make_trainer("solo", batch_norm_mlp(), progress="off") as one:
         one.fit(dataset(), batch_size=12, max_steps=2, resume=folder)
@@ -114,12 +114,12 @@ class Statistics(cp.Callback):
         (
             "pipeline(2)",
             {"checkpoint_mode": "per_stage", "save_every": 2},
-            "but pipeline.2. flushes after every step, so that all",
+            "but pipeline.2. flushes after every step, so all",
         ),
         (
             "pipedream(2)",
             {"checkpoint_mode": "per_stage"},
-            "says who saves, but not when; give save_every=STEPS and checkpoint_dir=FOLD",
+            "needs a period; give save_every=STEPS and checkpoint_dir=FOLD",
         ),
         (
             "pipedream(2)",

@@ -129,8 +129,8 @@ def require_checkpoint_mode(local_ranks: LocalRanks, checkpoint_mode: Checkpoint
         )
     if not local_ranks.in_flight.lookahead:
         raise PlanError(
-            f"checkpoint_mode='per_stage' has stages save without waiting for each other, but {local_ranks.plan} "
-            "flushes after every step, so that all ranks are at the same one; leave it out, or take schedule=pipedream"
+            f"checkpoint_mode='per_stage' lets stages save without waiting for each other, but {local_ranks.plan} "
+            "flushes after every step, so all ranks save the same step anyway; omit it, or use schedule=pipedream"
         )
 
 
