@@ -17,18 +17,18 @@ from tests.program.verify.random_plans import compile_text, legal_cases
 
 def test_a_compiled_plan_keeps_the_plan_the_refined_model_and_the_proof():
     plan = Plan.parse("tensor(2) * data(2)")
-    made = compile_plan(plan, linear_chain(2))
-    assert made.plan is plan
-    assert [block.tp_degree for block in made.model.blocks] == [2, 2]
-    assert {entry.unit for entry in made.symbolic.updates} == set(made.model.units)
-    assert len(made.cost.ranks) == 4
+    compiled = compile_plan(plan, linear_chain(2))
+    assert compiled.plan is plan
+    assert [block.tp_degree for block in compiled.model.blocks] == [2, 2]
+    assert {entry.unit for entry in compiled.symbolic.updates} == set(compiled.model.units)
+    assert len(compiled.cost.ranks) == 4
 
 
 def test_the_bounds_are_what_the_strategies_estimate():
-    made = compile_text("pipeline(2)", m=4)
-    promise = bounds_from(made.cost)
-    assert (promise.staleness, promise.in_flight) == (0, (2, 1))
-    assert promise.sent_bytes == count_bytes(made.program, made.model, 1)
+    compiled = compile_text("pipeline(2)", m=4)
+    bounds = bounds_from(compiled.cost)
+    assert (bounds.staleness, bounds.in_flight) == (0, (2, 1))
+    assert bounds.sent_bytes == count_bytes(compiled.program, compiled.model, 1)
 
 
 class Forgetful(Data):
@@ -47,11 +47,11 @@ class Optimistic(Data):
         return inner.replicate(self.degree)
 
 
-@pytest.mark.parametrize(("strategy", "law"), [(Forgetful(2), 6), (Optimistic(2), 8)])
-def test_a_strategy_that_breaks_a_rule_never_compiles(strategy, law):
+@pytest.mark.parametrize(("strategy", "rule"), [(Forgetful(2), 6), (Optimistic(2), 8)])
+def test_a_strategy_that_breaks_a_rule_never_compiles(strategy, rule):
     with pytest.raises(ProgramError) as caught:
         compile_plan(Plan((strategy,)), linear_chain(2))
-    assert caught.value.rule == law
+    assert caught.value.rule == rule
 
 
 @pytest.mark.parametrize(

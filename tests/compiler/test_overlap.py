@@ -60,9 +60,10 @@ def test_members_whose_tied_units_are_complete_in_another_order_still_start_alik
     pieces = [LayerSpec(f"piece{index}", (name,), output_bytes=8) for index, name in enumerate(names)]
     blocks = tuple(Block((piece,), index) for index, piece in enumerate(pieces))
     model = ModelSpec(blocks, (Param("a", (4,)), Param("b", (4,))))
-    made = compile_plan(Plan(Plan.parse("pipeline(2)").strategies, 1, ("overlap",)), model)
+    compiled = compile_plan(Plan(Plan.parse("pipeline(2)").strategies, 1, ("overlap",)), model)
     starts = [
-        [word for word in row.body if getattr(word, "phase", "") == "start"] for row in made.program.rank_programs
+        [instruction for instruction in row.body if getattr(instruction, "phase", "") == "start"]
+        for row in compiled.program.rank_programs
     ]
     assert starts[0] == starts[1]
     assert len(starts[0]) == 2

@@ -42,15 +42,15 @@ def test_the_pass_recomputes_one_block_after_the_other():
 
 
 def test_a_block_whose_weights_are_gathered_is_recomputed_with_those_of_its_backward():
-    made = compile_text("zero3(2)", blocks=2, passes=("recompute",))
+    compiled = compile_text("zero3(2)", blocks=2, passes=("recompute",))
     plain = compile_text("zero3(2)", blocks=2)
-    assert "all_gather(weight0)@0,1 R0.0 B0.0 reduce_scatter(grad0)@0,1" in format_program(made.program)
-    assert made.sent_bytes() == plain.sent_bytes()
+    assert "all_gather(weight0)@0,1 R0.0 B0.0 reduce_scatter(grad0)@0,1" in format_program(compiled.program)
+    assert compiled.sent_bytes() == plain.sent_bytes()
 
 
 def test_a_recomputation_of_shards_sends_nothing_and_keeps_what_a_sum_has_made():
-    made = compile_text("tensor(2) * pipeline(2, recompute=always)", blocks=4)
-    assert made.sent_bytes() == compile_text("tensor(2) * pipeline(2)", blocks=4).sent_bytes()
+    compiled = compile_text("tensor(2) * pipeline(2, recompute=always)", blocks=4)
+    assert compiled.sent_bytes() == compile_text("tensor(2) * pipeline(2)", blocks=4).sent_bytes()
 
 
 def test_a_recomputation_reads_the_version_of_its_forward():
@@ -70,8 +70,8 @@ def layers(*names):
 
 def chosen(which):
     model = layers(("wte", 9.0), ("h.0.attn", 2.0), ("h.0.mlp", 4.0), ("h.1.attn", 2.0), ("h.1.mlp", 4.0))
-    made = compile_plan(Plan((), 1, (f"recompute:{which}",)), model)
-    return [word for word in format_program(made.program).split() if word.startswith("R")]
+    compiled = compile_plan(Plan((), 1, (f"recompute:{which}",)), model)
+    return [instruction for instruction in format_program(compiled.program).split() if instruction.startswith("R")]
 
 
 def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte():
@@ -118,29 +118,29 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(
-    ("law", "words", "instead", "said"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
+    ("rule", "words", "instead", "said"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
 )
-def test_a_block_that_is_recomputed_wrongly_is_found(law, words, instead, said):
-    made = compile_text("gpipe(2, checkpoint=always)", m=2)
-    program = parse_program(edit(format_program(made.program), ((0, words, instead),)))
+def test_a_block_that_is_recomputed_wrongly_is_found(rule, words, instead, said):
+    compiled = compile_text("gpipe(2, checkpoint=always)", m=2)
+    program = parse_program(edit(format_program(compiled.program), ((0, words, instead),)))
     with pytest.raises(ProgramError, match=said) as caught:
-        verify(program, bounds_from(made.cost), made.model.units, count_bytes(program, made.model, 1))
-    assert caught.value.rule == law
+        verify(program, bounds_from(compiled.cost), compiled.model.units, count_bytes(program, compiled.model, 1))
+    assert caught.value.rule == rule
 
 
 def test_an_async_pipeline_that_recomputes_with_newer_weights_is_found():
-    made = compile_text("pipedream(2, recompute=always)")
-    text = format_program(made.program).replace("R0.+1:-1", "R0.+1")
+    compiled = compile_text("pipedream(2, recompute=always)")
+    text = format_program(compiled.program).replace("R0.+1:-1", "R0.+1")
     with pytest.raises(ProgramError, match="forward used version 0 of weight0, recomputation 1") as caught:
-        verify(parse_program(text), bounds_from(made.cost), made.model.units)
+        verify(parse_program(text), bounds_from(compiled.cost), compiled.model.units)
     assert caught.value.rule == 5
 
 
 @pytest.mark.parametrize("order", ["gpipe", "one_f_one_b"])
 def test_the_activations_of_one_microbatch_are_there_at_once(order):
     for recompute, saved in [("never", [6, 3]), ("except_last", [3, 3]), ("always", [3, 3])]:
-        made = compile_text(f"pipeline(2, schedule={order}, recompute={recompute})", m=2, blocks=6)
-        first = peak_saved_activations(made.program.rank_programs[0].body)
+        compiled = compile_text(f"pipeline(2, schedule={order}, recompute={recompute})", m=2, blocks=6)
+        first = peak_saved_activations(compiled.program.rank_programs[0].body)
         assert first == saved[0]
     assert (
         peak_saved_activations(compile_text("solo", blocks=6, passes=("recompute",)).program.rank_programs[0].body) == 1

@@ -77,7 +77,9 @@ def test_an_async_pipeline_exceeds_a_smaller_bound_on_microbatches_in_flight(tex
 @STREAMS
 def test_in_the_steady_state_stage_s_of_n_goes_backward_n_minus_s_minus_1_versions_ago(text, stages):
     for stage, row in enumerate(parse_program(text).rank_programs):
-        assert {word.version for word in row.body if isinstance(word, Backward)} == {stage + 1 - stages}
+        assert {instruction.version for instruction in row.body if isinstance(instruction, Backward)} == {
+            stage + 1 - stages
+        }
 
 
 @STREAMS
@@ -86,7 +88,7 @@ def test_an_unrolled_async_pipeline_does_each_microbatch_once_and_can_be_walked(
     program = parse_program(text)
     rows = program.unroll(times)
     assert len(list(execution_order(rows))) == sum(len(row) for row in rows)
-    micros = [word.micro for word in rows[0] if isinstance(word, Backward)]
+    micros = [instruction.micro for instruction in rows[0] if isinstance(instruction, Backward)]
     assert micros == list(range(times + 2 * (stages - 1)))
 
 
@@ -127,14 +129,14 @@ def test_an_async_pipeline_that_reads_the_right_version_twice_but_not_a_third_ti
 )
 def test_a_synchronous_program_keeps_the_rules_over_several_steps(plan):
     """A stream of steps: one in front, and two repetitions of the body."""
-    made = compile_text(plan, m=2)
-    stride = len(made.program.micros)
+    compiled = compile_text(plan, m=2)
+    stride = len(compiled.program.micros)
     rows = tuple(
-        replace(row, prologue=row.body, body=tuple(shift_microbatch(word, stride) for word in row.body))
-        for row in made.program.rank_programs
+        replace(row, prologue=row.body, body=tuple(shift_microbatch(instruction, stride) for instruction in row.body))
+        for row in compiled.program.rank_programs
     )
-    symbolic = verify(Program(rows), Bounds(made.cost.staleness), made.model.units)
-    assert len(symbolic.updates) == 3 * len(made.symbolic.updates)
+    symbolic = verify(Program(rows), Bounds(compiled.cost.staleness), compiled.model.units)
+    assert len(symbolic.updates) == 3 * len(compiled.symbolic.updates)
 
 
 def test_unrolling_once_gives_the_bodies_unchanged():

@@ -10,12 +10,15 @@ from counterpoint.program.text import parse_program
 
 def traffic(text, rank=0):
     return [
-        bytes_ for _, bytes_ in bytes_by_instruction(rank, parse_program(text).rank_programs[0].body, lambda value, code="": 120)
+        bytes_
+        for _, bytes_ in bytes_by_instruction(
+            rank, parse_program(text).rank_programs[0].body, lambda value, code="": 120
+        )
     ]
 
 
 @pytest.mark.parametrize(
-    ("word", "rank", "bytes_"),
+    ("instruction", "rank", "bytes_"),
     [
         ("all_reduce(grad0)@0-2", 0, 160),
         ("reduce_scatter(grad0)@0-2", 0, 80),
@@ -34,8 +37,8 @@ def traffic(text, rank=0):
         ("F0.0", 0, 0),
     ],
 )
-def test_an_instruction_sends_what_a_ring_or_a_message_sends(word, rank, bytes_):
-    assert traffic(word, rank) == [bytes_]
+def test_an_instruction_sends_what_a_ring_or_a_message_sends(instruction, rank, bytes_):
+    assert traffic(instruction, rank) == [bytes_]
 
 
 def test_what_was_shared_out_is_summed_in_parts():

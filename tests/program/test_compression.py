@@ -84,7 +84,10 @@ def test_what_is_no_codec_is_refused_in_a_plan_as_in_a_program(code, why):
         ("compress=int8, update=sharded", r"update=sharded with int8, but a codec needs whole gradients"),
         ("reduce=adasum, update=sharded", r"update=sharded with adasum"),
         ("compress=int8, reduce=adasum", r"compress=int8 and reduce=adasum, but adasum needs uncompressed gradients"),
-        ("compress=adasum", r"compress=adasum and reduce=sum, but adasum needs uncompressed gradients; give reduce=adasum"),
+        (
+            "compress=adasum",
+            r"compress=adasum and reduce=sum, but adasum needs uncompressed gradients; give reduce=adasum",
+        ),
         ("reduce=mean", r"data has no reduce='mean'; give reduce=sum or reduce=adasum"),
     ],
 )
@@ -94,15 +97,17 @@ def test_options_that_contradict_each_other_are_refused(options, why):
 
 
 @pytest.mark.parametrize(
-    "word", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
+    "instruction", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
 )
-def test_only_sums_of_gradients_have_a_codec(word):
-    with pytest.raises(ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; leave out :int8"):
-        parse_instruction(word)
+def test_only_sums_of_gradients_have_a_codec(instruction):
+    with pytest.raises(
+        ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; leave out :int8"
+    ):
+        parse_instruction(instruction)
 
 
 @pytest.mark.parametrize(
-    ("rows", "law", "why"),
+    ("rows", "rule", "why"),
     [
         (("F0.0 B0.0 all_reduce:int8(grad0)@0,1 commit@0,1 U0", "F0.1 B0.1 all_reduce:sign(grad0)@0,1 commit@0,1 U0"), 3,
          r"rank 1 calls all_reduce:sign\(grad0\)@0,1 where rank 0 of the same group called all_reduce:int8\(grad0\)"),
@@ -112,17 +117,19 @@ def test_only_sums_of_gradients_have_a_codec(word):
           "F0.1 B0.1 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"), 3, r"for a collective that it has not started"),
     ],
 )  # fmt: skip
-def test_programs_that_compress_what_cannot_be_compressed_are_refused(rows, law, why):
+def test_programs_that_compress_what_cannot_be_compressed_are_refused(rows, rule, why):
     with pytest.raises(ProgramError, match=why) as caught:
         verify(parse_program("\n".join(rows)), Bounds(), [(0,)])
-    assert caught.value.rule == law
+    assert caught.value.rule == rule
 
 
 def test_a_gradient_that_was_shared_out_has_no_codec():
     """The parts of two pairs are summed over the pairs, as ZeRO's are over replicas."""
     text = "F0.{0} B0.{0} reduce_scatter(grad0)@{1} all_reduce:int8(grad0)@{2} commit@0-3 U0 all_gather(weight0)@{1}"
     rows = [text.format(rank, "0,1" if rank < 2 else "2,3", "0,2" if rank % 2 == 0 else "1,3") for rank in range(4)]
-    with pytest.raises(ProgramError, match="this gradient was reduce-scattered; only whole gradients can be compressed") as caught:
+    with pytest.raises(
+        ProgramError, match="this gradient was reduce-scattered; only whole gradients can be compressed"
+    ) as caught:
         verify(parse_program("\n".join(rows)), Bounds(), [(0,)])
     assert caught.value.rule == 6
 

@@ -19,21 +19,21 @@ ALL_WORDS = "F0.1 B0.1:-1 U0 x1.1>1 x1.1<0 all_reduce(grad0)@0,1 push(grad0)>1 p
 
 
 def rewritten(change):
-    return " ".join(format_instruction(change(parse_instruction(word))) for word in ALL_WORDS.split())
+    return " ".join(format_instruction(change(parse_instruction(instruction))) for instruction in ALL_WORDS.split())
 
 
 def test_shifting_moves_every_rank_an_instruction_names():
-    assert rewritten(lambda word: shift_ranks(word, 4)) == (
+    assert rewritten(lambda instruction: shift_ranks(instruction, 4)) == (
         "F0.1 B0.1:-1 U0 x1.1>5 x1.1<4 all_reduce(grad0)@4,5 push(grad0)>5 pull(weight0)<5 apply_and_reply(0)@4 commit@4 free(x1.1)"
     )
-    assert rewritten(lambda word: shift_ranks(word, 0)) == ALL_WORDS
+    assert rewritten(lambda instruction: shift_ranks(instruction, 0)) == ALL_WORDS
 
 
 def test_moving_changes_every_microbatch_an_instruction_names():
-    assert rewritten(lambda word: shift_microbatch(word, 4)) == (
+    assert rewritten(lambda instruction: shift_microbatch(instruction, 4)) == (
         "F0.5 B0.5:-1 U0 x1.5>1 x1.5<0 all_reduce(grad0)@0,1 push(grad0)>1 pull(weight0)<1 apply_and_reply(0)@0 commit@0 free(x1.5)"
     )
-    assert rewritten(lambda word: shift_microbatch(word, 0)) == ALL_WORDS
+    assert rewritten(lambda instruction: shift_microbatch(instruction, 0)) == ALL_WORDS
 
 
 def test_copies_stand_side_by_side_and_read_their_own_samples_or_the_same():
@@ -44,7 +44,10 @@ def test_copies_stand_side_by_side_and_read_their_own_samples_or_the_same():
 
 def test_expanding_reaches_all_three_parts_of_a_rank_program():
     program = parse_program("F0.0 | U0 | B0.+0")
-    assert format_program(expand(program, lambda rank, word: (word, Update((rank,))))) == "F0.0 U0 | U0 U0 | B0.+0 U0"
+    assert (
+        format_program(expand(program, lambda rank, instruction: (instruction, Update((rank,)))))
+        == "F0.0 U0 | U0 U0 | B0.+0 U0"
+    )
 
 
 def test_instructions_are_put_before_the_commit_of_rank_programs_that_have_one():

@@ -80,9 +80,9 @@ steps = st.builds(lambda b, s: RankProgram(b, (), (), *s), words, slices)
 
 
 @given(instructions)
-def test_every_instruction_is_formatted_without_spaces_and_parsed_back(word):
-    text = format_instruction(word)
-    assert parse_instruction(text) == word
+def test_every_instruction_is_formatted_without_spaces_and_parsed_back(instruction):
+    text = format_instruction(instruction)
+    assert parse_instruction(text) == instruction
     assert not set(" |") & set(text)
 
 
@@ -123,7 +123,9 @@ def test_a_group_may_be_written_out_or_mixed():
 
 @pytest.mark.parametrize("text", ["1,0", "0,0", "5-2", "0-7/0", "0-5/2", "0-3,2", "4,0-3"])
 def test_a_group_whose_ranks_do_not_go_upwards_is_refused(text):
-    with pytest.raises(ProgramError, match="is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4"):
+    with pytest.raises(
+        ProgramError, match="is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4"
+    ):
         parse_group(text)
 
 
@@ -134,7 +136,7 @@ def test_what_is_no_value_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "word",
+    "instruction",
     [
         *(
             "F0",
@@ -161,9 +163,9 @@ def test_what_is_no_value_is_refused(text):
         *("apply_and_reply(0)", "release()", "free(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
     ],
 )
-def test_what_is_no_instruction_is_refused_with_examples(word):
+def test_what_is_no_instruction_is_refused_with_examples(instruction):
     with pytest.raises(ProgramError, match="is not an instruction; expected one such") as caught:
-        parse_instruction(word)
+        parse_instruction(instruction)
     assert caught.value.rule == 0
 
 
@@ -188,7 +190,9 @@ def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_ins
 
 
 def test_a_rank_program_has_one_part_or_three():
-    with pytest.raises(ProgramError, match=r"line 1 has 2 parts; a rank program is a body, or prologue \| body \| epilogue"):
+    with pytest.raises(
+        ProgramError, match=r"line 1 has 2 parts; a rank program is a body, or prologue \| body \| epilogue"
+    ):
         parse_program("F0.0 | B0.0")
 
 

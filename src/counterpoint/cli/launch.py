@@ -18,7 +18,7 @@ LAUNCH, NEEDS = LaunchSpec(""), ResourceRequest()
 
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python file; all arguments after it are passed to it.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Of the script.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Script arguments.")] = None,
     *,
     on: Annotated[str, typer.Option("--on", help=f"The launcher: {', '.join(TARGETS)}.")],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks per host.")] = LAUNCH.ranks_per_host,

@@ -16,7 +16,7 @@ class DamagedProgram:
 
     Args:
         name: what was done to it.
-        law: the law that is broken by it.
+        rule: the rule that is broken by it.
         plan: whose program it is.
         edits: rank (or ALL that have the words), words, and what stands there instead.
         said: words of the message.
@@ -43,13 +43,13 @@ def edit(text, edits):
 
 def verify_damaged(damaged):
     """Check the damaged program against what the whole one promised."""
-    made = compile_text(damaged.plan, **dict(damaged.options))
-    program = parse_program(edit(format_program(made.program), damaged.edits))
-    assert program != made.program
-    verify(program, bounds_from(made.cost), made.model.units, count_bytes(program, made.model, 1))
+    compiled = compile_text(damaged.plan, **dict(damaged.options))
+    program = parse_program(edit(format_program(compiled.program), damaged.edits))
+    assert program != compiled.program
+    verify(program, bounds_from(compiled.cost), compiled.model.units, count_bytes(program, compiled.model, 1))
 
 
 def verify_text(text, *, staleness=0, in_flight=None, units=None):
     program = parse_program(text)
-    blocks = {word.block for _, word in program.instructions() if hasattr(word, "block")}
+    blocks = {instruction.block for _, instruction in program.instructions() if hasattr(instruction, "block")}
     return verify(program, Bounds(staleness, in_flight), units or [(block,) for block in sorted(blocks)])

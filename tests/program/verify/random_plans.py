@@ -34,8 +34,8 @@ def unet(model):
     last = model.num_blocks - 1
     readers = [tuple(sorted({block + 1, max(last - block, block + 1)})) for block in range(last)]
     size = model.blocks[0].output_bytes
-    made = (ValueSpec(block, read, size) for block, read in enumerate(readers))
-    return replace(model, values=(ValueSpec(INPUT, (0,)), *made))
+    compiled = (ValueSpec(block, read, size) for block, read in enumerate(readers))
+    return replace(model, values=(ValueSpec(INPUT, (0,)), *compiled))
 
 
 @st.composite
@@ -58,12 +58,12 @@ def models_with_shared_weights(draw, num_blocks):
 def models_with_skips(draw, model):
     """The same blocks, but what they make is read by any blocks behind them; not all of it is learned."""
     last = model.num_blocks - 1
-    made = [ValueSpec(INPUT, (0,))]
+    compiled = [ValueSpec(INPUT, (0,))]
     for _ in range(draw(st.integers(0, 6)) if last else 0):
         maker = draw(st.integers(0, last - 1))
         readers = draw(st.sets(st.integers(maker + 1, last), min_size=1))
-        made.append(ValueSpec(maker, tuple(sorted(readers)), draw(st.integers(0, 8)), draw(st.booleans())))
-    return replace(model, values=tuple(made))
+        compiled.append(ValueSpec(maker, tuple(sorted(readers)), draw(st.integers(0, 8)), draw(st.booleans())))
+    return replace(model, values=tuple(compiled))
 
 
 @st.composite
@@ -201,7 +201,9 @@ def legal_plans(draw, model):
         add(draw(servers(4) if "server" in kinds else centers(4)))
     elif "zero" in kinds and not has_tree:
         add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
-    if "more data" in kinds and not any(strategy_kind(strategy) in {"ssp", "asp", "elastic averaging"} for strategy in chosen):
+    if "more data" in kinds and not any(
+        strategy_kind(strategy) in {"ssp", "asp", "elastic averaging"} for strategy in chosen
+    ):
         add(draw(outermost_replicas({type(strategy) for strategy in chosen})))
     return Plan(tuple(chosen), num_micros, draw(passes_for(chosen)))
 

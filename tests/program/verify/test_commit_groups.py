@@ -181,36 +181,41 @@ def test_the_replicas_of_an_async_pipeline_commit_together():
 
 
 def law_broken_by(case, change):
-    """The law that is broken by a composition whose words ``change(word)`` replaces; None where nothing changes."""
+    """The rule that is broken by a composition whose words ``change(word)`` replaces; None where nothing changes."""
     model, plan, samples = case
-    made = compile_plan(plan, model, samples_per_micro=samples)
+    compiled = compile_plan(plan, model, samples_per_micro=samples)
     rows = tuple(
-        map_parts(row, lambda words: [new for old in words for new in change(old)]) for row in made.program.rank_programs
+        map_parts(row, lambda words: [new for old in words for new in change(old)])
+        for row in compiled.program.rank_programs
     )
-    if rows == made.program.rank_programs:
+    if rows == compiled.program.rank_programs:
         return None
-    promise, counted = bounds_from(made.cost), count_bytes(Program(rows), made.model, samples)
+    bounds, counted = bounds_from(compiled.cost), count_bytes(Program(rows), compiled.model, samples)
     with pytest.raises(ProgramError) as caught:
-        verify(Program(rows), promise, made.model.units, counted)
+        verify(Program(rows), bounds, compiled.model.units, counted)
     return caught.value.rule
 
 
 @settings(max_examples=80)
 @given(legal_cases(), st.integers(1, 11))
 def test_no_commit_of_any_composition_can_fall_in_two(case, at):
-    made = compile_plan(case[1], case[0])
-    rows = made.program.rank_programs
-    assume(all(any(not isinstance(word, Commit) for word in row.body) for row in rows))  # no server without a unit
+    compiled = compile_plan(case[1], case[0])
+    rows = compiled.program.rank_programs
+    assume(
+        all(any(not isinstance(instruction, Commit) for instruction in row.body) for row in rows)
+    )  # no server without a unit
 
-    def split(rank, word):
-        if isinstance(word, Commit):
-            return Commit(tuple(member for member in word.group if (member < at) == (rank < at)))
-        return word
+    def split(rank, instruction):
+        if isinstance(instruction, Commit):
+            return Commit(tuple(member for member in instruction.group if (member < at) == (rank < at)))
+        return instruction
 
-    apart = tuple(replace(row, body=tuple(split(rank, word) for word in row.body)) for rank, row in enumerate(rows))
+    apart = tuple(
+        replace(row, body=tuple(split(rank, instruction) for instruction in row.body)) for rank, row in enumerate(rows)
+    )
     assume(apart != rows)
     with pytest.raises(ProgramError) as caught:
-        verify(Program(apart), bounds_from(made.cost), made.model.units)
+        verify(Program(apart), bounds_from(compiled.cost), compiled.model.units)
     assert caught.value.rule == 6
 
 
@@ -219,9 +224,9 @@ def test_no_commit_of_any_composition_can_fall_in_two(case, at):
 def test_no_microbatch_of_any_composition_can_be_left_out(case, data):
     left_out = data.draw(st.integers(0, case[1].global_num_microbatches - 1))
 
-    def change(word):
-        micro = getattr(getattr(word, "value", word), "micro", None)
-        return () if micro == left_out else (word,)
+    def change(instruction):
+        micro = getattr(getattr(instruction, "value", instruction), "micro", None)
+        return () if micro == left_out else (instruction,)
 
     assert law_broken_by(case, change) == 4
 
@@ -229,6 +234,9 @@ def test_no_microbatch_of_any_composition_can_be_left_out(case, data):
 @settings(max_examples=80)
 @given(legal_cases(), st.data())
 def test_no_block_of_any_composition_can_be_left_out(case, data):
-    made = compile_plan(case[1], case[0])
-    block = data.draw(st.integers(0, made.model.num_blocks - 1))
-    assert law_broken_by(case, lambda word: () if getattr(word, "block", None) == block else (word,)) == 4
+    compiled = compile_plan(case[1], case[0])
+    block = data.draw(st.integers(0, compiled.model.num_blocks - 1))
+    assert (
+        law_broken_by(case, lambda instruction: () if getattr(instruction, "block", None) == block else (instruction,))
+        == 4
+    )

@@ -27,18 +27,18 @@ from tests.program.verify.random_plans import (
     legal_cases,
 )
 
-LAWS = settings(max_examples=120)
+PROPERTY_SETTINGS = settings(max_examples=120)
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_a_legal_composition_compiles_and_keeps_every_rule(case):
     model, plan, samples = case
-    made = compile_plan(plan, model, samples_per_micro=samples)
-    assert made.program.num_ranks == plan.num_ranks == len(made.cost.ranks)
+    compiled = compile_plan(plan, model, samples_per_micro=samples)
+    assert compiled.program.num_ranks == plan.num_ranks == len(compiled.cost.ranks)
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_a_program_reads_back_as_it_was_written(case):
     model, plan, _ = case
@@ -46,7 +46,7 @@ def test_a_program_reads_back_as_it_was_written(case):
     assert parse_program(format_program(program)) == program
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_a_plan_reads_back_as_it_was_written(case):
     _, plan, _ = case
@@ -54,7 +54,7 @@ def test_a_plan_reads_back_as_it_was_written(case):
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_the_execution_order_has_every_instruction_once_and_keeps_the_order_of_each_rank(case):
     model, plan, _ = case
@@ -65,27 +65,42 @@ def test_the_execution_order_has_every_instruction_once_and_keeps_the_order_of_e
     check_rendezvous_sends(rows)
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_the_instructions_move_the_bytes_that_the_formulas_say_on_every_rank(case):
     model, plan, samples = case
-    made = compile_plan(plan, model, samples_per_micro=samples)
-    assert count_bytes(made.program, made.model, samples) == made.cost.sent_bytes()
+    compiled = compile_plan(plan, model, samples_per_micro=samples)
+    assert count_bytes(compiled.program, compiled.model, samples) == compiled.cost.sent_bytes()
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(case):
     model, plan, _ = case
-    made = compile_plan(plan, model)
-    slices = {row.tp_rank for row in made.program.rank_programs}
-    computes = [(rank, word) for rank, word in made.program.instructions() if isinstance(word, Forward | Backward)]
-    forwards = [(rank, word) for rank, word in computes if isinstance(word, Forward)]
-    inputs = [(rank, word) for rank, word in computes if isinstance(word, Backward) and word.computes_input_grad]
-    weights = [(rank, word) for rank, word in computes if isinstance(word, Backward) and word.computes_weight_grad]
+    compiled = compile_plan(plan, model)
+    slices = {row.tp_rank for row in compiled.program.rank_programs}
+    computes = [
+        (rank, instruction)
+        for rank, instruction in compiled.program.instructions()
+        if isinstance(instruction, Forward | Backward)
+    ]
+    forwards = [(rank, instruction) for rank, instruction in computes if isinstance(instruction, Forward)]
+    inputs = [
+        (rank, instruction)
+        for rank, instruction in computes
+        if isinstance(instruction, Backward) and instruction.computes_input_grad
+    ]
+    weights = [
+        (rank, instruction)
+        for rank, instruction in computes
+        if isinstance(instruction, Backward) and instruction.computes_weight_grad
+    ]
     for words in (forwards, inputs, weights):
-        done = [(word.block, word.micro, made.program.rank_programs[rank].tp_rank) for rank, word in words]
-        every = [(b, m, s) for b in range(made.model.num_blocks) for m in made.program.micros for s in slices]
+        done = [
+            (instruction.block, instruction.micro, compiled.program.rank_programs[rank].tp_rank)
+            for rank, instruction in words
+        ]
+        every = [(b, m, s) for b in range(compiled.model.num_blocks) for m in compiled.program.micros for s in slices]
         assert sorted(done) == sorted(every)
 
 
@@ -108,16 +123,22 @@ def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(order, repl
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_overlap_moves_instructions_but_neither_adds_work_nor_changes_what_enters_an_update(case):
     model, plan, _ = case
     plain = compile_plan(Plan(plan.strategies, plan.num_microbatches), model)
     early = compile_plan(Plan(plan.strategies, plan.num_microbatches, ("overlap",)), model)
     for before, after in zip(plain.program.rank_programs, early.program.rank_programs, strict=True):
-        ends = [word for word in after.body if not (isinstance(word, Collective) and word.phase == "start")]
+        ends = [
+            instruction
+            for instruction in after.body
+            if not (isinstance(instruction, Collective) and instruction.phase == "start")
+        ]
         assert len(ends) == len(before.body)
-    entered = [[(e.rank, e.unit, e.shard, e.contributions) for e in made.symbolic.updates] for made in (plain, early)]
+    entered = [
+        [(e.rank, e.unit, e.shard, e.contributions) for e in compiled.symbolic.updates] for compiled in (plain, early)
+    ]
     assert sorted(entered[0], key=str) == sorted(entered[1], key=str)
 
 
@@ -136,9 +157,9 @@ def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strate
 @given(legal_cases(), st.integers(2, 3))
 def test_a_synchronous_program_keeps_the_rules_step_after_step(case, times):
     model, plan, _ = case
-    made = compile_plan(plan, model)
-    rows = made.program.unroll(times)
-    assert [len(row) for row in rows] == [times * len(row.body) for row in made.program.rank_programs]
+    compiled = compile_plan(plan, model)
+    rows = compiled.program.unroll(times)
+    assert [len(row) for row in rows] == [times * len(row.body) for row in compiled.program.rank_programs]
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
@@ -146,12 +167,12 @@ def test_a_synchronous_program_keeps_the_rules_step_after_step(case, times):
 @given(delayed_plans(), st.integers(1, 3))
 def test_delayed_gradients_keep_every_rule_and_send_as_much_as_an_all_reduce_in_each_step(case, times):
     model, plan = case
-    made = compile_plan(plan, model)
+    compiled = compile_plan(plan, model)
     inside = replace(plan, strategies=(*plan.strategies[:-1], Data(plan.strategies[-1].degree)))
-    assert made.sent_bytes() == compile_plan(inside, model).sent_bytes()
-    assert parse_program(format_program(made.program)) == made.program
-    assert made.cost.staleness == max(entry.staleness for entry in made.symbolic.updates) == 1
-    rows = made.program.unroll(times)
+    assert compiled.sent_bytes() == compile_plan(inside, model).sent_bytes()
+    assert parse_program(format_program(compiled.program)) == compiled.program
+    assert compiled.cost.staleness == max(entry.staleness for entry in compiled.symbolic.updates) == 1
+    rows = compiled.program.unroll(times)
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
@@ -159,33 +180,35 @@ def test_delayed_gradients_keep_every_rule_and_send_as_much_as_an_all_reduce_in_
 @given(async_pipelines(), st.integers(1, 3))
 def test_a_pipeline_without_a_flush_keeps_every_rule_and_its_formulas_are_what_the_program_does(case, times):
     model, plan = case
-    made = compile_plan(plan, model)
+    compiled = compile_plan(plan, model)
     replicas, sliced = (
         plan.strategies[-1].stage_ranks,
-        len(made.program.rank_programs) // sum(plan.strategies[-1].stage_ranks),
+        len(compiled.program.rank_programs) // sum(plan.strategies[-1].stage_ranks),
     )
-    for rank, row in enumerate(made.program.rank_programs):
+    for rank, row in enumerate(compiled.program.rank_programs):
         stage = [stage for stage, count in enumerate(replicas) for _ in range(count * sliced)][rank]
         ahead = (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
-        assert made.symbolic.peak_in_flight[rank] == made.cost.ranks[rank].in_flight == ahead + 1
-        assert weight_versions_needed(row.prologue + row.body + row.epilogue) == made.cost.ranks[rank].weight_versions
-    assert made.cost.staleness == max(entry.staleness for entry in made.symbolic.updates)
-    assert parse_program(format_program(made.program)) == made.program
-    check_rendezvous_sends(made.program.unroll(times), made.cost.recv_buffer_depth)
+        assert compiled.symbolic.peak_in_flight[rank] == compiled.cost.ranks[rank].in_flight == ahead + 1
+        assert (
+            weight_versions_needed(row.prologue + row.body + row.epilogue) == compiled.cost.ranks[rank].weight_versions
+        )
+    assert compiled.cost.staleness == max(entry.staleness for entry in compiled.symbolic.updates)
+    assert parse_program(format_program(compiled.program)) == compiled.program
+    check_rendezvous_sends(compiled.program.unroll(times), compiled.cost.recv_buffer_depth)
 
 
-@LAWS
+@PROPERTY_SETTINGS
 @given(legal_cases())
 def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(case):
     model, plan, _ = case
-    made = compile_plan(plan, model)
-    assert sum(turn.frequency for turn in made.step_variants) == 1
-    assert made.step_variants[-1].program == made.program
-    for turn in made.step_variants:
-        assert count_bytes(turn.program, made.model, 1) == turn.sent_bytes
+    compiled = compile_plan(plan, model)
+    assert sum(turn.frequency for turn in compiled.step_variants) == 1
+    assert compiled.step_variants[-1].program == compiled.program
+    for turn in compiled.step_variants:
+        assert count_bytes(turn.program, compiled.model, 1) == turn.sent_bytes
 
 
 def test_empty_bounds_are_kept_by_every_program():
-    made = compile_text("pipeline(2) * data(2)", m=2)
-    symbolic = verify(made.program, Bounds(None), made.model.units)
+    compiled = compile_text("pipeline(2) * data(2)", m=2)
+    symbolic = verify(compiled.program, Bounds(None), compiled.model.units)
     assert len(symbolic.updates) == 4

@@ -16,15 +16,15 @@ MEETING = "data(4, sync_every=8)"
 LATE = "data(2, staleness=1)"
 
 
-def broken(plan, *edits, **promise):
+def broken(plan, *edits, **bounds):
     """The error of a program in which some words were replaced wherever they stand."""
-    made = compile_text(plan, blocks=1)
-    text = format_program(made.program)
+    compiled = compile_text(plan, blocks=1)
+    text = format_program(compiled.program)
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
     with pytest.raises(ProgramError) as caught:
-        verify(parse_program(text), replace(bounds_from(made.cost), **promise), made.model.units)
+        verify(parse_program(text), replace(bounds_from(compiled.cost), **bounds), compiled.model.units)
     return caught.value
 
 
@@ -52,11 +52,11 @@ def test_a_sync_schedule_says_which_step_is_which():
 
 
 def test_sixteen_steps_with_a_meeting_in_every_eighth_send_what_two_sums_of_the_weights_do():
-    made = compile_text(MEETING, blocks=3)
-    weights = sum(param.num_bytes for param in made.model.params)
-    sent = [sum(bytes_) for bytes_ in zip(*(made.variant_at(step).sent_bytes for step in range(16)), strict=True)]
+    compiled = compile_text(MEETING, blocks=3)
+    weights = sum(param.num_bytes for param in compiled.model.params)
+    sent = [sum(bytes_) for bytes_ in zip(*(compiled.variant_at(step).sent_bytes for step in range(16)), strict=True)]
     assert sent == [2 * 2 * Fraction(3, 4) * weights] * 4
-    assert made.sent_bytes() == tuple(bytes_ / 16 for bytes_ in sent)
+    assert compiled.sent_bytes() == tuple(bytes_ / 16 for bytes_ in sent)
 
 
 @pytest.mark.parametrize("plan", ["data(4)", "zero1(4)", "data(2) * server(2)", "data(4, sync_every=8)",
@@ -100,11 +100,11 @@ def test_replicas_that_end_with_different_weights_violate_rule_6(old, new, fact)
 
 
 def test_replicas_may_diverge_in_a_local_step_only_if_that_is_declared():
-    made = compile_text(MEETING, blocks=1)
-    quiet = next(turn for turn in made.step_variants if turn.name == "local")
+    compiled = compile_text(MEETING, blocks=1)
+    quiet = next(turn for turn in compiled.step_variants if turn.name == "local")
     with pytest.raises(ProgramError, match="not averaged over all of them"):
-        verify(quiet.program, replace(bounds_from(made.cost), sent_bytes=None), made.model.units)
-    verify(quiet.program, replace(bounds_from(made.cost), replicas_may_diverge=True), made.model.units)
+        verify(quiet.program, replace(bounds_from(compiled.cost), sent_bytes=None), compiled.model.units)
+    verify(quiet.program, replace(bounds_from(compiled.cost), replicas_may_diverge=True), compiled.model.units)
 
 
 @pytest.mark.parametrize(

@@ -248,9 +248,9 @@ def without(program, rank, index):
 @given(legal_cases(), st.data())
 def test_no_instruction_of_any_composition_can_be_left_out(case, data):
     model, plan, samples = case
-    made = compile_plan(plan, model, samples_per_micro=samples)
-    places = [(r, i) for r, row in enumerate(made.program.rank_programs) for i in range(len(row.body))]
-    less = without(made.program, *data.draw(st.sampled_from(places)))
+    compiled = compile_plan(plan, model, samples_per_micro=samples)
+    places = [(r, i) for r, row in enumerate(compiled.program.rank_programs) for i in range(len(row.body))]
+    less = without(compiled.program, *data.draw(st.sampled_from(places)))
     with pytest.raises(ProgramError) as caught:
-        verify(less, bounds_from(made.cost), made.model.units, count_bytes(less, made.model, samples))
+        verify(less, bounds_from(compiled.cost), compiled.model.units, count_bytes(less, compiled.model, samples))
     assert caught.value.rule in range(1, 9)
