@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PlanError,
         ProgramError,
     )
+    from counterpoint.launchers.function import launch
     from counterpoint.model.spec import ModelSpec, linear_chain
     from counterpoint.optim.lamb import LAMB
     from counterpoint.optim.lars import LARS
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from counterpoint.strategies.zero import Zero
     from counterpoint.training.callbacks.callback import Callback, History
     from counterpoint.training.elastic_trainer import ElasticTrainer
-    from counterpoint.training.launch import launch
     from counterpoint.training.metrics import MeanMetric
     from counterpoint.training.parallelize import parallelize
     from counterpoint.training.profiling import profile
@@ -72,7 +72,7 @@ _MODULES = {
     "compile": "compiler.compile",
     "format_program": "program.text",
     "large_batch_schedule": "optim.lr_schedules",
-    "launch": "training.launch",
+    "launch": "launchers.function",
     "linear_chain": "model.spec",
     "parallelize": "training.parallelize",
     "parse_program": "program.text",

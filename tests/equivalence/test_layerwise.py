@@ -51,6 +51,6 @@ def test_a_convolution_is_one_parameter_wherever_its_shard_is(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_plan_that_slices_parameters_is_refused_for_a_norm_of_a_slice_is_another(name):
-    text = rf"^{name} may look at whole tensors, but under tensor\(2\) a rank has only a slice of .* or data, zero or"
+    text = rf"^{name} may need whole tensors, but under tensor\(2\) a rank has only a shard of .* or data, zero or"
     with pytest.raises(PlanError, match=text):
         parity.train(make_parity_model("mlp"), plan_for("tensor(2)", 4), TrainConfig(MAKERS[name]))

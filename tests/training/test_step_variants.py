@@ -82,7 +82,7 @@ def test_what_is_measured_in_mid_period_is_the_mean_of_the_replicas():
             expected = float(F.cross_entropy(one.model(inputs), targets))
         assert history.evaluations[-1].metrics["loss"] == pytest.approx(expected, rel=1e-12)
         stores = [rank.interpreter.store for rank in one.local_ranks.ranks.values()]
-        copies = [torch.cat([arena.weights for arena in store.flat_params()]) for store in stores]
+        copies = [torch.cat([flat.weights for flat in store.flat_params()]) for store in stores]
     assert min(relative_difference(copy, other) for copy in copies for other in copies if copy is not other) > 0
     mean = torch.cat([param.detach().reshape(-1) for param in params_of(one.model).values()])
     assert relative_difference(torch.stack(copies).mean(0), mean) <= 1e-12
@@ -103,7 +103,7 @@ def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_repli
 
 def test_a_plan_that_sets_no_gradient_aside_says_that_it_drops_the_one_that_was(tmp_path):
     given, _ = fit(LATE, fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
-    with pytest.warns(RuntimeWarning, match="the gradient of step 1, which data.2, staleness=1. had set aside"):
+    with pytest.warns(RuntimeWarning, match="the gradient of step 1, which data.2, staleness=1. had delayed"):
         found, _ = fit("data(2)", fit_options={"max_steps": 2, "resume": tmp_path})
     assert equal_bits(found, given)
 

@@ -204,7 +204,7 @@ def _shapes(values: Any) -> tuple[torch.Size, ...]:  # noqa: ANN401
 
 
 def _make_blocks(split_trace: SplitTrace, num_samples: int) -> tuple[Block, ...]:
-    """Return the blocks of a layout with their pieces."""
+    """Return the blocks of a split trace with their layers."""
     starts: dict[int, list[str]] = {}
     for path, (first, _) in compute_module_spans(split_trace.order)[0].items():
         starts.setdefault(first, []).append(path)

@@ -117,9 +117,8 @@ class TrainStep:
     def run_step(self, number: int) -> float:
         """Take the step that finishes the batch of this number; return its loss, nan if there is no batch."""
         if (self.is_multi_process or self.batch_exchange is not None) and not self.has_warned_of_fork:
-            self.has_warned_of_fork = warn_forked_workers(
-                self.known_pids
-            )  # a loader starts workers anew in every epoch
+            # a DataLoader starts new workers in every epoch
+            self.has_warned_of_fork = warn_forked_workers(self.known_pids)
         in_flight = self.local_ranks.in_flight
         with torch.random.fork_rng(devices=[], enabled=self.local_ranks.uses_rng):
             result = self.local_ranks.step(number, in_flight.batch_source(number))

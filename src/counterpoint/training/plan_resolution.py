@@ -223,8 +223,8 @@ def make_auto_strategy(
     if isinstance(strategy, Plan) or _AUTO.fullmatch(strategy) is None:
         if options.num_measured_plans:
             raise PlanError(
-                f"num_measured_plans={options.num_measured_plans} is the number of plans that are measured to choose one, but the "
-                f"plan is given, {strategy}; give strategy='auto', or omit num_measured_plans"
+                f"num_measured_plans={options.num_measured_plans} is the number of plans that are measured to choose "
+                f"one, but the plan is given, {strategy}; give strategy='auto', or omit num_measured_plans"
             )
         return None
     return AutoStrategy(plan.num_ranks, num_microbatches, plan.passes)

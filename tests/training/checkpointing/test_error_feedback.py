@@ -31,7 +31,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
 def test_another_plan_leaves_it_out_and_says_so(after, tmp_path):
     interrupted(tmp_path, "data(2, compress=int8)")
     note = (
-        rf"^step-00000002 was saved under data\(2, compress=int8\), whose ranks kept what they had not .*; {after[:4]}"
+        rf"^step-00000002 was saved under data\(2, compress=int8\), whose ranks had error-feedback residuals .*; {after[:4]}"
     )
     with pytest.warns(RuntimeWarning, match=note):
         found, history = fit(after, epochs=2, fit_options={"resume": tmp_path})

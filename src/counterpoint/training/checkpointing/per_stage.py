@@ -66,10 +66,10 @@ class StageCheckpointer:
         drafts = self.drafts.setdefault(progress.step, [])
 
         def work(fabric: Fabric) -> None:
-            pieces, state = self.collect_part(self.local_ranks.ranks[fabric.rank], fabric, progress, metadata)
+            slices, state = self.collect_part(self.local_ranks.ranks[fabric.rank], fabric, progress, metadata)
             draft = join_draft(self.checkpoint_dir, progress.step, self.run_id)
             drafts.append(draft)
-            add_part(draft, (fabric.rank, fabric.num_ranks), pieces, state)
+            add_part(draft, (fabric.rank, fabric.num_ranks), slices, state)
             commit_if_complete(draft, keep=self.keep_last)
 
         self.local_ranks.world.run(work)

@@ -335,8 +335,8 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
     local_ranks.has_delayed_grads = delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
         warnings.warn(
-            f"the gradient of step {state['step'] - 1}, which {state['plan']} had set aside, is applied by no step, "
-            f"because {local_ranks.plan} sets none aside",
+            f"the gradient of step {state['step'] - 1}, which {state['plan']} had delayed, is dropped, "
+            f"because {local_ranks.plan} delays no gradients",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -359,7 +359,10 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
             rank.interpreter.state.skip_delayed_update = bool(delayed["left_out"])
             count = delayed["replicas"]
             restore_delayed_grads(
-                shard_map, rank, count, lambda name, replica: reader.read_unsharded("delayed_grad", name, f"~{replica}/{count}")
+                shard_map,
+                rank,
+                count,
+                lambda name, replica: reader.read_unsharded("delayed_grad", name, f"~{replica}/{count}"),
             )
         with torch.no_grad():
             for name, buffer in saved_buffers(local_ranks, rank):
@@ -389,9 +392,9 @@ def find_residuals(local_ranks: LocalRanks, checkpoint: Checkpoint) -> list[str]
         return names
     if names:
         warnings.warn(
-            f"{checkpoint.folder.name} was saved under {saved_by}, whose ranks kept what they had not sent of their "
-            f"gradients; {local_ranks.plan} has other ranks or codes, so that this is left out; resume with the same "
-            "plan to go on with it",
+            f"{checkpoint.folder.name} was saved under {saved_by}, whose ranks had error-feedback residuals of "
+            f"compressed gradients; {local_ranks.plan} has other ranks or codecs, so they are dropped; resume with the "
+            "same plan to keep them",
             RuntimeWarning,
             stacklevel=2,
         )
