@@ -57,7 +57,7 @@ def test_uneven_batches_train_as_their_union_and_are_warned_of_once(script, titl
 
 
 @pytest.mark.parametrize(("script", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_batches_that_may_not_be_are_refused_alike_on_all_ranks(script, title, place):
+def test_batches_that_may_not_be_are_refused_equally_on_all_ranks(script, title, place):
     answers, seconds, _ = collect_answers(script)
     assert answers == [documented_messages(title)[place]] * mistake_scripts.NUM_RANKS
     assert max(seconds) < 2

@@ -33,7 +33,7 @@ def collect_answers(script):
 
 
 @pytest.mark.parametrize(("script", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_model_that_cannot_be_is_refused_alike_on_all_ranks(script, title, place):
+def test_a_model_that_cannot_be_is_refused_equally_on_all_ranks(script, title, place):
     answers, seconds, _ = collect_answers(script)
     assert answers == [documented_messages(title)[place]] * mistake_scripts.NUM_RANKS
     assert max(seconds) < 2

@@ -61,7 +61,7 @@ def hooked():
         (hooked, "A custom backward", 1),
     ],
 )
-def test_what_cannot_be_cut_is_refused_as_the_page_says(build, title, place):
+def test_what_cannot_be_split_is_refused_as_the_page_says(build, title, place):
     model = build_seeded(build)
     before, make = params_of(model), optim.SGD(model.parameters(), lr=0.1)
     with (

@@ -32,7 +32,7 @@ def masked(text):
     return re.sub(r"pid \d+|\d+ threads?", "N", text)
 
 
-def test_workers_that_are_forked_beside_threads_are_told_of_once_on_each_rank():
+def test_workers_that_are_forked_with_threads_are_told_of_once_on_each_rank():
     """Not in every epoch, though each starts other workers."""
     _, _, caught_warnings = collect_answers(silent_mistakes.workers_that_are_forked_late)
     assert [[masked(text) for text in texts] for texts in caught_warnings] == [

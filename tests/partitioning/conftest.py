@@ -1,4 +1,4 @@
-"""Models are cut and compared in float64, where 1e-12 means equal."""
+"""Models are split and compared in float64, where 1e-12 means equal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models as users write them, each with one thing that makes cutting hard."""
+"""Models as users write them, each with one thing that makes partitioning hard."""
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,7 @@ def changes_in_place():
 
 
 class FusedAttention(nn.Module):
-    """One layer for query, key and value together: its features cannot be sliced in contiguous parts."""
+    """One layer for query, key and value together: its features cannot be sharded in contiguous parts."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class FusedAttention(nn.Module):
 
 
 class FixedHeads(nn.Module):
-    """The number of heads is written out; the norm's output is also used beside the layers."""
+    """The number of heads is written out; the norm's output is also used next to the layers."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ def fixed_heads():
 
 
 class Residual(nn.Module):
-    """Blocks of two layers, added to what they are given: a cut between the layers falls into a pair."""
+    """Blocks of two layers, added to their input: a cut between the layers falls into a pair."""
 
     def __init__(self):
         super().__init__()

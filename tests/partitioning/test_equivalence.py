@@ -29,7 +29,7 @@ def test_any_run_of_layers_may_be_one_segment(bounds):
     assert worst_of(partition_model(model, inputs, granularity="blocks"), model, inputs, bounds) <= 1e-12
 
 
-def test_a_model_that_is_not_cut_runs_as_it_is():
+def test_a_model_that_is_not_split_runs_unchanged():
     model, inputs = gpt()
     cut = partition_model(model, inputs, granularity="whole")
     model.zero_grad()
@@ -75,7 +75,7 @@ def test_another_number_of_samples_is_traced_when_it_comes(samples):
     assert worst_of(cut, model, (torch.randint(0, 11, (samples, tokens.shape[1])),)) <= 1e-12
 
 
-def test_cutting_leaves_no_mark_on_the_model():
+def test_partitioning_leaves_no_mark_on_the_model():
     model, inputs = cnn()
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -118,5 +118,5 @@ class Draws(Two):
 
 
 @pytest.mark.parametrize("make", [Shares, Changes, Draws])
-def test_there_is_no_place_where_something_stands_in_the_way(make):
+def test_there_is_no_place_where_something_prevents_it(make):
     assert places(*in_a_list(make)) == []

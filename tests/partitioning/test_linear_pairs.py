@@ -1,4 +1,4 @@
-"""Pairs of linear layers are found, and their slices add up to the whole, forward and backward."""
+"""Pairs of linear layers are found, and their shards add up to the whole, forward and backward."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_pair_over_the_end_of_a_block_is_taken_only_where_pairs_go_first():
 
 
 @pytest.mark.parametrize(("make", "num_slices"), [(gpt, 2), (gpt, 4), (fixed_heads, 2), (perceptron, 4)])
-def test_slices_add_up_forward_and_backward(make, num_slices):
+def test_shards_add_up_forward_and_backward(make, num_slices):
     model, inputs = make()
     cut, (params, buffers) = TracedPartition(model, inputs, prefer="pairs"), clone_tensors(model)
     verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads", "hidden"), num_slices), params)
@@ -66,7 +66,7 @@ def test_what_is_also_used_elsewhere_enters_a_region_under_a_name_of_its_own():
     assert cut.values(training=True)[part.inputs[0]].consumers == (index,)
 
 
-def test_the_bias_of_the_row_layer_belongs_to_the_next_piece():
+def test_the_bias_of_the_row_layer_belongs_to_the_next_layer():
     first, entry, pair, last = TracedPartition(*fixed_heads(), prefer="pairs").spec.layers
     assert "out.weight" in pair.params
     assert (first.params, entry.params, last.params) == (("norm.weight", "norm.bias"), (), ("out.bias",))
@@ -89,12 +89,12 @@ def test_one_dim_with_two_names_is_refused():
         TracedPartition(*gpt(), dims=dims)
 
 
-def test_dropout_inside_keeps_a_pair_from_being_sliced():
+def test_dropout_inside_keeps_a_pair_from_being_sharded():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
     assert not splits(TracedPartition(model, (torch.randn(3, 4),), prefer="pairs"))
 
 
-def test_a_weight_used_twice_is_not_sliced():
+def test_a_weight_used_twice_is_not_sharded():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     model[2].weight = model[0].weight
     assert not splits(TracedPartition(model, (torch.randn(3, 4),), prefer="pairs"))
@@ -114,7 +114,7 @@ def test_features_that_are_mixed_do_not_add_up():
         verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters()))
 
 
-def test_slices_that_do_not_divide_the_heads_are_refused():
+def test_shards_that_do_not_divide_the_heads_are_refused():
     model, inputs = gpt()
     cut = TracedPartition(model, inputs)
     with pytest.raises(PlanError, match=r"has 4 heads, which 3 ranks do not divide; .* use 2, 4 ranks"):

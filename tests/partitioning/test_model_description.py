@@ -1,4 +1,4 @@
-"""What strategies read of a model: blocks, their work, and what a cut would send."""
+"""The model description that strategies read: blocks, their work, and what a cut would send."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_children_without_parameters_belong_to_the_block_before():
 
 
 @pytest.mark.parametrize("make", [cnn, perceptron])
-def test_a_chain_is_described_alike_whether_it_is_traced_or_not(make):
+def test_a_chain_is_described_equally_whether_it_is_traced_or_not(make):
     model, inputs = make()
     eager, traced = partition_model(model, inputs, granularity="blocks").spec, TracedPartition(model, inputs).spec
     assert [(p.name, p.params, p.output_bytes) for p in eager.layers] == [
@@ -62,7 +62,7 @@ def test_attention_counts_its_two_products_and_its_projections():
     assert attention.cost == pytest.approx(8 * 4 * 2 * 16 * 16 + 2 * 2 * 8 * 8 * 16, rel=0.03)
 
 
-def test_a_model_with_its_chain_inside_a_wrapper_is_cut_at_that_chain():
+def test_a_model_with_its_chain_inside_a_wrapper_is_split_at_that_chain():
     inner, inputs = gpt(num_layers=2)
     wrapper = nn.Sequential(inner, nn.Linear(11, 3))
     assert TracedPartition(wrapper, inputs).spec.num_blocks == 4

@@ -1,4 +1,4 @@
-"""What cannot be cut says where, why, and what to do instead."""
+"""Errors of models that cannot be partitioned: location, reason and remedy."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_a_branch_on_values_is_named_with_its_module_and_line():
     assert "train it with a strategy that keeps the model whole (data, zero of level 1 or 2, server)" in text
 
 
-def test_a_model_that_cannot_be_cut_runs_whole():
+def test_a_model_that_cannot_be_split_runs_whole():
     model, inputs = Branching(), (torch.randn(3, 4),)
     cut = partition_model(model, inputs, granularity="whole")
     (output,) = cut.segment(0, 1, training=True)(inputs, *clone_tensors(model), seed)
@@ -73,7 +73,7 @@ def test_a_model_without_parameters_is_refused(granularity):
 
 
 @pytest.mark.parametrize("granularity", ["whole", "blocks", "tensor_parallel"])
-def test_an_error_of_the_model_itself_is_raised_as_it_is(granularity):
+def test_an_error_of_the_model_itself_is_raised_unchanged(granularity):
     model, _ = draws_in_forward()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as mistake:
         partition_model(model, (torch.randn(4, 7),), granularity=granularity)
@@ -103,7 +103,7 @@ def test_a_model_that_runs_other_modules_in_evaluation_is_refused_there():
         cut.segment(0, 1, training=False)
 
 
-def test_a_whole_model_has_one_piece():
+def test_a_whole_model_has_one_layer():
     cut = partition_model(*perceptron(), granularity="whole")
     with pytest.raises(PlanError, match=r"which has only layer 0; ask for segment\(0, 1\)"):
         cut.segment(0, 2, training=True)
@@ -136,7 +136,7 @@ class Masked(nn.Module):
         return self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5), **self.options)
 
 
-def test_a_mask_whose_values_torch_looks_at_is_to_be_told_by_is_causal():
+def test_a_mask_whose_values_torch_looks_at_is_to_be_given_by_is_causal():
     x = torch.randn(3, 5, 8)
     with pytest.raises(
         PlanError, match=r"in module 'encoder' .*: torch compares .* pass is_causal=True or is_causal=F"

@@ -42,7 +42,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("granularity", ["whole", "blocks"])
-def test_a_cache_in_an_output_is_none_and_all_else_as_it_is(granularity):
+def test_a_cache_in_an_output_is_none_and_all_else_unchanged(granularity):
     model, x = Decoder(), torch.randn(3, 4)
     cut = partition_model(model, (x,), granularity=granularity)
     values = cut.flatten_inputs((x,))

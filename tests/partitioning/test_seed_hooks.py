@@ -41,7 +41,7 @@ def test_the_graph_seeds_only_what_something_is_drawn_from():
     assert seen == ["drop", "blocks.0.drop1", "blocks.0.drop2"]
 
 
-def test_no_cut_parts_a_draw_from_its_seed():
+def test_no_split_parts_a_draw_from_its_seed():
     model, inputs = draws_in_forward()
     assert [block.name for block in TracedPartition(model, inputs).spec.blocks] == [
         "layers.0",

@@ -1,4 +1,4 @@
-"""Models cut where their users say: before modules of chains, of graphs, and in the middle of a block."""
+"""Models cut at the modules that users name: before modules of chains, of graphs, and in the middle of a block."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ def starts(cut):
         (("1", "2.1"), [("0",), ("1",), ("2.1",)]),
     ],
 )
-def test_a_chain_is_cut_before_any_child_that_is_named(cuts, expected):
+def test_a_chain_is_split_before_any_child_that_is_named(cuts, expected):
     cut = partition_model(*sequential(), granularity="blocks", split_points=cuts)
     assert isinstance(cut, SequentialPartition)
     assert starts(cut) == expected
 
 
-def test_a_graph_is_cut_inside_a_block_where_a_module_is_named():
+def test_a_graph_is_split_inside_a_block_where_a_module_is_named():
     model, inputs = gpt()
     cut = partition_model(model, inputs, granularity="blocks", split_points=("blocks.0.mlp", "head"))
     assert [names[0] for names in starts(cut)] == ["tok", "blocks.0", "blocks.0.mlp", "blocks.1", "norm", "head"]
@@ -58,14 +58,14 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("granularity", ["blocks", "tensor_parallel"])
-def test_a_child_of_a_sequential_is_opened_for_a_cut_inside_it(granularity):
+def test_a_child_of_a_sequential_is_opened_for_a_split_inside_it(granularity):
     model, inputs = nn.Sequential(Wide(), Wide()), (torch.randn(3, 4),)
     cut = partition_model(model, inputs, granularity=granularity, split_points=("1.act",))
     assert ("1.act",) in starts(cut)
     assert torch.equal(by_layers(cut, model, inputs), model(*inputs))
 
 
-def test_every_layer_of_a_cut_model_gives_the_output_of_the_whole():
+def test_every_layer_of_a_split_model_gives_the_output_of_the_whole():
     model, (x,) = gpt(dropout=0.0)
     cut = partition_model(model, (x,), granularity="blocks", split_points=("blocks.0.drop1", "blocks.1.attention.proj"))
     assert torch.allclose(by_layers(cut, model, (x,)), model(x))
@@ -88,7 +88,7 @@ class Passing(nn.Module):
         ("mark", "split_points names 'mark', which runs no operation of its own"),
     ],
 )
-def test_a_cut_that_cannot_be_is_named(cut, said):
+def test_a_split_that_cannot_be_is_named(cut, said):
     with pytest.raises(PlanError) as caught:
         partition_model(Passing(), (torch.randn(3, 4),), granularity="blocks", split_points=(cut,))
     assert said in str(caught.value)

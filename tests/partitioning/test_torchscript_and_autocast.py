@@ -1,4 +1,4 @@
-"""Models whose inside a cut cannot see as it is: scripts, a forward inside autocast, one layer for three."""
+"""Models whose inside partitioning cannot see: scripts, a forward inside autocast, one layer for three."""
 
 import copy
 import warnings

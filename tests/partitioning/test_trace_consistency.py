@@ -1,4 +1,4 @@
-"""Every trace of a model is cut alike, whatever its number of samples, and hands each value on once."""
+"""Every trace of a model is split alike, whatever its number of samples, and passes each value once."""
 
 from functools import partial
 from itertools import combinations
@@ -21,7 +21,7 @@ from tests.partitioning.segment_runs import clone_tensors, forward, seed, worst_
 
 @pytest.mark.parametrize("prefer", ["blocks", "pairs"])
 @pytest.mark.parametrize("name", ALL)
-def test_the_same_values_cross_every_cut_for_another_number_of_samples(name, prefer):
+def test_the_same_values_cross_every_split_for_another_number_of_samples(name, prefer):
     cut = TracedPartition(*ALL[name](), prefer=prefer)
     layouts = cut.split_trace(training=True), cut.split_trace(training=True, num_samples=2)
     first, other = (
@@ -50,7 +50,7 @@ def test_bytes_between_blocks_count_a_value_once():
     assert TracedPartition(*residual()).spec.blocks[0].output_bytes == 16 * 8
 
 
-def test_choosing_where_to_cut_leaves_the_trace_as_it_is():
+def test_choosing_where_to_split_leaves_the_trace_unchanged():
     model, inputs = residual()
     traced = export_graph(model, inputs, training=True)
     before = str(traced.graph)
@@ -105,7 +105,7 @@ def test_two_pairs_in_one_module_are_two_layers():
     assert worst_of(cut, model, inputs) <= 1e-12
 
 
-def test_random_numbers_drawn_between_the_layers_keep_a_pair_from_being_sliced():
+def test_random_numbers_drawn_between_the_layers_keep_a_pair_from_being_sharded():
     class Draws(nn.Module):
         def __init__(self):
             super().__init__()

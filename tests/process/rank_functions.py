@@ -69,7 +69,7 @@ def serve(rows):
 
 
 def go_on(folder, rows):
-    """Return for each plan whether a run that was saved in mid-epoch goes on bit for bit."""
+    """Return for each plan whether a run that was saved in mid-epoch continues bit for bit."""
     found = []
     for at, (text, num_microbatches) in enumerate(rows):
         states = []
@@ -83,7 +83,7 @@ def go_on(folder, rows):
 
 
 class Dies(cp.Callback):
-    """Kills rank 1 behind a step, at once and without a word."""
+    """Kills rank 1 after a step, at once and silently."""
 
     on_every_rank = True
 
@@ -96,7 +96,7 @@ class Dies(cp.Callback):
 
 
 def save_apart(fields, folder, dies, resume):
-    """Return the parameters after a fit whose stages save each for itself, in which rank 1 may die."""
+    """Return the parameters after a fit whose stages save independently, in which rank 1 may die."""
     return Fitted(**fields).fit(folder, callbacks=[Dies(dies)], resume=folder if resume else None)
 
 
@@ -126,7 +126,7 @@ class ListensBadly(cp.Callback):
 
 
 def fail():
-    """Tell what this rank is told when rank 1 has another model; then train until rank 1 fails."""
+    """Print what this rank gets when rank 1 has another model; then train until rank 1 fails."""
     deeper = build_seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
     model = mlp() if rank() == 0 else deeper
     tell(text_of(lambda: make_trainer("data(2)", model).fit(dataset(), batch_size=12)))
@@ -137,7 +137,7 @@ def fail():
 
 
 def shard_by_hand(*sizes):
-    """Train in a loop of one's own; in each step the ranks pass batches of these sizes."""
+    """Train in a custom loop; in each step the ranks pass batches of these sizes."""
     inputs, targets = dataset().tensors
     step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
     for lengths in sizes:
@@ -145,7 +145,7 @@ def shard_by_hand(*sizes):
 
 
 def pass_own_batches():
-    """Train in a loop of one's own on batches of one size that differ from rank to rank."""
+    """Train in a custom loop on batches of one size that differ from rank to rank."""
     inputs, targets = dataset().tensors
     step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
     step(inputs[rank() :: 2], targets[rank() :: 2])

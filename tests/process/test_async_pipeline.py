@@ -47,7 +47,7 @@ def test_three_and_four_processes_equal_the_sequential_loop_under_every_rule_and
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
-def test_a_run_with_a_killed_stage_goes_on_from_the_last_step_that_all_stages_had_saved(replicas, tmp_path):
+def test_a_run_with_a_killed_stage_continues_from_the_last_step_that_all_stages_had_saved(replicas, tmp_path):
     """Behind its ninth step stage 1 has saved after six, and stage 0, which is ahead of it, too."""
     case, count = Fitted("stashing", replicas, (6,) * 12, optimizer=ADAMW), sum(replicas)
     told = run_forked(ranks.save_apart, ranks=count, args=[asdict(case), str(tmp_path), 8, False])

@@ -1,4 +1,4 @@
-"""Sums that begin while the backward goes on, on real processes joined by gloo, and by shared memory."""
+"""Sums that begin while the backward continues, on real processes joined by gloo, and by shared memory."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Loops of one's own in real processes: every rank passes the same batch, and one that does not is told."""
+"""Custom loops in real processes: every rank passes the same batch, and one that does not is told."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 
 
 def told(fn, *args):
-    """What each of two ranks is told that runs the function."""
+    """Return the error of each of two ranks that run the function."""
     return run_forked(fn, ranks=2, args=args)
 
 

@@ -26,14 +26,14 @@ SAVED = {2: [*(ROWS[2][index] for index in (3, 5)), *PERIODS], 3: [ROWS[3][8], R
 
 
 def came_to(plan):
-    """What a plan comes to with all ranks in this process: parameters, losses and metric."""
+    """What a plan computes with all ranks in this process: parameters, losses and metric."""
     params, history = fit(plan, epochs=2, fit_options={"eval_dataset": dataset(7)})
     return [params, history.losses, history.evaluations[-1].metrics["loss"]]
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """What solo comes to: its parameters, losses and metric."""
+    """What solo computes: its parameters, losses and metric."""
     torch.set_num_threads(1)
     return came_to("solo")
 
@@ -63,7 +63,7 @@ def test_plans_that_skip_or_delay_sums_come_to_what_they_do_in_one_process(came)
     assert max(offs, default=0.0) <= 1e-12
 
 
-def test_a_run_goes_on_bit_for_bit_from_what_every_rank_has_saved(came):
+def test_a_run_continues_bit_for_bit_from_what_every_rank_has_saved(came):
     """And it has come further than where it was saved."""
     num_ranks, found = came
     assert [one["saved"] for one in found] == [[[True, False]] * len(SAVED[num_ranks])] * num_ranks

@@ -31,7 +31,7 @@ from tests.training.trainers import (
 PLAN = cp.Plan.parse("pipedream(3)")
 
 
-def test_a_loop_of_ones_own_equals_the_sequential_loop_that_flushes_as_it_does():
+def test_a_custom_loop_equals_the_sequential_loop_that_flushes_as_it_does():
     case = streamed.Case("stashing", (1, 1, 1), (6,) * 8, optimizer=streamed.ADAMW, flushes=(4,))
     model, run = case.build(), []
     step = cp.parallelize(model, ADAMW, F.mse_loss, strategy=case.plan)
@@ -44,7 +44,7 @@ def test_a_loop_of_ones_own_equals_the_sequential_loop_that_flushes_as_it_does()
     assert streamed.max_error(case, (params_of(model), losses)) <= TOLERANCE
 
 
-def test_a_loop_of_ones_own_gets_the_loss_of_a_batch_when_it_has_come_through():
+def test_a_custom_loop_gets_the_loss_of_a_batch_when_it_has_come_through():
     batch = torch.ones(4, 6).double(), torch.zeros(4, dtype=torch.long)
     with cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy=PLAN) as step:
         found = [step(*batch) for _ in range(4)]
@@ -92,8 +92,8 @@ def test_fewer_batches_than_stages_are_trained_on():
 
 
 @pytest.mark.parametrize("strategy", ["pipedream(3, vertical_sync=on)", "pipedream(2, replicas=(2,1))"])
-def test_a_run_that_was_saved_goes_on_bit_for_bit(strategy, tmp_path):
-    """Where it saves it flushes: the run that goes on and the one that never stopped do so alike.
+def test_a_run_that_was_saved_continues_bit_for_bit(strategy, tmp_path):
+    """Where it saves it flushes: the run that continues and the one that never stopped do so alike.
 
     A stage that updates twice in a step has saved its optimizer's state twice.
     """
@@ -105,14 +105,14 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(strategy, tmp_path):
     assert equal_bits(states[0], states[2])
 
 
-def test_layers_may_be_sliced_inside_of_a_stage():
-    """With two stages and vertical sync all weights are one update old, wherever the model is cut."""
+def test_layers_may_be_sharded_inside_of_a_stage():
+    """With two stages and vertical sync all weights are one update old, wherever the model is split."""
     synced = "pipedream(2, vertical_sync=on)"
     sliced, whole = (fit(cp.Plan.parse(text), progress="off")[0] for text in (f"tensor(2) * {synced}", synced))
     assert max_difference(sliced, whole) <= TOLERANCE
 
 
-def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
+def test_a_checkpoint_continues_under_another_plan(tmp_path):
     options = {"max_steps": 3, "checkpoint_dir": tmp_path}
     state, _ = fit(PLAN, progress="off", fit_options=options)
     with make_trainer("data(2)", progress="off") as one:
@@ -245,14 +245,14 @@ class Ask(cp.Callback):
         (lambda one: one.save("never"), r"save\(\) was called with 2 batches in flight.*save_every="),
     ],
 )
-def test_what_needs_all_stages_is_refused_in_mid_stream_with_the_way_to_have_it(ask, said):
+def test_what_needs_all_stages_is_refused_with_batches_in_flight_with_the_way_to_have_it(ask, said):
     with make_trainer(PLAN, progress="off") as one:
         one.callbacks.append(Ask(lambda: ask(one)))
         with pytest.raises(cp.PlanError, match=said):
             one.fit(dataset(), batch_size=12)
 
 
-def test_a_run_that_was_interrupted_in_mid_stream_gives_back_what_it_learned():
+def test_a_run_that_was_interrupted_with_batches_in_flight_exports_what_it_learned():
     with make_trainer(PLAN, progress="off", callbacks=[StopAt(1)]) as one:
         before = params_of(one.model)
         with pytest.raises(KeyboardInterrupt):

@@ -22,7 +22,7 @@ def test_a_run_repeats_itself_in_one_process(strategy):
 
 @pytest.mark.parametrize("strategy", ASP)
 def test_it_learns(strategy):
-    """The samples can be told apart by their sum, so that there is something to learn."""
+    """The samples can be distinguished by their sum, so that there is something to learn."""
     data = dataset(48)
     data.tensors[1][:] = (data.tensors[0].sum(-1) > 0).long()
     _, history = fit(strategy, data=data, epochs=12, fit_options={"eval_dataset": data})
@@ -65,7 +65,7 @@ def gradients_of(model, inputs, targets):
 
 
 @pytest.mark.parametrize("strategy", ASP[:2])
-def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
+def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     """A checkpoint is a moment at which all workers fetch the newest weights, so that both runs save at the same."""
     saving = {"save_every": 2, "epochs": 2}
     with make_trainer(strategy) as one:

@@ -1,4 +1,4 @@
-"""Autocasts around the calls of a loop of one's own, where a pipeline comes to a batch in a later call."""
+"""Autocasts around the calls of a custom loop, where a pipeline computes a batch in a later call."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def one_step(*, is_cast):
 
 
 @pytest.mark.parametrize("is_cast", [False, True])
-def test_a_stream_finishes_a_batch_under_the_autocasts_of_its_own_call(is_cast):
+def test_an_async_pipeline_finishes_a_batch_under_the_autocasts_of_its_own_call(is_cast):
     expected, loss = one_step(is_cast=is_cast)
     step = cp.parallelize(mlp().float(), SGD, F.cross_entropy, strategy="pipedream(2)")
     with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):

@@ -1,4 +1,4 @@
-"""How many microbatches a batch has where nobody says."""
+"""How many microbatches a batch has by default."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_a_model_with_batch_norm_has_two_samples_in_every_microbatch_at_least():
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm1d")
-def test_a_loop_of_ones_own_has_two_samples_in_every_microbatch_too():
+def test_a_custom_loop_has_two_samples_in_every_microbatch_too():
     with cp.parallelize(normed(), ADAMW, F.cross_entropy, strategy="pipeline(2)") as step:
         step(*dataset(8).tensors)
         assert step.local_ranks.plan.num_microbatches == 4

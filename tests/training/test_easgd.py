@@ -32,7 +32,7 @@ def unit_of(store, unit):
 
 
 @pytest.mark.parametrize("strategy", [*CENTERED, *RARE])
-def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
+def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     """Saved in the middle of a period: every worker's weights and optimizer state, the center, and what is unsent."""
     saving = {"save_every": 3, "epochs": 2}
     with make_trainer(strategy) as one:
@@ -44,7 +44,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
     assert equal_bits(params_of(three.model), params_of(one.model))
 
 
-def test_another_plan_goes_on_from_the_center(tmp_path):
+def test_another_plan_continues_from_the_center(tmp_path):
     with make_trainer("easgd(2, alpha=0.5, tau=2)") as one:
         one.fit(dataset(), batch_size=12, checkpoint_dir=tmp_path)
     with make_trainer("data(2)") as two:
@@ -54,7 +54,7 @@ def test_another_plan_goes_on_from_the_center(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["easgd(2, alpha=0.5, tau=2)", "ssp(2)", "asp(2, fetch_every=3)"])
 def test_it_learns(strategy):
-    """The samples can be told apart by their sum, so that there is something to learn."""
+    """The samples can be distinguished by their sum, so that there is something to learn."""
     data = dataset(48)
     data.tensors[1][:] = (data.tensors[0].sum(-1) > 0).long()
     _, history = fit(strategy, data=data, epochs=12, fit_options={"eval_dataset": data})

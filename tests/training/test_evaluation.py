@@ -154,13 +154,13 @@ DEEPER = ["gpipe(3)", "gpipe(3, chunks_per_stage=2)", "interleaved(3)", "zero_bu
 
 
 def deep():
-    """Seven blocks with dropout, two of which may be sliced."""
+    """Seven blocks with dropout, two of which may be sharded."""
     return build_seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Dropout(0.3), *mlp()))
 
 
 @pytest.mark.parametrize("strategy", [*DEEPER, *ENDLESS])
-def test_every_order_measures_what_the_model_alone_would_as_often_as_it_is_asked(strategy):
-    """A stream flushes for it."""
+def test_every_order_measures_what_the_model_alone_would_as_often_unchanged_asked(strategy):
+    """An async pipeline flushes for it."""
     held_out, how = dataset(31), {"eval_dataset": dataset(31), "evaluate_every": 2, "metrics": measure}
     plan = cp.Plan.parse(strategy).with_microbatches_for(12)
     with make_trainer(plan, deep(), progress="off") as one:

@@ -1,4 +1,4 @@
-"""A step that fails in a loop of one's own, is caught, and is left out, as if it had not been there."""
+"""A step that fails in a custom loop, is caught, and is skipped, as if it had not been there."""
 
 import re
 
@@ -34,7 +34,7 @@ def strict_loss(outputs, targets):
 
 
 def trained(strategy, found, at=None, fails=None):
-    """Return the parameters after a loop that goes on after an error."""
+    """Return the parameters after a loop that continues after an error."""
     model = mlp()
     with cp.parallelize(model, ADAMW, strict_loss, strategy=strategy, num_microbatches=2) as step:
         for number, batch in enumerate(found):
@@ -64,7 +64,7 @@ def test_a_gradient_that_was_set_aside_is_applied_once_whatever_became_of_the_st
 
 
 @pytest.mark.parametrize("strategy", ["ssp(2, staleness=0)", "ssp(2)", "asp(2)", "easgd(2, alpha=0.5, tau=1)"])
-def test_workers_begin_together_behind_a_step_that_failed_on_one_of_them(strategy):
+def test_workers_begin_together_after_a_step_that_failed_on_one_of_them(strategy):
     """The other one has been served, and would be ahead for ever."""
     model = mlp()
     start = params_of(model)
@@ -81,7 +81,7 @@ def test_workers_begin_together_behind_a_step_that_failed_on_one_of_them(strateg
 STREAM = "pipedream(2)"
 
 
-def test_a_stream_drops_what_is_under_way_when_a_step_fails_and_goes_on_as_after_a_flush():
+def test_an_async_pipeline_drops_what_is_under_way_when_a_step_fails_and_continues_as_after_a_flush():
     model, found = mlp(), batches("nan", 1)
     with cp.parallelize(model, ADAMW, strict_loss, strategy=STREAM) as step:
         step(*found[0])

@@ -34,7 +34,7 @@ FAMILIES = ["solo", *STRATEGIES, "server(2, consistency=asp)"]
 
 
 class Forgetful(nn.Module):
-    """One of its layers is never called; and no pair of them could be sliced."""
+    """One of its layers is never called; and no pair of them could be sharded."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +242,7 @@ def test_sparse_gradients_train_under_every_plan(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "tensor(2)"])
-def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_cut(strategy):
+def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_split(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = refused(cp.PlanError, build_seeded(Winding), strategy=strategy)
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_cut(s
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in {"pipeline(2)", "tensor(2)"}])
-def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_cut(strategy):
+def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_split(strategy):
     """Under level 3 the second rank copied the model after the first had freed its weights, and torch crashed."""
     mine, theirs = (fit(one, build_seeded(Winding))[0] for one in (strategy, "solo"))
     assert max_difference(mine, theirs) <= 1e-12

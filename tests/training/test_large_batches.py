@@ -1,4 +1,4 @@
-"""Large batches under a trainer: rates go by the global batch, and LARS and LAMB go on from checkpoints of any plan."""
+"""Large batches under a trainer: rates go by the global batch, and LARS and LAMB continue from checkpoints of any plan."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def test_a_schedule_for_another_batch_is_refused_before_the_first_step(changes, 
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_run_with_a_rate_for_each_layer_goes_on_under_another_plan(name, tmp_path):
+def test_a_run_with_a_rate_for_each_layer_continues_under_another_plan(name, tmp_path):
     settings = {"optimizer": MAKERS[name], "lr_scheduler": RECIPE, "epochs": 2}
     whole, _ = fit("solo", mlp(), **settings)
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Runs that are given a timing: their pipelines are cut by its seconds."""
+"""Runs that are given a profile: their pipelines are split by its seconds."""
 
 from functools import partial
 
@@ -48,12 +48,12 @@ def stages(**options):
     return [len(rank.blocks) for rank in compiled(**options).cost.ranks]
 
 
-def test_a_pipeline_with_a_timing_is_cut_where_the_seconds_are_even():
+def test_a_pipeline_with_a_profile_is_split_where_the_seconds_are_even():
     assert stages() == [2, 2]
     assert stages(profile=timing()) == [3, 1]
 
 
-def test_a_run_tells_the_plan_with_the_cut_that_a_timing_gave_it_and_repeats_it_without_the_timing():
+def test_a_run_tells_the_plan_with_the_split_that_a_profile_gave_it_and_repeats_it_without_the_profile():
     made = compiled(profile=timing())
     assert str(made.plan) == "pipeline(2, balance=(3,1))"
     assert made.plan.profile == timing()
@@ -61,7 +61,7 @@ def test_a_run_tells_the_plan_with_the_cut_that_a_timing_gave_it_and_repeats_it_
     assert again.program == made.program
 
 
-def test_a_timing_of_another_model_is_refused_before_the_first_step():
+def test_a_profile_of_another_model_is_refused_before_the_first_step():
     with step(layers(width=8), profile=timing()) as run, pytest.raises(PlanError, match="the profile is of Chain, but"):
         run(torch.zeros(4, 8), torch.zeros(4, 8))
 
@@ -78,7 +78,7 @@ def test_ranks_with_other_timings_have_other_plans():
     assert len(set(said)) == 3
 
 
-def test_a_sequential_is_described_as_pipelines_get_it_and_as_slices_do():
+def test_a_sequential_is_described_as_pipelines_get_it_and_as_shards_do():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     spec = trace_model_spec(model, OptimizerSpec(optim.SGD, dict(model.named_parameters())), torch.zeros(2, 4), None)
     assert [block.name for block in spec.without_tp.blocks] == ["0", "2"]

@@ -59,7 +59,7 @@ FORMS = {"a tuple": lambda x, extra: (x, extra), "a dict": lambda x, extra: {"ex
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("strategy", ["solo", *UNSLICED])
-def test_a_loop_of_ones_own_is_the_same_under_every_strategy(strategy, form):
+def test_a_custom_loop_is_the_same_under_every_strategy(strategy, form):
     """Its batches are uneven and smaller than the number of microbatches, its scheduler sits on the optimizer."""
     mine, theirs = build_seeded(Pair), build_seeded(Pair)
     expected = by_hand(theirs, form)
@@ -179,7 +179,7 @@ def test_weights_that_are_changed_between_steps_are_taken_to_all_ranks(strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_that_are_changed_without_a_word_are_refused_where_ranks_train_copies(strategy):
+def test_weights_that_are_changed_silently_are_refused_where_ranks_train_copies(strategy):
     (x, _, y), *_ = batches()
     model = mlp()
     with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=strategy) as step:

@@ -1,4 +1,4 @@
-"""What cannot be cut into stages, or not into microbatches: said before the first step, in both doors alike."""
+"""What cannot be split into stages, or not into microbatches: said before the first step, in both doors alike."""
 
 import re
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_one_memory_under_two_parameters_of_different_stages_is_refused_with_the
     assert "make them one parameter (second.weight = first.weight), which may have several names" in text
 
 
-def test_one_parameter_under_two_names_is_cut_through_and_trains_as_alone():
+def test_one_parameter_under_two_names_is_split_through_and_trains_as_on_one_device():
     def tied():
         model = Blocks()
         model.layers[2].weight = model.layers[1].weight
@@ -166,7 +166,7 @@ def door_with(door, model, strategy="pipeline(2)", **options):
 @pytest.mark.parametrize(
     "strategy", ["gpipe(2)", "pipeline(4)", "interleaved(2)", "zero_bubble(2, chunks_per_stage=2)"]
 )
-def test_only_the_last_batch_of_an_epoch_may_be_uneven_and_trains_as_alone(strategy):
+def test_only_the_last_batch_of_an_epoch_may_be_uneven_and_trains_as_on_one_device(strategy):
     """46 samples make three batches of 12 and one of 10: microbatches of 3, 3, 2 and 2."""
     mine, theirs = (fit(one, blocks(torch.tanh), progress="off")[0] for one in (strategy, "solo"))
     assert max_difference(mine, theirs) <= 1e-12
@@ -247,7 +247,7 @@ def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(door, betw
 
 
 @pytest.mark.parametrize("strategy", ["pipedream(1)", "pipedream(1, replicas=(2))", "pipedream(1, vertical_sync=on)"])
-def test_a_stream_of_one_stage_has_one_update_in_a_step(strategy):
+def test_an_async_pipeline_of_one_stage_has_one_update_in_a_step(strategy):
     plan = cp.Plan.parse(strategy, num_microbatches=4)
     found = refused("parallelize", mlp(), plan)
     assert "has one stage" in found

@@ -61,7 +61,7 @@ def test_what_is_taken_has_not_measured_slower_than_data_parallelism():
     assert str(trainer.choice.plan) == "data(2)" or times[str(trainer.choice.plan)] < times["data(2)"]
 
 
-def test_an_optimizer_that_was_made_for_the_model_stays_as_it_is():
+def test_an_optimizer_that_was_made_for_the_model_stays_unchanged():
     model = mlp()
     optimizer = ADAMW(model.parameters())
     with cp.Trainer(
@@ -72,7 +72,7 @@ def test_an_optimizer_that_was_made_for_the_model_stays_as_it_is():
         assert len(trainer.fit(dataset(48), batch_size=12).losses) == 4
 
 
-def test_a_loop_of_ones_own_measures_on_its_first_batch_and_trains_on_it_as_ever():
+def test_a_custom_loop_measures_on_its_first_batch_and_trains_on_it_as_ever():
     inputs, targets = dataset(24)[:]
     losses = {}
     for strategy, measure in (("auto(2)", 1), ("solo", 0)):

@@ -75,7 +75,7 @@ def measure():
 
 
 def keep():
-    """Return the weights behind a step where the ends are one, trained by both ranks, and the middle is frozen."""
+    """Return the weights after a step where the ends are one, trained by both ranks, and the middle is frozen."""
     model = wide().append(nn.Linear(WIDTH, WIDTH).double())
     model[3].weight = model[0].weight
     model[2].requires_grad_(requires_grad=False)
@@ -105,7 +105,7 @@ def alone():
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_they_are_zeros_from_a_step_until_they_are_given_back(told, rank):
+def test_they_are_zeros_from_a_step_until_they_are_exported(told, rank):
     (seen, _), *_ = told[rank]
     between = ["zeros", "zeros"]
     between[rank] = "numbers"

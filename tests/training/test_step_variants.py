@@ -1,4 +1,4 @@
-"""Runs whose steps are not all alike: what is measured, saved, resumed, left out and given back in the middle."""
+"""Runs whose steps are not all the same: what is measured, saved, resumed, left out and given back in the middle."""
 
 from fractions import Fraction
 from functools import partial
@@ -49,7 +49,7 @@ def test_replicas_with_weights_or_gradients_of_their_own_do_not_share_their_upda
 
 
 @BOTH
-def test_an_interrupted_run_goes_on_bit_for_bit_in_mid_period(strategy, tmp_path):
+def test_an_interrupted_run_continues_bit_for_bit_in_mid_period(strategy, tmp_path):
     build = mlp if "tensor" in strategy else batch_norm_mlp
     whole, history = fit(strategy, build(), fit_options=saving(tmp_path / "a"), **SETTINGS)
     with pytest.raises(KeyboardInterrupt):
@@ -61,7 +61,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_in_mid_period(strategy, tmp_path
 
 
 @pytest.mark.parametrize("strategy", [APART, LATE])
-def test_the_checkpoint_at_the_end_of_a_fit_goes_on_as_if_the_fit_had_been_longer(strategy, tmp_path):
+def test_the_checkpoint_at_the_end_of_a_fit_continues_as_if_the_fit_had_been_longer(strategy, tmp_path):
     """Although the model was given the mean of the replicas, or misses the last gradient."""
     whole, _ = fit(strategy, epochs=2)
     fit(strategy, epochs=2, fit_options={"max_steps": 3, "checkpoint_dir": tmp_path})
@@ -89,19 +89,19 @@ def test_what_is_measured_in_mid_period_is_the_mean_of_the_replicas():
 
 
 @pytest.mark.parametrize("strategy", ["data(4)", "solo", "data(4, sync_every=3)"])
-def test_another_plan_goes_on_from_the_mean_of_the_replicas(strategy, tmp_path):
+def test_another_plan_continues_from_the_mean_of_the_replicas(strategy, tmp_path):
     mean, _ = fit("data(2, sync_every=3)", fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
     found, _ = fit(strategy, fit_options={"max_steps": 2, "resume": tmp_path})
     assert max_difference(found, mean) <= 1e-15
 
 
-def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_replicas_goes_on(tmp_path):
+def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_replicas_continues(tmp_path):
     whole, _ = fit(LATE, epochs=2)
     fit(LATE, epochs=2, fit_options={"max_steps": 3, "checkpoint_dir": tmp_path})
     assert max_difference(fit("data(4, staleness=1)", epochs=2, fit_options={"resume": tmp_path})[0], whole) <= 1e-12
 
 
-def test_a_plan_that_sets_no_gradient_aside_says_that_it_drops_the_one_that_was(tmp_path):
+def test_a_plan_that_delays_no_gradient_says_that_it_drops_the_one_that_was(tmp_path):
     given, _ = fit(LATE, fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
     with pytest.warns(RuntimeWarning, match="the gradient of step 1, which data.2, staleness=1. had delayed"):
         found, _ = fit("data(2)", fit_options={"max_steps": 2, "resume": tmp_path})
@@ -121,7 +121,7 @@ def test_a_checkpoint_has_the_weights_and_the_optimizer_of_every_replica(tmp_pat
                            ("data(4, staleness=1)", 15)]
 )  # fmt: skip
 def test_sixteen_steps_send_the_bytes_of_their_formulas(strategy, sums):
-    """Counted over the words that every rank has gone through, by its own notes."""
+    """Counted over the instructions that every rank ran, by its timings."""
     feed, sent = teams.make_batch(4), [Fraction(0)] * 4
     with teams.build_team(strategy) as one:
         for number in range(16):
@@ -171,7 +171,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_by_default():
 
 
 @pytest.mark.parametrize("strategy", [APART, LATE])
-def test_a_second_fit_begins_from_the_model_as_it_is(strategy):
+def test_a_second_fit_begins_from_the_model_unchanged(strategy):
     with make_trainer(strategy) as one:
         one.fit(dataset(), batch_size=12, max_steps=2)
         with torch.no_grad():
@@ -196,7 +196,7 @@ def embedded(strategy, *, sparse):
     return params_of(model)
 
 
-def test_replicas_with_sparse_gradients_update_apart_as_those_with_dense_ones_do():
+def test_replicas_with_sparse_gradients_update_separately_as_those_with_dense_ones_do():
     found, expected = (embedded("data(2, sync_every=2)", sparse=sparse) for sparse in (True, False))
     assert max_difference(found, expected) <= 1e-12
 

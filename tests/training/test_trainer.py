@@ -194,7 +194,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_plan(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
-def test_the_users_random_numbers_go_on_as_if_nothing_was_trained(strategy):
+def test_the_users_random_numbers_continue_as_if_nothing_was_trained(strategy):
     torch.manual_seed(77)
     expected = torch.rand(3)
     torch.manual_seed(77)
@@ -214,7 +214,7 @@ def test_two_calls_of_fit_train_as_one_longer_one(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
-def test_a_trainer_that_was_closed_goes_on_with_the_optimizers_state(strategy):
+def test_a_trainer_that_was_closed_continues_with_the_optimizers_state(strategy):
     """The steps counted on, but the momentum was gone."""
     with make_trainer(strategy) as one, make_trainer(strategy) as other:
         one.fit(dataset(), batch_size=12)

@@ -29,7 +29,7 @@ def dataset(num_samples=46, width=6, num_classes=3):
 
 
 def build_seeded(build):
-    """Return what is built with the same random numbers every time, which nobody else notices."""
+    """Return what is built with the same random numbers every time, without changing the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return build().double()

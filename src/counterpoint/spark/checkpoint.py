@@ -99,7 +99,7 @@ def save_slices(
         "plan": target.plan,
         "replicas": 1,
         "has_center": False,
-        "late": {"replicas": 0, "left_out": False},
+        "delayed_grads": {"replicas": 0, "skipped": False},
         "slices": {},
         "model": model_fingerprint(model),
         "extra": {

@@ -48,7 +48,7 @@ def test_noise_does_not_depend_on_the_number_of_ranks():
 
 
 @pytest.mark.process
-def test_with_workers_a_run_goes_on_in_mid_epoch_and_reads_only_the_rest(tmp_path):
+def test_with_workers_a_run_continues_in_mid_epoch_and_reads_only_the_rest(tmp_path):
     whole, losses = fit(Drawn())
     with pytest.raises(KeyboardInterrupt):
         fit(Drawn(), callbacks=[StopAt(1)], num_workers=2, checkpoint_dir=tmp_path, save_every=1)
@@ -107,7 +107,7 @@ def test_a_number_of_workers_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize("how", ["fork", None])
-def test_processes_forked_beside_threads_are_warned_of_once(how):
+def test_processes_forked_with_threads_are_warned_of_once(how):
     """A lock that a thread held at the fork stays locked in the copy, and a worker hangs once in a thousand runs.
 
     A loader that is told nothing forks in the system's own way, which was taken for another one.

@@ -20,7 +20,7 @@ HEADLINE = f"digits: {PLAN} on 4 ranks, batch 64 = 4 microbatches of 16"
 
 
 def shown(mode, *, seconds=0.125, num_steps=100, error=None, stream=None):
-    """What stands on the stream after a run whose clock moves with its steps."""
+    """The output after a run whose clock moves with its steps."""
     stream = io.StringIO() if stream is None else stream
     clock = Clock()
     progress = ProgressCallback(mode, name="digits", stream=stream, clock=clock)
@@ -135,7 +135,7 @@ def test_an_unknown_mode_is_refused_with_all_that_there_are():
         (SystemExit("stopped by SIGTERM"), "stopped by SIGTERM"),
     ],
 )
-def test_an_early_end_is_told_with_its_reason_in_one_line(error, told):
+def test_an_early_end_is_shown_with_its_reason_in_one_line(error, told):
     assert shown("plain", error=error).splitlines()[-1] == f"step 100/100 ended early: {told}"
 
 

@@ -54,7 +54,7 @@ def test_plan_and_program_can_be_read_back(tmp_path):
     assert parse_program((tmp_path / "program.txt").read_text()).num_ranks == 4
 
 
-def test_a_plan_that_was_cut_by_a_timing_has_it_beside_it(tmp_path):
+def test_a_plan_that_was_split_by_a_profile_has_it_next_to_it(tmp_path):
     timing = build_profile(linear_chain(2), [layer_profile(1.0, 2.0), layer_profile(1.0, 2.0)])
     RunFolder(tmp_path).write_plan(replace(Plan.parse("pipeline(2, balance=(1,1))"), profile=timing))
     assert (tmp_path / "plan.profile.json").exists()
@@ -114,7 +114,7 @@ def test_the_simulator_gives_back_a_step_that_it_made_itself():
     assert simulate_calibrated(start.compiled, measured).step_s == pytest.approx(measured.step_s)
 
 
-def test_a_word_that_was_not_measured_costs_what_its_like_cost():
+def test_an_instruction_that_was_not_measured_costs_what_its_like_cost():
     start = make_run_start()
     costs = calibrate(start.compiled.model, make_trace_recorded(start).trace)
     assert costs.lookup(("forward", (99,))) == pytest.approx(1.0)
@@ -131,7 +131,7 @@ def test_the_report_of_a_run_that_failed_says_why_and_where(tmp_path):
     assert lines(tmp_path)[-1] == {"event": "end", "step": 4, "error": "ValueError: the loss is <nan>"}
 
 
-def test_a_report_seen_while_the_run_goes_on_does_not_say_that_it_is_finished(tmp_path):
+def test_a_report_seen_while_the_run_continues_does_not_say_that_it_is_finished(tmp_path):
     clock = Clock()
     folder = RunFolder(tmp_path, clock=clock)
     folder.on_start(make_run_start(10))
@@ -150,7 +150,7 @@ def test_another_run_does_not_write_into_the_folder_of_the_first(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_was_and_forgets_what_came_after(tmp_path):
+def test_a_resumed_run_continues_where_its_checkpoint_was_and_forgets_what_came_after(tmp_path):
     send_events(RunFolder(tmp_path, clock=Clock()))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "st')

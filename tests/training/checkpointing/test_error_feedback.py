@@ -1,4 +1,4 @@
-"""What codes have not sent is saved with a run: the same plan goes on bit for bit, another one leaves it out."""
+"""The error-feedback residual is saved with a run: the same plan continues bit for bit, another one leaves it out."""
 
 from functools import partial
 
@@ -21,14 +21,14 @@ def interrupted(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", CODED)
-def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
+def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     whole, _ = fit(strategy, epochs=2)
     interrupted(tmp_path, strategy)
     assert equal_bits(fit(strategy, epochs=2, fit_options={"resume": tmp_path})[0], whole)
 
 
 @pytest.mark.parametrize("after", ["data(2)", "data(2, compress=sign)", "data(4, compress=int8)", "solo"])
-def test_another_plan_leaves_it_out_and_says_so(after, tmp_path):
+def test_another_plan_drops_it_with_a_warning(after, tmp_path):
     interrupted(tmp_path, "data(2, compress=int8)")
     note = (
         rf"^step-00000002 was saved under data\(2, compress=int8\), whose ranks had error-feedback residuals .*; {after[:4]}"
@@ -39,7 +39,7 @@ def test_another_plan_leaves_it_out_and_says_so(after, tmp_path):
     assert 0 < max_difference(found, fit("data(2)", epochs=2)[0]) < 0.1
 
 
-def test_a_run_without_a_code_goes_on_with_one_and_saves_nothing_of_it(tmp_path):
+def test_a_run_without_a_code_continues_with_one_and_saves_nothing_of_it(tmp_path):
     interrupted(tmp_path, "data(2)")
     fit("data(2, compress=int8)", epochs=2, fit_options={"resume": tmp_path})
     assert not [name for name in Checkpoint.open(step_folders(tmp_path)[-1]).names() if is_error_feedback(name)]

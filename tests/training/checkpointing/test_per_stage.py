@@ -1,4 +1,4 @@
-"""Stages that save each for itself while batches are under way, and runs that go on from what all have saved."""
+"""Stages that save independently while batches are in flight, and runs that continue from what all have saved."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_a_run_that_stops_in_mid_stream_goes_on_as_if_it_had_flushed_where_all_stages_had_saved(case, tmp_path):
+def test_a_run_that_stops_with_batches_in_flight_continues_as_if_it_had_flushed_where_all_stages_had_saved(case, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         case.fit(tmp_path, callbacks=[StopAt(7)])
     assert Checkpoint.open(tmp_path).step == 6
@@ -42,7 +42,7 @@ def test_stages_that_save_each_for_itself_train_as_if_nobody_saved(case, tmp_pat
 
 
 @pytest.mark.parametrize("other", ["solo", "data(2)", "pipedream(2)", "pipeline(3)"])
-def test_another_plan_or_number_of_stages_goes_on_from_the_same_weights_and_states(other, tmp_path):
+def test_another_plan_or_number_of_stages_continues_from_the_same_weights_and_states(other, tmp_path):
     """What all stages have saved has no weights of older versions in it, and nothing that is under way."""
     case = CASES[0]
     with pytest.raises(KeyboardInterrupt):
@@ -97,7 +97,7 @@ def test_running_statistics_are_those_of_the_stages_that_have_them_the_mean_over
 
 
 class Statistics(cp.Callback):
-    """Keeps the mean of what the replicas' norms have counted, behind the second step."""
+    """Records the mean of what the replicas' norms have counted, behind the second step."""
 
     def __init__(self, kept):
         self.kept = kept

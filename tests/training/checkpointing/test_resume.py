@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if nothing had happened, also under another plan; nothing else goes on."""
+"""A run that was interrupted continues as if nothing had happened, also under another plan; nothing else continues."""
 
 import re
 import shutil
@@ -55,7 +55,7 @@ def resumed(folder, strategy, model, **options):
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "pipeline(2) * data(2)", "pipeline(2, schedule=gpipe)",
                                       "zero_bubble(2, chunks_per_stage=2)"])  # fmt: skip
-def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
+def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     whole, history = fit(strategy, batch_norm_mlp(), fit_options=saving(tmp_path / "a"), epochs=2, **SETTINGS)
     interrupted(tmp_path / "b", strategy, batch_norm_mlp, **SETTINGS)
     going_on = {"resume": tmp_path / "b", **saving(tmp_path / "b")}
@@ -91,7 +91,7 @@ def test_milestones_still_stand_where_they_did_after_a_resume(together, tmp_path
     assert equal_bits(found, whole)
 
 
-def test_options_that_a_schedule_changes_beside_the_learning_rate_go_on(tmp_path):
+def test_options_that_a_schedule_changes_besides_the_learning_rate_continue(tmp_path):
     """OneCycleLR turns the momentum as well; it is set anew only at the end of the next step."""
     settings = {"lr_scheduler": ONE_CYCLE, "optimizer": partial(optim.SGD, lr=0.05, momentum=0.9)}
     whole, _ = fit("data(2)", epochs=2, **settings)
@@ -114,7 +114,7 @@ def test_options_that_a_schedule_changes_beside_the_learning_rate_go_on(tmp_path
         ("zero(2, level=1)", "tensor(2)"),
     ],
 )
-def test_a_run_goes_on_under_another_plan(before, after, tmp_path):
+def test_a_run_continues_under_another_plan(before, after, tmp_path):
     names = params_of(batch_norm_mlp())
     whole, history = fit(before, batch_norm_mlp(), epochs=2, **SETTINGS)
     interrupted(tmp_path, before, batch_norm_mlp, **SETTINGS)
@@ -133,7 +133,7 @@ def test_after_an_interruption_the_model_has_the_weights_of_the_last_step():
 
 
 def refused(folder, data=None, model=None, **options):
-    """Return why a run does not go on from a folder; its model and the folder are as they were."""
+    """Return why a run does not continue from a folder; its model and the folder are as they were."""
     model, listing = mlp() if model is None else model, sorted(map(str, folder.rglob("*")))
     before, batch_size = state_of(model), options.pop("batch_size", 12)
     with pytest.raises(cp.CheckpointError) as caught:
@@ -162,7 +162,7 @@ def saved(tmp_path):
          "number of parameter groups 1, this run has 6"),
     ],
 )  # fmt: skip
-def test_a_run_with_other_samples_or_another_optimizer_does_not_go_on(options, what, saved):
+def test_a_run_with_other_samples_or_another_optimizer_does_not_continue(options, what, saved):
     assert re.match(
         rf".* was saved with {what}; a run goes on only with the samples and the optimizer it had; resume with the "
         r"same, or start a new run$",
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(saved):
         fit("data(2)", fit_options={"resume": saved, "max_steps": 3})
 
 
-def test_frozen_parameters_are_the_saved_ones_under_a_cut_too(tmp_path):
+def test_frozen_parameters_are_the_saved_ones_under_a_split_too(tmp_path):
     """The ranks of a pipeline hold copies of them."""
 
     def half_frozen(bias):

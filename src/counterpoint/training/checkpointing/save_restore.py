@@ -250,7 +250,7 @@ def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Ma
         "plan": str(local_ranks.plan),
         "replicas": local_ranks.shard_map().num_replicas,
         "has_center": local_ranks.shard_map().center_replica is not None,
-        "late": describe_delayed_grads(local_ranks),
+        "delayed_grads": describe_delayed_grads(local_ranks),
         "slices": {name: list(sharding) for name, sharding in sliced_params(local_ranks.run_spec.model_spec).items()}
         if local_ranks.run_spec
         else {},
@@ -267,7 +267,7 @@ def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
     )
     return {
         "replicas": max((delayed_grad.num_replicas for delayed_grad in delayed), default=0),
-        "left_out": interpreter.state.skip_delayed_update,
+        "skipped": interpreter.state.skip_delayed_update,
     }
 
 
@@ -331,7 +331,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
     reader = CheckpointReader(
         checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
     )
-    delayed: Mapping[str, Any] = state.get("late", {"replicas": 0, "left_out": False})
+    delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False})
     local_ranks.has_delayed_grads = delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
         warnings.warn(
@@ -356,7 +356,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
         )
         restore_error_feedback(rank, residuals, checkpoint.read)
         if local_ranks.has_delayed_grads:
-            rank.interpreter.state.skip_delayed_update = bool(delayed["left_out"])
+            rank.interpreter.state.skip_delayed_update = bool(delayed["skipped"])
             count = delayed["replicas"]
             restore_delayed_grads(
                 shard_map,
