@@ -36,17 +36,17 @@ def make_step(name, worker, copy):
         copy.sync_policy.pull_ahead,
     )
 
-    def expect(number):
+    def prefetch_next(number):
         for other in range(number + 1, number + 1 + max(1, ahead)):
-            copy.expect((batch(other)[0],), -1)
+            copy.prefetch((batch(other)[0],), -1)
 
     def step(number):
         inputs, targets = batch(number)
         copy.begin_minibatch(-1, (inputs,))
         if ahead:
-            expect(number)
+            prefetch_next(number)
         loss = workload.loss(copy.model(inputs), targets)
-        expect(number)
+        prefetch_next(number)
         loss.backward()
         copy.finish_minibatch()
         return loss.item()
