@@ -132,7 +132,7 @@ _EdgesByBlock: TypeAlias = "dict[int, list[tuple[int, ...]]]"
 
 
 class _Effects(NamedTuple):
-    """What an instruction reads, what it consumes, what it produces, and what is wrong with it."""
+    """Effects of an instruction on live values: reads, consumes, produces; and what is wrong with it."""
 
     reads: Collection[_LiveValue] = ()
     consumes: Collection[_LiveValue] = ()
@@ -145,7 +145,7 @@ _PARTIAL_SUM_RULE = "only partial results are combined by a collective, and only
 
 
 class _Dataflow:
-    """Which values each instruction reads and writes, given the edges of the model.
+    """Values that each instruction reads and writes, given the edges of the model.
 
     Args:
         edges: the edges of the model.
@@ -183,17 +183,19 @@ class _Dataflow:
     def effects(self, rank: int, instruction: Instruction) -> _Effects:
         match instruction:
             case Forward(block, micro):
-                read = [("v", blocks, micro, 0) for blocks in self.edges_into[block]]
-                return _Effects(read, (), self.forward_results(block, micro, is_summed=block not in self.tp_blocks))
+                inputs = [("v", blocks, micro, 0) for blocks in self.edges_into[block]]
+                return _Effects(inputs, (), self.forward_results(block, micro, is_summed=block not in self.tp_blocks))
             case Recompute(block, micro):
                 return _Effects([("v", blocks, micro, 0) for blocks in self.edges_into[block]])
             case Backward(block, micro):
-                unconsumed = (("Bi", (block,), micro, 0),)
+                input_half = (("Bi", (block,), micro, 0),)
                 if not instruction.computes_input_grad:
-                    return _Effects(unconsumed, unconsumed)
-                flow = self.backward_effects(rank, block, micro)
+                    return _Effects(input_half, input_half)
+                effects = self.backward_effects(rank, block, micro)
                 return (
-                    flow if instruction.computes_weight_grad else flow._replace(produces=(*flow.produces, *unconsumed))
+                    effects
+                    if instruction.computes_weight_grad
+                    else effects._replace(produces=(*effects.produces, *input_half))
                 )
             case Recv() | Send() | Free() | Collective() if instruction.tensor.name not in UNIT_TENSORS:
                 return self.transfer_effects(rank, instruction)
