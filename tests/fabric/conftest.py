@@ -25,18 +25,18 @@ def _ranks_are_forked_at_once():
 
 
 @pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES, HOSTS])
-def play(request):
-    """Return ``play(scene, num_ranks)``: what each rank got, on this transport."""
+def run_scenario(request):
+    """Return ``run_scenario(scenario, num_ranks)``: what each rank got, on this transport."""
     return request.param
 
 
 @pytest.fixture(params=[*PROCESSES, HOSTS])
 def processes(request):
-    """Return ``processes(scene, num_ranks, timeout_s, present)`` on a transport between processes."""
+    """Return ``processes(scenario, num_ranks, timeout_s, present)`` on a transport between processes."""
     return request.param
 
 
 @pytest.fixture(params=PROCESSES)
-def neighbours(request):
-    """Return ``neighbours(scene, num_ranks, timeout_s, present)``, as ``processes``, all of them on one host."""
+def local_processes(request):
+    """Return ``local_processes(scenario, num_ranks, timeout_s, present)``, as ``processes``, all of them on one host."""
     return request.param

@@ -1,4 +1,4 @@
-"""Random programs of collectives and messages, the same on all ranks, to be run on any transport."""
+"""Random programs of collectives and messages, the same on all ranks, for any transport."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import torch
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 SIZES = [0, 1, 2, 7, 63, 64, 65, 300, 20_000, 200_000]
-VERBS = ["sum", "mean", "max", "min"]
+REDUCTIONS = ["sum", "mean", "max", "min"]
 
 
 class RandomProgram:
@@ -20,18 +20,18 @@ class RandomProgram:
     """
 
     def __init__(self, seed, num_ranks):
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self.num_ranks = num_ranks
         everybody = tuple(range(num_ranks))
         groups = [self.some(num_ranks) for _ in range(3)]
         self.steps = [
-            RandomStep(self.dice.choice(list(KINDS)), index, self.dice.choice([*groups, everybody]), self.dice.random())
+            RandomStep(self.rng.choice(list(KINDS)), index, self.rng.choice([*groups, everybody]), self.rng.random())
             for index in range(30)
         ]
 
     def some(self, num_ranks):
         """A group of any size."""
-        return tuple(sorted(self.dice.sample(range(num_ranks), self.dice.randint(1, num_ranks))))
+        return tuple(sorted(self.rng.sample(range(num_ranks), self.rng.randint(1, num_ranks))))
 
     def __call__(self, fabric):
         """Return what this rank holds after every step; up to five collectives are under way at once."""
@@ -63,36 +63,36 @@ class DoneWork:
 
 
 class RandomStep:
-    """One operation: its numbers are drawn from its own dice, so that all members draw the same."""
+    """One operation: its numbers are drawn from its own rng, so that all members draw the same."""
 
     def __init__(self, kind, index, group, seed):
         self.kind, self.index, self.group, self.seed = kind, index, group, seed
-        dice = self.dice()
-        self.dtype, self.size, self.ahead = dice.choice(DTYPES), dice.choice(SIZES), dice.randint(0, 5)
-        self.verb = dice.choice(VERBS if self.dtype.is_floating_point else ["sum", "max", "min"])
-        self.cuts = [0, *sorted(dice.randint(0, self.size) for _ in group[1:]), self.size]
-        self.counts = [[dice.choice([0, 1, self.size // len(group)]) for _ in group] for _ in group]
-        self.root = dice.choice(group)
+        rng = self.rng()
+        self.dtype, self.size, self.ahead = rng.choice(DTYPES), rng.choice(SIZES), rng.randint(0, 5)
+        self.op = rng.choice(REDUCTIONS if self.dtype.is_floating_point else ["sum", "max", "min"])
+        self.cuts = [0, *sorted(rng.randint(0, self.size) for _ in group[1:]), self.size]
+        self.counts = [[rng.choice([0, 1, self.size // len(group)]) for _ in group] for _ in group]
+        self.root = rng.choice(group)
 
-    def dice(self, more=""):
-        """Return the same dice on every rank."""
+    def rng(self, more=""):
+        """Return the same rng on every rank."""
         return random.Random(f"{self.seed}{more}")
 
     def value(self, fabric, size):
         """A rank's tensor: in shared memory or not, and with what is not finite, on some ranks."""
-        dice = self.dice(fabric.rank)
-        numbers = torch.randn(size, generator=torch.Generator().manual_seed(dice.randrange(2**31))) * 100
-        own = fabric.empty(size, self.dtype) if dice.random() < 0.6 else torch.empty(size, dtype=self.dtype)
+        rng = self.rng(fabric.rank)
+        numbers = torch.randn(size, generator=torch.Generator().manual_seed(rng.randrange(2**31))) * 100
+        own = fabric.empty(size, self.dtype) if rng.random() < 0.6 else torch.empty(size, dtype=self.dtype)
         own.copy_(numbers)
-        if size and self.dtype.is_floating_point and dice.random() < 0.3:
-            own[dice.randrange(size)] = dice.choice([math.nan, math.inf, -math.inf])
-        is_strided = size % 2 == 0 and self.dice("strided").random() < 0.2
+        if size and self.dtype.is_floating_point and rng.random() < 0.3:
+            own[rng.randrange(size)] = rng.choice([math.nan, math.inf, -math.inf])
+        is_strided = size % 2 == 0 and self.rng("strided").random() < 0.2
         return own.view(2, -1).t() if is_strided else own
 
 
 def all_reduce(step, fabric):
     own = step.value(fabric, step.size)
-    return fabric.all_reduce(f"sum{step.index % 3}", own, step.group, step.verb), lambda: own
+    return fabric.all_reduce(f"sum{step.index % 3}", own, step.group, step.op), lambda: own
 
 
 def broadcast(step, fabric):
@@ -103,7 +103,7 @@ def broadcast(step, fabric):
 def reduce_scatter(step, fabric):
     own = step.value(fabric, step.size).flatten()
     place = step.group.index(fabric.rank)
-    work = fabric.reduce_scatter("shares", own, step.cuts, step.group, step.verb)
+    work = fabric.reduce_scatter("shares", own, step.cuts, step.group, step.op)
     return work, lambda: own[step.cuts[place] : step.cuts[place + 1]]
 
 

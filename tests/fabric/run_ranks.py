@@ -1,4 +1,4 @@
-"""Run a scene, a function of one rank's fabric, on every rank of either transport, and see what each rank got."""
+"""Run a function of one rank's fabric on every rank of a transport, and collect the results."""
 
 import multiprocessing
 import socket
@@ -16,84 +16,84 @@ CONTEXT.set_forkserver_preload(
 )  # the first optimizer imports the second
 
 
-def result_or_error(scene, fabric):
-    """What the scene returns, or the error it ends with, as text."""
+def result_or_error(scenario, fabric):
+    """What the scenario returns, or the error it ends with, as text."""
     try:
-        return scene(fabric)
+        return scenario(fabric)
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def on_local(scene, num_ranks, timeout_s=10.0):
+def on_local(scenario, num_ranks, timeout_s=10.0):
     with LocalWorld(num_ranks, timeout_s) as world:
-        return world.run(lambda fabric: result_or_error(scene, fabric))
+        return world.run(lambda fabric: result_or_error(scenario, fabric))
 
 
-def on_gloo(scene, num_ranks, timeout_s=10.0, present=None):
-    return on_processes("gloo", scene, num_ranks, timeout_s, present)
+def on_gloo(scenario, num_ranks, timeout_s=10.0, present=None):
+    return on_processes("gloo", scenario, num_ranks, timeout_s, present)
 
 
-def on_shm(scene, num_ranks, timeout_s=10.0, present=None):
-    return on_processes("shm", scene, num_ranks, timeout_s, present)
+def on_shm(scenario, num_ranks, timeout_s=10.0, present=None):
+    return on_processes("shm", scenario, num_ranks, timeout_s, present)
 
 
-def on_hosts(hosts, scene, num_ranks, timeout_s=10.0, present=None):
-    """Play it in processes that meet as if they were on several hosts, one name for each rank; more ranks wrap."""
+def on_hosts(hosts, scenario, num_ranks, timeout_s=10.0, present=None):
+    """Run it in processes that behave as on several hosts, one host name per rank, repeated if there are more ranks."""
     names = [f"h{hosts[rank % len(hosts)]}" for rank in range(num_ranks)]
-    return on_processes("auto", scene, num_ranks, timeout_s, present, names)
+    return on_processes("auto", scenario, num_ranks, timeout_s, present, names)
 
 
-def on_processes(transport, scene, num_ranks, timeout_s, present, hosts=None):
-    """Play it in processes; None for a rank that ended without an answer, or was not present."""
-    come = range(num_ranks) if present is None else present
+def on_processes(transport, scenario, num_ranks, timeout_s, present, hosts=None):
+    """Run it in processes; None for a rank that ended without an answer, or was not present."""
+    started = range(num_ranks) if present is None else present
     hosts = [None] * num_ranks if hosts is None else hosts
-    parts = {rank: (scene, (rank, num_ranks, timeout_s, transport, hosts[rank])) for rank in come}
-    found = run_processes(rank_main, parts, timeout_s)
-    return [found.get(rank) for rank in range(num_ranks)]
+    arguments_by_rank = {rank: (scenario, (rank, num_ranks, timeout_s, transport, hosts[rank])) for rank in started}
+    answers = run_processes(rank_main, arguments_by_rank, timeout_s)
+    return [answers.get(rank) for rank in range(num_ranks)]
 
 
-def run_processes(part, parts, timeout_s):
-    """Return by rank what ``part(pipe, *parts[rank], listener, port)`` has sent from a process of each rank's own.
+def run_processes(function, arguments_by_rank, timeout_s):
+    """Run ``function(pipe, *arguments_by_rank[rank], listener, port)`` in a process per rank; return what each sends.
 
-    The listener is, on rank 0, a socket that listens at the port where the ranks meet.
+    The listener is, on rank 0, a socket that listens on the rendezvous port.
     """
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        players = {}
-        for rank, more in parts.items():
-            ours, theirs = CONTEXT.Pipe()
-            player = CONTEXT.Process(target=part, args=(theirs, *more, None if rank else listener, port))
-            player.start()
-            theirs.close()
-            players[rank] = (player, ours)
-        return {rank: receive_answer(*player, timeout_s) for rank, player in players.items()}
+        processes = {}
+        for rank, more in arguments_by_rank.items():
+            our_end, rank_end = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=function, args=(rank_end, *more, None if rank else listener, port))
+            process.start()
+            rank_end.close()
+            processes[rank] = (process, our_end)
+        return {rank: receive_answer(*process, timeout_s) for rank, process in processes.items()}
 
 
-def receive_answer(player, pipe, timeout_s):
+def receive_answer(process, pipe, timeout_s):
     try:
         answer = pipe.recv() if pipe.poll(timeout_s + 20) else "silence"
     except EOFError:
         answer = None
-    player.join(10)
-    player.kill()
-    player.join(10)
+    process.join(10)
+    process.kill()
+    process.join(10)
     return answer
 
 
-def rank_main(pipe, scene, who, listener, port):
-    """Be one rank in a process of its own."""
+def rank_main(pipe, scenario, identity, listener, port):
+    """Run one rank in a process of its own."""
     torch.set_num_threads(1)
-    rank, num_ranks, timeout_s, transport, host = who
+    rank, num_ranks, timeout_s, transport, host = identity
     address = Address("127.0.0.1", port, None if listener is None else listener.detach())
 
-    def entered(_):
+    def run(_):
         fabric = connect(rank, num_ranks, address, job="test", timeout_s=timeout_s, transport=transport, host=host)
         try:
-            return scene(fabric)
+            return scenario(fabric)
         finally:
             fabric.close()
 
-    pipe.send(result_or_error(entered, None))
+    pipe.send(result_or_error(run, None))
 
 
 def resources():

@@ -1,4 +1,4 @@
-"""Codes on tensors: nothing is lost, nothing is hidden, and the bytes are those of the formula."""
+"""Compression codecs on tensors: error feedback is exact, and the sizes are those of the formula."""
 
 import math
 from fractions import Fraction

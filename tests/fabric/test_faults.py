@@ -1,4 +1,4 @@
-"""Ranks that are late, gone or never came: the others learn who, within the deadline, and leave nothing behind."""
+"""Ranks that are late, dead or never started: the others name them within the timeout, and leave nothing behind."""
 
 import os
 import re
@@ -62,15 +62,15 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
 
 
 @pytest.mark.parametrize("wait", [in_recv, in_sum])
-def test_a_dead_peer_is_noticed_and_named_at_once(neighbours, wait):
-    dead, text = neighbours(partial(wait, "dies"), 2, timeout_s=10.0)
+def test_a_dead_peer_is_noticed_and_named_at_once(local_processes, wait):
+    dead, text = local_processes(partial(wait, "dies"), 2, timeout_s=10.0)
     assert dead is None
     assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: rank 0 has ended; look at ", text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [in_recv, in_sum])
-def test_a_dead_peer_beside_which_nobody_is_left_is_noticed_at_once(wait):
+def test_a_dead_only_peer_is_detected_at_once(wait):
     dead, text = on_hosts((0, 1), partial(wait, "dies"), 2, timeout_s=10.0)
     assert dead is None
     assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: the connection was lost \(", text)
@@ -118,7 +118,7 @@ def test_the_reason_of_the_first_that_stops_reaches_those_behind_it(processes):
     assert all("stopped because of rank 2: the loss is nan in step 7" in text for text in texts[:2])
 
 
-def test_a_rank_that_never_comes_is_named(processes):
+def test_a_rank_that_never_arrives_is_named(processes):
     texts = processes(resources_of, 4, timeout_s=1.0, present=[0, 2])
     assert texts[1] is texts[3] is None
     for rank in (0, 2):
@@ -216,7 +216,7 @@ def twice(fabric):
     return texts
 
 
-def test_a_rank_that_comes_twice_is_refused(processes):
+def test_a_rank_that_connects_twice_is_rejected(processes):
     late, second = processes(twice, 2)[1]
     assert "for rank 0 of 2" in late
     assert second.startswith("rank 1 has connected twice at 127.0.0.1:")

@@ -1,4 +1,4 @@
-"""A frame says exactly what was written, or it is refused with what was found."""
+"""A frame decodes to exactly what was encoded, or is rejected with what was found."""
 
 import zlib
 
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(stamp, label, written):
     assert all(torch.equal(read, tensor) for read, tensor in zip(frame.tensors, written, strict=True))
 
 
-def test_the_pieces_of_a_frame_follow_each_other_and_what_is_large_is_not_copied():
+def test_parts_of_a_frame_are_in_order_and_large_tensors_are_not_copied():
     large, small = torch.arange(5001.0), torch.ones(3)
     pieces = frames.encode_parts(STAMP, "x1.0", [small, large, large.double()[::2], small])
     assert torch.equal(torch.cat(pieces), encode(STAMP, "x1.0", [small, large, large.double()[::2], small]))
@@ -46,7 +46,7 @@ def test_the_pieces_of_a_frame_follow_each_other_and_what_is_large_is_not_copied
 
 
 @given(st.data())
-def test_a_frame_with_any_bit_turned_is_refused(data):
+def test_a_frame_with_any_flipped_bit_is_rejected(data):
     frame = encode(STAMP, "x1.0", [torch.arange(5.0), torch.ones(2, 2, dtype=torch.bool)])
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] ^= 1 << data.draw(st.integers(0, 7))

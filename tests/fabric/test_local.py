@@ -1,4 +1,4 @@
-"""All ranks in one process: always the same order, errors that name the rank, nothing left behind."""
+"""All ranks in one process: deterministic order, errors that name the rank, nothing left behind."""
 
 import threading
 
@@ -17,7 +17,7 @@ def world():
         yield world
 
 
-def test_ranks_take_turns_in_a_circle(world):
+def test_ranks_run_round_robin(world):
     seen = []
 
     def work(fabric):

@@ -1,4 +1,4 @@
-"""Ranks that are about to do different things all get one error that names both, and nothing is added up."""
+"""Ranks that start different collectives all get one error that names two of them, and no tensor changes."""
 
 import re
 import signal
@@ -86,8 +86,8 @@ def differ(case, fabric):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_members_get_one_error_and_keep_their_tensors(play, case):
-    check_told(play, case)
+def test_all_members_get_one_error_and_keep_their_tensors(run_scenario, case):
+    check_told(run_scenario, case)
 
 
 @pytest.mark.parametrize("case", RARER)
@@ -101,10 +101,10 @@ def test_so_they_do_between_processes_where_they_differ_in_less(processes, case)
     check_told(processes, case)
 
 
-def check_told(play, case):
+def check_told(run_scenario, case):
     """Both ranks know within two seconds what each of them does, and hold what they held."""
     turn, _, mine, theirs = (CASES | RARER)[case]
-    (text, own, seconds), (other_text, other_own, other_seconds) = play(partial(differ, case), 2)
+    (text, own, seconds), (other_text, other_own, other_seconds) = run_scenario(partial(differ, case), 2)
     assert max(seconds, other_seconds) < 2
     assert (own, other_own) == ([0.0] * 4, [1.0] * 4)
     assert text == other_text
@@ -135,8 +135,8 @@ def third(fabric):
     return fabric.gather_values("loss" if fabric.rank < 2 else "norm", 1.0, (0, 1, 2))
 
 
-def test_the_two_that_are_named_are_those_that_differ(play):
-    texts = play(third, 3)
+def test_the_two_that_are_named_are_those_that_differ(run_scenario):
+    texts = run_scenario(third, 3)
     assert all("ranks 0 and 2 disagree" in text for text in texts)
     assert all("gather_values of loss" in text and "gather_values of norm" in text for text in texts)
 
@@ -147,21 +147,21 @@ def other_groups(fabric):
     fabric.all_reduce("a", torch.ones(1), (0, 1) if fabric.rank == 0 else (0, 1, 2)).wait()
 
 
-def test_members_of_different_groups_are_told_whom_they_wait_for(play):
-    texts = play(other_groups, 3, timeout_s=1.0)
+def test_members_of_different_groups_name_whom_they_wait_for(run_scenario):
+    texts = run_scenario(other_groups, 3, timeout_s=1.0)
     assert all(text.startswith("PeerError: ") for text in texts)
     assert all("all_reduce sum of a" in text for text in texts)
 
 
-def wrong_letter(fabric):
+def wrong_message(fabric):
     if fabric.rank == 0:
         fabric.send(1, "x1.1", [torch.ones(1)])
         return fabric.recv(1, "g0.0")
     return fabric.recv(0, "x1.0")
 
 
-def test_a_message_with_another_label_is_refused(play):
-    sender, receiver = play(wrong_letter, 2, timeout_s=3.0)
+def test_a_message_with_another_label_is_refused(run_scenario):
+    sender, receiver = run_scenario(wrong_message, 2, timeout_s=3.0)
     story = "rank 1 expects x1.0 from rank 0, but its next message is x1.1; messages arrive in the order in which"
     assert receiver.startswith(f"PeerError: {story}")
     assert "stopped because of rank 1: " in sender
@@ -182,6 +182,6 @@ def test_a_message_with_another_label_is_refused(play):
         (lambda f: f.recv(2, "x"), "rank 0 cannot exchange x with rank 2: a peer is another rank below 2"),
     ],
 )  # fmt: skip
-def test_what_no_rank_may_ask_is_refused_at_once(ask, text):
+def test_invalid_calls_are_rejected_at_once(ask, text):
     with LocalWorld(2) as world, pytest.raises(ProgramError, match=re.escape(text)):
         world.run(lambda fabric: ask(fabric) if fabric.rank == 0 else None)

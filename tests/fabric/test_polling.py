@@ -1,4 +1,4 @@
-"""A collective can be asked whether it is complete; a board has words for those that wait."""
+"""Polling a collective, and the key-value store for notices between ranks."""
 
 import torch
 
@@ -36,22 +36,22 @@ def test_a_collective_is_not_complete_before_all_have_started_it(processes):
     assert processes(asks, 2) == [[False, True, [2.0]], [True, [2.0]]]
 
 
-def test_a_transport_that_cannot_tell_waits():
+def test_a_transport_that_cannot_poll_waits():
     def waits(fabric):
         return fabric.all_reduce("x", torch.ones(2), (0, 1)).completes_within(0.0)
 
     assert on_local(waits, 2) == [True, True]
 
 
-def test_whoever_asks_is_told_of_a_disagreement(processes):
+def test_polling_raises_a_mismatch(processes):
     assert processes(disagrees, 2) == ["ranks 0 and 1 disagree on collective 0 of their group"] * 2
 
 
-def test_words_on_a_board_are_read_by_others_until_they_are_cleared():
-    kept = SharedStore.serve("127.0.0.1", 5.0)
-    guest = SharedStore.connect("127.0.0.1", kept.port, 5.0)
-    guest.set("here", "ü")
-    assert (kept.get("here"), kept.get("there"), kept.increment("n"), guest.increment("n")) == ("ü", None, 1, 2)
-    kept.delete("here")
-    assert guest.get("here") is None
-    assert not guest.is_lost
+def test_values_in_a_shared_store_are_readable_until_they_are_deleted():
+    server = SharedStore.serve("127.0.0.1", 5.0)
+    client = SharedStore.connect("127.0.0.1", server.port, 5.0)
+    client.set("here", "ü")
+    assert (server.get("here"), server.get("there"), server.increment("n"), client.increment("n")) == ("ü", None, 1, 2)
+    server.delete("here")
+    assert client.get("here") is None
+    assert not client.is_lost

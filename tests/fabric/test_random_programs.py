@@ -1,4 +1,4 @@
-"""Random programs end on every transport as they do in one process."""
+"""Random programs give the same results on every transport as in one process."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from tests.fabric.random_programs import RandomProgram, differing
 from tests.fabric.run_ranks import on_gloo, on_local, on_shm
 
 
-def run(play, seeds):
+def run(run_scenario, seeds):
     for seed in seeds:
         num_ranks = 2 + seed % 4
         program = RandomProgram(seed, num_ranks)
-        expected, found = on_local(program, num_ranks), play(program, num_ranks)
+        expected, found = on_local(program, num_ranks), run_scenario(program, num_ranks)
         assert all(isinstance(one, dict) for one in found), (seed, [one for one in found if not isinstance(one, dict)])
         for mine, theirs in zip(found, expected, strict=True):
-            wrong = differing(mine, theirs, is_exact=play is not on_gloo)
+            wrong = differing(mine, theirs, is_exact=run_scenario is not on_gloo)
             assert not wrong, (seed, [vars(step) for step in program.steps if step.index in wrong])
 
 

@@ -1,4 +1,4 @@
-"""Both transports move the same bytes and add up the same sums."""
+"""All transports give the same results."""
 
 import math
 
@@ -27,8 +27,8 @@ def letters(fabric):
     return [t.dtype for t in tensors], [t.tolist() for t in tensors], list(empty.shape), scalar.item()
 
 
-def test_a_message_arrives_as_it_was_sent(play):
-    dtypes, values, empty, scalar = play(letters, 2)[1]
+def test_a_message_arrives_as_it_was_sent(run_scenario):
+    dtypes, values, empty, scalar = run_scenario(letters, 2)[1]
     assert dtypes == DTYPES
     assert values == [[[0, 1], [1, 0], [1, 0]]] * len(DTYPES)
     assert (empty, scalar) == ([0, 3], 7)
@@ -43,8 +43,8 @@ def many_letters(fabric):
     return sum(fabric.recv(0, f"x{index}")[0].sum().item() for index in range(200))
 
 
-def test_two_hundred_messages_arrive_in_order(play):
-    assert play(many_letters, 2)[1] == sum(7 * index * index for index in range(200))
+def test_two_hundred_messages_arrive_in_order(run_scenario):
+    assert run_scenario(many_letters, 2)[1] == sum(7 * index * index for index in range(200))
 
 
 def cross(fabric):
@@ -55,9 +55,9 @@ def cross(fabric):
     return [fabric.recv(other, f"x{index}")[0].unique().tolist() for index in range(3)]
 
 
-def test_large_messages_pass_both_ways_at_once(play):
+def test_large_messages_pass_both_ways_at_once(run_scenario):
     """In shared memory both ranks waited for room until the deadline."""
-    assert play(cross, 2) == [[[1.0]] * 3, [[0.0]] * 3]
+    assert run_scenario(cross, 2) == [[[1.0]] * 3, [[0.0]] * 3]
 
 
 def round_about(fabric):
@@ -70,8 +70,8 @@ def round_about(fabric):
     return small == list(range(40)), fabric.recv(before, "large")[0].unique().item()
 
 
-def test_large_messages_pass_in_a_circle_at_once(play):
-    assert play(round_about, 3) == [(True, 2), (True, 0), (True, 1)]
+def test_large_messages_pass_in_a_circle_at_once(run_scenario):
+    assert run_scenario(round_about, 3) == [(True, 2), (True, 0), (True, 1)]
 
 
 def wait_for_another(fabric, wait):
@@ -98,15 +98,15 @@ def in_a_sum(fabric):
     return ones.tolist()
 
 
-@pytest.mark.parametrize("play", ONE_HOST)
-def test_whoever_waits_for_a_message_takes_in_what_others_send(play):
+@pytest.mark.parametrize("run_scenario", ONE_HOST)
+def test_whoever_waits_for_a_message_takes_in_what_others_send(run_scenario):
     """In shared memory all three waited until the deadline."""
-    assert play(in_a_message, 3) == [0, 1, 2]
+    assert run_scenario(in_a_message, 3) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("play", ONE_HOST)
-def test_whoever_waits_for_a_sum_takes_in_what_others_send(play):
-    assert play(in_a_sum, 3) == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
+@pytest.mark.parametrize("run_scenario", ONE_HOST)
+def test_whoever_waits_for_a_sum_takes_in_what_others_send(run_scenario):
+    assert run_scenario(in_a_sum, 3) == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
 def serve(fabric):
@@ -123,8 +123,8 @@ def serve(fabric):
     return seen
 
 
-def test_a_server_answers_whoever_comes(play):
-    assert play(serve, 3) == [{1: ("push1", 1), 2: ("push2", 2)}, 10, 20]
+def test_recv_any_receives_from_any_peer(run_scenario):
+    assert run_scenario(serve, 3) == [{1: ("push1", 1), 2: ("push2", 2)}, 10, 20]
 
 
 def pick(fabric):
@@ -141,8 +141,8 @@ def pick(fabric):
     return [fabric.recv_any([1])[:2], fabric.recv(2, "early")[0].sum().item()]
 
 
-def test_messages_of_others_are_kept_for_later(play):
-    assert play(pick, 3)[0] == [(1, "late"), 499500]
+def test_messages_of_others_are_kept_for_later(run_scenario):
+    assert run_scenario(pick, 3)[0] == [(1, "late"), 499500]
 
 
 def sums(fabric):
@@ -157,8 +157,8 @@ def sums(fabric):
     return [*result, parameter.tolist()]
 
 
-def test_a_sum_is_the_same_everywhere(play):
-    assert play(sums, 3) == [[[6]] * 6 + [[3.0, 3.0, 3.0]]] * 3
+def test_a_sum_is_the_same_everywhere(run_scenario):
+    assert run_scenario(sums, 3) == [[[6]] * 6 + [[3.0, 3.0, 3.0]]] * 3
 
 
 def shares(fabric):
@@ -180,14 +180,14 @@ def ballots(fabric):
     return rows.tolist()
 
 
-def test_a_few_numbers_of_each_reach_all_as_they_are(play):
-    assert play(ballots, 3) == [[[0.0, math.inf], [1 / 3, math.inf], [2 / 3, math.inf]]] * 3
+def test_a_few_numbers_of_each_reach_all_as_they_are(run_scenario):
+    assert run_scenario(ballots, 3) == [[[0.0, math.inf], [1 / 3, math.inf], [2 / 3, math.inf]]] * 3
 
 
-def test_shares_of_a_sum_join_to_the_whole(play):
+def test_shares_of_a_sum_join_to_the_whole(run_scenario):
     summed = [30.0, 33.0, 36.0, 39.0, 42.0, 45.0, 48.0]
     joined = [30.0, 33.0, 38.0, 41.0, 44.0, 47.0, 50.0]
-    assert play(shares, 3) == [(summed[:2], joined), ([], joined), (summed[2:], joined)]
+    assert run_scenario(shares, 3) == [(summed[:2], joined), ([], joined), (summed[2:], joined)]
 
 
 def casts(fabric):
@@ -198,8 +198,8 @@ def casts(fabric):
     return tensor.tolist(), column.tolist()
 
 
-def test_everybody_gets_the_value_of_the_root(play):
-    assert play(casts, 3) == [([True, False, True], [1.0, 1.0])] * 3
+def test_everybody_gets_the_value_of_the_root(run_scenario):
+    assert run_scenario(casts, 3) == [([True, False, True], [1.0, 1.0])] * 3
 
 
 def values(fabric):
@@ -209,8 +209,8 @@ def values(fabric):
     return short, [len(text) for text in long]
 
 
-def test_values_of_all_members_come_in_the_order_of_the_group(play):
-    assert play(values, 3) == [([{"rank": rank, "shape": [1, 2]} for rank in TRIO], [0, 1000, 2000])] * 3
+def test_gathered_values_are_in_group_order(run_scenario):
+    assert run_scenario(values, 3) == [([{"rank": rank, "shape": [1, 2]} for rank in TRIO], [0, 1000, 2000])] * 3
 
 
 def groups(fabric):
@@ -226,8 +226,12 @@ def groups(fabric):
     return {group: tensor.item() for group, tensor in tensors.items()}
 
 
-def test_starting_never_waits_for_another_member(play):
-    assert play(groups, 3) == [{(0, 1): 1.0, (0, 2): 2.0}, {(1, 2): 3.0, (0, 1): 1.0}, {(0, 2): 2.0, (1, 2): 3.0}]
+def test_starting_never_waits_for_another_member(run_scenario):
+    assert run_scenario(groups, 3) == [
+        {(0, 1): 1.0, (0, 2): 2.0},
+        {(1, 2): 3.0, (0, 1): 1.0},
+        {(0, 2): 2.0, (1, 2): 3.0},
+    ]
 
 
 def overlap(fabric):
@@ -243,8 +247,8 @@ def overlap(fabric):
     return tensor.sum().item()
 
 
-def test_a_message_may_pass_between_a_start_and_its_wait(play):
-    assert play(overlap, 2) == [2000.0, 2000.0]
+def test_a_message_may_pass_between_a_start_and_its_wait(run_scenario):
+    assert run_scenario(overlap, 2) == [2000.0, 2000.0]
 
 
 def alone(fabric):
@@ -257,8 +261,8 @@ def alone(fabric):
     return tensor.tolist(), fabric.gather_values("e", (1, 2), (0,))
 
 
-def test_a_group_of_one_does_nothing(play):
-    assert play(alone, 1) == [([0.0, 1.0, 2.0], [[1, 2]])]
+def test_a_group_of_one_does_nothing(run_scenario):
+    assert run_scenario(alone, 1) == [([0.0, 1.0, 2.0], [[1, 2]])]
 
 
 def verbs(fabric):
@@ -273,9 +277,9 @@ def verbs(fabric):
     return found
 
 
-def test_numbers_become_one_in_four_ways(play):
+def test_all_four_reductions(run_scenario):
     expected = {"sum": (9.0, True, 9.0), "mean": (3.0, True, 3.0), "max": (6.0, True, 6.0), "min": (1.0, True, 1.0)}
-    assert play(verbs, 3) == [expected] * 3
+    assert run_scenario(verbs, 3) == [expected] * 3
 
 
 def nans(fabric):
@@ -291,9 +295,9 @@ def nans(fabric):
     return wrong
 
 
-def test_nan_wins_on_whichever_rank_it_is(play):
+def test_nan_wins_on_whichever_rank_it_is(run_scenario):
     """On gloo it lost where it was not on the first rank."""
-    assert play(nans, 3) == [[]] * 3
+    assert run_scenario(nans, 3) == [[]] * 3
 
 
 def narrow(fabric):
@@ -308,8 +312,8 @@ def narrow(fabric):
     return found
 
 
-def test_16_bit_numbers_are_added_up_in_32_bits_and_rounded_once(play):
-    assert play(narrow, 3) == [[2050.0, 2050.0, 40000.0, 40000.0]] * 3
+def test_16_bit_numbers_are_added_up_in_32_bits_and_rounded_once(run_scenario):
+    assert run_scenario(narrow, 3) == [[2050.0, 2050.0, 40000.0, 40000.0]] * 3
 
 
 COUNTS = [[1, 2, 0], [0, 1, 3], [70000, 0, 1]]
@@ -323,5 +327,5 @@ def swap(fabric):
     return received.unique_consecutive(return_counts=True)[0].tolist(), len(received)
 
 
-def test_everyone_gets_from_everyone_in_their_order(play):
-    assert play(swap, 3) == [([0, 20], 70001), ([1, 11], 3), ([12, 22], 4)]
+def test_everyone_gets_from_everyone_in_their_order(run_scenario):
+    assert run_scenario(swap, 3) == [([0, 20], 70001), ([1, 11], 3), ([12, 22], 4)]

@@ -1,4 +1,4 @@
-"""One rank of torch's gloo: it adds up a value over all ranks and prints its first element and its host."""
+"""One rank of torch's gloo: all-reduces a value, and prints its first element and its host."""
 
 import datetime
 import socket

@@ -1,4 +1,4 @@
-"""Two hosts for the tests of the lab, which are skipped, with the reason, where none can be opened."""
+"""Two network namespaces as hosts for integration tests, which are skipped, with the reason, if none can be created."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tests of other systems' launchers share: one script, what solo comes to, and a two-node Slurm."""
+"""Helpers of the tests of other systems' launchers: a script, its single-process losses, and a two-node Slurm."""
 
 import os
 import runpy

@@ -1,6 +1,6 @@
-"""Run by mpirun: scenes of the fabric's tests on MPI, one after the other; each rank writes down what it got.
+"""Run by mpirun: scenarios of the fabric's tests on MPI, one after the other; each rank writes down what it got.
 
-``python -m tests.lab.mpi_scenarios FOLDER SCENE...``, where a scene is a function of tests/fabric/test_transports.py.
+``python -m tests.lab.mpi_scenarios FOLDER SCENE...``, where a scenario is a function of tests/fabric/test_transports.py.
 """
 
 import sys
@@ -21,13 +21,13 @@ def as_text(value):
     return repr(sorted(value.items())) if isinstance(value, dict) else repr(value)
 
 
-def main(folder, *scenes):
+def main(folder, *scenarios):
     environment = detect()
     assert environment is not None, "this is started by mpirun"
     torch.set_num_threads(1)
     world = open_world(environment, environment.world_size, 20.0)
     (fabric,) = world.fabrics
-    found = {scene: as_text(getattr(test_transports, scene)(fabric)) for scene in scenes}
+    found = {scenario: as_text(getattr(test_transports, scenario)(fabric)) for scenario in scenarios}
     try:
         if fabric.rank == 1:
             fabric.abort("the disk is full")
@@ -35,7 +35,7 @@ def main(folder, *scenes):
             fabric.recv(1, "never sent")
     except PeerError as error:
         found["told"] = str(error)
-    text = "\n".join(f"{scene}\t{value}" for scene, value in found.items())
+    text = "\n".join(f"{scenario}\t{value}" for scenario, value in found.items())
     Path(folder, f"{fabric.rank}.txt").write_text(text)
     end = time.monotonic() + 20  # mpirun ends all with the first that leaves after an error
     while len(list(Path(folder).glob("*.txt"))) < fabric.num_ranks and time.monotonic() < end:

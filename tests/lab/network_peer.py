@@ -1,4 +1,4 @@
-"""What hosts say to each other in tests of the lab: ``network_peer.py WHAT ...`` with what one of the functions below."""
+"""Network peer for tests of links: ``network_peer.py FUNCTION ...``, with one of the functions below."""
 
 import contextlib
 import socket

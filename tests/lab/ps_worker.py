@@ -1,4 +1,4 @@
-"""A worker of a job on several hosts: ``python -m tests.lab.ps_worker JOB LAYOUT_KEY JOB_NAME [GATE]``; it prints what it learnt."""
+"""Worker of a job on several hosts: ``python -m tests.lab.ps_worker JOB KEY NAME [GATE]``; it prints what it learnt."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A job of a parameter server on one host of the lab: it prints at which port it listens."""
+"""RPC servers of a job on one host: prints the port that other hosts can reach."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Look at every TCP port of a host, and at what says something: ``scan.py HOST`` prints ports and what they said."""
+"""Scan all TCP ports of a host: ``scan_ports.py HOST`` prints open ports, and what they answered."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""A job with parameter servers on hosts of the lab, every member started by command."""
+"""A job with parameter servers on several hosts, every process started by command."""
 
 import sys
 from pathlib import Path

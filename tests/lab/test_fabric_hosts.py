@@ -1,4 +1,4 @@
-"""Ranks of two hosts of the lab find out where they are, and send between hosts what one rank of each would."""
+"""Ranks of two hosts detect their placement, and send between hosts what one rank of each would."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ RANKS = Path(__file__).parents[2] / "benchmarks" / "hosts" / "ranks.py"
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_host_send_what_one_would_alone():
+def test_two_ranks_of_a_host_send_as_much_as_one_rank():
     if reason := Lab.unavailable_reason():
         pytest.skip(reason)
     with Lab(hosts=2, rate="1gbit") as lab:

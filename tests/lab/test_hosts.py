@@ -1,4 +1,4 @@
-"""What a host is: a name, a network and a memory of its own, and an end."""
+"""A host of the lab has its own name, network and memory, and can be killed."""
 
 import contextlib
 import os
@@ -80,7 +80,7 @@ def test_the_machine_keeps_its_own_name_files_and_interfaces(permitted):
     ],
     ids=["in-host-order", "interleaved"],
 )
-def test_each_rank_is_told_who_it_is(lab, interleaved, said):
+def test_each_rank_gets_its_environment(lab, interleaved, said):
     ended = lab.run_ranks([*PYTHON, SAY], per_host=2, interleaved=interleaved)
     assert [one.text().strip() for one in ended] == said
 
@@ -98,7 +98,7 @@ def test_output_and_code_of_a_failed_command_are_kept(lab):
         ended.text()
 
 
-def test_who_misses_the_deadline_is_named_with_its_last_words(lab):
+def test_a_command_that_times_out_is_named_with_its_last_output(lab):
     commands = {"h0": ["true"], "h1": ["sh", "-c", "echo tired; sleep 1000"]}
     with pytest.raises(
         LabError, match=r"(?s)^h1 had not ended after 0.5 s.*h0 \(ended with 0\).*h1 \(killed\):\n  tired"

@@ -1,4 +1,4 @@
-"""The same script under mpirun, on a cluster of Ray and on two nodes of Slurm: the losses of python."""
+"""The same script under mpirun, on a Ray cluster and on two Slurm nodes: the losses of plain python."""
 
 import sys
 

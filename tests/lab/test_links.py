@@ -1,4 +1,4 @@
-"""What links do: carry at their rate, count, lose, fall silent, take their time."""
+"""Links of the lab: rate, counters, loss, partitions, delay."""
 
 import pytest
 

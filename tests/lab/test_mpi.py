@@ -1,4 +1,4 @@
-"""MPI as a transport moves the same bytes and adds up the same sums as ranks of one process."""
+"""The MPI transport gives the same results as ranks of one process."""
 
 import subprocess
 import sys
@@ -12,7 +12,12 @@ from tests.lab.mpi_scenarios import as_text
 from tests.process.test_faults import variables
 
 REASON = why_no_mpirun() or why_no("mpi4py")
-pytestmark = [pytest.mark.process, pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+]
 SCENES = [
     "round_about", "in_a_message", "in_a_sum", "serve", "pick", "sums", "shares", "ballots", "casts", "values",
     "groups", "verbs", "nans", "narrow", "swap",
@@ -21,7 +26,7 @@ SCENES = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of three ranks got in each scene, as text."""
+    """What each of three ranks got in each scenario, as text."""
     folder = tmp_path_factory.mktemp("mpi")
     command = ["mpirun", "-np", "3", sys.executable, "-m", "tests.lab.mpi_scenarios", str(folder), *SCENES]
     environ = {**variables(), **AS_ROOT, "COUNTERPOINT_TRANSPORT": "mpi"}
@@ -31,11 +36,11 @@ def found(tmp_path_factory):
     return [dict(line.split("\t") for line in file.read_text().splitlines()) for file in files]
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_mpi_does_what_ranks_of_one_process_do(found, scene):
-    expected = on_local(getattr(test_transports, scene), 3)
-    assert [rank[scene] for rank in found] == [as_text(value) for value in expected]
+@pytest.mark.parametrize("scenario", SCENES)
+def test_mpi_does_what_ranks_of_one_process_do(found, scenario):
+    expected = on_local(getattr(test_transports, scenario), 3)
+    assert [rank[scenario] for rank in found] == [as_text(value) for value in expected]
 
 
-def test_whoever_waits_for_a_rank_that_stops_is_told_why(found):
+def test_a_wait_for_an_aborted_rank_raises_its_reason(found):
     assert all("stopped because of rank 1: the disk is full" in found[rank]["told"] for rank in (0, 2))

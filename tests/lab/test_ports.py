@@ -1,4 +1,4 @@
-"""What a stranger on another host finds of a job: one port, and behind it a greeting that he cannot finish."""
+"""A stranger on another host finds one open port of a job, with a handshake that it cannot complete."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A probe finds out what stands between hosts, by the ranks alone."""
+"""The probe measures the links between hosts, using the ranks only."""
 
 import json
 import sys

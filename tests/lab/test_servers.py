@@ -1,4 +1,4 @@
-"""Coordinator, servers and workers on hosts of their own, started by command, with TCP and a key between them."""
+"""Coordinator, servers and workers on separate hosts, started by command, connected by TCP with a key."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def test_a_scan_finds_the_ports_of_coordinator_and_servers_and_nothing_but_the_g
     assert is_as_one_loop(wait_all([worker], LONG_S)[0].text())
 
 
-def test_a_worker_with_another_key_is_told_so_and_the_job_goes_on(far, tmp_path):
+def test_a_worker_with_another_key_gets_an_error_and_the_job_continues(far, tmp_path):
     write_key(new_key(), tmp_path / "other.key")
     stranger = wait_all([far.work("h5", "stranger", key=tmp_path / "other.key")], LONG_S)[0]
     assert stranger.code != 0

@@ -1,4 +1,4 @@
-"""A JSON schema's rules, as far as those of Kubernetes need them: what breaks which, and where."""
+"""A JSON schema validator, as far as the schemas of Kubernetes need one."""
 
 import json
 from pathlib import Path

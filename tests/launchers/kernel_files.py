@@ -1,4 +1,4 @@
-"""The kernel's files on processors, for hosts that are not this one."""
+"""The kernel's files about processors, for hosts other than this one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tiny ranks for the tests of launchers; none imports torch."""
+"""Small ranks for the tests of launchers; none imports torch."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The torchrun contract, read once and checked."""
+"""torchrun's environment variables, parsed and validated."""
 
 import pytest
 

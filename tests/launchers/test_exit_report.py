@@ -42,7 +42,7 @@ def test_an_exception_explains_peer_errors_that_came_first_in_time():
     assert exit_code(outcomes) == 1
 
 
-def test_of_ranks_that_disagree_it_is_told_where_each_stood():
+def test_a_mismatch_is_reported_with_the_location_of_each_rank():
     """Only the one that was stopped first was named, and it was none of the two."""
     text = "ranks 0 and 1 disagree on collective 3 of their group"
     places = {0: "job.py:51", 1: "job.py:60", 2: "job.py:51"}
@@ -51,12 +51,12 @@ def test_of_ranks_that_disagree_it_is_told_where_each_stood():
         [*(ended(rank, error=record) for rank, record in records.items()), ended(3, -15, stopped_s=2.0)]
     ) == (
         f"rank 1 failed: PeerError: {text} at job.py:60\n"
-        "ranks 0 and 2 stood at job.py:51, rank 1 stood at job.py:60\n"
+        "ranks 0 and 2 at job.py:51, rank 1 at job.py:60\n"
         "rank 3 stopped because of rank 1"
     )
 
 
-def test_of_two_failures_of_their_own_the_earlier_is_the_cause_and_the_other_is_told():
+def test_of_two_independent_failures_the_earlier_is_the_cause_and_the_other_is_reported():
     outcomes = [ended(0, error=raised("KeyError", 2.0)), ended(1, error=raised("OSError", 1.0, text="full\ndisk"))]
     assert format_report(outcomes).splitlines() == [
         "rank 1 failed: OSError: full at job.py:40",
@@ -71,7 +71,7 @@ def test_a_crash_on_the_way_out_after_an_exception_does_not_hide_the_exception()
     assert exit_code(outcomes) == 1
 
 
-def test_the_same_error_on_many_ranks_is_told_once():
+def test_the_same_error_on_many_ranks_is_reported_once():
     outcomes = [ended(rank, error=raised("ValueError", 2.0 + rank)) for rank in range(3)]
     assert format_report(outcomes).splitlines() == [
         "rank 0 failed: ValueError: went wrong at job.py:40",
@@ -80,7 +80,7 @@ def test_the_same_error_on_many_ranks_is_told_once():
 
 
 @pytest.mark.parametrize(("seconds", "wait_s"), [(0.5, 0.25), (4.0, 1.0), (3600.0, 2.0)])
-def test_an_exception_that_may_come_to_all_ranks_is_waited_for_by_how_long_the_first_took(seconds, wait_s):
+def test_the_wait_for_the_same_exception_on_other_ranks_depends_on_the_run_time(seconds, wait_s):
     """Two ranks were given a wrong batch size; on a busy machine one was stopped before it had seen that itself."""
     assert wait_for_others_s([ended(0, seconds=seconds, error=raised("PlanError", 10.0))], []) == wait_s
 

@@ -1,4 +1,4 @@
-"""Functions on several ranks: found by name, fed with JSON and tensors, never pickled."""
+"""Functions on several ranks: imported by name, with JSON and tensors as arguments, never pickled."""
 
 import math
 import subprocess
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.process
-def test_a_script_without_main_guard_is_told_to_have_one(tmp_path):
+def test_a_script_without_main_guard_gets_an_error_about_it(tmp_path):
     text = "from counterpoint.launchers import launch\ndef f(): pass\nlaunch(f, ranks=1)\n"
     done = subprocess.run([sys.executable, script(tmp_path, text)], capture_output=True, text=True, check=False)
     assert "launch was called inside rank 0 of 1; ranks do not launch ranks" in done.stderr
@@ -87,7 +87,7 @@ def test_an_argument_that_cannot_travel_is_named_with_its_place():
         launch(ranks.echo, ranks=2, args=[{"model": {1}}])
 
 
-def test_values_come_back_as_they_were(tmp_path):
+def test_values_round_trip(tmp_path):
     value: object = [1, 2.5, None, True, "ü", (1, [2, ()]), {"a": {"b": []}}, float("inf")]
     write_value(tmp_path, "x", value)
     assert read_value(tmp_path, "x") == value

@@ -1,4 +1,4 @@
-"""Every launcher tells a rank the same in its own words; half of it, or what does not fit, is refused by name."""
+"""Every launcher's variables give the same rank; incomplete or inconsistent ones are rejected by name."""
 
 import pytest
 
@@ -92,7 +92,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize("told", ALONE, ids=["mpirun -n 1", "srun --pty", "one host", "a batch script"])
-def test_a_process_that_is_alone_or_starts_the_ranks_is_none(told):
+def test_a_single_process_or_a_launcher_is_not_a_rank(told):
     assert detect(told) is None
 
 

@@ -91,7 +91,7 @@ raise SystemExit("the disk is gone")
     assert result.exits[0].returncode == -signal.SIGKILL
 
 
-def test_an_exception_is_told_with_its_place_and_shown_as_python_shows_it(tmp_path):
+def test_an_exception_is_reported_with_its_location_and_printed_as_by_python(tmp_path):
     text = "def work():\n    raise ValueError('bad batch')\nif rank == 2:\n    work()\nsignal.pause()"
     result, lines = run(tmp_path, text)
     place = f"{tmp_path}/job.py"
@@ -138,7 +138,7 @@ raise PeerError("rank 1 closed the connection")
     assert lines == []
 
 
-def test_a_peer_error_alone_ends_the_run_too(tmp_path):
+def test_a_single_peer_error_also_ends_the_run(tmp_path):
     text = "if rank == 0:\n    raise ConnectionResetError('Connection reset by peer')\nsignal.pause()"
     result, _ = run(tmp_path, text, 2)
     assert result.report.startswith("rank 0 failed: ConnectionResetError: Connection reset by peer at ")

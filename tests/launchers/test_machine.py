@@ -32,7 +32,7 @@ def test_a_node_without_cores_is_not_there(tmp_path):
     }  # fmt: skip
 
 
-def test_a_container_sees_the_cores_of_its_cpuset_alone(tmp_path):
+def test_a_container_sees_only_the_cores_of_its_cpuset(tmp_path):
     topology = read_topology(two_sockets(tmp_path, allowed="2-3,4"))
     assert topology.cores == (Core((2,)), Core((3,)), Core((4,), 1, 1))
 

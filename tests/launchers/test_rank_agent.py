@@ -1,4 +1,4 @@
-"""A rank's place on another host: its process runs there, is told who it is, and how it ended is told back."""
+"""An agent runs a rank's process on another host, and reports how it ended."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ def script(tmp_path, text):
     return ["python", "-m", "counterpoint.launchers", str(path)]
 
 
-def test_a_rank_runs_in_its_seat_and_knows_who_it_is(tmp_path):
+def test_an_agent_runs_a_rank_with_its_environment(tmp_path):
     seat = RankAgent()
     told = found_at(seat)
     out = tmp_path / "told"
@@ -32,7 +32,7 @@ def test_a_rank_runs_in_its_seat_and_knows_who_it_is(tmp_path):
     assert f"world_size=2, local_rank=0, local_world_size=1, master_addr='{told.master_addr}'" in out.read_text()
 
 
-def test_an_error_is_told_with_its_place_and_by_the_watchers_clock(tmp_path):
+def test_an_error_is_reported_with_its_location_in_the_supervisors_clock(tmp_path):
     seat = RankAgent()
     ended = seat.run(script(tmp_path, "raise ValueError('too wide')"), found_at(seat), {})
     outcome = to_rank_exit(3, ended, now_s=1000.0, stopped_s=None)

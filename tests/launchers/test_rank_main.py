@@ -28,7 +28,7 @@ def test_a_script_sees_what_python_shows_it(tmp_path):
 
 
 @pytest.mark.process
-def test_a_script_imports_what_lies_beside_it_and_a_module_runs_by_name(tmp_path):
+def test_a_script_imports_modules_of_its_folder_and_a_module_runs_by_name(tmp_path):
     (tmp_path / "beside.py").write_text("answer = 42\n")
     assert run(tmp_path, "import beside; print(beside.answer)", 1)[1] == [(0, "out", "42")]
     lines = []
@@ -38,7 +38,7 @@ def test_a_script_imports_what_lies_beside_it_and_a_module_runs_by_name(tmp_path
 
 
 @pytest.mark.process
-def test_a_syntax_error_is_told_with_its_place(tmp_path):
+def test_a_syntax_error_is_reported_with_its_location(tmp_path):
     result, lines = run(tmp_path, "if rank ==", 1)
     assert result.report.startswith("rank 0 failed: SyntaxError: invalid syntax")
     assert result.report.splitlines()[0].endswith(f" at {tmp_path}/job.py:3")

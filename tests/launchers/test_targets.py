@@ -1,4 +1,4 @@
-"""What would be started, wherever: texts that a person has read once, and manifests that their systems take."""
+"""What each target would start: reviewed texts, and manifests that match the published schemas."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_manifest_keeps_the_published_schema(name, manifest):
     assert faults_of(manifest) == []
 
 
-def test_the_schemas_find_a_word_that_is_not_known_and_a_value_of_the_wrong_kind():
+def test_the_schemas_reject_an_unknown_field_and_a_value_of_the_wrong_type():
     job = yaml.safe_load_all(TARGETS["kubeflow"].render(FULL_POD).files[0][1])
     train_job = list(job)[1]
     train_job["spec"]["trainer"].update(numNode=2, numNodes="two")

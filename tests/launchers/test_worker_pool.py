@@ -1,4 +1,4 @@
-"""Worker processes that go from job to job; a job here is a folder whose files are to be taken one by one."""
+"""Worker processes that move between jobs; a job here is a folder whose files are taken one by one."""
 
 import os
 import threading
@@ -84,7 +84,7 @@ def test_workers_go_to_the_other_job_when_one_is_complete(tmp_path):
     assert not list(tmp_path.rglob("*.todo"))
 
 
-def test_a_job_is_told_of_as_complete_when_nobody_is_at_it_any_more(tmp_path):
+def test_wait_returns_a_complete_job_once_all_workers_have_left_it(tmp_path):
     with WorkerPool(2, linger) as pool:
         pool.add_job(JobDemand(str(tmp_path)))
         assert pool.wait(LONG_S) == str(tmp_path)
@@ -116,7 +116,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path):
         assert pool.wait(LONG_S).endswith("job")
 
 
-def test_a_worker_that_always_dies_is_told_of():
+def test_a_worker_that_dies_repeatedly_is_reported():
     with WorkerPool(1, die) as pool:
         pool.add_job(JobDemand("job"))
         with pytest.raises(LaunchError, match="worker-0 has ended 4 times, the last time with exit code 3 at job job"):

@@ -126,9 +126,9 @@ class LocalFabric(Fabric):
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
         """Run other ranks until the peer's next message is in the mailbox."""
         check_peer(peer, self.rank, self.num_ranks, label)
-        letters = self._state.messages[peer, self.rank]
-        self.wait_until(lambda: bool(letters), lambda: f"{label} from rank {peer}")
-        received_label, tensors = letters.popleft()
+        mailbox = self._state.messages[peer, self.rank]
+        self.wait_until(lambda: bool(mailbox), lambda: f"{label} from rank {peer}")
+        received_label, tensors = mailbox.popleft()
         if received_label != label:
             story = describe_unexpected_message(self.rank, label, peer, received_label)
             self.abort(story)
@@ -177,12 +177,12 @@ class LocalFabric(Fabric):
         """Join with a value, and wait for those of all members."""
         operation = CollectiveSignature("gather_values", label, group)
         check_group(operation, self.rank, self.num_ranks)
-        written = json.dumps(value).encode()
+        encoded = json.dumps(value).encode()
         if len(group) == 1:
-            return [json.loads(written)]
-        encounter = self._join(operation, written)
-        LocalWork(self, operation, encounter).wait()
-        return [json.loads(encounter.inputs[member]) for member in group]  # type: ignore[arg-type]  # all are bytes
+            return [json.loads(encoded)]
+        collective = self._join(operation, encoded)
+        LocalWork(self, operation, collective).wait()
+        return [json.loads(collective.inputs[member]) for member in group]  # type: ignore[arg-type]  # all are bytes
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -193,14 +193,14 @@ class LocalFabric(Fabric):
         """Join; all members get the tensor that the first one allocates."""
         operation = CollectiveSignature("shared", label, group, dtype_name(dtype), (num_elements,))
         check_group(operation, self.rank, self.num_ranks)
-        mine = torch.zeros(num_elements, dtype=dtype) if self.rank == group[0] else None
+        own = torch.zeros(num_elements, dtype=dtype) if self.rank == group[0] else None
         if len(group) == 1:
-            return mine
-        encounter = self._join(operation, mine)
-        LocalWork(self, operation, encounter).wait()
-        found = encounter.inputs[group[0]]
-        assert isinstance(found, Tensor), "what the first member brings"
-        return found
+            return own
+        collective = self._join(operation, own)
+        LocalWork(self, operation, collective).wait()
+        shared = collective.inputs[group[0]]
+        assert isinstance(shared, Tensor), "the first member joins with a tensor"
+        return shared
 
     def barrier_async(self, label: str, group: Group) -> Work:
         """Join."""

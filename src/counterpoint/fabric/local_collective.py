@@ -67,7 +67,7 @@ def apply_collective(operation: CollectiveSignature, inputs: dict[int, Collectiv
     elif kind == "reduce_scatter":
         for rank, start, end in owners:
             tensors[rank][start:end] = reduce_in_order([tensor[start:end] for tensor in tensors.values()], op)
-    else:  # a barrier has no tensors, and values are taken from the encounter
+    else:  # a barrier has no tensors, and values are read from the collective's inputs
         copy_to_all(operation, tensors, owners)
 
 
@@ -90,4 +90,4 @@ def exchange(operation: CollectiveSignature, inputs: dict[int, CollectiveInput])
     counts = [operation.bounds[index * count : (index + 1) * count] for index in range(count)]
     sent = [torch.split(whole, list(row)) for (whole, _), row in zip(pairs, counts, strict=True)]
     for member, (_, received) in enumerate(pairs):
-        torch.cat([pieces[member] for pieces in sent], out=received)
+        torch.cat([ranges[member] for ranges in sent], out=received)

@@ -115,7 +115,7 @@ class RankScheduler:
         gone = [str(rank) for rank, thread in enumerate(self._threads) if not thread.is_alive()]
         if gone:
             raise PeerError(
-                f"the thread of rank {', '.join(gone)} has ended in the middle of its work while the others wait for "
+                f"the thread of rank {', '.join(gone)} has ended in the middle of its run while the others wait for "
                 "it; create the ranks again"
             )
 

@@ -51,10 +51,10 @@ def tasks_per_node(text: str) -> list[int]:
         >>> tasks_per_node("2(x3),1")
         [2, 2, 2, 1]
     """
-    found = [TASK_COUNT.fullmatch(part) for part in text.split(",")]
-    if not all(found):
+    matches = [TASK_COUNT.fullmatch(part) for part in text.split(",")]
+    if not all(matches):
         raise LaunchError(f"{text!r} is not a list of tasks per node, such as 2(x3),1")
-    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
+    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
 
 
 def _expand_part(part: str, text: str) -> Iterator[str]:

@@ -116,7 +116,7 @@ def find_root_cause(exits: Sequence[RankExit]) -> RankExit | None:
     return min(exited_early, key=lambda outcome: outcome.ended_s, default=root_cause)
 
 
-def wait_for_others_s(exits: Sequence[RankExit], said: Sequence[ErrorRecord]) -> float:
+def wait_for_others_s(exits: Sequence[RankExit], records: Sequence[ErrorRecord]) -> float:
     """Return how many seconds to wait for running ranks of a failed run before stopping them.
 
     If the error is an exception, all ranks may be about to raise it, sooner or later: the longer the first one ran, the
@@ -124,16 +124,17 @@ def wait_for_others_s(exits: Sequence[RankExit], said: Sequence[ErrorRecord]) ->
 
     Args:
         exits: of the ranks that have ended; one of them failed.
-        said: error records of running ranks.
+        records: error records of running ranks.
     """
-    causes = [outcome for outcome in exits if severity(outcome) < 2]
+    causes = [rank_exit for rank_exit in exits if severity(rank_exit) < 2]
     if not causes:
         return ROOT_CAUSE_WAIT_S
-    has_peer_error = any(severity(outcome) == 2 for outcome in exits) or any(record.is_peer for record in said)
-    if has_peer_error or any(outcome.error is None for outcome in causes):
+    has_peer_error = any(severity(rank_exit) == 2 for rank_exit in exits) or any(record.is_peer for record in records)
+    if has_peer_error or any(rank_exit.error is None for rank_exit in causes):
         return EXIT_WAIT_S
     return min(
-        max(EXIT_WAIT_S, SAME_ERROR_WAIT_FRACTION * min(outcome.seconds for outcome in causes)), SAME_ERROR_MAX_WAIT_S
+        max(EXIT_WAIT_S, SAME_ERROR_WAIT_FRACTION * min(rank_exit.seconds for rank_exit in causes)),
+        SAME_ERROR_MAX_WAIT_S,
     )
 
 
@@ -142,19 +143,19 @@ def format_report(exits: Sequence[RankExit]) -> str:
     root_cause = find_root_cause(exits)
     if root_cause is None:
         return ""
-    others = [outcome for outcome in exits if outcome is not root_cause]
-    independent = [outcome for outcome in others if severity(outcome) == 0]
-    same_error = [outcome.rank for outcome in independent if _same_error(outcome, root_cause)]
+    others = [rank_exit for rank_exit in exits if rank_exit is not root_cause]
+    independent = [rank_exit for rank_exit in others if severity(rank_exit) == 0]
+    same_error = [rank_exit.rank for rank_exit in independent if _same_error(rank_exit, root_cause)]
     folded = [o.rank for o in others if o not in independent and (o.stopped_s is not None or o.returncode != 0)]
     lines = [
         _format_exit(root_cause),
-        *(f"also: {_format_exit(outcome)}" for outcome in independent if outcome.rank not in same_error),
+        *(f"also: {_format_exit(rank_exit)}" for rank_exit in independent if rank_exit.rank not in same_error),
     ]
     if same_error:
         lines.append(f"{_format_ranks(same_error)} failed in the same way")
     locations = _group_by_location(exits, root_cause)
     if len(locations) > 1:
-        lines.append(", ".join(f"{_format_ranks(numbers)} stood at {place}" for place, numbers in locations.items()))
+        lines.append(", ".join(f"{_format_ranks(numbers)} at {place}" for place, numbers in locations.items()))
         folded = [rank for rank in folded if not any(rank in numbers for numbers in locations.values())]
     if folded:
         lines.append(f"{_format_ranks(folded)} stopped because of rank {root_cause.rank}")
@@ -171,9 +172,13 @@ def exit_code(exits: Sequence[RankExit]) -> int:
     return root_cause.returncode or 1
 
 
-def _same_error(one: RankExit, other: RankExit) -> bool:
-    texts = {(o.error.kind, o.error.message, o.error.place) for o in (one, other) if o.error is not None}
-    return one.error is not None and other.error is not None and len(texts) == 1
+def _same_error(first: RankExit, second: RankExit) -> bool:
+    texts = {
+        (rank_exit.error.kind, rank_exit.error.message, rank_exit.error.place)
+        for rank_exit in (first, second)
+        if rank_exit.error is not None
+    }
+    return first.error is not None and second.error is not None and len(texts) == 1
 
 
 def _is_mismatch_party(rank_exit: RankExit) -> bool:
@@ -224,10 +229,12 @@ def _format_exit(rank_exit: RankExit) -> str:
 
 def _describe_signal(number: int) -> tuple[str, str]:
     try:
-        found = signal.Signals(number)
+        signal_ = signal.Signals(number)
     except ValueError:
         return f"signal {number}", "something outside this run sent it"
-    return found.name, CRASH_REMEDY if found in CRASHES else REMEDIES.get(found, "something outside this run sent it")
+    return signal_.name, CRASH_REMEDY if signal_ in CRASHES else REMEDIES.get(
+        signal_, "something outside this run sent it"
+    )
 
 
 def _format_ranks(numbers: Sequence[int]) -> str:

@@ -214,12 +214,12 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
             job, bound_port = f"counterpoint-{secrets.token_hex(6)}", port_socket.getsockname()[1]
             for rank in range(ranks):
                 store_fd = port_socket.fileno() if rank == 0 else None
-                found = RankEnvironment(
+                environment = RankEnvironment(
                     rank, ranks, rank, ranks, LOOPBACK, bound_port, job, timeout_s, store_fd, transport=transport
                 )
                 placement_of_rank = placement.ranks[rank]
                 supervisor.start(
-                    argv, found, _rank_environ(found, folder, placement_of_rank.threads), placement_of_rank
+                    argv, environment, _rank_environ(environment, folder, placement_of_rank.threads), placement_of_rank
                 )
         return supervisor.run()
 

@@ -46,11 +46,11 @@ def read_memory_bytes(root: Path) -> int:
         root: of ``sys`` and ``proc``: ``/`` or a folder with copies.
     """
     lines = (line.split() for line in _read_text(root / "proc/meminfo").splitlines())
-    found = [1024 * int(words[1]) for words in lines if words[0] == "MemTotal:"]
+    limits_bytes = [1024 * int(fields[1]) for fields in lines if fields[0] == "MemTotal:"]
     for folder in _cgroups(root, "memory"):
         limits = (_read_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
-        found += [int(limit) for limit in limits if limit.isdigit()]
-    return min(found, default=0)
+        limits_bytes += [int(limit) for limit in limits if limit.isdigit()]
+    return min(limits_bytes, default=0)
 
 
 def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topology:
@@ -120,7 +120,9 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         if not controllers:
             yield from _ancestors(root / GROUPS, path)
         elif controller in controllers.split(","):
-            yield from (found for name in {controller, controllers} for found in _ancestors(root / GROUPS / name, path))
+            yield from (
+                folder for name in {controller, controllers} for folder in _ancestors(root / GROUPS / name, path)
+            )
 
 
 def _ancestors(top: Path, path: str) -> Iterator[Path]:

@@ -72,8 +72,8 @@ def port_owner(port: int) -> str | None:
 
 def _command(process: Path) -> str:
     """Return the program and its first argument only; the others may be private."""
-    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    return " ".join([Path(words[0]).name, *words[1:2]])[:80].strip()
+    arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    return " ".join([Path(arguments[0]).name, *arguments[1:2]])[:80].strip()
 
 
 def _sockets_on_port(port: int) -> Iterator[tuple[str, str]]:

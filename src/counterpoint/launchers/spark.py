@@ -107,13 +107,13 @@ def run_task(
     """
     rank = context.partitionId()
     with tempfile.TemporaryDirectory(prefix="counterpoint-", dir=root) as name:
-        folder, seat = Path(name), RankAgent()
-        environment = _rendezvous(context, spec, seat, _prepare_failure(context, spec, prepare, folder))
+        folder, agent = Path(name), RankAgent()
+        environment = _rendezvous(context, spec, agent, _prepare_failure(context, spec, prepare, folder))
         if isinstance(environment, str):
             return SparkRankResult(rank, environment)
         _write_inputs(folder, spec)
-        outcomes = _supervise(context, seat, [*spec.command, name], environment, spec.cpus, folder)
-        root_cause, report = find_root_cause(outcomes), format_report(outcomes)
+        exits = _supervise(context, agent, [*spec.command, name], environment, spec.cpus, folder)
+        root_cause, report = find_root_cause(exits), format_report(exits)
         results = {path.name: path.read_bytes() for path in sorted(folder.glob(f"result-{rank}.*"))}
         traceback = _read_text_or_empty(folder / TRACEBACK)
         return SparkRankResult(
@@ -170,25 +170,25 @@ def _supervise(
     context: BarrierTaskContext,
     agent: RankAgent,
     command: Sequence[str],
-    found: RankEnvironment,
+    rank_environment: RankEnvironment,
     cpus: int,
     folder: Path,
 ) -> list[RankExit]:
     """Run the rank; return how all ranks ended. If one fails, stop this one."""
     key = folder / "key"
-    environment = replace(found, key_file=str(key)) if key.exists() else found
+    environment = replace(rank_environment, key_file=str(key)) if key.exists() else rank_environment
     began, stop_at_s = time.monotonic(), float("inf")
     stopped_s: float | None = None
-    outcomes: dict[int, RankExit] = {}
+    exits: dict[int, RankExit] = {}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(agent.run, command, environment, thread_variables(cpus))
         try:
-            while len(outcomes) < found.world_size:
+            while len(exits) < rank_environment.world_size:
                 _wait_round(running, began)
                 ago_s = None if stopped_s is None else time.monotonic() - stopped_s
                 message = [running.result(), ago_s] if running.done() else None
-                _collect_exits(outcomes, context.allGather(json.dumps(message)))
-                now_s, exited = time.monotonic(), list(outcomes.values())
+                _collect_exits(exits, context.allGather(json.dumps(message)))
+                now_s, exited = time.monotonic(), list(exits.values())
                 if find_root_cause(exited) is not None:
                     stop_at_s = min(stop_at_s, now_s + wait_for_others_s(exited, ()))
                 if stopped_s is None and stop_at_s <= now_s and not running.done():
@@ -197,7 +197,7 @@ def _supervise(
         finally:
             if not running.done():
                 agent.stop()
-    return [outcomes[rank] for rank in sorted(outcomes)]
+    return [exits[rank] for rank in sorted(exits)]
 
 
 def _wait_round(running: Future[RankExitInfo], began: float) -> None:
@@ -209,14 +209,14 @@ def _wait_round(running: Future[RankExitInfo], began: float) -> None:
         return
 
 
-def _collect_exits(outcomes: dict[int, RankExit], messages: Sequence[str]) -> None:
+def _collect_exits(exits: dict[int, RankExit], messages: Sequence[str]) -> None:
     """Record the ranks that have ended since the last exchange."""
     now_s = time.monotonic()
     for rank, text in enumerate(messages):
         message = json.loads(text)
-        if message is not None and rank not in outcomes:
+        if message is not None and rank not in exits:
             info, ago_s = message
-            outcomes[rank] = to_rank_exit(rank, info, now_s, None if ago_s is None else now_s - ago_s)
+            exits[rank] = to_rank_exit(rank, info, now_s, None if ago_s is None else now_s - ago_s)
 
 
 def _read_text_or_empty(path: Path) -> str:
@@ -264,8 +264,8 @@ def java_major(text: str) -> int | None:
         >>> java_major('openjdk version "17.0.15" 2025-04-15'), java_major('java version "1.8.0_202"')
         (17, 8)
     """
-    found = re.search(r'version "(?:1\.)?(\d+)', text)
-    return int(found[1]) if found else None
+    match = re.search(r'version "(?:1\.)?(\d+)', text)
+    return int(match[1]) if match else None
 
 
 def start_spark(

@@ -71,19 +71,19 @@ class WorkerPool:
 
     def _start(self, name: str) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=worker_main, args=(self._work, name, theirs), name=name, daemon=True)
+        our_end, worker_end = context.Pipe()
+        process = context.Process(target=worker_main, args=(self._work, name, worker_end), name=name, daemon=True)
         try:
             process.start()
         except Exception as error:
-            ours.close()
+            our_end.close()
             raise LaunchError(
                 f"{name} could not be started: {type(error).__name__}: {error}; what a pool does is a function at the "
                 "top of a file"
             ) from error
         finally:
-            theirs.close()
-        return process, ours
+            worker_end.close()
+        return process, our_end
 
     @property
     def current_jobs(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Adasum against its formula in exact numbers, and what it promises of directions."""
+"""Adasum against its formula in exact arithmetic, and its bounds on directions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The chooser takes what the model calls cheapest, and builds it."""
+"""The algorithm that the cost model predicts to be the cheapest is chosen and built."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_large_values_on_hosts_of_several_ranks_are_reduced_hierarchically(hosts
     assert choose_algorithm(16 << 20, HostLinks(hosts, NEAR, FAR)).name.startswith("hierarchical")
 
 
-def test_across_two_hosts_a_flat_ring_moves_one_and_a_half_times_as_much_in_order_and_three_times_in_turns():
+def test_across_two_hosts_a_flat_ring_sends_1_5_times_as_much_in_order_and_3_times_alternating():
     slow = Link(latency_s=0.0, bytes_per_s=1.0)
     fast = Link(latency_s=0.0, bytes_per_s=1e15)
     best = choose_algorithm(1200, HostLinks((0, 0, 1, 1), fast, slow)).seconds

@@ -1,4 +1,4 @@
-"""What an algorithm costs: the closed formula, what is read off the schedule, and what the model makes of it."""
+"""Costs of an algorithm: the closed formula equals the traffic counted from its schedule, and the predicted time."""
 
 import pytest
 from hypothesis import given, settings, strategies as st

@@ -1,4 +1,4 @@
-"""One executor on every transport: the bits of the interpreter, and the counts that the schedule promises."""
+"""A schedule on every transport: the bits of the interpreter, and the counted traffic."""
 
 from functools import partial
 
@@ -48,24 +48,24 @@ def promised(name, num_ranks, length):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_does_in_one_process_what_its_schedule_promises(name, num_ranks):
     for length, eager_bytes in ((3, 0), (1001, 0), (1001, 1 << 20), (1001, 256)):
-        scene = partial(summed, name=name, length=length, eager_bytes=eager_bytes)
-        assert on_local(scene, num_ranks) == promised(name, num_ranks, length)
+        scenario = partial(summed, name=name, length=length, eager_bytes=eager_bytes)
+        assert on_local(scenario, num_ranks) == promised(name, num_ranks, length)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("play", PROCESSES)
+@pytest.mark.parametrize("run_scenario", PROCESSES)
 @pytest.mark.parametrize("name", ["ring", "halving_doubling", "double_tree", "hierarchical, hosts of 2 in order"])
-def test_so_it_does_between_processes(name, play):
-    assert play(partial(summed, name=name, length=1001), 3) == promised(name, 3, 1001)
+def test_so_it_does_between_processes(name, run_scenario):
+    assert run_scenario(partial(summed, name=name, length=1001), 3) == promised(name, 3, 1001)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("play", PROCESSES)
+@pytest.mark.parametrize("run_scenario", PROCESSES)
 @pytest.mark.parametrize("name", ["butterfly", "ring"])
-def test_messages_larger_than_any_buffer_between_two_processes_pass(name, play):
+def test_messages_larger_than_any_buffer_between_two_processes_pass(name, run_scenario):
     for eager_bytes in (0, 3 << 18):
-        scene = partial(summed, name=name, length=2_000_000, eager_bytes=eager_bytes)
-        assert play(scene, 2) == promised(name, 2, 2_000_000)
+        scenario = partial(summed, name=name, length=2_000_000, eager_bytes=eager_bytes)
+        assert run_scenario(scenario, 2) == promised(name, 2, 2_000_000)
 
 
 def test_a_group_may_be_some_of_the_ranks_in_any_order():

@@ -1,4 +1,4 @@
-"""A choice is fed by figures measured on the ranks that will use it, and all ranks make the same."""
+"""The choice uses links measured on the ranks, and all ranks make the same one."""
 
 from counterpoint.fabric.collectives.choose import choose_algorithm, measure_host_links
 
@@ -8,8 +8,8 @@ def chosen(fabric):
     return network.hosts, network.within, network.reduce_bytes_per_s, choose_algorithm(1 << 20, network).name
 
 
-def test_all_ranks_get_the_same_figures_and_choose_alike(play):
-    (hosts, link, adding, name), *others = play(chosen, 3)
+def test_all_ranks_get_the_same_figures_and_choose_alike(run_scenario):
+    (hosts, link, adding, name), *others = run_scenario(chosen, 3)
     assert all(other == (hosts, link, adding, name) for other in others)
     assert name
     assert adding > 0

@@ -1,4 +1,4 @@
-"""Law 2: no deadlock, also where a send returns only when its message has been received."""
+"""Schedules do not deadlock, even if a send returns only when its message has been received."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -45,7 +45,7 @@ def test_in_an_exchange_the_lower_rank_sends_first():
     assert ([move.sender for move in lower], [move.sender for move in upper]) == ([0, 1], [0, 1])
 
 
-def test_the_steps_of_a_ring_take_two_turns_and_three_where_their_number_is_odd():
+def test_a_ring_needs_two_colors_and_three_for_an_odd_number_of_ranks():
     firsts = [[rank_schedule(ring(num), range(num), rank).steps[0][0].sender for rank in range(num)] for num in (4, 5)]
     assert firsts == [[0, 0, 2, 2], [0, 0, 2, 2, 3]]
 

@@ -1,4 +1,4 @@
-"""Every algorithm in memory: the right sum, everything in it once, the same bits everywhere."""
+"""Every algorithm in memory: the correct sum, every contribution once, the same bits everywhere."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Who gives to whom while bytes are exchanged by sockets."""
+"""Which member sends to which in each round of an all-to-all."""
 
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ def noted(rank, num_bytes):
     return gloo.noted
 
 
-def test_much_goes_to_one_member_after_the_other():
+def test_large_ranges_go_to_one_member_at_a_time():
     exchanges = list(zip(*(noted(rank, CHUNK_BYTES + 1) for rank in range(SIZE)), strict=True))
     assert len(exchanges) == 2 * (SIZE - 1)
     for exchange in exchanges:
@@ -41,10 +41,10 @@ def test_much_goes_to_one_member_after_the_other():
         assert (given > 0).sum(0).tolist() == (given > 0).sum(1).tolist() == [1] * SIZE
 
 
-def test_all_of_it_goes_to_each_other_member():
+def test_every_other_member_gets_all_of_its_bytes():
     gone = torch.tensor([outgoing for _, outgoing in noted(2, CHUNK_BYTES + 1)]).sum(0)
     assert gone.tolist() == [CHUNK_BYTES + 1, CHUNK_BYTES + 1, 0, CHUNK_BYTES + 1]
 
 
-def test_little_goes_to_all_members_at_once():
+def test_small_ranges_go_to_all_members_at_once():
     assert noted(1, 8) == [([8, 0, 8, 8], [8, 0, 8, 8])]

@@ -1,4 +1,4 @@
-"""Exchanges by sockets that are longer than what goes at a time: in pieces, the same as in one go."""
+"""Collectives larger than one chunk give the same as in one piece."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def exchanged(fabric):
 
 
 @pytest.mark.process
-def test_long_exchanges_come_whole():
+def test_collectives_larger_than_a_chunk_are_complete():
     for rank, (gathered, shared, taken) in enumerate(on_gloo(exchanged, 3)):
         assert gathered == [[1.0], [], [3.0]]
         assert shared == ([6.0] if BOUNDS[rank] < BOUNDS[rank + 1] else [])

@@ -1,4 +1,4 @@
-"""What one collective has worked in the next one takes, and there is never more of it than was in use at once."""
+"""Scratch buffers are reused, and the pool never exceeds the peak of memory in use at once."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from counterpoint.fabric.gloo.ops import MIN_POOLED_BYTES, ScratchLease, Scratch
 MANY = MIN_POOLED_BYTES // 4
 
 
-def test_what_was_cleared_is_taken_again():
+def test_released_buffers_are_reused():
     workspace = ScratchPool()
     desk = ScratchLease(workspace)
     first = desk.empty(MANY, torch.float32)
@@ -16,7 +16,7 @@ def test_what_was_cleared_is_taken_again():
     assert ScratchLease(workspace).empty(MANY, torch.float32).data_ptr() == first.data_ptr()
 
 
-def test_what_is_in_use_is_nobody_elses():
+def test_buffers_in_use_are_distinct():
     workspace = ScratchPool()
     first, second = (ScratchLease(workspace).empty(MANY, torch.float32) for _ in range(2))
     assert first.fill_(1.0).data_ptr() != second.fill_(2.0).data_ptr()
@@ -31,7 +31,7 @@ def test_a_tensor_has_the_numbers_and_the_dtype_that_are_asked_for(dtype):
         assert (tensor.shape, tensor.dtype) == ((count,), dtype)
 
 
-def test_the_smallest_that_is_large_enough_is_taken_and_none_that_is_much_too_large():
+def test_the_smallest_buffer_that_fits_is_reused_unless_it_is_much_too_large():
     workspace = ScratchPool()
     rooms = [workspace.acquire(size * MIN_POOLED_BYTES) for size in (2, 3, 8)]
     workspace.release(rooms)

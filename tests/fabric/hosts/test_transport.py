@@ -1,4 +1,4 @@
-"""Ranks of several hosts: what one host adds up for itself and what passes between them give what all would give."""
+"""Hierarchical collectives over several hosts give the results of flat ones."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def everything(fabric):
 
 @pytest.mark.parametrize("hosts", [UNEVEN, SWAPPED, LARGE])
 def test_every_collective_gives_what_it_gives_in_one_process(hosts):
-    ours, expected = (play(everything, len(hosts)) for play in (partial(on_hosts, hosts), on_local))
+    ours, expected = (run_scenario(everything, len(hosts)) for run_scenario in (partial(on_hosts, hosts), on_local))
     assert ours == expected
 
 
@@ -83,7 +83,7 @@ def serve(fabric):
     return [[label for label in labels if label.startswith(f"{peer}.")] for peer in (1, 2)]
 
 
-def test_messages_from_here_and_elsewhere_come_in_the_order_of_each_sender():
+def test_local_and_remote_messages_arrive_in_the_order_of_each_sender():
     expected = [[f"{peer}.{index}" for index in range(20)] for peer in (1, 2)]
     assert on_hosts(UNEVEN, serve, 3) == [expected, 1, 2]
 

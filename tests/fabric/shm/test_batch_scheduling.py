@@ -1,4 +1,4 @@
-"""Where ranks outnumber cores, one that wakes up does not take the core of one that computes, while they are joined."""
+"""If ranks outnumber cores, a rank that wakes up does not preempt one that computes, while they are connected."""
 
 import os
 
@@ -10,14 +10,14 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kern
 
 
 @pytest.mark.parametrize(("cores", "policy"), [(1, "SCHED_BATCH"), (2, "SCHED_OTHER"), (3, "SCHED_OTHER")])
-def test_ranks_yield_only_where_they_outnumber_the_cores(cores, policy):
+def test_batch_scheduling_only_if_ranks_outnumber_cores(cores, policy):
     yielding = BatchScheduling(num_ranks=2, num_cores=cores)
     assert os.sched_getscheduler(0) == getattr(os, policy)
     yielding.restore()
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-def test_where_it_is_forbidden_ranks_go_on_as_they_are(monkeypatch):
+def test_a_forbidden_policy_change_is_ignored(monkeypatch):
     def forbidden(*_):
         raise PermissionError
 
@@ -25,7 +25,7 @@ def test_where_it_is_forbidden_ranks_go_on_as_they_are(monkeypatch):
     assert not BatchScheduling(num_ranks=2, num_cores=1).is_enabled
 
 
-def test_who_has_asked_for_another_policy_keeps_it():
+def test_another_policy_of_the_user_is_kept():
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         BatchScheduling(num_ranks=2, num_cores=1).restore()

@@ -1,4 +1,4 @@
-"""Whichever rank is killed at whatever moment, nothing stays behind, and the others know who it was."""
+"""Whichever rank is killed at whatever moment, nothing is left behind, and the others name it."""
 
 import os
 import random
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 class Doomed:
-    """A scene in which one rank is killed by itself, from a timer, some time after all have come, or in the handshake.
+    """A scenario in which one rank is killed by itself, from a timer, some time after all have come, or in the handshake.
 
     Args:
         seed: of who and when.
@@ -26,9 +26,9 @@ class Doomed:
     """
 
     def __init__(self, seed, num_ranks):
-        dice = random.Random(seed)
-        self.victim = dice.randrange(num_ranks)
-        self.after_s = dice.choice([0.0, 0.0001, 0.001, 0.01, 0.03]) * dice.random()
+        rng = random.Random(seed)
+        self.victim = rng.randrange(num_ranks)
+        self.after_s = rng.choice([0.0, 0.0001, 0.001, 0.01, 0.03]) * rng.random()
         self.num_ranks = num_ranks
 
     def __call__(self, fabric):
@@ -68,11 +68,11 @@ def play_and_look(seeds):
     names, _ = left_behind()
     for seed in seeds:
         num_ranks = 2 + seed % 2
-        scene = Doomed(seed, num_ranks)
-        texts = on_shm(scene, num_ranks, timeout_s=10.0)
-        assert texts[scene.victim] is None
-        others = [text for rank, text in enumerate(texts) if rank != scene.victim]
-        assert all(f"rank {scene.victim} has ended" in text for text in others), (seed, texts)
+        scenario = Doomed(seed, num_ranks)
+        texts = on_shm(scenario, num_ranks, timeout_s=10.0)
+        assert texts[scenario.victim] is None
+        others = [text for rank, text in enumerate(texts) if rank != scenario.victim]
+        assert all(f"rank {scenario.victim} has ended" in text for text in others), (seed, texts)
     assert left_behind() == (names, [])
 
 

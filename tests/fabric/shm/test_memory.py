@@ -1,4 +1,4 @@
-"""Shared memory has no name, is there for one user, and is gone with its last process."""
+"""Shared memory has no name, belongs to one user, and disappears with its last process."""
 
 import os
 import re
@@ -25,7 +25,7 @@ PAIR = (0, 1)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_segment_is_for_its_user_alone_and_cannot_shrink():
+def test_a_segment_is_private_to_its_user_and_cannot_shrink():
     made = segments.create_segment("test", 8192, allocate=True)
     assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
     with pytest.raises(PermissionError):
@@ -79,9 +79,7 @@ def short_of_files(fabric):
 
 
 def test_a_limit_of_the_process_is_named_on_all_ranks():
-    story = (
-        "rank 1 has no shared memory for counterpoint tensors: 20480 bytes exceed a limit of this process "
-    )
+    story = "rank 1 has no shared memory for counterpoint tensors: 20480 bytes exceed a limit of this process "
     texts = on_shm(short_of_files, 2)
     assert all(story in text and "(too many open files; the limit is 3): raise ulimit -n" in text for text in texts)
 
@@ -185,7 +183,7 @@ def crossed(fabric):
     return True
 
 
-def test_waits_may_come_in_any_order():
+def test_collectives_may_be_waited_for_in_any_order():
     assert on_shm(crossed, 3) == [True] * 3
 
 
@@ -202,7 +200,7 @@ def test_memory_is_shared_where_all_ranks_can(places, wish, expected):
     assert meeting.shares_memory(places, wish) is expected
 
 
-def test_a_wish_that_cannot_be_met_names_the_ranks():
+def test_a_transport_that_is_unavailable_names_the_ranks():
     with pytest.raises(LaunchError, match=r"rank 1: on another host.*use transport='auto'"):
         meeting.shares_memory([("a", ""), ("b", "")], "shm")
     with pytest.raises(LaunchError, match=r"rank 1: it was not built"):

@@ -1,4 +1,4 @@
-"""The native kernels add up as torch does, number for number."""
+"""The native kernels reduce exactly as torch does."""
 
 import ctypes
 import math

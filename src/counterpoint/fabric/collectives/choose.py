@@ -92,8 +92,10 @@ def choose_algorithm(num_bytes: int, links: HostLinks) -> AlgorithmChoice:
     if not links.hosts:
         raise PlanError("there are no ranks to reduce over; give the host of each rank, such as (0, 0, 1, 1)")
     link = links.uniform_link
-    found = _hierarchical_candidates(num_bytes, links) if link is None else _uniform_candidates(num_bytes, links, link)
-    return min(found, key=lambda choice: choice.seconds)
+    candidates = (
+        _hierarchical_candidates(num_bytes, links) if link is None else _uniform_candidates(num_bytes, links, link)
+    )
+    return min(candidates, key=lambda choice: choice.seconds)
 
 
 def predict_s(schedule: AllReduceSchedule, num_bytes: int, links: HostLinks) -> float:
@@ -135,16 +137,16 @@ def _uniform_candidates(num_bytes: int, links: HostLinks, link: Link) -> Iterato
     )
     yield choice("torus()", partial(torus, num_ranks), formulas.torus(num_ranks, extent))
     yield choice("ring()", partial(ring, num_ranks), formulas.ring(num_ranks, extent))
-    for pieces in SEGMENT_COUNTS:
+    for num_segments in SEGMENT_COUNTS:
         yield choice(
-            f"double_tree(num_blocks={pieces})",
-            partial(double_tree, num_ranks, pieces),
-            formulas.double_tree(num_ranks, extent, pieces),
+            f"double_tree(num_blocks={num_segments})",
+            partial(double_tree, num_ranks, num_segments),
+            formulas.double_tree(num_ranks, extent, num_segments),
         )
         yield choice(
-            f"pipelined_ring(num_segments={pieces})",
-            partial(pipelined_ring, num_ranks, pieces),
-            formulas.pipelined_ring(num_ranks, extent, pieces),
+            f"pipelined_ring(num_segments={num_segments})",
+            partial(pipelined_ring, num_ranks, num_segments),
+            formulas.pipelined_ring(num_ranks, extent, num_segments),
         )
 
 

@@ -118,7 +118,7 @@ def _copy(array: Any) -> Any:  # noqa: ANN401 - numpy arrays and tensors have no
     return array.clone() if isinstance(array, Tensor) else array.copy()
 
 
-MAX_CHUNKS_IN_FLIGHT = 3  # pieces that a rank may have sent and not seen answered
+MAX_CHUNKS_IN_FLIGHT = 3
 
 
 class ScheduleTransport(Protocol):
@@ -168,7 +168,7 @@ def execute(
 
 
 class _ScheduleExecutor:
-    def __init__(  # what `execute` is told
+    def __init__(
         self, fabric: ScheduleTransport, schedule: RankSchedule, label: str, tensors: Sequence[Tensor], eager_bytes: int
     ) -> None:
         members = [member for member, rank in enumerate(schedule.group) if rank == schedule.rank]
@@ -179,7 +179,7 @@ class _ScheduleExecutor:
         self._buffers = {member: tensor.detach().view(-1) for member, tensor in zip(members, tensors, strict=True)}
         self._layout = ChunkLayout(tensors[0].numel())
         self._element_bytes = tensors[0].element_size()
-        self._max_elements = eager_bytes // MAX_CHUNKS_IN_FLIGHT // self._element_bytes  # elements of a piece; 0: all
+        self._max_elements = eager_bytes // MAX_CHUNKS_IN_FLIGHT // self._element_bytes  # per chunk; 0: unlimited
 
     def run(self) -> RankTraffic:
         total = RankTraffic()

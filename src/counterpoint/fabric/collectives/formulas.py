@@ -164,21 +164,23 @@ def hierarchical(
     members = group_by_host(hosts)
     largest, num_parts = max(map(len, members)), min(map(len, members))
     parts = [layout.subrange(part, num_parts) for part in range(num_parts)]
-    among = [inter(len(members), part) for part in parts]
+    inter_costs = [inter(len(members), part) for part in parts]
     messages, elements = [0] * len(hosts), [0] * len(hosts)
-    for host, here in enumerate(members):
-        for local, rank in enumerate(here):
+    for host, local_ranks in enumerate(members):
+        for local, rank in enumerate(local_ranks):
             messages[rank], elements[rank] = num_parts, layout.size(range(1), 1)
             if local < num_parts:
-                messages[rank] += len(here) - 2 + among[local].messages[host]
-                elements[rank] += (len(here) - 2) * parts[local].size(range(1), 1) + among[local].elements[host]
+                messages[rank] += len(local_ranks) - 2 + inter_costs[local].messages[host]
+                elements[rank] += (len(local_ranks) - 2) * parts[local].size(range(1), 1) + inter_costs[local].elements[
+                    host
+                ]
     path = (largest - 1) * layout.largest(num_parts)
     return AllReduceCost(
-        2 * (largest - 1) + among[0].steps,
+        2 * (largest - 1) + inter_costs[0].steps,
         tuple(messages),
         tuple(elements),
-        2 * path + max(cost.path_elements for cost in among),
-        path + max(cost.path_added for cost in among),
+        2 * path + max(cost.path_elements for cost in inter_costs),
+        path + max(cost.path_added for cost in inter_costs),
     )
 
 

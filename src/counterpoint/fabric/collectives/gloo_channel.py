@@ -34,7 +34,7 @@ class GlooChannel:
 
     def __init__(self, rank: int, group: Sequence[int], gloo: GlooProcessGroup, timeout_s: float) -> None:
         self.rank = rank
-        self._places = {member: place for place, member in enumerate(group)}
+        self._indices = {member: index for index, member in enumerate(group)}
         self._gloo = gloo
         self._limit = timedelta(seconds=timeout_s)
         self._pending: deque[tuple[Tensor, GlooWork]] = deque()
@@ -42,8 +42,8 @@ class GlooChannel:
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Start to send copies of the tensors; raise RuntimeError if the connection is lost."""
         for tensor in tensors:
-            piece = tensor.detach().clone()
-            self._pending.append((piece, self._gloo.send([as_bytes(piece)], self._places[peer], DATA_TAG)))
+            copy = tensor.detach().clone()
+            self._pending.append((copy, self._gloo.send([as_bytes(copy)], self._indices[peer], DATA_TAG)))
         while len(self._pending) > MAX_PENDING:
             self._pending.popleft()[1].wait(self._limit)
 
@@ -54,7 +54,7 @@ class GlooChannel:
     def irecv(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Start to receive a peer's next tensor; the wait raises RuntimeError if it is late or too long."""
         tensor = torch.empty_like(like)
-        work = self._gloo.recv([as_bytes(tensor)], self._places[peer], DATA_TAG)
+        work = self._gloo.recv([as_bytes(tensor)], self._indices[peer], DATA_TAG)
 
         def wait() -> tuple[Tensor, ...]:
             work.wait(self._limit)

@@ -129,7 +129,7 @@ class GlooFabric(ProcessFabric):
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into a frame and start to send it."""
         check_peer(peer, self.rank, self.num_ranks, label)
-        with self.translate_errors(f"room to send {label}", (peer,)):
+        with self.translate_errors(f"buffer space to send {label}", (peer,)):
             self._require_p2p().send(peer, label, tensors, self.timeout_s)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:

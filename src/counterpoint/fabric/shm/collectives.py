@@ -175,15 +175,17 @@ class RequestCache:
             description_bytes=len(text),
         )
         num_bytes = tensor.numel() * tensor.element_size()
-        recipe = PreparedCollective(operation, request, handle, num_bytes, (hash_, text, native_bounds), byref(request))
+        prepared = PreparedCollective(
+            operation, request, handle, num_bytes, (hash_, text, native_bounds), byref(request)
+        )
         if key:
-            self._prepared[key] = recipe
-        return recipe
+            self._prepared[key] = prepared
+        return prepared
 
     def invalidate_addresses(self) -> None:
         """Look addresses up again: private memory may have been replaced by shared memory."""
-        for recipe in list(self._prepared.values()):  # another thread may add one
-            recipe.address = 0
+        for prepared in list(self._prepared.values()):  # another thread may add one
+            prepared.address = 0
 
     def clear(self) -> None:
         """Drop all."""

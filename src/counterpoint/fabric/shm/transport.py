@@ -330,7 +330,7 @@ class ShmFabric(ProcessFabric):
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into the pipe to the peer."""
         check_peer(peer, self.rank, self.num_ranks, label)
-        with self.translate_errors(f"room to send {label}", (peer,)):
+        with self.translate_errors(f"buffer space to send {label}", (peer,)):
             self._p2p.send(peer, label, tensors, self._poll_until)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
@@ -502,9 +502,9 @@ class ShmFabric(ProcessFabric):
         address = whole.data_ptr()
         if address != prepared.address:
             prepared.set_tensor(address, *self._tensors.locate(address, prepared.num_bytes))
-        turn = self._cp_start(prepared.reference)
-        if turn >= 0 or whole is not tensor:
-            return ShmWork(self, prepared, turn, whole, None if whole is tensor else tensor)
+        index = self._cp_start(prepared.reference)
+        if index >= 0 or whole is not tensor:
+            return ShmWork(self, prepared, index, whole, None if whole is tensor else tensor)
         return COMPLETED
 
     def _open_group(self, operation: CollectiveSignature) -> int:

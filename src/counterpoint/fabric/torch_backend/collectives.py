@@ -255,13 +255,13 @@ class FabricCollectives:
         self, label: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], counts: ExchangeCounts
     ) -> StartedCollective:
         dtype = (*outputs, *tensors)[0].dtype
-        pieces = [flatten(tensor) for tensor in tensors]
-        given = sum(counts[self._rank])
-        whole = self._scratch(given, dtype)
-        torch.cat(pieces, out=whole) if given else whole
+        flat = [flatten(tensor) for tensor in tensors]
+        num_sent = sum(counts[self._rank])
+        whole = self._scratch(num_sent, dtype)
+        torch.cat(flat, out=whole) if num_sent else whole
         received, work = self._fabric.all_to_all(label, whole, counts, self._everybody)
-        theirs = [row[self._rank] for row in counts]
-        filled = [part for part in torch.split_with_sizes(received, theirs) if len(part)]
+        receive_counts = [row[self._rank] for row in counts]
+        filled = [part for part in torch.split_with_sizes(received, receive_counts) if len(part)]
         targets = [output for output in outputs if output.numel()] if filled else []
         return StartedCollective([work], outputs, lambda: copy_parts(filled, targets))
 

@@ -87,9 +87,9 @@ def move_storage(storage: UntypedStorage, target: Tensor) -> None:
         target: of the same size.
     """
     num_bytes = storage.nbytes()
-    buffer_type: Any = type("Room", (ctypes.c_uint8 * num_bytes,), {})
+    buffer_type: Any = type("Target", (ctypes.c_uint8 * num_bytes,), {})
     buffer = buffer_type.from_address(target.data_ptr())
-    buffer.room = target
+    buffer.target = target
     former = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     former.copy_(storage, non_blocking=False)
     storage._swap_data_ptr_(former)  # type: ignore[attr-defined]  # unknown to torch's stubs

@@ -18,13 +18,13 @@ def render_mpi(spec: LaunchSpec) -> LaunchArtifacts:
         raise LaunchError(f"mpirun ends with the first rank that fails, and cannot do {spec.max_restarts} restarts; "
                           "omit --restarts, or use another launcher")  # fmt: skip
     check_host_names(spec, "mpirun")
-    places = [f"{host}:{spec.ranks_per_host}" for host in spec.host_names]
-    words = ["mpirun", "-np", str(spec.num_ranks), "--bind-to", "none"]
-    words += ["--host", ",".join(places)] if places else []
+    host_slots = [f"{host}:{spec.ranks_per_host}" for host in spec.host_names]
+    command = ["mpirun", "-np", str(spec.num_ranks), "--bind-to", "none"]
+    command += ["--host", ",".join(host_slots)] if host_slots else []
     variables = {**spec.env_variables(), **(spec.master_variables() if spec.num_hosts > 1 else {})}
     for name, value in variables.items():
-        words += ["-x", f"{name}={value}"]
-    return LaunchArtifacts(commands=((*words, *rank_command(spec)),))
+        command += ["-x", f"{name}={value}"]
+    return LaunchArtifacts(commands=((*command, *rank_command(spec)),))
 
 
 def render_torchrun(spec: LaunchSpec) -> LaunchArtifacts:
@@ -61,10 +61,10 @@ def render_local(spec: LaunchSpec) -> LaunchArtifacts:
             f"`counterpoint run` starts ranks once, on this host, and cannot do {spec.num_hosts} hosts and "
             f"{spec.max_restarts} restarts; use --on torchrun, mpi, slurm, ray or kubernetes"
         )
-    words = (spec.python, "-m", "counterpoint", "run", "--ranks", str(spec.num_ranks))
+    command = (spec.python, "-m", "counterpoint", "run", "--ranks", str(spec.num_ranks))
     variables = tuple(f"{name}={value}" for name, value in spec.env_variables().items())
     prefix = ("env", *variables) if variables else ()
-    return LaunchArtifacts(commands=((*prefix, *words, spec.script, *spec.arguments),))
+    return LaunchArtifacts(commands=((*prefix, *command, spec.script, *spec.arguments),))
 
 
 def check_host_names(spec: LaunchSpec, name: str) -> None:

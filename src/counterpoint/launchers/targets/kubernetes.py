@@ -200,8 +200,8 @@ def pod(spec: LaunchSpec, master_variables: list[Json]) -> KubernetesManifest:
 
 def liveness_probe(spec: LaunchSpec) -> KubernetesManifest:
     """Return the command with which a kubelet checks the ranks of a pod."""
-    words: list[Json] = [spec.python, "-m", "counterpoint.launchers.liveness_probe", str(spec.ranks_per_host)]
-    return {"exec": {"command": words}, "periodSeconds": PROBE_S, "timeoutSeconds": PROBE_S}
+    command_: list[Json] = [spec.python, "-m", "counterpoint.launchers.liveness_probe", str(spec.ranks_per_host)]
+    return {"exec": {"command": command_}, "periodSeconds": PROBE_S, "timeoutSeconds": PROBE_S}
 
 
 def command(spec: LaunchSpec) -> list[Json]:

@@ -88,13 +88,13 @@ def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
                     f"{PLACEMENT_TIMEOUT_S:.0f} s; "
                     f"the cluster has {ray.cluster_resources()}: add hosts, or ask for less"
                 )
-            outcomes = RayAttempt(ray, group, spec, attempt).run()
-            if exit_code(outcomes) == 0:
+            exits = RayAttempt(ray, group, spec, attempt).run()
+            if exit_code(exits) == 0:
                 return 0
-            sys.stderr.write(f"{format_report(outcomes)}\n")
+            sys.stderr.write(f"{format_report(exits)}\n")
             if attempt < spec.max_restarts:
                 sys.stderr.write(f"counterpoint: restart {attempt + 1} of {spec.max_restarts}\n")
-        return exit_code(outcomes)
+        return exit_code(exits)
     except ray.exceptions.RayError as error:
         raise LaunchError(f"Ray could not start the ranks: {error}; look at its logs, and at its hosts") from error
     finally:
@@ -140,8 +140,8 @@ class RayAttempt:
                     for rank in self.running.values():
                         seats[rank].stop.remote()
         finally:
-            for seat in seats:
-                self.ray.kill(seat)
+            for agent in seats:
+                self.ray.kill(agent)
         return sorted(self.exits, key=lambda outcome: outcome.rank)
 
     def _create_agents(self) -> list[Any]:
@@ -173,10 +173,10 @@ class RayAttempt:
         }
         script = Path(launch.script)
         command = rank_command(replace(launch, script=str(script.absolute() if script.exists() else script)))
-        for rank, seat in enumerate(agents):
+        for rank, agent in enumerate(agents):
             local_rank = rank % launch.ranks_per_host
             environment = RankEnvironment(rank, launch.num_ranks, local_rank, launch.ranks_per_host, host, port, job)
-            self.running[seat.run.remote(command, environment, extra_variables)] = rank
+            self.running[agent.run.remote(command, environment, extra_variables)] = rank
 
     def _collect_exits(self, began: float) -> None:
         """Record ranks that have ended, and those whose host is lost."""

@@ -40,18 +40,18 @@ def run_commands(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
             f"{artifacts.note}, but the launch has {spec.num_hosts} hosts: run on each the command that --dry-run "
             "prints"
         )
-    absent = next((words[0] for words in artifacts.commands if shutil.which(words[0]) is None), None)
-    if absent is not None:
+    missing = next((argv[0] for argv in artifacts.commands if shutil.which(argv[0]) is None), None)
+    if missing is not None:
         raise LaunchError(
-            f"there is no {absent} on this machine; run this where it is installed, or run the output of --dry-run "
+            f"there is no {missing} on this machine; run this where it is installed, or run the output of --dry-run "
             "there"
         )
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
         for name, text in artifacts.files:
             (Path(folder) / name).write_text(text, encoding="utf-8")
         names = {name: str(Path(folder) / name) for name, _ in artifacts.files}
-        for words in artifacts.commands:
-            code = subprocess.run([names.get(word, word) for word in words], check=False).returncode
+        for argv in artifacts.commands:
+            code = subprocess.run([names.get(argument, argument) for argument in argv], check=False).returncode
             if code != 0:
                 return code if code > 0 else 128 - code
     return 0
@@ -114,9 +114,9 @@ def format_artifacts(artifacts: LaunchArtifacts) -> str:
         lines = text.splitlines(keepends=True)
         first = 1 if lines and lines[0].startswith("#!") else 0  # the first line of a script names its interpreter
         parts += [*lines[:first], f"# {name}\n", *lines[first:]]
-    mark = "# " if artifacts.files else ""
-    parts += [f"{mark}$ {shlex.join(words)}\n" for words in artifacts.commands]
-    parts += [f"{host}$ {shlex.join(words)}\n" for host, words in artifacts.per_host_commands]
+    comment = "# " if artifacts.files else ""
+    parts += [f"{comment}$ {shlex.join(argv)}\n" for argv in artifacts.commands]
+    parts += [f"{host}$ {shlex.join(argv)}\n" for host, argv in artifacts.per_host_commands]
     if artifacts.note:
         parts.append(f"# {artifacts.note}\n")
     return "".join(parts)
