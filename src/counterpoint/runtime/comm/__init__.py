@@ -1,1 +1,1 @@
-"""Communication of one rank: messages, collectives, compression, gradient buckets, and the loop of a parameter server."""
+"""Communication of one rank: messages, collectives, compression, gradient buckets, and a server's loop."""

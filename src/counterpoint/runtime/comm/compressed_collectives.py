@@ -1,10 +1,10 @@
 """All-reduces and messages of compressed gradients, with error feedback.
 
 What a rank has not sent stays in its residual (:class:`counterpoint.runtime.params.flat_params.ErrorFeedback`):
-``residual' = (grad + residual) - decoded(sent)``. The sum is rounded once, as any float sum. The difference is exact for
-casts, ``int8`` and ``topk``, and for ``twobit`` with a power of two as threshold, so that sent values and residual add
-up bit for bit; ``sign`` and ``powersgd`` round it once. A new residual becomes current only when a commit has decided
-that the step is applied.
+``residual' = (grad + residual) - decoded(sent)``. The sum is rounded once, as any float sum. The difference is exact
+for casts, ``int8`` and ``topk``, and for ``twobit`` with a power of two as threshold, so that sent values and residual
+add up bit for bit; ``sign`` and ``powersgd`` round it once. A new residual becomes current only when a commit has
+decided that the step is applied.
 """
 
 from __future__ import annotations
