@@ -31,7 +31,7 @@ from tests.elastic.worker_fixtures import (
 from tests.fabric.run_ranks import result_or_error
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
-PORTIONS = make_slices(make_numeric_data(), Bsp(3))
+SLICES = make_slices(make_numeric_data(), Bsp(3))
 
 
 def circle(fabric):
@@ -93,21 +93,21 @@ def test_a_worker_with_another_model_is_told_so_and_the_others_wait_until_it_has
     assert found[0] == found[2] == "PeerError: worker-1 trains another model and has to leave"
 
 
-def job_of(portions, *, budget=TWO_FAILURES, epochs=2):
+def job_of(slices, *, budget=TWO_FAILURES, epochs=2):
     return LocalJob(
         JobConfig(
             "step",
-            portions.consistency,
+            slices.consistency,
             0,
-            portions.data_config(epochs, slices_per_task=portions.slices_per_step),
+            slices.data_config(epochs, slices_per_task=slices.slices_per_step),
             budget,
         )
     )
 
 
-def worker(servers, name, model, optimizer=ADAM, *, folder=None, portions=PORTIONS, loss=F.cross_entropy, **options):
+def worker(servers, name, model, optimizer=ADAM, *, folder=None, slices=SLICES, loss=F.cross_entropy, **options):
     replica = ModelReplica(model, optimizer, folder=folder)
-    return AllReduceWorker(replica, servers.join(name), portions, loss, **options)
+    return AllReduceWorker(replica, servers.join(name), slices, loss, **options)
 
 
 def leaving_at(step):
@@ -119,24 +119,24 @@ def leaving_at(step):
 @pytest.mark.parametrize("optimizer", [ADAM, partial(torch.optim.RMSprop, lr=0.01, momentum=0.9)])
 def test_one_worker_learns_what_a_loop_does(optimizer):
     model = mlp()
-    events = worker(job_of(PORTIONS), "a", model, optimizer).run()
-    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), PORTIONS, optimizer)) < 1e-12
+    events = worker(job_of(SLICES), "a", model, optimizer).run()
+    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), SLICES, optimizer)) < 1e-12
     assert [event.slice_index for event in events if isinstance(event, SliceTrained)] == list(range(18))
     assert [event for event in events if isinstance(event, GroupFormed)] == [GroupFormed(1, ("a",), 0)]
 
 
 def test_the_coordinator_has_a_line_for_every_step():
-    servers = job_of(PORTIONS)
+    servers = job_of(SLICES)
     worker(servers, "a", mlp()).run()
     assert servers.coordinator.state.tasks.is_finished
     assert sorted(servers.coordinator.state.tasks.done) == [(epoch, at) for epoch in (0, 1) for at in (0, 3, 6)]
 
 
-def test_random_numbers_belong_to_a_portion_and_not_to_a_worker():
+def test_random_numbers_belong_to_a_slice_and_not_to_a_worker():
     models = [mlp(dropout=0.5), mlp(dropout=0.5)]
     for seed, model in enumerate(models):
         torch.manual_seed(seed)
-        worker(job_of(PORTIONS), "a", model).run()
+        worker(job_of(SLICES), "a", model).run()
     assert max_relative_difference(*models) == 0.0
 
 
@@ -150,17 +150,16 @@ def test_a_parameter_without_gradient_stays_as_it_is():
             return self.used(inputs)
 
     model = build_seeded(Idle)
-    worker(job_of(PORTIONS), "a", model, partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)).run()
+    worker(job_of(SLICES), "a", model, partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)).run()
     assert model.get_parameter("idle").tolist() == [1.0, 1.0, 1.0]
 
 
 def test_the_learning_rate_follows_a_schedule_under_any_optimizer():
     model, still = mlp(), mlp()
     config = WorkerConfig(schedule=lambda step: 1.0 if step < 3 else 0.0)
-    worker(job_of(PORTIONS), "a", model, config=config).run()
+    worker(job_of(SLICES), "a", model, config=config).run()
     assert (
-        max_relative_difference(model, train_single_process(still, make_numeric_data(), PORTIONS, ADAM, epochs=1))
-        < 1e-12
+        max_relative_difference(model, train_single_process(still, make_numeric_data(), SLICES, ADAM, epochs=1)) < 1e-12
     )
 
 
@@ -178,18 +177,20 @@ def failing(times):
 
 def test_a_step_that_fails_is_computed_again_and_counted_once():
     model = mlp()
-    events = worker(job_of(PORTIONS), "a", model, loss=failing(1)).run()
+    events = worker(job_of(SLICES), "a", model, loss=failing(1)).run()
     assert [(one.task.start, one.text) for one in events if isinstance(one, TaskEnded)] == [(3, "ValueError: call 5")]
-    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), PORTIONS, ADAM)) < 1e-12
+    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), SLICES, ADAM)) < 1e-12
 
 
 def test_a_step_that_fails_too_often_stops_the_job_and_says_why():
-    with pytest.raises(PeerError, match=r"step 1 failed 3 times, more than the 2 of the retry policy: a: ValueError: call"):
-        worker(job_of(PORTIONS), "a", mlp(), loss=failing(100)).run()
+    with pytest.raises(
+        PeerError, match=r"step 1 failed 3 times, more than the 2 of the retry policy: a: ValueError: call"
+    ):
+        worker(job_of(SLICES), "a", mlp(), loss=failing(100)).run()
 
 
 def test_the_last_worker_takes_the_weights_with_it():
-    servers = job_of(PORTIONS)
+    servers = job_of(SLICES)
     leaving = worker(servers, "a", mlp(), should_stop=leaving_at(4))
     assert leaving.run()
     assert leaving.has_left
@@ -200,7 +201,7 @@ def test_the_last_worker_takes_the_weights_with_it():
 
 
 def test_a_worker_that_comes_when_all_is_done_is_told_that_the_weights_are_gone():
-    servers = job_of(PORTIONS)
+    servers = job_of(SLICES)
     worker(servers, "a", mlp()).run()
     with pytest.raises(PeerError, match=r"the weights are lost: 6 steps are recorded, .* recent replica has 0"):
         worker(servers, "b", mlp()).run()
@@ -208,43 +209,43 @@ def test_a_worker_that_comes_when_all_is_done_is_told_that_the_weights_are_gone(
 
 def test_a_job_goes_on_from_a_checkpoint(tmp_path):
     config = WorkerConfig(checkpoint_every_slices=6)
-    worker(job_of(PORTIONS), "a", mlp(), folder=tmp_path, config=config, should_stop=leaving_at(4)).run()
+    worker(job_of(SLICES), "a", mlp(), folder=tmp_path, config=config, should_stop=leaving_at(4)).run()
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] != "step-00000006"
     model = mlp()
-    later = worker(job_of(PORTIONS), "b", model, folder=tmp_path)
+    later = worker(job_of(SLICES), "b", model, folder=tmp_path)
     assert 0 < later.replica.progress.steps < 6
     later.run()
-    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), PORTIONS, ADAM)) < 1e-12
+    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), SLICES, ADAM)) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "of the optimizer Adam, and this is SGD"),
-        ({"portions": make_slices(make_numeric_data(), Bsp(3), batch_size=4)}, "batch_size=8.*batch_size=4"),
+        ({"slices": make_slices(make_numeric_data(), Bsp(3), batch_size=4)}, "batch_size=8.*batch_size=4"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, options, told):
     config = WorkerConfig(checkpoint_every_slices=3)
-    worker(job_of(PORTIONS), "a", mlp(), folder=tmp_path, config=config).run()
+    worker(job_of(SLICES), "a", mlp(), folder=tmp_path, config=config).run()
     with pytest.raises(CheckpointError, match=told):
-        worker(job_of(options.get("portions", PORTIONS)), "b", mlp(), folder=tmp_path, **options)
+        worker(job_of(options.get("slices", SLICES)), "b", mlp(), folder=tmp_path, **options)
 
 
 def test_checkpoints_without_a_folder_are_refused():
     with pytest.raises(PlanError, match="needs a folder"):
-        worker(job_of(PORTIONS), "a", mlp(), config=WorkerConfig(checkpoint_every_slices=3))
+        worker(job_of(SLICES), "a", mlp(), config=WorkerConfig(checkpoint_every_slices=3))
 
 
 def test_workers_of_one_thread_cannot_meet():
-    servers = job_of(PORTIONS)
+    servers = job_of(SLICES)
     servers.join("b")
     with pytest.raises(PlanError, match=r"b \(rank 0\), a \(rank 1\) cannot rendezvous, since b has no address"):
         worker(servers, "a", mlp()).run()
 
 
 def test_a_job_without_servers_keeps_no_key_and_has_no_cut():
-    session = job_of(PORTIONS).join("a")
+    session = job_of(SLICES).join("a")
     with pytest.raises(PlanError, match="job step has no servers to hold weight"):
         session.init("weight", torch.zeros(2), Sgd(0.1))
     with pytest.raises(PlanError, match="no servers to hold a snapshot"):
@@ -259,10 +260,10 @@ def test_sparse_gradients_are_refused_with_a_remedy():
 
 
 def test_a_session_that_the_job_goes_on_without_says_so():
-    servers = job_of(PORTIONS)
+    servers = job_of(SLICES)
     session = servers.join("a")
     servers.pause("a")
     servers.advance(60.0)
     servers.resume("a")
     with pytest.raises(PeerError, match=r"does not belong to the job|continues without"):
-        AllReduceWorker(ModelReplica(mlp(), ADAM), session, PORTIONS, F.cross_entropy).run()
+        AllReduceWorker(ModelReplica(mlp(), ADAM), session, SLICES, F.cross_entropy).run()

@@ -35,11 +35,11 @@ ADAGRAD = partial(optim.Adagrad, lr=0.1)
 @pytest.mark.parametrize("behind", [0, 1, 3])
 def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind):
     data = make_numeric_data(24)
-    portions = make_slices(data, Asp(), batch_size=2, minibatches_per_slice=n_push)
-    crew = InterleavedWorkers(portions, epochs=1)
+    slices = make_slices(data, Asp(), batch_size=2, minibatches_per_slice=n_push)
+    crew = InterleavedWorkers(slices, epochs=1)
     crew.join("a", mlp(), ADAGRAD, sync_policy=SyncPolicy(n_push, n_fetch, alpha, pull_ahead=behind))
     crew.run_rounds()
-    pieces = [one for number in range(portions.num_slices) for one in portions.read(0, number)]
+    pieces = [one for number in range(slices.num_slices) for one in slices.read(0, number)]
     expected = downpour(
         mlp(),
         [one.fields for one in pieces],
@@ -57,14 +57,14 @@ def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind
 @pytest.mark.parametrize("indices", [None, torch.clone], ids=["found out", "told"])
 @pytest.mark.parametrize("num_servers", [2, 1], ids=["rows", "sums"])
 def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(num_servers, indices, behind):
-    portions = make_slices(make_lookup_data(24), Asp(), batch_size=2)
-    crew = InterleavedWorkers(portions, epochs=1, task_portions=12, num_servers=num_servers)
+    slices = make_slices(make_lookup_data(24), Asp(), batch_size=2)
+    crew = InterleavedWorkers(slices, epochs=1, task_slices=12, num_servers=num_servers)
     table, sync_policy = EmbeddingConfig(START, lookup_indices=indices), SyncPolicy(pull_ahead=behind)
     served = crew.join("a", embedding_bag_model(), tables={"0.weight": table}, sync_policy=sync_policy)
     first = embedding_bag_model()
     first.get_parameter("0.weight").data = served.tables["0.weight"].pull_all_rows()
     crew.run_rounds()
-    pieces = [one.fields for number in range(portions.num_slices) for one in portions.read(0, number)]
+    pieces = [one.fields for number in range(slices.num_slices) for one in slices.read(0, number)]
     options = {"n_push": 1, "n_fetch": 1, "alpha": 0.0, "loss": F.cross_entropy, "optimizer": SGD}
     expected = downpour(first, pieces, behind=behind, **options)
     assert max_relative_difference(crew.model(), expected) < 1e-12
@@ -73,7 +73,7 @@ def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(num_se
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(0), Ssp(2), Bsp(3)], ids=str)
 def test_the_journal_says_what_became_of_the_weights(consistency):
     crew = InterleavedWorkers(
-        make_slices(make_lookup_data(30), consistency, batch_size=6), task_portions=1 if consistency == Bsp(3) else 2
+        make_slices(make_lookup_data(30), consistency, batch_size=6), task_slices=1 if consistency == Bsp(3) else 2
     )
     for name in "abc":
         crew.join(name, embedding_bag_model(), ADAGRAD, tables={"0.weight": START})
@@ -84,8 +84,8 @@ def test_the_journal_says_what_became_of_the_weights(consistency):
         assert again.digest() == crew.shard(index).digest()
 
 
-def test_every_portion_counts_once_whoever_comes_and_goes():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4), task_portions=2)
+def test_every_slice_counts_once_whoever_comes_and_goes():
+    crew = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4), task_slices=2)
     crew.join("a", mlp())
     crew.run_rounds(3)
     crew.join("b", mlp())
@@ -121,7 +121,7 @@ def test_one_push_for_several_minibatches_is_the_sum_of_their_gradients():
     crew.run_rounds()
     expected = mlp()
     updates = SGD(expected.parameters())
-    for one in crew.portions.read(0, 0):
+    for one in crew.slices.read(0, 0):
         F.cross_entropy(expected(one.fields[0]), one.fields[1]).backward()
     updates.step()
     assert max_relative_difference(crew.model(), expected) < 1e-12

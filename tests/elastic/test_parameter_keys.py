@@ -36,7 +36,7 @@ def test_workers_that_ask_for_other_keys_train_those_of_the_first(first, second)
     crew.join("b", mlp(), key_bytes=second)
     assert [one.key for one in crew.remote_modules["b"].weights] == keys
     crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions)) < 1e-12
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12
 
 
 def test_keys_of_several_modules_are_no_matter_for_a_code():
@@ -65,9 +65,7 @@ def test_another_model_is_told_what_differs():
 def test_another_optimizer_of_a_part_is_told_where_it_differs():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
-    with pytest.raises(
-        PlanError, match=r"has 0\.weight and 0\.bias in one key, but here their rules or dtypes differ"
-    ):
+    with pytest.raises(PlanError, match=r"has 0\.weight and 0\.bias in one key, but here their rules or dtypes differ"):
         crew.join("b", mlp(), two_groups, key_bytes=APART)
 
 

@@ -39,18 +39,20 @@ def test_a_task_that_fails_is_told_and_done_again():
     crew.join("a", mlp(), loss=Failing(3, 4))
     crew.run_rounds()
     assert crew.failures == ["RuntimeError: a disk is gone"] * 2
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions)) < 1e-12
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12
 
 
 def test_a_task_that_always_fails_ends_the_job_with_its_reason():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
     crew.join("a", mlp(), loss=Failing(*range(100)))
-    with pytest.raises(PeerError, match="were failed 3 times, more than the 2 of the retry policy: RuntimeError: a disk is"):
+    with pytest.raises(
+        PeerError, match="were failed 3 times, more than the 2 of the retry policy: RuntimeError: a disk is"
+    ):
         crew.run_rounds()
 
 
 def test_a_worker_that_has_to_go_gives_its_task_back():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4), task_portions=5)
+    crew = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4), task_slices=5)
     crew.join("a", mlp())
     crew.run_rounds(2)
     crew.gone.add("a")
@@ -114,7 +116,7 @@ def test_weights_that_are_used_without_their_module_are_waited_for():
     expected.load_state_dict(model.state_dict())
     crew.join("a", model)
     crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(expected, data, crew.portions)) < 1e-12
+    assert max_relative_difference(crew.model(), train_single_process(expected, data, crew.slices)) < 1e-12
 
 
 def test_a_schedule_of_plain_sgd_goes_by_steps():
@@ -130,7 +132,7 @@ def test_a_schedule_of_plain_sgd_goes_by_steps():
         return updates
 
     assert (
-        max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions, optimizer, epochs=1))
+        max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices, optimizer, epochs=1))
         < 1e-12
     )
 
@@ -143,7 +145,7 @@ def test_a_schedule_that_servers_cannot_follow_is_refused():
 
 def test_a_job_of_other_data_is_refused():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(2)))
-    crew.portions = make_slices(make_numeric_data(100), Bsp(2))
+    crew.slices = make_slices(make_numeric_data(100), Bsp(2))
     with pytest.raises(PlanError, match="6 slices per epoch, but this dataset has 26"):
         crew.join("a", mlp())
 

@@ -39,9 +39,9 @@ def test_only_rows_that_were_looked_up_are_pushed():
     crew = InterleavedWorkers(make_slices(data, Asp(), batch_size=2), epochs=1)
     crew.join("a", embedding_bag_model(), tables={"0.weight": START})
     crew.run_rounds()
-    for portion in range(crew.portions.num_slices):
-        (one,) = crew.portions.read(0, portion)
-        found = [push.rows for push in pushes(crew, "0.weight") if push.slice_index == portion]
+    for slice_index in range(crew.slices.num_slices):
+        (one,) = crew.slices.read(0, slice_index)
+        found = [push.rows for push in pushes(crew, "0.weight") if push.slice_index == slice_index]
         assert torch.equal(torch.cat(found).sort().values, one.fields[0].unique())
 
 
@@ -107,7 +107,7 @@ def of_code(push, shard):
 
 
 REFUSED = [
-    (optim.AdamW, "give Adam with weight_decay=0"),
+    (optim.AdamW, "use Adam with weight_decay=0"),
     (lambda parameters: optim.Adam(parameters, amsgrad=True), "amsgrad=True; remove it"),
     (lambda parameters: optim.SGD(parameters, lr=0.1, maximize=True), "maximize=True; remove it"),
     (optim.RMSprop, "torch.optim.SGD, Adagrad and Adam"),
@@ -135,7 +135,7 @@ def test_a_table_may_have_a_rule_of_its_own():
 
 def test_sparse_gradients_ask_for_a_table():
     crew = InterleavedWorkers(make_slices(make_lookup_data(), Asp()))
-    with pytest.raises(PlanError, match=r"tables={'0.weight': Normal\(0, 1\)}"):
+    with pytest.raises(PlanError, match=r"tables={'0.weight': NormalInit\(0, 1\)}"):
         crew.join("a", nn.Sequential(nn.Embedding(4, 2, sparse=True)))
 
 
@@ -147,8 +147,8 @@ def test_sparse_gradients_ask_for_a_table():
         (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), {}, "buffers='own'"),
         (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {"tables": {"0.weight": START}}, "max_norm=1.0"),
         (nn.Linear(4, 2, device="meta"), {}, "on meta, but workers of parameter servers compute on the CPU"),
-        (mlp(), {"code": "powersgd:1"}, "compresses an all-reduce, not a single push"),
-        (mlp(), {"code": "zip"}, "there is no code 'zip'"),
+        (mlp(), {"codec": "powersgd:1"}, "compresses an all-reduce, not a single push"),
+        (mlp(), {"codec": "zip"}, "there is no code 'zip'"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(model, options, told):

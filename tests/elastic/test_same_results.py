@@ -53,7 +53,7 @@ def test_workers_that_come_and_go_equal_one_loop(optimizer):
     crew.gone.add("a")
     crew.run_rounds()
     assert (
-        max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions, optimizer, epochs=3))
+        max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices, optimizer, epochs=3))
         < 1e-12
     )
 
@@ -65,8 +65,8 @@ def goes(_moment):
 @pytest.mark.parametrize(
     ("build", "data"), [(mlp, make_numeric_data()), (embedding_bag_model, make_lookup_data())], ids=["dense", "table"]
 )
-def test_a_portion_of_which_one_key_has_been_pushed_is_repeated_from_the_weights_of_its_step(build, data):
-    """The key that had the last portion of a step from a worker that died went on without the others."""
+def test_a_slice_of_which_one_key_has_been_pushed_is_repeated_from_the_weights_of_its_step(build, data):
+    """The key that had the last slice of a step from a worker that died went on without the others."""
     crew = InterleavedWorkers(make_slices(data, Bsp(4)))
     tables = {"0.weight": START} if build is embedding_bag_model else {}
     crew.join("before", build(), tables=tables)
@@ -80,7 +80,7 @@ def test_a_portion_of_which_one_key_has_been_pushed_is_repeated_from_the_weights
     crew.gone.add("dying")
     crew.join("after", build(), tables=tables)
     crew.run_rounds()
-    expected = train_single_process(with_rows(build()) if tables else build(), data, crew.portions)
+    expected = train_single_process(with_rows(build()) if tables else build(), data, crew.slices)
     assert max_relative_difference(crew.model(), expected) < 1e-12
 
 
@@ -88,11 +88,11 @@ def test_a_portion_of_which_one_key_has_been_pushed_is_repeated_from_the_weights
 @pytest.mark.parametrize("padding", [None, 4])
 def test_rows_on_servers_equal_a_whole_table(num_workers, padding):
     data = make_lookup_data()
-    crew = InterleavedWorkers(make_slices(data, Bsp(4)), task_portions=2)
+    crew = InterleavedWorkers(make_slices(data, Bsp(4)), task_slices=2)
     for index in range(num_workers):
         crew.join(f"w{index}", embedding_bag_model(padding), tables={"0.weight": START})
     crew.run_rounds()
-    expected = train_single_process(with_rows(embedding_bag_model(padding), padding), data, crew.portions)
+    expected = train_single_process(with_rows(embedding_bag_model(padding), padding), data, crew.slices)
     assert max_relative_difference(crew.model(), expected) < 1e-12
 
 
@@ -101,7 +101,7 @@ def test_a_batch_that_is_cut_unevenly_is_the_mean_over_its_samples():
     crew = InterleavedWorkers(make_slices(data, Bsp(5), batch_size=7, minibatches_per_slice=2))
     crew.join("a", mlp())
     crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions)) < 1e-12
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12
 
 
 def test_the_same_bits_come_out_for_any_number_of_workers():
@@ -119,7 +119,7 @@ def test_what_is_fetched_ahead_is_what_would_have_been_fetched():
     for consistency in (Bsp(2), Ssp(1), Asp()):
         found = []
         for prefetch in (False, True):
-            crew = InterleavedWorkers(make_slices(make_lookup_data(40), consistency, batch_size=4), task_portions=2)
+            crew = InterleavedWorkers(make_slices(make_lookup_data(40), consistency, batch_size=4), task_slices=2)
             crew.join("a", embedding_bag_model(), tables={"0.weight": START}, config=WorkerConfig(prefetch=prefetch))
             crew.run_rounds()
             found.append(crew.model())
@@ -132,4 +132,4 @@ def test_keys_of_several_modules_equal_one_loop():
     crew.join("a", mlp(), key_bytes=1 << 16)
     crew.join("b", mlp(), key_bytes=1 << 16)
     crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions)) < 1e-12
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12

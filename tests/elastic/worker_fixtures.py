@@ -56,20 +56,20 @@ def make_slices(
 
 
 class InterleavedWorkers:
-    """Workers of one job, which take turns: each computes a portion, then the next one does."""
+    """Workers of one job, which take turns: each computes a slice, then the next one does."""
 
     def __init__(
         self,
-        portions: DataSlices,
+        slices: DataSlices,
         *,
         epochs: int = 2,
-        task_portions: int = 1,
+        task_slices: int = 1,
         num_servers: int = 2,
         budget: RetryPolicy = TWO_FAILURES,
     ) -> None:
-        self.portions = portions
-        work = portions.data_config(epochs, slices_per_task=task_portions)
-        job = JobConfig("crew", portions.consistency, num_servers, work, budget)
+        self.slices = slices
+        work = slices.data_config(epochs, slices_per_task=task_slices)
+        job = JobConfig("crew", slices.consistency, num_servers, work, budget)
         self.job = LocalJob(job, is_journaled=True)
         self.event_streams: dict[str, Iterator[WorkerEvent]] = {}
         self.events: list[tuple[str, WorkerEvent]] = []
@@ -79,7 +79,7 @@ class InterleavedWorkers:
     def join(self, name, model, optimizer=SGD, *, config=None, loss=F.cross_entropy, **options):
         options = {"key_bytes": 0, **options}
         served = self.remote_modules[name] = RemoteModule(model, self.job.join(name), optimizer, **options)
-        worker = PsWorker(served, self.portions, loss, config=config, should_stop=lambda: name in self.gone)
+        worker = PsWorker(served, self.slices, loss, config=config, should_stop=lambda: name in self.gone)
         self.event_streams[name] = worker.events()
         return served
 
@@ -119,12 +119,12 @@ class InterleavedWorkers:
         return self.remote_modules[name].export_weights(tables=True)
 
 
-def train_single_process(model, data, portions, optimizer=SGD, epochs=2):
+def train_single_process(model, data, slices, optimizer=SGD, epochs=2):
     """The same training by one loop, batch after batch."""
     updates = optimizer(model.parameters())
     for epoch in range(epochs):
-        for index in range(portions.sampler.num_batches):
-            samples = torch.from_numpy(portions.sampler.batch(epoch, index))
+        for index in range(slices.sampler.num_batches):
+            samples = torch.from_numpy(slices.sampler.batch(epoch, index))
             updates.zero_grad()
             F.cross_entropy(model(data.tensors[0][samples]), data.tensors[1][samples]).backward()
             updates.step()

@@ -24,12 +24,12 @@ def answers_before_the_backup_has_it(planting):
     planting.setattr(PrimaryReplica, "append", hasty)
 
 
-def computes_a_portion_from_two_steps(planting):
+def computes_a_slice_from_two_steps(planting):
     read = PsShard.read
     planting.setattr(PsShard, "read", lambda self, pull: read(self, replace(pull, exact_version=False)))
 
 
-def counts_a_portion_again(planting):
+def counts_a_slice_again(planting):
     is_known = ConsistencyTracker.is_duplicate
     planting.setattr(
         ConsistencyTracker, "is_duplicate", lambda self, worker, push: is_known(self, worker, push) and False
@@ -183,8 +183,8 @@ MUTANTS = {
     answers_before_the_backup_has_it: 3,
     answers_whoever_asks: 2,
     calls_a_backup_complete_that_has_nothing: 20,
-    computes_a_portion_from_two_steps: 31,
-    counts_a_portion_again: 0,
+    computes_a_slice_from_two_steps: 31,
+    counts_a_slice_again: 0,
     cuts_without_draining: 20,
     drops_a_task_that_fails_three_times: 103,
     drops_the_tasks_of_the_dead: 3,

@@ -1,4 +1,4 @@
-"""Slow portions: when nothing else is left, somebody else does them, too, and the first to be done counts."""
+"""Slow slices: when nothing else is left, somebody else does them, too, and the first to be done counts."""
 
 from counterpoint.ps.job_config import Bsp, RetryPolicy
 from tests.elastic.worker_fixtures import (
@@ -21,15 +21,13 @@ def crew_of_two(backup_after):
     return crew, slow
 
 
-def test_a_portion_that_lasts_is_given_to_whoever_is_idle():
+def test_a_slice_that_lasts_is_given_to_whoever_is_idle():
     crew, _ = crew_of_two(backup_after=3.0)
     assert sorted(crew.trained) == [0, 1, 2, 3]
     crew.job.advance(4.0)
     crew.run_rounds()
     assert crew.job.coordinator.state.tasks.is_finished
-    assert (
-        max_relative_difference(crew.model(), train_single_process(mlp(), make_numeric_data(), crew.portions)) < 1e-12
-    )
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), make_numeric_data(), crew.slices)) < 1e-12
 
 
 def test_who_comes_late_has_done_no_harm():
@@ -38,9 +36,7 @@ def test_who_comes_late_has_done_no_harm():
     crew.run_rounds(3)
     crew.event_streams["slow"] = slow
     crew.run_rounds()
-    assert (
-        max_relative_difference(crew.model(), train_single_process(mlp(), make_numeric_data(), crew.portions)) < 1e-12
-    )
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), make_numeric_data(), crew.slices)) < 1e-12
 
 
 def test_without_backups_one_waits():

@@ -8,8 +8,8 @@ from counterpoint.ps.job_config import Asp, Bsp, Ssp
 from counterpoint.ps.messages import PushRequest, RequestHeader
 
 
-def push(portion=-1, read=0):
-    return PushRequest(RequestHeader("worker", 1, 1), 0, "weight", portion, read, torch.zeros(1))
+def push(slice_index=-1, read=0):
+    return PushRequest(RequestHeader("worker", 1, 1), 0, "weight", slice_index, read, torch.zeros(1))
 
 
 def counted(tally, worker, one):
@@ -26,20 +26,20 @@ def test_runs_hold_what_was_added_and_nothing_else(numbers):
     assert len(set(runs.bounds)) == len(runs.bounds)
 
 
-def test_a_step_is_due_when_its_last_portion_is_there_whatever_the_order():
+def test_a_step_is_due_when_its_last_slice_is_there_whatever_the_order():
     tally = ConsistencyTracker(Bsp(3))
-    assert [counted(tally, "worker", push(portion)) for portion in (2, 0, 1)] == [False, False, True]
+    assert [counted(tally, "worker", push(slice_index)) for slice_index in (2, 0, 1)] == [False, False, True]
     assert tally.version == 1
 
 
-def test_a_portion_counts_once_whoever_pushes_it():
+def test_a_slice_counts_once_whoever_pushes_it():
     tally = ConsistencyTracker(Asp())
     assert counted(tally, "first", push(4))
     assert not counted(tally, "second", push(4))
     assert tally.version == 1
 
 
-def test_a_portion_of_a_step_to_come_is_refused():
+def test_a_slice_of_a_step_to_come_is_refused():
     with pytest.raises(ProtocolError, match="staleness: slice 3 of step 1"):
         ConsistencyTracker(Bsp(3)).is_duplicate("worker", push(3))
 

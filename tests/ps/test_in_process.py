@@ -76,7 +76,7 @@ def test_a_table_may_have_more_rows_than_memory(session):
     assert torch.equal(session.pull("table", rows=rows).wait().values, session.pull("table", rows=rows).wait().values)
 
 
-def test_a_step_of_bsp_is_applied_when_all_portions_are_there():
+def test_a_step_of_bsp_is_applied_when_all_slices_are_there():
     job = local(Bsp(2), num_servers=2)
     first, second = (job.join(name) for name in ("worker-0", "worker-1"))
     for session in (first, second):
@@ -87,7 +87,7 @@ def test_a_step_of_bsp_is_applied_when_all_portions_are_there():
     assert float(first.pull("weight", min_versions=1).wait().values) == -1.5
 
 
-def test_a_portion_that_comes_twice_is_counted_once():
+def test_a_slice_that_comes_twice_is_counted_once():
     session = local().join("worker-0")
     session.init("weight", torch.zeros(1), HALF)
     session.push("weight", torch.ones(1), slice_index=3).wait()

@@ -82,13 +82,13 @@ def test_a_journal_with_sums_says_what_became_of_the_rows(servers, session):
         assert replay_journal(servers.job, index, entries).digest() == held.digest()
 
 
-def test_under_bsp_sums_of_portions_are_added_in_the_order_of_portions():
+def test_under_bsp_sums_of_slices_are_added_in_the_order_of_slices():
     with LocalJob(JobConfig("local", Bsp(2))).join("worker-0") as session:
         session.init_rows("table", 10, 1, torch.float64, Sgd(1.0), ConstantInit(0.0))
         value = torch.ones(1, 1, dtype=torch.float64)
-        for portion in (1, 0):
+        for slice_index in (1, 0):
             session.push(
-                "table", value, slice_index=portion, rows=torch.tensor([2, 3]), pooling=sums([0, 0, 0], [0, 2])
+                "table", value, slice_index=slice_index, rows=torch.tensor([2, 3]), pooling=sums([0, 0, 0], [0, 2])
             )
         assert session.pull("table", rows=torch.tensor([2, 3]), min_versions=1).wait().values.tolist() == [
             [-4.0],
@@ -128,7 +128,7 @@ def test_only_rows_have_sums(session):
         session.pull("weight", pooling=sums([0], [0]))
     with pytest.raises(ProtocolError, match="without rows"):
         PullRequest(ORIGIN, 0, "weight", 8, 0, pooling=sums([0], [0]))
-    with pytest.raises(ProtocolError, match="in a code"):
+    with pytest.raises(ProtocolError, match="with a codec"):
         PushRequest(ORIGIN, 0, "weight", -1, 0, torch.zeros(1, dtype=torch.uint8), None, "int8", sums([], []))
 
 

@@ -37,8 +37,8 @@ def init(sequence=0, *, rule=None, size=2):
     return InitRequest(origin(sequence), 0, spec, torch.zeros(size, dtype=torch.float64))
 
 
-def push(sequence, *, key="weight", portion=-1, values=(1.0, 2.0), dtype=torch.float64):
-    return PushRequest(origin(sequence), 0, key, portion, 0, torch.tensor(values, dtype=dtype))
+def push(sequence, *, key="weight", slice_index=-1, values=(1.0, 2.0), dtype=torch.float64):
+    return PushRequest(origin(sequence), 0, key, slice_index, 0, torch.tensor(values, dtype=dtype))
 
 
 def shard(consistency=None, **more):
@@ -51,7 +51,10 @@ def coded(code, written):
 
 WRONG = {
     "too few bytes": (coded("int8", [1, 2]), "2 bytes of int8 pushed to weight, expected 10"),
-    "a place that is not there": (coded("topk:0.5", [9, 0, 0, 0, *[0] * 8]), "bytes pushed to weight that are not a valid topk:0.5"),
+    "a place that is not there": (
+        coded("topk:0.5", [9, 0, 0, 0, *[0] * 8]),
+        "bytes pushed to weight that are not a valid topk:0.5",
+    ),
     "an unknown key": (push(1, key="wieght"), "unknown key 'wieght'"),
     "a wrong shape": (push(1, values=(1.0,)), r"\(1,\) pushed to weight, which is \(2,\)"),
     "a wrong dtype": (push(1, dtype=torch.float32), "float32 pushed to weight, which is float64"),
@@ -118,8 +121,8 @@ def test_a_key_is_made_once():
 
 def test_the_sum_of_a_step_is_what_workers_that_update_by_themselves_pull():
     one = replay_journal(JobConfig("job", Bsp(2)), 0, [MEMBERS, init(rule=Assign())])
-    one.apply(push(1, portion=1))
-    one.apply(push(2, portion=0))
+    one.apply(push(1, slice_index=1))
+    one.apply(push(2, slice_index=0))
     pull = PullRequest(origin(3), 0, "weight", 7, 1)
     assert one.can_read(pull)
     assert one.read(pull).values.tolist() == [2.0, 4.0]
@@ -131,17 +134,17 @@ def test_a_pull_sees_what_its_worker_pushed_before():
 
 def test_a_state_makes_the_same_shard():
     one = shard(Bsp(2), data=DataConfig(4, 1, 1, 2))
-    one.apply(push(1, portion=1))
+    one.apply(push(1, slice_index=1))
     again = PsShard(one.job, 0, one.state)
     for each in (one, again):
-        each.apply(push(2, portion=0))
+        each.apply(push(2, slice_index=0))
     assert again.digest() == one.digest()
     assert again.keys["weight"].tracker.version == 1
 
 
 def test_a_shard_that_is_made_of_a_state_still_has_the_weights_of_the_step_before():
     one = shard(Bsp(1), data=DataConfig(4, 1, 1, 1))
-    one.apply(push(1, portion=0))
+    one.apply(push(1, slice_index=0))
     again = PsShard(one.job, 0, one.state)
     exact, newest = (
         again.read(PullRequest(origin(2), 0, "weight", 0, 0, exact_version=is_exact)) for is_exact in (True, False)

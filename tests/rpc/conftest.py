@@ -32,11 +32,11 @@ class Records:
     """What was heard over a connection, and how it ended."""
 
     def __init__(self):
-        self.letters = []
+        self.messages = []
         self.ends = []
 
-    def letter(self, connection, letter):
-        self.letters.append(letter)
+    def message(self, connection, message):
+        self.messages.append(message)
 
     def end(self, connection, error):
         self.ends.append(error)
@@ -106,8 +106,8 @@ def place():
     return parse_address(PLACES["unix"])
 
 
-def echo(letter):
-    return RpcMessage("echo", letter.fields, letter.tensors)
+def echo(message):
+    return RpcMessage("echo", message.fields, message.tensors)
 
 
 @pytest.fixture
@@ -127,4 +127,4 @@ def run_loop(loop, count=20):
 def connect_and_record(loop, place, secret, **options):
     """A connection to the place, and what it hears."""
     records = Records()
-    return connect(loop, place, secret, records.letter, on_end=records.end, **options), records
+    return connect(loop, place, secret, records.message, on_end=records.end, **options), records

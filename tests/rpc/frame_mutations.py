@@ -5,7 +5,7 @@ import random
 import torch
 
 from counterpoint.errors import ProtocolError
-from counterpoint.rpc import frame as letter, handshake as greeting
+from counterpoint.rpc import frame as message, handshake as greeting
 from counterpoint.rpc.buffers import ReceiveBufferPool
 from counterpoint.rpc.channel import FrameReader, FrameWriter, RpcChannel
 from counterpoint.rpc.frame import RpcLimits, RpcMessage
@@ -16,7 +16,7 @@ from counterpoint.rpc.records import AesGcmRecordReader, AesGcmRecordWriter, Crc
 KEY = bytes(range(16))
 PROOF_BYTES = 32
 LIMITS = RpcLimits(text_bytes=1 << 12, payload_bytes=1 << 16)
-LETTERS = [
+MESSAGES = [
     RpcMessage("push", {"key": "w", "sequence": index, "rows": [1, 2.5, None, True]}, tensors)
     for index, tensors in enumerate(
         [(), (torch.arange(5.0),), (torch.ones(2, 3, dtype=torch.bool), torch.arange(40)), (torch.zeros(0, 4),)]
@@ -35,31 +35,31 @@ def wire_of(outbox):
 
 
 def frames(way, *other):
-    """The letters, and the goodbye, as bytes on the wire, frame by frame; of this connection, or under another key."""
+    """The messages, and the goodbye, as bytes on the wire, frame by frame; of this connection, or under another key."""
     sealer, _, keys = WAYS[way]
     outbox, found = FrameWriter(sealer(*(other or keys))), []
-    for pieces in [*(letter.encode_frame(each, LIMITS) for each in LETTERS), letter.close_frame()]:
+    for pieces in [*(message.encode_frame(each, LIMITS) for each in MESSAGES), message.close_frame()]:
         outbox.enqueue(pieces)
         found.append(wire_of(outbox))
     return found
 
 
 def heard(channel, raw):
-    """Feed the bytes to a channel or an inbox: the letters that it believes, and the error that it ends with."""
-    letters = []
+    """Feed the bytes to a channel or an inbox: the messages that it believes, and the error that it ends with."""
+    messages = []
     try:
         while raw:
             target = channel.receive_buffers()[0]
             num_bytes = min(len(target), len(raw))
             target[:num_bytes], raw = raw[:num_bytes], raw[num_bytes:]
             if (found := channel.on_bytes(num_bytes)) is not None:
-                letters.append(found)
+                messages.append(found)
             if channel.is_closed_by_peer:
-                return letters, None
+                return messages, None
         channel.on_eof()
     except ProtocolError as error:
-        return letters, error
-    return letters, None
+        return messages, error
+    return messages, None
 
 
 def receiver(way):
@@ -101,7 +101,7 @@ def in_transit(source, sent):
 
 def lied(source, way):
     """One frame, sealed as it should be, in which something has been changed before."""
-    pieces = [bytearray(piece) for piece in letter.encode_frame(source.choice(LETTERS), LIMITS)]
+    pieces = [bytearray(piece) for piece in message.encode_frame(source.choice(MESSAGES), LIMITS)]
     head, body = pieces[0], bytearray(b"".join(pieces[1:]))
     match source.randrange(5):
         case 0:  # a length
@@ -115,7 +115,7 @@ def lied(source, way):
         case _:
             text = source.choice(TEXTS)
             front = text + bytes(-len(text) % 16)
-            head[:], body[:] = letter.HEADER.pack(b"CPWL", 1, 1, 0, len(text), len(front), 0), front
+            head[:], body[:] = message.HEADER.pack(b"CPWL", 1, 1, 0, len(text), len(front), 0), front
     sealer, _, keys = WAYS[way]
     outbox = FrameWriter(sealer(*keys))
     outbox.enqueue([memoryview(head), memoryview(body)] if body else [memoryview(head)])
@@ -148,7 +148,7 @@ def taken(channel):
 
 
 def greeted(source):
-    """What a server makes of a greeting that has been changed: letters, error, whether it is open, and ought to be."""
+    """What a server makes of a greeting that has been changed: messages, error, whether it is open, and ought to be."""
     caller, server = caller_and_server()
     right = taken(caller)
     if source.randrange(2):
@@ -156,8 +156,8 @@ def greeted(source):
         heard(caller, taken(server))
         right = taken(caller)
     changed = in_transit(source, [right])
-    letters, error = heard(server, changed)
-    return letters, error, server.is_open, len(right) == PROOF_BYTES and changed.startswith(right)
+    messages, error = heard(server, changed)
+    return messages, error, server.is_open, len(right) == PROOF_BYTES and changed.startswith(right)
 
 
 def seeds(count):

@@ -32,7 +32,7 @@ from counterpoint.rpc.event_loop import Loop
 from counterpoint.rpc.address import parse_place
 with Loop() as loop:
     secret = Secret(read_key_from(0))
-    servers = [serve(loop, parse_place(place), secret, lambda connection, letter: None) for place in sys.argv[1:]]
+    servers = [serve(loop, parse_place(place), secret, lambda connection, message: None) for place in sys.argv[1:]]
     print(*(server.place for server in servers), flush=True)
     loop.wait_for(lambda: False, 60.0, "the end")
 """
@@ -41,8 +41,8 @@ with Loop() as loop:
 def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(loop, place, secret):
     answered = Records()
 
-    def answer(connection, letter):
-        answered.letter(connection, letter)
+    def answer(connection, message):
+        answered.message(connection, message)
         connection.send(RpcMessage("answer", {}, [torch.zeros(MIB // 4)]))
 
     server = listen(loop, place, secret, answer, limits=RpcLimits(unsent_bytes=4 * MIB))
@@ -55,15 +55,15 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
             connection.send(RpcMessage("ask", {"index": index}))
         run_loop(loop, 50)
         assert server.connections[0].unsent_bytes < 6 * MIB
-        assert 4 <= len(answered.letters) < 16  # 4 MiB here, 4 of the socket's, 4 within a turn
-        while len(heard.letters) < 50:
+        assert 4 <= len(answered.messages) < 16  # 4 MiB here, 4 of the socket's, 4 within a turn
+        while len(heard.messages) < 50:
             loop.run_once()
             calling.run_once()
 
 
 def test_a_connection_moves_until_the_other_side_has_read_what_was_sent(place, secret):
     with EventLoop() as serving, EventLoop() as calling:
-        listen(serving, place, secret, Records().letter)
+        listen(serving, place, secret, Records().message)
         connection, _ = connect_and_record(calling, place, secret)
         for _ in range(5):
             serving.run_once()
@@ -76,10 +76,10 @@ def test_a_connection_moves_until_the_other_side_has_read_what_was_sent(place, s
         assert not connection.has_data_in_flight
 
 
-def test_a_connection_moves_while_half_of_a_letter_has_come():
+def test_a_connection_moves_while_half_of_a_message_has_come():
     heard, secret = Records(), JobCredentials(None)
     with EventLoop() as serving, EventLoop() as calling:
-        server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.letter)
+        server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.message)
         connection, _ = connect_and_record(calling, server.address, secret)
         for _ in range(5):
             serving.run_once()
@@ -87,7 +87,7 @@ def test_a_connection_moves_while_half_of_a_letter_has_come():
         connection.send(RpcMessage("push", {}, [torch.zeros(4 * MIB)]))
         serving.run_once()
         assert server.connections[0].has_data_in_flight
-        while not heard.letters:
+        while not heard.messages:
             serving.run_once()
             calling.run_once()
         assert not server.connections[0].has_data_in_flight
@@ -101,14 +101,16 @@ def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret
             serving.run_once()
             calling.run_once()
         client.request(RpcMessage("push", {}, [torch.zeros(8 * MIB)]))
-        with pytest.raises(ConnectionLostError, match=r"neither received one of \d+ bytes nor continued .* within 0.1 s"):
+        with pytest.raises(
+            ConnectionLostError, match=r"neither received one of \d+ bytes nor continued .* within 0.1 s"
+        ):
             client.request(RpcMessage("push")).wait(5.0)
 
 
 @contextmanager
 def relayed(serving, secret, heard):
     """A connection that is greeted, and what carries up to so many bytes of it and lets both sides take a turn."""
-    server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
+    server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.message, on_end=heard.end)
     with EventLoop() as calling, Relay(server.address) as relay:
         connection, _ = connect_and_record(calling, relay.address, secret)
         relay.join()
@@ -121,10 +123,10 @@ def test_a_frame_that_comes_slowly_is_not_given_up_however_little_is_there(clock
     heard = Records()
     with relayed(still_loop, secret, heard) as (connection, go_on):
         connection.send(RpcMessage("push", {}, [torch.zeros(MIB // 16)]))
-        while not heard.letters and not heard.ends:
+        while not heard.messages and not heard.ends:
             clock.now_s += 20.0
             go_on(10_000)
-    assert (len(heard.letters), heard.ends) == (1, [])
+    assert (len(heard.messages), heard.ends) == (1, [])
 
 
 def test_the_rest_of_a_frame_is_heard_of_after_a_turn_that_was_used_up(monkeypatch, still_loop, secret):
@@ -134,12 +136,12 @@ def test_the_rest_of_a_frame_is_heard_of_after_a_turn_that_was_used_up(monkeypat
         connection.send(RpcMessage("push", {}, [torch.zeros(25_000)]))
         for most in (10_000, 66_000, *[MIB] * 4):  # it sleeps for 64 KiB, uses up its turn, and misses less
             go_on(most)
-    assert len(heard.letters) == 1
+    assert len(heard.messages) == 1
 
 
 def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, secret):
     heard = Records()
-    listen(still_loop, place, secret, heard.letter, on_end=heard.end)
+    listen(still_loop, place, secret, heard.message, on_end=heard.end)
     with EventLoop() as calling:
         connection, _ = connect_and_record(calling, place, secret)
         for _ in range(5):
@@ -149,7 +151,7 @@ def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, 
         run_loop(still_loop, 5)
         clock.now_s += 30.1
         run_loop(still_loop, 5)
-    assert heard.letters == []
+    assert heard.messages == []
     assert "neither received one of 0 bytes nor continued its frame within 30.0 s" in str(heard.ends[0])
 
 
@@ -184,7 +186,7 @@ def test_a_server_that_is_killed_leaves_an_error_and_nothing_else(loop, server_p
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_of_the_host_is_not_let_in(loop, place):
     heard = Records()
-    listen(loop, place, JobCredentials(None), heard.letter, on_end=heard.end)
+    listen(loop, place, JobCredentials(None), heard.message, on_end=heard.end)
     with socket.socket(socket.AF_UNIX) as other:
         os.seteuid(65534)
         try:

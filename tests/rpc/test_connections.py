@@ -52,13 +52,13 @@ def test_a_loop_in_a_thread_of_its_own_answers_while_nobody_waits(place_and_secr
 
 def test_a_wrong_key_is_refused_without_a_hint(loop, place, secret):
     heard = Records()
-    server = listen(loop, place, secret, heard.letter)
+    server = listen(loop, place, secret, heard.message)
     with pytest.raises(
         ProtocolError, match=r"handshake failed: the two sides have different job keys, or belong to different"
     ):
         RpcClient(loop, place, JobCredentials(new_key())).wait_open()
     run_loop(loop)
-    assert (server.connections, server.num_unauthenticated, heard.letters) == ([], 0, [])
+    assert (server.connections, server.num_unauthenticated, heard.messages) == ([], 0, [])
 
 
 def test_another_generation_of_a_job_is_refused(loop, place):
@@ -114,31 +114,31 @@ def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret
 def test_a_server_that_nobody_started_is_an_error_that_says_to_call_again(loop, secret):
     with pytest.raises(ConnectionLostError, match=r"nobody listens at unix:nobody; .* reconnect"):
         RpcClient(loop, parse_address("unix:nobody"), secret)
-    with pytest.raises(ConnectionLostError, match=r"tcp:127.0.0.1:1 is gone \(connection refused\); .* call again"):
+    with pytest.raises(ConnectionLostError, match=r"tcp:127.0.0.1:1 is unreachable \(connection refused\); .* reconnect"):
         RpcClient(loop, parse_address("tcp:127.0.0.1:1"), secret).wait_open()
 
 
 def test_a_goodbye_is_heard_on_the_other_side_after_everything_before_it(loop, place, secret):
     heard = Records()
-    listen(loop, place, secret, heard.letter, on_end=heard.end)
+    listen(loop, place, secret, heard.message, on_end=heard.end)
     connection, _ = connect_and_record(loop, place, secret)
     loop.wait_for(lambda: connection.state.value == "open", 5.0, "the greeting")
     for index in range(3):
         connection.send(RpcMessage("push", {"index": index}, [torch.zeros(200_000)]))
     connection.close()
     loop.wait_for(lambda: heard.ends, 5.0, "the end")
-    assert [letter.fields["index"] for letter in heard.letters] == [0, 1, 2]
+    assert [message.fields["index"] for message in heard.messages] == [0, 1, 2]
     assert heard.ends == [None]
 
 
 def test_what_was_sent_and_closed_before_the_greeting_arrives_after_it(loop, place_and_secret):
     (place, secret), heard = place_and_secret, Records()
-    server = listen(loop, place, secret, heard.letter, on_end=heard.end)
+    server = listen(loop, place, secret, heard.message, on_end=heard.end)
     connection, ended = connect_and_record(loop, server.address, secret)
     connection.send(RpcMessage("push", {}, [torch.arange(10)]))
     connection.close()
     loop.wait_for(lambda: heard.ends and ended.ends, 5.0, "the end on both sides")
-    assert [letter.kind for letter in heard.letters] == ["push"]
+    assert [message.kind for message in heard.messages] == ["push"]
     assert heard.ends == ended.ends == [None]
 
 
@@ -157,17 +157,19 @@ def test_a_server_that_closes_says_goodbye_to_those_it_knows(loop, place_and_sec
 
 
 def test_a_connection_that_breaks_off_is_an_error_on_the_other_side(loop, place, secret):
-    server = listen(loop, place, secret, lambda connection, letter: connection.abort())
+    server = listen(loop, place, secret, lambda connection, message: connection.abort())
     with RpcClient(loop, server.address, secret) as client:
-        with pytest.raises(ConnectionLostError, match=r"server unix:.* closed the connection unexpectedly; .* then reconnect"):
+        with pytest.raises(
+            ConnectionLostError, match=r"server unix:.* closed the connection unexpectedly; .* then reconnect"
+        ):
             client.request(RpcMessage("ask")).wait(5.0)
         with pytest.raises(ConnectionLostError, match="closed the connection unexpectedly"):
             client.request(RpcMessage("ask"))
 
 
 def test_a_reader_that_finds_nonsense_ends_the_connection(loop, place, secret):
-    def refuse(connection, letter):
-        raise ProtocolError(f"there is no {letter.kind}")
+    def refuse(connection, message):
+        raise ProtocolError(f"there is no {message.kind}")
 
     heard = Records()
     listen(loop, place, secret, refuse, on_end=heard.end)
@@ -179,7 +181,7 @@ def test_a_reader_that_finds_nonsense_ends_the_connection(loop, place, secret):
 
 
 def test_an_answer_that_does_not_come_names_who_waits_for_what(loop, place, secret):
-    listen(loop, place, secret, Records().letter)
+    listen(loop, place, secret, Records().message)
     with (
         RpcClient(loop, place, secret) as client,
         pytest.raises(PeerError, match=r"0.05 s for the reply of server unix:"),
@@ -198,37 +200,37 @@ def test_without_a_key_nobody_is_called_beyond_loopback(loop):
         RpcClient(loop, parse_address("tcp:192.0.2.1:4000"), JobCredentials(None))
 
 
-def test_letters_that_are_gathered_leave_together_at_the_end(loop, place_and_secret):
+def test_messages_that_are_gathered_leave_together_at_the_end(loop, place_and_secret):
     heard = Records()
-    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.letter)
+    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.message)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
     with loop.cork():
         for kind in ("one", "two"):
             connection.send(RpcMessage(kind))
         run_loop(loop)
-        assert not heard.letters
+        assert not heard.messages
     run_loop(loop)
-    assert [letter.kind for letter in heard.letters] == ["one", "two"]
+    assert [message.kind for message in heard.messages] == ["one", "two"]
 
 
 def test_of_blocks_inside_each_other_the_outermost_one_counts(loop, place_and_secret):
     heard = Records()
-    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.letter)
+    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.message)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
     with loop.cork():
         with loop.cork():
             connection.send(RpcMessage("one"))
         run_loop(loop)
-        assert not heard.letters
+        assert not heard.messages
     run_loop(loop)
-    assert [letter.kind for letter in heard.letters] == ["one"]
+    assert [message.kind for message in heard.messages] == ["one"]
 
 
 def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
     heard, is_inside, is_over = Records(), threading.Event(), threading.Event()
-    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.letter)
+    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.message)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
     other = threading.Thread(target=stay_inside, args=(loop, is_inside, is_over))
@@ -237,7 +239,7 @@ def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
     with loop.cork():
         connection.send(RpcMessage("one"))
     run_loop(loop)
-    assert [letter.kind for letter in heard.letters] == ["one"]
+    assert [message.kind for message in heard.messages] == ["one"]
     is_over.set()
     other.join(10.0)
 

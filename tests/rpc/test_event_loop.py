@@ -20,7 +20,7 @@ class Heard:
         self.threads = []
         self.is_enough = threading.Event()
 
-    def letter(self, connection, letter):
+    def message(self, connection, message):
         self.threads.append(threading.current_thread())
         if len(self.threads) == NUM_ASKED:
             self.is_enough.set()
@@ -34,7 +34,7 @@ def linked(place, secret):
         server = listen(serving, place, secret, request_handler(echo))
         serving.start()
         calling.start()
-        yield calling, connect(calling, server.address, secret, heard.letter), heard
+        yield calling, connect(calling, server.address, secret, heard.message), heard
 
 
 def ask(loop, connection, heard):

@@ -1,4 +1,4 @@
-"""What fits into a letter, and the memory that it is received into."""
+"""What fits into a message, and the memory that it is received into."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_fields_that_cannot_travel_are_refused_before_they_are_sent(fields):
 
 
 @pytest.mark.parametrize("kind", ["", "a" * 65])
-def test_a_letter_without_a_kind_is_refused_before_it_is_sent(kind):
+def test_a_message_without_a_kind_is_refused_before_it_is_sent(kind):
     with pytest.raises(PeerError, match="a kind has 1 to 64 characters"):
         encode_frame(RpcMessage(kind), DEFAULT_LIMITS)
 
@@ -32,10 +32,10 @@ def test_a_tensor_that_cannot_travel_is_refused_before_it_is_sent():
         encode_frame(RpcMessage("push", {}, [torch.ones(1, dtype=torch.complex64)]), DEFAULT_LIMITS)
 
 
-@pytest.mark.parametrize("letter", [RpcMessage("push", {"a": "b" * 1000}), RpcMessage("push", {}, [torch.ones(300)])])
-def test_a_letter_beyond_the_limits_is_refused_with_its_size(letter):
+@pytest.mark.parametrize("message", [RpcMessage("push", {"a": "b" * 1000}), RpcMessage("push", {}, [torch.ones(300)])])
+def test_a_message_beyond_the_limits_is_refused_with_its_size(message):
     with pytest.raises(PeerError, match=r"'push' with \d tensors has \d+ \+ \d+ bytes; the limit is 65535"):
-        encode_frame(letter, RpcLimits(text_bytes=1000, payload_bytes=1000))
+        encode_frame(message, RpcLimits(text_bytes=1000, payload_bytes=1000))
 
 
 def filled(rooms, num_bytes):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from counterpoint.errors import ProtocolError
-from counterpoint.rpc import buffers as shelves
+from counterpoint.rpc import buffers as buffers
 from counterpoint.rpc.buffers import OwnedBuffers, PeerBuffers
 from counterpoint.rpc.frame import RpcMessage
 from counterpoint.rpc.listener import listen, request_handler
@@ -19,51 +19,51 @@ SIZE = 1 << 20
 
 @pytest.fixture
 def linked(loop, place, secret):
-    """A connection, and what the server hears over it, with its shelf offered and found."""
+    """A connection, and what the server hears over it, with its buffer offered and found."""
     heard = Records()
-    listen(loop, place, secret, heard.letter)
+    listen(loop, place, secret, heard.message)
     connection, _ = connect_and_record(loop, place, secret)
     run_loop(loop, 10)
     connection.send(RpcMessage("push", {}, [torch.zeros(SIZE)]))
-    loop.wait_for(lambda: heard.letters, 5.0, "the first letter")
+    loop.wait_for(lambda: heard.messages, 5.0, "the first message")
     run_loop(loop, 10)
-    heard.letters.clear()
+    heard.messages.clear()
     return connection, heard
 
 
-def test_a_letter_on_a_shelf_is_as_it_was_when_it_was_sent(loop, linked):
+def test_a_message_on_a_buffer_is_as_it_was_when_it_was_sent(loop, linked):
     connection, heard = linked
     tensors = [torch.arange(SIZE - 999, dtype=torch.int32), torch.ones(3, dtype=torch.bool), torch.eye(9).t()]
     expected = [tensor.clone() for tensor in tensors]
     connection.send(RpcMessage("push", {"step": 1}, tensors))
     for tensor in tensors:
         tensor.zero_()
-    loop.wait_for(lambda: heard.letters, 5.0, "the letter")
-    assert all(torch.equal(*pair) for pair in zip(heard.letters[0].tensors, expected, strict=True))
+    loop.wait_for(lambda: heard.messages, 5.0, "the message")
+    assert all(torch.equal(*pair) for pair in zip(heard.messages[0].tensors, expected, strict=True))
 
 
-def test_letters_that_are_kept_stay_as_they_are(loop, linked):
+def test_messages_that_are_kept_stay_as_they_are(loop, linked):
     connection, heard = linked
     for index in range(8):
         connection.send(RpcMessage("push", {}, [torch.full((SIZE,), float(index))]))
         run_loop(loop, 10)
-    loop.wait_for(lambda: len(heard.letters) == 8, 5.0, "the letters")
-    assert [letter.tensors[0].unique().tolist() for letter in heard.letters] == [[float(i)] for i in range(8)]
+    loop.wait_for(lambda: len(heard.messages) == 8, 5.0, "the messages")
+    assert [message.tensors[0].unique().tolist() for message in heard.messages] == [[float(i)] for i in range(8)]
 
 
-def test_a_shelf_is_used_again_when_nobody_holds_a_tensor_of_it(loop, linked):
+def test_a_buffer_is_used_again_when_nobody_holds_a_tensor_of_it(loop, linked):
     connection, heard = linked
     places = set()
     for _ in range(6):
         connection.send(RpcMessage("push", {}, [torch.zeros(SIZE)]))
-        loop.wait_for(lambda: heard.letters, 5.0, "the letter")
-        places.add(heard.letters.pop().tensors[0].data_ptr())
+        loop.wait_for(lambda: heard.messages, 5.0, "the message")
+        places.add(heard.messages.pop().tensors[0].data_ptr())
         gc.collect()
         run_loop(loop, 10)
     assert len(places) == 1
 
 
-def test_a_shelf_that_cannot_be_seen_leaves_letters_on_the_socket(loop, place, secret, monkeypatch):
+def test_a_buffer_that_cannot_be_seen_leaves_messages_on_the_socket(loop, place, secret, monkeypatch):
     monkeypatch.setattr(PeerBuffers, "open", lambda *_: False)
     listen(loop, place, secret, request_handler(echo))
     with RpcClient(loop, place, secret) as client:
@@ -72,36 +72,36 @@ def test_a_shelf_that_cannot_be_seen_leaves_letters_on_the_socket(loop, place, s
             assert torch.equal(answer.tensors[0], torch.arange(SIZE))
 
 
-def test_only_the_file_that_was_offered_is_taken_for_a_shelf(tmp_path):
+def test_only_the_file_that_was_offered_is_taken_for_a_buffer(tmp_path):
     borrowing, lending = PeerBuffers(os.getpid()), OwnedBuffers()
-    shelf = lending.create(SIZE)
-    assert shelf
+    buffer = lending.create(SIZE)
+    assert buffer
     with (tmp_path / "file").open("wb") as other:
         other.truncate(SIZE)
         assert not borrowing.open(other.fileno(), os.fstat(other.fileno()).st_ino, SIZE)
-    assert not borrowing.open(shelf.mapping.fd, shelf.number + 1, SIZE)
-    assert not borrowing.open(shelf.mapping.fd, shelf.number, 2 * SIZE)
-    assert not PeerBuffers(1 << 22).open(shelf.mapping.fd, shelf.number, SIZE)
-    assert borrowing.open(shelf.mapping.fd, shelf.number, SIZE)
+    assert not borrowing.open(buffer.mapping.fd, buffer.number + 1, SIZE)
+    assert not borrowing.open(buffer.mapping.fd, buffer.number, 2 * SIZE)
+    assert not PeerBuffers(1 << 22).open(buffer.mapping.fd, buffer.number, SIZE)
+    assert borrowing.open(buffer.mapping.fd, buffer.number, SIZE)
     lending.close()
 
 
-def test_shelves_are_given_back_once_and_borrowed_as_they_were_offered():
+def test_buffers_are_given_back_once_and_borrowed_as_they_were_offered():
     borrowing, lending = PeerBuffers(os.getpid()), OwnedBuffers()
-    shelf = lending.create(SIZE)
-    assert shelf
-    lending.release(shelf.number)
+    buffer = lending.create(SIZE)
+    assert buffer
+    lending.release(buffer.number)
     with pytest.raises(ProtocolError, match="was released but is not in use"):
-        lending.release(shelf.number)
+        lending.release(buffer.number)
     with pytest.raises(ProtocolError, match="is not mapped or too small"):
-        borrowing.view(shelf.number, 16)
+        borrowing.view(buffer.number, 16)
     lending.close()
 
 
-def test_shelves_are_few_and_of_sizes_that_fit(monkeypatch):
+def test_buffers_are_few_and_of_sizes_that_fit(monkeypatch):
     lending = OwnedBuffers()
     made = [lending.create(num_bytes) for num_bytes in (SIZE, SIZE - 5, SIZE, 3 * SIZE)]
-    assert [shelf and shelf.num_bytes for shelf in made] == [SIZE, SIZE, None, 4 * SIZE]
-    monkeypatch.setattr(shelves, "MAX_KEPT_BYTES", 7 * SIZE)
+    assert [buffer and buffer.num_bytes for buffer in made] == [SIZE, SIZE, None, 4 * SIZE]
+    monkeypatch.setattr(buffers, "MAX_KEPT_BYTES", 7 * SIZE)
     assert lending.create(SIZE * 2) is None
     lending.close()

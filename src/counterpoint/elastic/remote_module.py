@@ -87,22 +87,9 @@ class RemoteModule:
             validate_codec(codec)
         if buffers == "error":
             check_no_running_stats(model)
-        configs = {
-            name: config if isinstance(config, EmbeddingConfig) else EmbeddingConfig(config)
-            for name, config in (tables or {}).items()
-        }
-        modules_of_table = find_table_modules(model, configs)
-        for modules in modules_of_table.values():
-            move_to_meta(modules[0].get_parameter("weight"))
-        rules = rules_from_optimizer(optimizer, model, [name for name, table in configs.items() if table.rule is None])
-        self.rules = {**rules, **{name: config.rule for name, config in configs.items() if config.rule is not None}}
-        self.tables: dict[str, RemoteEmbedding] = {}
-        for name, modules in modules_of_table.items():
-            if name not in self.rules:
-                raise PlanError(f"table {name} is not in the optimizer; add it, or give EmbeddingConfig(rule=...)")
-            self.tables[name] = RemoteEmbedding(session, name, modules, self.rules[name], configs[name], self.context)
-        alone_bytes = NO_LIMIT if codec else OWN_KEY_BYTES
-        keys = dense_keys(model, self.rules, excluded=set(self.tables), own_key_bytes=alone_bytes)
+        self.tables = self._make_tables(optimizer, tables or {})
+        own_key_bytes = NO_LIMIT if codec else OWN_KEY_BYTES
+        keys = dense_keys(model, self.rules, excluded=set(self.tables), own_key_bytes=own_key_bytes)
         keys = agree_on_keys(session, coalesce_small_keys(keys, 0 if codec else key_bytes), codec)
         zero_copy_names = zero_copy_keys(key for key in keys if key.is_trained)
         self.weights = [
@@ -124,9 +111,33 @@ class RemoteModule:
         self._lazy_keys: dict[str, list[RemoteParameters]] = {}
         self._eager_keys = list(self.weights)
         self._hooks = list(self._register_hooks())
-        for config in self.frozen:
-            config.refresh()
-            config.detach_copy()
+        for remote in self.frozen:
+            remote.refresh()
+            remote.detach_copy()
+
+    def _make_tables(
+        self,
+        optimizer: optim.Optimizer | OptimizerFactory,
+        tables: Mapping[str, EmbeddingConfig | Initializer],
+    ) -> dict[str, RemoteEmbedding]:
+        """Return the tables, and set the update rules of all parameters."""
+        configs = {
+            name: config if isinstance(config, EmbeddingConfig) else EmbeddingConfig(config)
+            for name, config in tables.items()
+        }
+        modules_of_table = find_table_modules(self.model, configs)
+        for modules in modules_of_table.values():
+            move_to_meta(modules[0].get_parameter("weight"))
+        own_rules = {name: config.rule for name, config in configs.items() if config.rule is not None}
+        self.rules = rules_from_optimizer(optimizer, self.model, configs.keys() - own_rules.keys()) | own_rules
+        embeddings = {}
+        for name, modules in modules_of_table.items():
+            if name not in self.rules:
+                raise PlanError(f"table {name} is not in the optimizer; add it, or give EmbeddingConfig(rule=...)")
+            embeddings[name] = RemoteEmbedding(
+                self.session, name, modules, self.rules[name], configs[name], self.context
+            )
+        return embeddings
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         yield self.model.register_forward_pre_hook(lambda *_: self._on_forward())

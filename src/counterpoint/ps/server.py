@@ -85,9 +85,9 @@ class ServerNode:
             message: the message; None for a tick.
             now: current time.
         """
-        return list(self._handle(message, now))
+        return list(self._dispatch(message, now))
 
-    def _handle(self, message: PsMessage | None, now: float) -> Iterator[PsAction]:
+    def _dispatch(self, message: PsMessage | None, now: float) -> Iterator[PsAction]:
         match message:
             case None:
                 yield from self.membership.on_tick(now)

@@ -1,4 +1,4 @@
-"""What the workers of an ordeal are about: counting portions one by one, or training a real job."""
+"""What the workers of an ordeal are about: counting slices one by one, or training a real job."""
 
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class ChaosWorkload(Protocol):
 
 
 class CountingWorkload:
-    """Every portion is a 1 in its own place."""
+    """Every slice is a 1 in its own place."""
 
     def main(self, contact, name, most):
         """Count."""
@@ -38,7 +38,7 @@ class CountingWorkload:
         return JobConfig("counting", mode, random.choice((1, 2)), work, RetryPolicy(1000, 10_000), PATIENCE)
 
     def read(self, session):
-        """How often each portion was counted, below zero."""
+        """How often each slice was counted, below zero."""
         program.work(session)
         return session.pull(program.KEY).wait().values.tolist()
 

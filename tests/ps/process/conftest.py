@@ -54,7 +54,7 @@ class ThreadedJob:
 
         def run():
             try:
-                serve(*arguments, is_over=over.is_set, **options)
+                serve(*arguments, should_stop=over.is_set, **options)
             except CounterpointError as error:
                 self.failures.append(error)
 

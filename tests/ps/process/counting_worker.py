@@ -1,4 +1,4 @@
-"""A worker as a process: it counts every portion of a job's data on a key of its own, until all are counted."""
+"""A worker as a process: it counts every slice of a job's data on a key of its own, until all are counted."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ WAIT_S = 1.0
 
 
 def total_of(job):
-    """How many portions there are in all epochs."""
-    return job.work.num_slices * job.work.num_epochs
+    """How many slices there are in all epochs."""
+    return job.data.num_slices * job.data.num_epochs
 
 
 def work(session, num_tasks=0):
@@ -41,15 +41,15 @@ def work(session, num_tasks=0):
 
 
 def count(session, task):
-    """The portions of a task are counted: each is 1 in its own place."""
+    """The slices of a task are counted: each is 1 in its own place."""
     job = session.job
     for number in range(task.start, task.stop):
-        portion = task.epoch * job.work.num_slices + number
-        least = portion // job.consistency.slices_per_step if isinstance(job.consistency, Bsp) else 0
+        slice_index = task.epoch * job.data.num_slices + number
+        least = slice_index // job.consistency.slices_per_step if isinstance(job.consistency, Bsp) else 0
         session.pull(KEY, min_versions=least).wait()
         gradient = torch.zeros(total_of(job), dtype=torch.float64)
-        gradient[portion] = 1.0
-        session.push(KEY, gradient, slice_index=portion).wait()
+        gradient[slice_index] = 1.0
+        session.push(KEY, gradient, slice_index=slice_index).wait()
 
 
 def main(contact, name, num_tasks):

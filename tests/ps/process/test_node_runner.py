@@ -225,13 +225,13 @@ def test_the_journals_of_servers_that_died_make_the_same_shard(threads, tmp_path
 
 
 def test_a_server_that_was_killed_before_its_journal_had_the_end_of_its_log_says_it_in_its_next_life(threads, tmp_path):
-    for portion in (0, 1):
+    for slice_index in (0, 1):
         servers = threads(job(), tmp_path, is_journaled=True)
-        with servers.join(f"worker-{portion}") as session:
+        with servers.join(f"worker-{slice_index}") as session:
             session.init("weight", torch.zeros(8), HALF)
-            session.push("weight", torch.ones(8), slice_index=portion).wait()
+            session.push("weight", torch.ones(8), slice_index=slice_index).wait()
         servers.close()
-        if not portion:
+        if not slice:
             (journal,) = journal_folder(tmp_path).glob("*.log")
             journal.write_bytes(b"")
     (entries,) = read_journals(tmp_path, 1).values()

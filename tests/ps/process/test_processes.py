@@ -62,7 +62,7 @@ def has_failed(servers):
 
 
 def counted(ordeal, folder):
-    """The portions that each key has counted as new, by shard, from the first entry of the journals to the last."""
+    """The slices that each key has counted as new, by shard, from the first entry of the journals to the last."""
     found: dict[tuple[int, str], list[int]] = {}
     for index, entries in read_journals(folder, ordeal.job.num_shards).items():
         shard = replay_journal(ordeal.job, index, [])
@@ -70,32 +70,32 @@ def counted(ordeal, folder):
             answer = shard.apply(entry)
             if isinstance(entry, PushRequest) and getattr(answer, "is_new", False):
                 found.setdefault((index, entry.key), []).append(entry.slice_index)
-    return {place: sorted(portions) for place, portions in found.items()}
+    return {place: sorted(slices) for place, slices in found.items()}
 
 
 def check_counts(ordeal, folder, num_places):
-    """Every portion is counted once on each part of each key."""
+    """Every slice is counted once on each part of each key."""
     assert not ordeal.errors, ordeal
     found = counted(ordeal, folder)
     assert len(found) == num_places
-    assert all(portions == list(range(total_of(ordeal.job))) for portions in found.values()), ordeal
+    assert all(slices == list(range(total_of(ordeal.job))) for slices in found.values()), ordeal
 
 
 def count(seed, folder, **options):
-    """An ordeal of counting: each portion has its 1, once."""
+    """An ordeal of counting: each slice has its 1, once."""
     ordeal = run(seed, folder, CountingWorkload(), **options)
     check_counts(ordeal, folder, 1)
     assert ordeal.values == [-1.0] * total_of(ordeal.job)
 
 
-def test_every_portion_is_counted_once_though_processes_are_killed(tmp_path):
+def test_every_slice_is_counted_once_though_processes_are_killed(tmp_path):
     count(1, tmp_path, num_strikes=3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", range(100, 150))
-def test_every_portion_is_counted_once_on_50_bad_days(tmp_path, seed):
+def test_every_slice_is_counted_once_on_50_bad_days(tmp_path, seed):
     count(seed, tmp_path)
 
 

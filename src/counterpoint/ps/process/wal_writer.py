@@ -156,7 +156,7 @@ def read_journals(folder: Path, num_shards: int) -> dict[int, list[JournalEntry]
     transferred: list[JournalRecord] = []
     for path in sorted(journal_folder(folder).glob("*.log")):
         for record in read_records(path)[0]:
-            if record.handed_on:
+            if record.transfer_generation:
                 transferred.append(record)
             else:
                 journals[record.shard].setdefault(record.position, record.entry)
