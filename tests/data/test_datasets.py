@@ -171,10 +171,10 @@ def test_the_library_has_twenty_packages_to_tell_apart(library):
         (lambda s: Text(s, context=0), "context is 0 and limit is None"),
         (lambda s: Text(s[:1], context=10**6), "bytes of text are shorter than one window of 1000001"),
         (lambda s: SourceLines(s, ["delta"]), "none of the 60 files has a line of one of the 1 classes"),
-        (lambda s: SourceLines(s, ["alpha"], limit=0), "limit is 0; a dataset has at least one line"),
+        (lambda s: SourceLines(s, ["alpha"], limit=0), "limit is 0; give 1 line or more"),
         (
             lambda s: select_split(s, "test", 5),  # type: ignore[arg-type]
-            "there is no part 'test' of a dataset; the parts are train and held-out",
+            "a dataset has no split 'test'; give train or held-out",
         ),
         (lambda s: select_split(s[:1], "held-out", 10**6), "none of the 1 files is in the split 'held-out':"),
         (lambda s: Digits("test"), "have no split 'test'; give train"),  # type: ignore[arg-type]

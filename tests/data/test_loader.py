@@ -29,9 +29,7 @@ def reader_of(dataset, num_micros=2, *, batch_size=6, shuffle="feistel"):
 def loading(reader, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, timeout_s=30.0):
     """Yield a loader and the places that it reads."""
     indices = list(iter_microbatch_indices(reader, first, num_batches, range(reader.num_micros)))
-    loader = MicrobatchLoader(
-        reader, iter(indices), num_workers=workers, prefetch_factor=prefetch, timeout_s=timeout_s
-    )
+    loader = MicrobatchLoader(reader, iter(indices), num_workers=workers, prefetch_factor=prefetch, timeout_s=timeout_s)
     try:
         yield loader, indices
     finally:
@@ -131,7 +129,10 @@ def test_an_error_says_which_sample_and_where_in_the_users_code():
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("die", "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; if nobody sent it, the kernel"),
+        (
+            "die",
+            "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; if nobody sent it, the kernel",
+        ),
         ("leave", "ended with exit code 3 while reading microbatch 0 of batch 1 in epoch 0; see its last"),
     ],
 )
@@ -151,7 +152,9 @@ def test_a_worker_that_hangs_is_named_within_the_deadline_with_its_stack():
 
 
 def test_a_dataset_that_cannot_travel_is_refused_with_the_remedy():
-    with pytest.raises(DataError, match=r"^a Unsendable cannot be sent to a loader's worker: .*; a dataset for workers has its"):
+    with pytest.raises(
+        DataError, match=r"^a Unsendable cannot be sent to a loader's worker: .*; a dataset for workers has its"
+    ):
         MicrobatchLoader(reader_of(Unsendable()), iter(()), num_workers=1, prefetch_factor=1, timeout_s=1.0)
 
 

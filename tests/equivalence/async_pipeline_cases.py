@@ -19,7 +19,7 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
-from tests.references import async_pipeline as streams
+from tests.references import async_pipeline
 
 WIDTH = 4
 MOMENTUM, SLOW, ADAMW = "momentum", "slow", "adamw"
@@ -88,7 +88,11 @@ class Case:
         return list(pairwise([0, *self.flushes, len(self.sizes)]))
 
     def read(self):
-        return streams.double_buffer(self.num_micros) if self.rule == "double_buffer" else getattr(streams, self.rule)(self.replicas)
+        return (
+            async_pipeline.double_buffer(self.num_micros)
+            if self.rule == "double_buffer"
+            else getattr(async_pipeline, self.rule)(self.replicas)
+        )
 
     def interval(self, stage):
         return self.num_micros if self.rule == "double_buffer" else self.replicas[stage]
@@ -107,7 +111,7 @@ def train(case, world=None, **options):
     for start, stop in case.segments:
         flight.batches = {at: feeds[at] for at in range(start, stop)}
         found = [team.step(number, flight.batch_source(number)) for number in range(start - flight.lookahead, stop)]
-        losses += [verdict.loss for verdict in found[flight.lookahead :]]
+        losses += [result.loss for result in found[flight.lookahead :]]
     flight.batches.clear()
     team.export_weights()
     if own is not None:
@@ -130,7 +134,7 @@ def train_reference(case):
     ]
     for start, stop in case.segments:
         parts = [part for batch in micros[start:stop] for part in batch]
-        found = streams.async_pipeline(model, updates=updates, batches=parts, loss=F.mse_loss, read=case.read(),
+        found = async_pipeline.async_pipeline(model, updates=updates, batches=parts, loss=F.mse_loss, read=case.read(),
                                interval=case.interval, clip=case.clip or math.inf)[1]  # fmt: skip
         for at in range(stop - start):
             own = slice(at * case.num_micros, (at + 1) * case.num_micros)

@@ -11,7 +11,7 @@ from counterpoint.strategies.data import Data
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import TrainConfig, make_parity_model, plan_for
 from counterpoint.training.distributed_world import open_world
-from tests.references import compression as codes
+from tests.references import compression
 
 MOMENTUM = partial(optim.SGD, lr=0.2, momentum=0.9)
 
@@ -44,10 +44,10 @@ def reference(trained, recipe, strategy):
     number = {"topk": 0.01}.get(name) if not number else int(number) if name == "powersgd" else float(number)
     combine = {}
     for key, _ in model.named_parameters():
-        groups = [codes.Codec(name, number) for _ in range(num_groups)]
-        combine[key] = partial(reduce_in_groups, groups, num_workers) if name != "adasum" else codes.adasum_tree
+        groups = [compression.Codec(name, number) for _ in range(num_groups)]
+        combine[key] = partial(reduce_in_groups, groups, num_workers) if name != "adasum" else compression.adasum_tree
     batches = split_samples(trained, recipe.num_microbatches, num_workers * num_groups)
-    losses = codes.train(model, batches=batches, loss=trained.loss, optimizer=recipe.optimizer, combine=combine,
+    losses = compression.train(model, batches=batches, loss=trained.loss, optimizer=recipe.optimizer, combine=combine,
                          scaled=name != "adasum")  # fmt: skip
     return losses, {key: param.detach() for key, param in model.named_parameters()}
 

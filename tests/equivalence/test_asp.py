@@ -21,7 +21,7 @@ def played_back(trained, recipe, run, num_workers):
         for worker, part in parts.items():
             start, stop = places[worker * each][0], places[(worker + 1) * each - 1][1]
             part.append((inputs[start:stop], targets[start:stop]))
-    journals = [[(entry.unit, entry.worker) for entry in journal] for journal in run.journals]
+    journals = [[(entry.unit, entry.worker) for entry in journal] for journal in run.server_updates]
     model = asp(trained.build(), units=run.compiled.model.units, journals=journals, parts=parts,
                 loss=trained.loss, optimizer=recipe.optimizer)  # fmt: skip
     return {name: param.detach() for name, param in model.named_parameters()}

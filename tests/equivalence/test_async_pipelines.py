@@ -57,7 +57,8 @@ def test_batches_may_be_fewer_than_stages_and_leave_some_microbatches_empty(rule
 
 
 @pytest.mark.parametrize(
-    ("rule", "replicas", "per_body"), [("stashing", (1, 1, 1), 0), ("vertical_sync", (2, 1), 0), ("double_buffer", (1, 2), 4)]
+    ("rule", "replicas", "per_body"),
+    [("stashing", (1, 1, 1), 0), ("vertical_sync", (2, 1), 0), ("double_buffer", (1, 2), 4)],
 )
 def test_each_stage_may_be_clipped_by_the_norm_of_its_own_gradient(rule, replicas, per_body):
     case = Case(rule, replicas, (8, 8, 7) * 4, per_body, clip=0.05)

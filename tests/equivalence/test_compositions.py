@@ -58,7 +58,7 @@ def alone(recipe, lengths=(12, 7, 3)):
     return parity.train(subject(lengths), plan_for("solo", recipe.num_microbatches), recipe)
 
 
-def off(strategy, recipe, lengths=(12, 7, 3)):
+def max_error(strategy, recipe, lengths=(12, 7, 3)):
     """Return the largest relative difference of any parameter or loss from those of the model alone."""
     run = parity.train(subject(lengths), plan_for(strategy, recipe.num_microbatches), recipe)
     expected = alone(recipe, lengths)
@@ -68,7 +68,7 @@ def off(strategy, recipe, lengths=(12, 7, 3)):
 
 @pytest.mark.parametrize("strategy", SLICED)
 def test_slices_inside_the_stages_of_every_order_train_the_same(strategy):
-    assert off(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
+    assert max_error(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
 
 
 @st.composite
@@ -90,7 +90,7 @@ def compositions(draw):
 @settings(max_examples=10)
 @given(compositions())
 def test_any_composition_trains_the_same_on_batches_of_any_size(case):
-    assert off(*case) <= parity.TOLERANCE
+    assert max_error(*case) <= parity.TOLERANCE
 
 
 @pytest.mark.parametrize("around", ["", " * data(2)", " * zero(2, level=2)"])

@@ -156,7 +156,7 @@ def test_the_step_says_what_was_computed_again():
         assert all(torch.equal(compute.store.buffers[name], value) for name, value in before.items())
 
 
-def test_what_was_seen_is_on_its_way_before_the_ballots_are(monkeypatch):
+def test_batch_statistics_are_sent_before_the_step_reports(monkeypatch):
     """So that nobody waits for one round of messages after the other."""
     labels, start = [], LocalFabric.all_gather
 

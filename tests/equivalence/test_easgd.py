@@ -47,10 +47,10 @@ def came_to(strategy, optimizer, per_worker=1):
 @pytest.mark.parametrize("strategy", PLANS)
 def test_an_elastic_plan_equals_the_papers_loop(strategy, optimizer):
     run, center = came_to(strategy, optimizer)
-    off = parity.max_difference(
+    error = parity.max_difference(
         parity.relative_difference(run.params[name], value.detach()) for name, value in center.items()
     )
-    assert off <= parity.TOLERANCE
+    assert error <= parity.TOLERANCE
     assert len(run.server_updates[0]) > 0
 
 
@@ -71,7 +71,7 @@ def test_one_worker_with_one_microbatch_plays_back_bit_for_bit():
 def test_a_worker_may_be_a_group_of_ranks():
     """Three workers of two ranks each: the group's gradient is that of the mean over its samples."""
     run, center = came_to("mxnet_mpi(6, groups=3, mode=esgd, alpha=0.25, tau=2)", SGD, per_worker=2)
-    off = parity.max_difference(
+    error = parity.max_difference(
         parity.relative_difference(run.params[name], value.detach()) for name, value in center.items()
     )
-    assert off <= parity.TOLERANCE
+    assert error <= parity.TOLERANCE

@@ -32,7 +32,7 @@ def parts_of(trained, num_replicas):
     return parts
 
 
-def off(strategy, num_batches, recipe, expected, losses):
+def max_error(strategy, num_batches, recipe, expected, losses):
     run = parity.train(taking(num_batches), plan_for(strategy, MICROS), recipe)
     assert len(run.losses) == num_batches
     found = [parity.relative_difference(run.params[name], value) for name, value in expected.items()]
@@ -49,7 +49,7 @@ def off_local(strategy, num_batches, num_replicas, recipe, **rule):
 
     expected, losses = local_sgd(trained.build(), batches=batches, weigh=weigh, loss=trained.loss,
                                  optimizer=recipe.optimizer, clip=recipe.clip_norm, **rule)  # fmt: skip
-    return off(strategy, num_batches, recipe, expected, losses)
+    return max_error(strategy, num_batches, recipe, expected, losses)
 
 
 @pytest.mark.parametrize("num_batches", range(1, 6))
@@ -88,7 +88,8 @@ def test_double_buffering_applies_each_gradient_one_step_late(num_batches, optim
     expected, losses = double_buffering(trained.build(), batches=trained.batches, loss=trained.loss,
                                         optimizer=optimizer)  # fmt: skip
     assert (
-        off("data(2, staleness=1)", num_batches, TrainConfig(optimizer, MICROS), expected, losses) <= parity.TOLERANCE
+        max_error("data(2, staleness=1)", num_batches, TrainConfig(optimizer, MICROS), expected, losses)
+        <= parity.TOLERANCE
     )
 
 
@@ -99,7 +100,7 @@ def test_double_buffering_applies_each_gradient_one_step_late(num_batches, optim
 def test_double_buffering_goes_round_whatever_makes_a_replica(strategy):
     trained = taking(5)
     expected, losses = double_buffering(trained.build(), batches=trained.batches, loss=trained.loss, optimizer=ADAMW)
-    assert off(strategy, 5, TrainConfig(ADAMW, MICROS), expected, losses) <= parity.TOLERANCE
+    assert max_error(strategy, 5, TrainConfig(ADAMW, MICROS), expected, losses) <= parity.TOLERANCE
 
 
 def test_the_last_gradient_of_a_fit_is_applied_by_no_step():

@@ -4,8 +4,8 @@ import pytest
 
 from counterpoint.testing import parity
 from counterpoint.testing.parity import TOLERANCE
-from tests.equivalence import async_pipeline_cases as streamed
-from tests.equivalence.test_schedules import difference as off, trained
+from tests.equivalence import async_pipeline_cases
+from tests.equivalence.test_schedules import difference, trained
 
 PLANS = [
     "solo + recompute",
@@ -29,7 +29,7 @@ PLANS = [
 
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_model_that_draws_and_shares_weights_trains_the_same(strategy):
-    assert off(trained(strategy)) <= TOLERANCE
+    assert difference(trained(strategy)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["tensor(2) + recompute", "tensor(2) * pipeline(2, recompute=always)"])
@@ -49,8 +49,10 @@ def test_a_traced_transformer_trains_the_same():
     assert parity.check_parity("gpt", "pipeline(2, recompute=except_last) * data(2)").worst <= TOLERANCE
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("stashing", (1, 1, 1)), ("vertical_sync", (2, 1)), ("double_buffer", (1, 1))])
+@pytest.mark.parametrize(
+    ("rule", "replicas"), [("stashing", (1, 1, 1)), ("vertical_sync", (2, 1)), ("double_buffer", (1, 1))]
+)
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 def test_a_stream_recomputes_with_the_weights_of_its_forward(rule, replicas, recompute):
-    case = streamed.Case(rule, replicas, (6,) * 6 + (3,), recompute=recompute, flushes=(4,))
-    assert streamed.max_error(case) <= TOLERANCE
+    case = async_pipeline_cases.Case(rule, replicas, (6,) * 6 + (3,), recompute=recompute, flushes=(4,))
+    assert async_pipeline_cases.max_error(case) <= TOLERANCE

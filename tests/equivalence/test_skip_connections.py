@@ -9,7 +9,7 @@ from torch import nn
 from counterpoint.program.text import format_program
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import TrainConfig
-from tests.equivalence import async_pipeline_cases as streamed
+from tests.equivalence import async_pipeline_cases
 from tests.equivalence.skip_models import alone, difference, trained
 
 ORDERS = [
@@ -79,9 +79,9 @@ class Skipping(nn.Sequential):
 
 
 @dataclass(frozen=True)
-class SkippingCase(streamed.Case):
+class SkippingCase(async_pipeline_cases.Case):
     def build(self):
-        return Skipping(*streamed.network(2 * len(self.replicas)))
+        return Skipping(*async_pipeline_cases.network(2 * len(self.replicas)))
 
 
 STREAMS = [
@@ -97,4 +97,4 @@ STREAMS = [
 
 @pytest.mark.parametrize("case", STREAMS, ids=lambda case: f"{case.rule}{case.replicas}")
 def test_streams_train_models_with_skips_by_their_rules(case):
-    assert streamed.max_error(case) <= parity.TOLERANCE
+    assert async_pipeline_cases.max_error(case) <= parity.TOLERANCE

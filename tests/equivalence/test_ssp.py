@@ -12,7 +12,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ADAMW, TrainConfig, make_parity_model, plan_for
-from tests.references import compression as codes
+from tests.references import compression
 from tests.references.ssp import ssp
 
 SSP = ["ssp(2, staleness=0)", "ssp(2, staleness=2)", "ssp(3, servers=2)", "ssp(4)"]
@@ -28,7 +28,7 @@ class Sent:
 
     def __call__(self, worker, name, gradient):
         total = gradient + self.residuals.get((worker, name), 0.0)
-        sent = codes.ONE_BY_ONE[self.code](total.reshape(-1), self.number).view(total.shape)
+        sent = compression.ONE_BY_ONE[self.code](total.reshape(-1), self.number).view(total.shape)
         self.residuals[worker, name] = total - sent
         return sent
 
@@ -45,7 +45,7 @@ def played_back(trained, recipe, run, num_workers, **said):
     for inputs, targets in trained.batches:
         for worker, (start, stop) in enumerate(split_batch(len(inputs), recipe.num_microbatches)):
             parts[worker].append((inputs[start:stop], targets[start:stop]))
-    journals = [[(entry.unit, entry.worker) for entry in journal] for journal in run.journals]
+    journals = [[(entry.unit, entry.worker) for entry in journal] for journal in run.server_updates]
     model, oldest = ssp(trained.build(), units=run.compiled.model.units, journals=journals, parts=parts,
                         loss=trained.loss, optimizer=recipe.optimizer, **said)  # fmt: skip
     return {name: param.detach() for name, param in model.named_parameters()}, oldest
@@ -121,10 +121,10 @@ def test_an_asynchronous_server_applies_what_has_been_sent_in_the_code(strategy)
 def test_a_synchronous_server_adds_up_the_same_codes_as_replicas_do(code):
     _, _, served = run_of(f"bsp(4, servers=2, compress={code})", 4)
     _, _, summed = run_of(f"data(4, compress={code})", 4)
-    off = parity.max_difference(
+    error = parity.max_difference(
         parity.relative_difference(served.params[name], value) for name, value in summed.params.items()
     )
-    assert off <= parity.TOLERANCE
+    assert error <= parity.TOLERANCE
     assert parity.max_difference([parity.check_parity("mlp", f"bsp(4, compress={code})").params]) > 1e-6
 
 

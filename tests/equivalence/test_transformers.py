@@ -9,8 +9,8 @@ import pytest
 import counterpoint as cp
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.testing.parity import TOLERANCE, relative_difference
-from tests.equivalence import transformer_models as zoo
-from tests.references import async_pipeline as streams
+from tests.equivalence import transformer_models
+from tests.references import async_pipeline
 
 PLANS = ["pipeline(2)", "pipeline(4)", "pipeline(2) * data(2)"]
 ORDERS = {
@@ -23,9 +23,9 @@ ORDERS = {
 
 
 @pytest.mark.timeout(180)  # five plans of each, traced one by one
-@pytest.mark.parametrize("name", zoo.KINDS)
+@pytest.mark.parametrize("name", transformer_models.KINDS)
 def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
-    found = {strategy: zoo.max_error(name, strategy) for strategy in PLANS + ORDERS[name]}
+    found = {strategy: transformer_models.max_error(name, strategy) for strategy in PLANS + ORDERS[name]}
     assert not {strategy: off for strategy, off in found.items() if not off <= TOLERANCE}
 
 
@@ -33,21 +33,25 @@ def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
     ("name", "layer"), [("gpt2", "transformer.h.{}.ln_2"), ("llama", "{}.post_attention_layernorm")]
 )
 def test_a_stage_may_begin_behind_the_attention_of_every_layer(name, layer):
-    spec = partition_model(zoo.build(name), zoo.batches(name)[0][0], granularity="blocks").spec
+    spec = partition_model(
+        transformer_models.build(name), transformer_models.batches(name)[0][0], granularity="blocks"
+    ).spec
     places = [piece.modules_started[0] for piece in spec.layers if piece.can_start_stage]
     layers = {"gpt2": range(3), "llama": ["model.layers.0", "model.layers.1"]}[name]
     assert set(map(layer.format, layers)) <= set(places)
 
 
 def test_gpt_2_without_ties_trains_in_a_stream_by_the_rule_of_the_stream():
-    mine, theirs = (zoo.build("gpt2", **zoo.KINDS["gpt2"].quiet) for _ in range(2))
-    batches = [(inputs["input_ids"], targets) for inputs, targets in zoo.batches("gpt2")]
-    with cp.parallelize(mine, zoo.SGD, zoo.loss, strategy="pipedream(2)") as step:
+    mine, theirs = (transformer_models.build("gpt2", **transformer_models.KINDS["gpt2"].quiet) for _ in range(2))
+    batches = [(inputs["input_ids"], targets) for inputs, targets in transformer_models.batches("gpt2")]
+    with cp.parallelize(mine, transformer_models.SGD, transformer_models.loss, strategy="pipedream(2)") as step:
         losses = [step(*batch) for batch in batches] + step.flush()
-        stages = zoo.count_stages(step, theirs)
-    updates = [(params, zoo.SGD(params.values())) for params in stages]
-    rule = {"read": streams.stashing((1, 1)), "interval": lambda _: 1}
-    params, expected = streams.async_pipeline(theirs, updates=updates, batches=batches, loss=zoo.loss, **rule)
+        stages = transformer_models.count_stages(step, theirs)
+    updates = [(params, transformer_models.SGD(params.values())) for params in stages]
+    rule = {"read": async_pipeline.stashing((1, 1)), "interval": lambda _: 1}
+    params, expected = async_pipeline.async_pipeline(
+        theirs, updates=updates, batches=batches, loss=transformer_models.loss, **rule
+    )
     assert [loss for loss in losses if loss == loss] == pytest.approx(expected, rel=TOLERANCE)
     assert (
         max(relative_difference(param.detach(), params[name]) for name, param in mine.named_parameters()) <= TOLERANCE
@@ -57,6 +61,8 @@ def test_gpt_2_without_ties_trains_in_a_stream_by_the_rule_of_the_stream():
 def test_a_stream_of_a_model_with_tied_weights_is_refused_by_name():
     with (
         pytest.raises(cp.PlanError, match=r"^blocks 0 and 4 share weights, but under .*; untie them, "),
-        cp.parallelize(zoo.build("gpt2"), zoo.SGD, zoo.loss, strategy="pipedream(2)") as step,
+        cp.parallelize(
+            transformer_models.build("gpt2"), transformer_models.SGD, transformer_models.loss, strategy="pipedream(2)"
+        ) as step,
     ):
-        step(*zoo.batches("gpt2")[0])
+        step(*transformer_models.batches("gpt2")[0])

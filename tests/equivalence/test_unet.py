@@ -62,7 +62,7 @@ def alone(recipe):
     return parity.train(subject(), plan_for("solo", recipe.num_microbatches), recipe)
 
 
-def off(strategy, recipe):
+def max_error(strategy, recipe):
     """Return the largest relative difference of any parameter or loss from those of the model alone."""
     run, expected = parity.train(subject(), plan_for(strategy, recipe.num_microbatches), recipe), alone(recipe)
     pairs = zip(run.losses, expected.losses, strict=True)
@@ -74,14 +74,14 @@ def off(strategy, recipe):
 
 @pytest.mark.parametrize("strategy", ORDERS)
 def test_stages_in_any_order_change_nothing(strategy):
-    assert off(strategy, TrainConfig()) <= parity.TOLERANCE
+    assert max_error(strategy, TrainConfig()) <= parity.TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", WITH_REPLICAS)
 def test_replicas_around_stages_change_nothing(strategy):
-    assert off(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
+    assert max_error(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["gpipe(4)", "interleaved(3)"])
 def test_fewer_microbatches_than_stages_change_nothing(strategy):
-    assert off(strategy, TrainConfig(num_microbatches=2)) <= parity.TOLERANCE
+    assert max_error(strategy, TrainConfig(num_microbatches=2)) <= parity.TOLERANCE

@@ -133,7 +133,7 @@ alone = cache(partial(train, strategy="solo"))
 
 def count_stages(step, model):
     """Return the parameters of each stage by name."""
-    compiled, named = step.team.compiled, dict(model.named_parameters())
+    compiled, named = step.local_ranks.compiled, dict(model.named_parameters())
     blocks = [{word.block for word in row.body if isinstance(word, Forward)} for row in compiled.program.rank_programs]
     return [{key: named[key] for block in sorted(own) for key in compiled.model.blocks[block].params} for own in blocks]
 

@@ -200,8 +200,7 @@ def large_batch_schedule(  # noqa: PLR0913 - options of one schedule
 ) -> LRScheduler:
     """Scale an optimizer's learning rates for a batch size; return the schedule of their warm-up and decay.
 
-    During the warm-up the rate of each group increases linearly in every step, from its unscaled value. Everything
-    depends on the global batch size, and not on the number of ranks.
+    In the warm-up each group's rate increases linearly in every step. The number of ranks has no influence.
 
     Args:
         optimizer: its learning rates were tuned with the reference batch size.
@@ -219,8 +218,7 @@ def large_batch_schedule(  # noqa: PLR0913 - options of one schedule
             of ``one-cycle``.
 
     Raises:
-        PlanError: a number is out of range, the warm-up is not shorter than the run, there is no such rule, decay or
-            option, or the optimizer has a schedule already.
+        PlanError: an argument is out of range or unknown, or the optimizer has a schedule already.
 
     Example:
         >>> from torch import nn, optim

@@ -179,7 +179,8 @@ def mxnet_mpi(
     """Return MXNet-MPI: ranks of a group all-reduce gradients, and each group is one worker of parameter servers.
 
     ``data(k) * server(g)`` with g groups of k ranks. The first rank of a group communicates with the servers and
-    broadcasts weights to the others. The gradient of a group is that of the mean loss over its samples, whatever its size.
+    broadcasts weights to the others. The gradient of a group is that of the mean loss over its samples, whatever its
+    size.
 
     Args:
         degree: number of ranks that compute.
