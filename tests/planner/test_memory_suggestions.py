@@ -23,11 +23,11 @@ def heavy_between(num_blocks=4, output_bytes=64_000):
     return replace(model, blocks=tuple(Block((piece,), at) for at, piece in enumerate(pieces)))
 
 
-def remedies(model, room, plans, batch_size=16):
-    question = PlanningProblem(model, memory(room), batch_size)
+def suggestions(model, room, plans, batch_size=16):
+    problem = PlanningProblem(model, memory(room), batch_size)
     found = [predict_plan(plan, model, memory(room), batch_size=batch_size) for plan in plans]
     assert not any(one.fits for one in found)
-    return question, list(suggest_changes(found, plans, question))
+    return problem, list(suggest_changes(found, plans, problem))
 
 
 def test_the_error_names_the_excess_of_the_smallest_plan():
@@ -44,32 +44,32 @@ def test_the_error_names_the_excess_of_the_smallest_plan():
 
 def test_every_suggestion_fits():
     for model, room in ((WEIGHTS, 120_000), (heavy_between(), 1_200_000)):
-        question, found = remedies(model, room, [Plan.parse("data(2)")])
+        problem, found = suggestions(model, room, [Plan.parse("data(2)")])
         assert found
-        for remedy in found:
-            held = predict_rank_bytes(remedy.plan, model, question.cluster, batch_size=remedy.batch_size)
-            assert max(held) == remedy.memory_bytes <= room
+        for suggestion in found:
+            held = predict_rank_bytes(suggestion.plan, model, problem.cluster, batch_size=suggestion.batch_size)
+            assert max(held) == suggestion.memory_bytes <= room
 
 
 def test_another_level_of_zero_comes_first_where_only_data_was_asked_for():
-    _, found = remedies(WEIGHTS, 200_000, [Plan.parse("data(2)")])
+    _, found = suggestions(WEIGHTS, 200_000, [Plan.parse("data(2)")])
     assert found[0].change == "another plan"
     assert "zero" in str(found[0].plan) or "pipeline" in str(found[0].plan)
 
 
 def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
-    _, found = remedies(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
-    changes = [remedy.change for remedy in found]
+    _, found = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
+    changes = [suggestion.change for suggestion in found]
     assert "activation recomputation" in changes
     assert "2 microbatches instead of 1" in changes
     assert "a batch of 12 samples instead of 16" in changes
 
 
 def test_the_batch_that_fits_is_the_largest_one():
-    question, found = remedies(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
-    smaller = next(remedy for remedy in found if remedy.change.startswith("a batch of"))
+    problem, found = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
+    smaller = next(suggestion for suggestion in found if suggestion.change.startswith("a batch of"))
     more = smaller.batch_size + smaller.plan.global_num_microbatches
-    assert max(predict_rank_bytes(smaller.plan, question.model, question.cluster, batch_size=more)) > 1_600_000
+    assert max(predict_rank_bytes(smaller.plan, problem.model, problem.cluster, batch_size=more)) > 1_600_000
 
 
 def test_where_weights_do_not_fit_the_fewest_ranks_that_hold_them_are_named():

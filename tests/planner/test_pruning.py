@@ -32,14 +32,14 @@ def listed(name):
     return [replace(plan, passes=DEFAULT_PASSES) for plan in [*enumerate_plans(8, MODELS[name], batch_size=48)][::5]]
 
 
-def question(name, cluster):
+def problem(name, cluster):
     return PlanningProblem(MODELS[name], CLUSTERS[cluster], 48)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(cluster, name):
-    asked, plans = question(name, cluster), listed(name)
+    asked, plans = problem(name, cluster), listed(name)
     every, near = (rank_and_choose(plans, asked, within) for within in (None, PREDICTED_TOLERANCE))
     assert near.plan == every.plan
     seconds = {found.plan: found.step_s for found in every.ranking.predictions}
@@ -51,58 +51,58 @@ def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(cluster, name):
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_lower_bound_never_exceeds_the_step(cluster, name):
-    replay = build_simulator(MODELS[name], CLUSTERS[cluster], 48)
+    simulator = build_simulator(MODELS[name], CLUSTERS[cluster], 48)
     for plan in listed(name)[::2]:
         try:
-            played = replay.simulate(plan)
+            result = simulator.simulate(plan)
         except PlanError:
             continue
-        assert played is None or replay.simulate(plan, max_step_s=played.breakdowns[0].step_s) == played
+        assert result is None or simulator.simulate(plan, max_step_s=result.breakdowns[0].step_s) == result
 
 
 def test_the_lower_bound_adds_the_traffic_of_the_ranks_of_a_host():
-    apart, replays = Plan.parse("pipeline(4) * data(2)"), {}
+    apart, simulators = Plan.parse("pipeline(4) * data(2)"), {}
     for is_shared in (True, False):
         network = Level("network", 2, Link(0.0, 1e6), is_shared=is_shared)
-        replays[is_shared] = build_simulator(MODELS["layers"], Cluster(levels=(CARDS.levels[0], network)), 48)
-    each, together = replays[False].lower_bound_s(apart), replays[True].lower_bound_s(apart)
-    assert 1.5 * each < together <= replays[True].summary(apart).step_s
+        simulators[is_shared] = build_simulator(MODELS["layers"], Cluster(levels=(CARDS.levels[0], network)), 48)
+    each, together = simulators[False].lower_bound_s(apart), simulators[True].lower_bound_s(apart)
+    assert 1.5 * each < together <= simulators[True].summary(apart).step_s
 
 
 def test_plans_are_ranked_alike_in_whatever_order_they_are_asked_for():
-    asked, plans = question("layers", "cards"), listed("layers")
+    asked, plans = problem("layers", "cards"), listed("layers")
     there, back = (rank_and_choose(given, asked).ranking for given in (plans, plans[::-1]))
     assert [found.step_s for found in there.eligible] == [found.step_s for found in back.eligible]
     assert set(there.pruned) == set(back.pruned)
 
 
 def test_for_one_rank_the_lower_bound_is_the_step():
-    replay = build_simulator(MODELS["layers"], FLAT, 48)
-    step_s = replay.summary(Plan()).step_s
+    simulator = build_simulator(MODELS["layers"], FLAT, 48)
+    step_s = simulator.summary(Plan()).step_s
     with pytest.raises(StepTooSlow):
-        replay.simulate(Plan(), max_step_s=0.999 * step_s)
+        simulator.simulate(Plan(), max_step_s=0.999 * step_s)
 
 
 def test_pruned_plans_are_reported():
-    replay = build_simulator(MODELS["layers"], Cluster(), 48)
+    simulator = build_simulator(MODELS["layers"], Cluster(), 48)
     plans = [Plan.parse("data(4)"), Plan(), Plan.parse("data(2)")]
-    ranking = rank_with_simulator(plans, replay, tolerance=1.1)
+    ranking = rank_with_simulator(plans, simulator, tolerance=1.1)
     assert ranking.pruned == (Plan(), Plan.parse("data(2)"))
-    told = "solo and 1 more plans of the list are certainly slower: a lower bound of its step, from the work of one rank or"
-    assert explain_skipped(ranking)[0].startswith(told)
+    text = "solo and 1 more plans of the list are certainly slower: a lower bound of its step, from the work of one rank or"
+    assert explain_skipped(ranking)[0].startswith(text)
 
 
 def test_of_two_rankings_only_plans_that_neither_simulated_are_pruned():
-    replay = build_simulator(MODELS["layers"], Cluster(), 48)
+    simulator = build_simulator(MODELS["layers"], Cluster(), 48)
     quick = PlanRanking((), (), (), (Plan(), Plan.parse("data(2)")))
-    assert merge_rankings(quick, rank_with_simulator([Plan()], replay)).pruned == (Plan.parse("data(2)"),)
+    assert merge_rankings(quick, rank_with_simulator([Plan()], simulator)).pruned == (Plan.parse("data(2)"),)
 
 
 def test_time_that_is_attributed_later_is_attributed_equally():
-    asked, plans = question("tied", "hosts"), listed("tied")[:20]
-    replay = simulator_for_problem(asked)
-    near = rank_with_simulator(plans, replay, tolerance=PREDICTED_TOLERANCE).predictions
+    asked, plans = problem("tied", "hosts"), listed("tied")[:20]
+    simulator = simulator_for_problem(asked)
+    near = rank_with_simulator(plans, simulator, tolerance=PREDICTED_TOLERANCE).predictions
     assert any(found.free_links_s is None for found in near)
-    assert [attribute_time(found, replay) for found in near] == [
-        one for one in rank_with_simulator(plans, replay).predictions if one.plan in {found.plan for found in near}
+    assert [attribute_time(found, simulator) for found in near] == [
+        one for one in rank_with_simulator(plans, simulator).predictions if one.plan in {found.plan for found in near}
     ]

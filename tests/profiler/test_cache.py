@@ -46,5 +46,7 @@ def test_an_unreadable_file_is_rewritten(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(PlanError, match=r"the profile cannot be written to .*file/timings: Not a directory; give another"):
+    with pytest.raises(
+        PlanError, match=r"the profile cannot be written to .*file/timings: Not a directory; give another"
+    ):
         load_or_measure(tmp_path / "file", FACTS, Measuring())

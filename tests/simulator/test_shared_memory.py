@@ -15,7 +15,7 @@ from counterpoint.world.cluster_file import format_cluster, parse_cluster
 from tests.simulator.programs import FakeCosts, program
 
 MEMORY = Cluster(Device(memory_bytes_per_s=100.0), levels=(Level("host", 2, Link(1.0, 400.0, is_shared_memory=True)),))
-CROWD = Cluster(MEMORY.device, levels=MEMORY.levels, compute_contention=(1.0, 0.5))
+CONTENTION = Cluster(MEMORY.device, levels=MEMORY.levels, compute_contention=(1.0, 0.5))
 
 
 def cpu_s(text, *, shares_memory=False):
@@ -60,7 +60,7 @@ def test_a_started_all_reduce_costs_cpu_time_where_it_is_awaited():
 
 
 def test_ranks_that_copy_at_the_same_time_contend():
-    assert ends(["all_reduce(grad0)@0,1 F0.0", "all_reduce(grad0)@0,1 F0.0"], CROWD) == [4, 4]
+    assert ends(["all_reduce(grad0)@0,1 F0.0", "all_reduce(grad0)@0,1 F0.0"], CONTENTION) == [4, 4]
 
 
 def test_receive_update_and_reply_of_a_server_are_sequential():

@@ -21,7 +21,7 @@ PLANS = [
 ]
 
 
-def played(plan, m, blocks):
+def compile_and_simulate(plan, m, blocks):
     made = compile_text(plan, m=m, blocks=blocks)
     return made, simulate(made.program, unit_costs())
 
@@ -30,7 +30,7 @@ def played(plan, m, blocks):
 def test_a_thousand_ranks_take_some_thousand_calls_each(plan, blocks, m, num_classes, bubble, calls):
     """Counted, not timed: how many functions are called is the same on every machine, however busy. A call is 1 us."""
     counting = cProfile.Profile(builtins=False)
-    made, trace = counting.runcall(played, plan, m, blocks)
+    made, trace = counting.runcall(compile_and_simulate, plan, m, blocks)
     assert sum(called.callcount for called in counting.getstats()) < calls * trace.num_ranks
     assert trace.num_ranks == 1024
     assert trace.bubble == pytest.approx(bubble, abs=1e-9)

@@ -50,8 +50,8 @@ def test_a_core_goes_to_the_next_one_after_a_slice_of_time():
 
 
 def test_long_instructions_share_cores():
-    crowd = Cluster(compute_contention=(1.0, 0.5), time_slicing=TimeSlicing(1))
-    assert stops(["F0.0 x1.0>1 F0.1", "x1.0<0 F1.0"], crowd, FakeCosts(0.0)) == [3000, 3000]
+    contention = Cluster(compute_contention=(1.0, 0.5), time_slicing=TimeSlicing(1))
+    assert stops(["F0.0 x1.0>1 F0.1", "x1.0<0 F1.0"], contention, FakeCosts(0.0)) == [3000, 3000]
 
 
 def test_the_speed_in_a_time_slice_depends_on_the_ranks_of_the_host():

@@ -52,7 +52,7 @@ HOSTS = Cluster(levels=(Level("host", 2, Link()), Level("network", 4, Link(1e-4,
 
 
 @pytest.mark.parametrize(
-    ("plan", "cluster", "speakers"),
+    ("plan", "cluster", "representatives"),
     [
         ("data(8)", HOSTS, [0] * 8),
         ("pipeline(2) * data(4)", HOSTS, [0, 1] * 4),
@@ -63,9 +63,9 @@ HOSTS = Cluster(levels=(Level("host", 2, Link()), Level("network", 4, Link(1e-4,
         ("data(3)", HOSTS, [0, 0, 2]),
     ],
 )
-def test_ranks_are_equal_if_they_and_their_neighbours_are(plan, cluster, speakers):
+def test_ranks_are_equal_if_they_and_their_neighbours_are(plan, cluster, representatives):
     made = compile_text(plan, m=2).program
-    assert list(find_representatives(made, made.unroll(1), cluster).representative) == speakers
+    assert list(find_representatives(made, made.unroll(1), cluster).representative) == representatives
 
 
 def test_represented_ranks_contend_as_well():

@@ -35,11 +35,11 @@ def chain_of(*figures):
     )
 
 
-def wanted(profile, num_ranks, order="pipedream", num_microbatches=None, cluster=FREE):
+def query(profile, num_ranks, order="pipedream", num_microbatches=None, cluster=FREE):
     return PipelineQuery(prefix_cuts(profile), cluster, num_ranks, order, num_microbatches)
 
 
-def every_staging(pipeline):
+def every_layout(pipeline):
     """All stages of a chain over all ranks."""
     last = pipeline.cuts.num_cuts - 1
     for count in range(1, min(last, pipeline.num_ranks) + 1):
@@ -75,24 +75,24 @@ orders = st.sampled_from([("pipedream", None), ("one_f_one_b", 4), ("gpipe", 2),
 @given(rows=st.lists(figures, min_size=2, max_size=4), num_ranks=st.integers(2, 4), order=orders)
 def test_no_stages_of_a_small_model_are_faster(rows, num_ranks, order):
     cluster = Cluster(replace(DEVICE, memory_bytes_per_s=1e3), Link(0.0, 4.0))
-    name_of_order, micros = order
-    pipeline = wanted(chain_of(*rows), num_ranks, name_of_order, micros, cluster)
-    best = min(simulate_layout(pipeline, one).step_s for one in every_staging(pipeline))
+    schedule_name, micros = order
+    pipeline = query(chain_of(*rows), num_ranks, schedule_name, micros, cluster)
+    best = min(simulate_layout(pipeline, one).step_s for one in every_layout(pipeline))
     assert find_pipeline(pipeline).step_s == pytest.approx(best, rel=1e-9)
 
 
 def test_a_heavy_layer_with_few_weights_gets_replicas():
     profile = chain_of((6.0, 1.0, 4.0), (2.0, 1.0, 4e6))
-    found = find_pipeline(wanted(profile, 4, cluster=Cluster(DEVICE, Link(0.0, 1e5))))
+    found = find_pipeline(query(profile, 4, cluster=Cluster(DEVICE, Link(0.0, 1e5))))
     assert found.layout == StageLayout((0, 1, 2), (3, 1))
     assert found.step_s == pytest.approx(2.0, rel=1e-3)
 
 
 def test_what_does_not_fit_gives_way_to_what_does():
     profile = chain_of(*[(1.0, 1e3, 4e6)] * 4)
-    free = find_pipeline(wanted(profile, 4, "one_f_one_b", 4))
+    free = find_pipeline(query(profile, 4, "one_f_one_b", 4))
     small = replace(FREE, device=replace(DEVICE, memory_bytes=free.memory_bytes // 2))
-    found = find_pipeline(wanted(profile, 4, "one_f_one_b", 4, small))
+    found = find_pipeline(query(profile, 4, "one_f_one_b", 4, small))
     assert free.layout.num_stages == 1
     assert found.layout.num_stages > 1
     assert found.missing_bytes == 0
@@ -101,22 +101,22 @@ def test_what_does_not_fit_gives_way_to_what_does():
 def test_where_nothing_fits_what_misses_least_is_found():
     profile = chain_of(*[(1.0, 1e3, 4e6)] * 4)
     none = replace(FREE, device=replace(DEVICE, memory_bytes=1))
-    pipeline = wanted(profile, 4, "one_f_one_b", 4, none)
-    least = min(simulate_layout(pipeline, one).missing_bytes for one in every_staging(pipeline))
+    pipeline = query(profile, 4, "one_f_one_b", 4, none)
+    least = min(simulate_layout(pipeline, one).missing_bytes for one in every_layout(pipeline))
     assert find_pipeline(pipeline).missing_bytes == least
 
 
 def test_replicas_share_the_microbatches_there_are():
     profile = chain_of((6.0, 0.0, 0.0), (2.0, 0.0, 0.0))
-    assert find_pipeline(wanted(profile, 4, "one_f_one_b", 8)).layout.replicas in {(2, 2), (4,)}
+    assert find_pipeline(query(profile, 4, "one_f_one_b", 8)).layout.replicas in {(2, 2), (4,)}
     with pytest.raises(PlanError, match="no numbers of replicas on 3 ranks can share 1 microbatches"):
-        find_pipeline(wanted(chain_of((1.0, 0.0, 0.0)), 3, "one_f_one_b", 1))
+        find_pipeline(query(chain_of((1.0, 0.0, 0.0)), 3, "one_f_one_b", 1))
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 4)])
 @pytest.mark.parametrize("order", ["one_f_one_b", "gpipe"])
 def test_the_estimate_of_equal_stages_is_what_is_simulated(order, stages, micros):
-    pipeline = wanted(chain_of(*[(1.0, 0.0, 0.0)] * stages), stages, order, micros)
+    pipeline = query(chain_of(*[(1.0, 0.0, 0.0)] * stages), stages, order, micros)
     staging = StageLayout(tuple(range(stages + 1)), (1,) * stages)
     assert LayoutEstimator(pipeline).estimate(staging).seconds == pytest.approx((micros + stages - 1) / micros)
     assert simulate_layout(pipeline, staging).step_s == pytest.approx((micros + stages - 1) / micros)
@@ -124,7 +124,7 @@ def test_the_estimate_of_equal_stages_is_what_is_simulated(order, stages, micros
 
 def test_an_async_pipeline_waits_for_its_links():
     """Two microbatches are in flight, and each takes 6 s: 1 s on either stage, 2 s there and 2 s back."""
-    pipeline = wanted(chain_of((1.0, 2.0, 0.0), (1.0, 0.0, 0.0)), 2, cluster=Cluster(DEVICE, Link(0.0, 1.0)))
+    pipeline = query(chain_of((1.0, 2.0, 0.0), (1.0, 0.0, 0.0)), 2, cluster=Cluster(DEVICE, Link(0.0, 1.0)))
     staging = StageLayout((0, 1, 2), (1, 1))
     assert LayoutEstimator(pipeline).estimate(staging).seconds == pytest.approx(3.0)
     assert simulate_layout(pipeline, staging).step_s == pytest.approx(3.0)
@@ -132,5 +132,5 @@ def test_an_async_pipeline_waits_for_its_links():
 
 def test_a_device_of_another_speed_changes_no_measured_seconds():
     fast = Cluster(Device(cost_per_s=1e12, memory_bytes=2**50), FREE.link)
-    pipeline = wanted(chain_of((1.0, 0.0, 0.0), (3.0, 0.0, 0.0)), 2, cluster=fast)
+    pipeline = query(chain_of((1.0, 0.0, 0.0), (3.0, 0.0, 0.0)), 2, cluster=fast)
     assert simulate_layout(pipeline, StageLayout((0, 1, 2), (1, 1))).step_s == pytest.approx(3.0)
