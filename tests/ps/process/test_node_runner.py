@@ -68,7 +68,7 @@ def test_two_workers_make_the_steps_of_bsp(threads):
     def work(name):
         with servers.join(name) as session:
             session.init("weight", torch.zeros(3, dtype=torch.float64), HALF)
-            while (task := session.lease(wait_s=5.0)) is not None:
+            while (task := session.lease(timeout_s=5.0)) is not None:
                 session.pull("weight", min_versions=task.start // 2).wait()
                 gradient = torch.full((3,), task.start + 1.0, dtype=torch.float64)
                 session.push("weight", gradient, slice_index=task.start).wait()
@@ -151,7 +151,7 @@ def test_what_two_servers_keep_is_not_lost_with_one(threads):
 
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_job_goes_on_from_its_last_cut_when_all_have_died(threads, tmp_path, num_servers):
-    options = {"num_servers": num_servers, "work": DataConfig(3, 1), "is_logged": False}
+    options = {"num_servers": num_servers, "data": DataConfig(3, 1), "is_logged": False}
     servers = threads(job(**options), tmp_path)
     with servers.join("worker-0") as session:
         session.init("weight", torch.zeros(LARGE), HALF)
@@ -164,7 +164,7 @@ def test_a_job_goes_on_from_its_last_cut_when_all_have_died(threads, tmp_path, n
     servers.close()
     servers.running.clear()
     assert resume(tmp_path, job(**options)) == cut
-    with threads(job(**options), tmp_path, cut=cut).join("worker-0") as session:
+    with threads(job(**options), tmp_path, snapshot=cut).join("worker-0") as session:
         session.init("weight", torch.zeros(LARGE), HALF)
         assert float(session.pull("weight").wait().values[0]) == -0.5
         assert session.lease().start == 1
@@ -182,7 +182,7 @@ def test_a_model_is_what_its_cut_says_whichever_modules_later_workers_would_put_
     servers.close()
     servers.running.clear()
     cut = resume(tmp_path, job(num_servers=2))
-    with threads(job(num_servers=2), tmp_path, cut=cut).join("worker-1") as session:
+    with threads(job(num_servers=2), tmp_path, snapshot=cut).join("worker-1") as session:
         other = mlp()
         nn.init.zeros_(other.get_parameter("0.weight"))
         assert max_relative_difference(RemoteModule(other, session, SGD, key_bytes=second).export_weights(), mlp()) == 0
