@@ -91,7 +91,7 @@ def test_plans_that_cannot_be_executed_are_listed_with_the_reason():
     assert named([one.plan for one in ranking.predictions]) == ["data(4), 1"]
     assert [one.reason.split(";")[0] for one in ranking.rejected] == [
         "tensor(4) cannot shard hidden of block0: 6 is not divisible by 4",
-        "a batch of 16 samples does not divide into the 3 microbatches of data(3) with num_microbatches=1",
+        "a batch of 16 samples cannot be split into the 3 equal microbatches of data(3) with num_microbatches=1",
     ]
 
 
