@@ -148,7 +148,7 @@ def test_sparse_gradients_ask_for_a_table():
         (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {"tables": {"0.weight": START}}, "max_norm=1.0"),
         (nn.Linear(4, 2, device="meta"), {}, "on meta, but workers of parameter servers compute on the CPU"),
         (mlp(), {"codec": "powersgd:1"}, "compresses an all-reduce, not a single push"),
-        (mlp(), {"codec": "zip"}, "there is no code 'zip'"),
+        (mlp(), {"codec": "zip"}, "there is no codec 'zip'"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(model, options, told):
