@@ -193,7 +193,7 @@ def other_first_weights_that_are_refused():
 
 
 class Named(nn.Module):
-    """Its layers stand in the order of what it is given."""
+    """Its layers are in the order of its argument."""
 
     def __init__(self, names):
         super().__init__()

@@ -98,8 +98,8 @@ def test_one_parameter_of_two_names_is_no_mistake():
 @pytest.mark.parametrize(
     ("mine", "theirs", "text"),
     [
-        ([["a", "x"], ["b", "x"]], [["a", "x"]], "at place 1 rank 0 has b, rank 1 has no more; every rank must build"),
-        ([["a", "x"]], [["b", "x"]], "at place 0 rank 0 has a, rank 1 has b; every rank must build the same one: look"),
+        ([["a", "x"], ["b", "x"]], [["a", "x"]], "at index 1 rank 0 has b, rank 1 has no more; every rank must build"),
+        ([["a", "x"]], [["b", "x"]], "at index 0 rank 0 has a, rank 1 has b; every rank must build the same one: look"),
         ([["a", "x"]], [["a", "x"]], ""),
     ],
 )
