@@ -112,7 +112,7 @@ REFUSED = [
     (lambda parameters: optim.SGD(parameters, lr=0.1, maximize=True), "maximize=True; remove it"),
     (optim.RMSprop, "torch.optim.SGD, Adagrad and Adam"),
     (optim.Adam, "use SparseAdam, Adagrad or SGD without momentum"),
-    (lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9), "Table\\(rule=...\\)"),
+    (lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9), "EmbeddingConfig\\(rule=...\\)"),
     (optim.SparseAdam, "1.weight, which is not a table"),
     (3, "neither an optimizer nor a factory"),
 ]
