@@ -88,19 +88,24 @@ def run_strategy(name, processes):
     """The same as a strategy on fixed ranks."""
     (port,) = free_ports(1)
     for rank in range(server_workloads.RANKS + 1):
-        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(server_workloads.RANKS + 1)}
-        told |= {"LOCAL_WORLD_SIZE": told["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(server_workloads.RANKS + 1)}
+        variables |= {"LOCAL_WORLD_SIZE": variables["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         strategy = f"server({server_workloads.RANKS}, servers=1, consistency=asp)"
-        processes.start("strategy_rank.py", strategy, name, processes.folder, **told)
+        processes.start("strategy_rank.py", strategy, name, processes.folder, **variables)
     return run_contenders(processes.folder, worker_names(), processes.check)
 
 
 def run_torch_rpc(name, processes, *words):
     """torch.distributed.rpc, as in its tutorials."""
     port = free_ports(1)[0]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+    }
     for role in ("ps", "master", *(f"trainer{worker}" for worker in range(server_workloads.RANKS))):
-        processes.start("torch_rpc.py", role, name, server_workloads.RANKS, processes.folder, *words, **told)
+        processes.start("torch_rpc.py", role, name, server_workloads.RANKS, processes.folder, *words, **variables)
     return run_contenders(processes.folder, worker_names(), processes.check)
 
 
@@ -145,9 +150,9 @@ def run_once(side, name):
         the worker measured.
     """
     with ProcessGroup() as found:
-        told, processors = CONTENDERS[side](name, found)
-    steps_per_s = sum(one["steps"] / one["elapsed"] for one in told.values())
-    own = [1e3 * one["processor_s"] / one["steps"] for one in told.values() if "processor_s" in one]
+        results, processors = CONTENDERS[side](name, found)
+    steps_per_s = sum(one["steps"] / one["elapsed"] for one in results.values())
+    own = [1e3 * one["processor_s"] / one["steps"] for one in results.values() if "processor_s" in one]
     return {
         "samples_per_s": steps_per_s * server_workloads.batch_size(name),
         "processor_ms": 1e3 * processors / steps_per_s,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from jobs import SLICES_PER_EPOCH, EPOCHS, TIMED, UNTIMED, make_job
+from jobs import EPOCHS, SLICES_PER_EPOCH, TIMED, UNTIMED, make_job
 from train_job import train_job
 
 from counterpoint.elastic.worker_allocation import JobDemand

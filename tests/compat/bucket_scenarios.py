@@ -109,4 +109,4 @@ SCENARIOS = [
 
 
 def run_all(rank, size):
-    return {scene.__name__: scene(rank, size) for scene in SCENARIOS}
+    return {scenario.__name__: scenario(rank, size) for scenario in SCENARIOS}

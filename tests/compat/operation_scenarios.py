@@ -188,14 +188,14 @@ OPS = {
     "bxor": [torch.int64],
 }  # fmt: skip
 NAMES = [
-    *(scene.__name__ for scene in SCENARIOS),
+    *(scenario.__name__ for scenario in SCENARIOS),
     *(f"{op} {str(dtype)[6:]}" for op, dtypes in OPS.items() for dtype in dtypes),
 ]
 
 
 def run_all(rank, size):
     """Return what each operation returns, by its name, as lists."""
-    found = {scene.__name__: scene(rank, size) for scene in SCENARIOS}
+    found = {scenario.__name__: scenario(rank, size) for scenario in SCENARIOS}
     for op, dtypes in OPS.items():
         for dtype in dtypes:
             found[f"{op} {str(dtype)[6:]}"] = all_reduce(getattr(dist.ReduceOp, op.upper()), dtype, rank, size)

@@ -1,4 +1,4 @@
-"""Run a scene, a function of rank and number of ranks, in real process groups of torch, and see what each rank got."""
+"""Run a scenario, a function of rank and number of ranks, in real torch process groups, and return each rank's result."""
 
 import os
 import time
@@ -19,14 +19,14 @@ OVER_GLOO = "over_gloo"  # ours, as it is where the ranks are not on one host
 
 
 def on_ranks(scenario, num_ranks, backend="counterpoint", deadline_s=20.0):
-    """Return what each rank's scene returned, or the error it ended with; None where it ended without a word."""
+    """Return what each rank's scenario returned, or its error; None if it ended without a result."""
     parts = {rank: (scenario, (rank, num_ranks, backend, deadline_s)) for rank in range(num_ranks)}
     return list(run_processes(run_rank, parts, deadline_s).values())
 
 
 @cache
 def once_on_ranks(scenario, num_ranks, backend):
-    """Return what :func:`run_on_ranks` does, for tests that look at different parts of it."""
+    """Return the cached result of :func:`on_ranks`, for tests that check different parts of it."""
     return on_ranks(scenario, num_ranks, backend)
 
 
@@ -47,7 +47,7 @@ def run_rank(pipe, scenario, identity, listener, port):
 
 
 def run_scenario(rank, *, num_ranks, scenario):
-    """What the scene returns, with errors of torch as text, too."""
+    """Return the result of the scenario, with torch errors as text."""
     try:
         return scenario(rank, num_ranks)
     except (RuntimeError, ValueError) as error:

@@ -21,7 +21,7 @@ def found(name):
 
 def test_buckets_move_in_the_third_step_and_add_up_to_what_gloo_finds():
     theirs = on_ranks(moves_to_shared_memory, 2, "gloo")
-    for (was_shared, total), (_, their_total) in zip(found("moves"), theirs, strict=True):
+    for (was_shared, total), (_, their_total) in zip(found("moves_to_shared_memory"), theirs, strict=True):
         assert was_shared == [False, False, True, True]
         assert total == pytest.approx(their_total, rel=1e-6)
 
@@ -31,11 +31,11 @@ def test_buckets_of_a_group_over_gloo_stay():
 
 
 def test_the_memory_of_a_model_that_is_gone_serves_the_next():
-    assert found("is_used_again") == [[0, 0, 0]] * 2
+    assert found("reuses_memory") == [[0, 0, 0]] * 2
 
 
 def test_gradients_outlive_their_group_and_leave_the_heap_sound():
-    assert found("outlives") == [(True, True)] * 2
+    assert found("outlives_group") == [(True, True)] * 2
 
 
 def test_an_address_from_before_the_move_never_shows_what_belongs_to_others():
@@ -43,9 +43,9 @@ def test_an_address_from_before_the_move_never_shows_what_belongs_to_others():
 
 
 def test_what_python_hands_over_stays_where_it_is():
-    assert found("stays") == [(True, True)] * 2
+    assert found("keeps_python_memory") == [(True, True)] * 2
 
 
 def test_without_memory_to_share_buckets_stay_and_are_added_up():
-    alike = [total for _, total in found("moves")]
-    assert found("is_short") == [(False, pytest.approx(total)) for total in alike]
+    alike = [total for _, total in found("moves_to_shared_memory")]
+    assert found("runs_out_of_memory") == [(False, pytest.approx(total)) for total in alike]

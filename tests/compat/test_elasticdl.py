@@ -54,7 +54,7 @@ def test_allreduce_cuts_a_batch_into_a_minibatch_for_each_worker_there_is_at_fir
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"lr_staleness_modulation": True}, "which servers do not support"),
         ({"sync_version_tolerance": 1}, "depends on timing"),
@@ -67,7 +67,7 @@ def test_allreduce_cuts_a_batch_into_a_minibatch_for_each_worker_there_is_at_fir
         ({"num_epochs": 0}, "num_epochs"),
     ],
 )
-def test_what_is_not_done_here_is_refused_with_a_remedy(options, told):
+def test_what_is_not_done_here_is_refused_with_a_remedy(options, message):
     data = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         elasticdl(data, minibatch_size=2, **options)

@@ -13,7 +13,7 @@ BOTH = pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])
 
 @BOTH
 @pytest.mark.parametrize(
-    ("scene", "mine", "theirs"),
+    ("scenario", "mine", "theirs"),
     [
         (faults.other_shape, "all_reduce sum of a tensor, float32 (4,)", "float32 (5,)"),
         (faults.other_operation, "broadcast of a tensor, float32 (4,), root 0", "all_reduce sum of a tensor"),
@@ -21,8 +21,8 @@ BOTH = pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])
         (faults.other_shape_of_a_future, "all_reduce sum of a tensor, float32 (20,)", "float32 (19,)"),
     ],
 )
-def test_ranks_that_disagree_are_both_told_what_each_does(scene, mine, theirs, backend):
-    first, second = on_ranks(scene, 2, backend)
+def test_ranks_that_disagree_are_both_told_what_each_does(scenario, mine, theirs, backend):
+    first, second = on_ranks(scenario, 2, backend)
     assert first == second
     assert first.startswith("PeerError: ranks 0 and 1 disagree on collective ")
     assert first.index(mine) < first.index("; rank 1 starts ") < first.rindex(theirs)

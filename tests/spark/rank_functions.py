@@ -15,7 +15,7 @@ from tests.spark.training_helpers import Adam, make_net, mse
 
 
 def current_rank():
-    """What the launcher has told this rank."""
+    """Return the rank that the launcher's environment describes."""
     found = detect()
     assert found is not None
     return found

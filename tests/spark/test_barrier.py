@@ -54,14 +54,14 @@ def run_tasks(order, count, prepare=lambda folder: None):
 
 
 def run_and_parse(order, count):
-    return parse_results([row for told in run_tasks(order, count) for row in to_file_rows(told)], count)
+    return parse_results([row for results in run_tasks(order, count) for row in to_file_rows(results)], count)
 
 
 def test_ranks_know_their_place_and_share_a_key_that_nobody_sees():
     order = make_rank_spec(ranked.describe_rank, ["hi"], 2, 1)
     found = run_and_parse(order, 2)
-    told = [(one["rank"], one["world"], one["word"], one["is_shown"]) for one in found]
-    assert told == [(0, 2, "hi", False), (1, 2, "hi", False)]
+    results = [(one["rank"], one["world"], one["word"], one["is_shown"]) for one in found]
+    assert results == [(0, 2, "hi", False), (1, 2, "hi", False)]
     assert torch.equal(found[0]["key"], found[1]["key"])
     assert bytes(found[0]["key"].tolist()) == order.key
     assert order.key.hex() not in repr(order)
@@ -84,13 +84,13 @@ def test_samples_that_cannot_be_used_are_told_before_any_rank_starts():
     def prepare(folder):
         raise DataError("row 3 has nothing (null) in column label")
 
-    told = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 2), 2, prepare)
-    assert {one.report for one in told} == {"rank 0 could not start: row 3 has nothing (null) in column label"}
+    results = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 2), 2, prepare)
+    assert {one.report for one in results} == {"rank 0 could not start: row 3 has nothing (null) in column label"}
 
 
 def test_another_number_of_tasks_than_ranks_is_refused():
-    told = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 3), 2)
-    assert "Spark made 2 tasks of 3 partitions" in told[1].report
+    results = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 3), 2)
+    assert "Spark made 2 tasks of 3 partitions" in results[1].report
 
 
 def test_a_function_that_no_other_process_finds_is_refused():

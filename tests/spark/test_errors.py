@@ -125,7 +125,9 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are():
 
 
 def test_a_setting_that_stands_open_is_warned_of():
-    with pytest.warns(RuntimeWarning, match=r"spark.authenticate is off: anybody who can connect .*never on the command line"):
+    with pytest.warns(
+        RuntimeWarning, match=r"spark.authenticate is off: anybody who can connect .*never on the command line"
+    ):
         warn_insecure_settings("spark://host:7077", {"spark.network.crypto.enabled": "true"})
     assert insecure_settings("local-cluster[2,1,1024]", {}) == []
 

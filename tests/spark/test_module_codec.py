@@ -1,4 +1,4 @@
-"""Modules as JSON and tensors: what is read computes what was written, and what cannot travel is named."""
+"""Modules as JSON and tensors: a decoded module computes the same results, and unsupported modules are named."""
 
 import json
 from functools import partial
@@ -65,7 +65,7 @@ def test_a_factory_of_optimizers_and_a_loss_travel_by_name():
 
 
 class WithLambda(nn.Module):
-    """Holds what cannot travel."""
+    """Holds an attribute that cannot be encoded."""
 
     def __init__(self):
         super().__init__()

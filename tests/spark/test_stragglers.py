@@ -61,5 +61,7 @@ def test_the_limit_is_set_after_the_warmup_and_then_every_few_steps():
 
 
 def test_a_fraction_that_is_none_is_refused():
-    with pytest.raises(PlanError, match=r"drop_fraction=1.5, max_missing_fraction=0.5, warmup_steps=20 are out of range"):
+    with pytest.raises(
+        PlanError, match=r"drop_fraction=1.5, max_missing_fraction=0.5, warmup_steps=20 are out of range"
+    ):
         StragglerPolicy(drop_fraction=1.5)

@@ -23,7 +23,7 @@ from counterpoint.launchers.function import launch
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.step_commit import PushRecord
+from counterpoint.runtime.rank_state import PushRecord
 from counterpoint.testing.parity_models import (
     STRATEGIES,
     THREE_RANKS,

@@ -1,4 +1,4 @@
-"""Operations, each as a scene, and what every rank must get from it, computed without any other rank."""
+"""Operations, each as a scenario, and what every rank must get from it, computed without any other rank."""
 
 import torch
 

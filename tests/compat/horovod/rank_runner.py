@@ -49,11 +49,11 @@ def run_rank(pipe, scenarios, identity, listener, port):
         places = RankTopology(tuple(range(num_ranks)), (num_ranks,) * num_ranks, rank)
         PROCESS.world = HorovodWorld(fabric, places, SMALL_BUCKET_BYTES, lambda: board)
         reset_process_sets(PROCESS.world, ())
-    pipe.send({scene.__name__: run_scenario(scene) for scene in scenarios})
+    pipe.send({scenario.__name__: run_scenario(scenario) for scenario in scenarios})
 
 
 def run_scenario(scenario):
-    """What the scene returns, or the error it ends with, as text."""
+    """Return the result of the scenario, or its error as text."""
     try:
         return to_plain(scenario())
     except (CounterpointError, AssertionError) as error:

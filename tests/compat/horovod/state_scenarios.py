@@ -31,7 +31,7 @@ def objects():
 
 
 def foreign_objects():
-    """What cannot travel is refused on every rank, and the next call works."""
+    """Objects that cannot be pickled are refused on every rank, and the next call works."""
     hidden = {"model": [nn.Linear(1, 1)]} if hvd.rank() == 0 else {}
     texts = [run_scenario(lambda: hvd.broadcast_object(hidden)), run_scenario(lambda: hvd.allgather_object(hidden))]
     return [*texts, hvd.broadcast_object(5)]

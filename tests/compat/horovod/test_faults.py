@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(
-    ("scene", "words"),
+    ("scenario", "words"),
     [
         (faults.other_names, ["all_reduce mean of loss of rank 0, float32 (2,)", "of loss of rank 1, float32 (2,)"]),
         (faults.other_shapes, ["allgather of rows: rank 0 has torch.float32 of shape (2, 3), rank 1 has", "(2, 4)"]),
@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
         (faults.gathers_after_another_has_joined, ["rank 1 joined", "pad the data so that all ranks"]),
     ],
 )
-def test_ranks_that_disagree_are_all_told_what_each_does(scene, words):
-    for found in on_ranks((scene,), 2):
-        text = found[scene.__name__]
+def test_ranks_that_disagree_are_all_told_what_each_does(scenario, words):
+    for found in on_ranks((scenario,), 2):
+        text = found[scenario.__name__]
         assert text.startswith("HorovodInternalError: ")
         assert [word for word in words if word not in text] == []
 

@@ -9,7 +9,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
-@pytest.mark.parametrize(("scene", "expected"), list(zip(SCENARIOS, EXPECTED, strict=True)), ids=lambda it: it.__name__)
-def test_an_operation_gives_what_one_rank_would_compute(scene, expected, num_ranks, transport):
+@pytest.mark.parametrize(
+    ("scenario", "expected"), list(zip(SCENARIOS, EXPECTED, strict=True)), ids=lambda it: it.__name__
+)
+def test_an_operation_gives_what_one_rank_would_compute(scenario, expected, num_ranks, transport):
     for rank, found in enumerate(once_on_ranks(SCENARIOS, num_ranks, transport)):
-        assert found[scene.__name__] == to_plain(expected(rank, num_ranks))
+        assert found[scenario.__name__] == to_plain(expected(rank, num_ranks))

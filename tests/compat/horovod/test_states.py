@@ -12,9 +12,9 @@ WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "
 WIDE = torch.float64
 
 
-def ranks_of(scene, num_ranks, transport):
+def ranks_of(scenario, num_ranks, transport):
     scenes = states.SCENARIOS if transport == "auto" else states.SCENARIOS[:-1]  # the last one leaves its fabric
-    return [found[scene.__name__] for found in once_on_ranks(scenes, num_ranks, transport)]
+    return [found[scenario.__name__] for found in once_on_ranks(scenes, num_ranks, transport)]
 
 
 def wide(found):
@@ -71,9 +71,7 @@ def alone_when_uneven(size):
     optimizer = training.sgd(model.parameters())
     for epoch, lengths in enumerate([[2 * rank for rank in range(size)], [3 * size - rank for rank in range(size)]]):
         for step in range(max(lengths)):
-            losses = [
-                training.loss_of(model, rank, 10 * epoch + step) for rank in range(size) if step < lengths[rank]
-            ]
+            losses = [training.loss_of(model, rank, 10 * epoch + step) for rank in range(size) if step < lengths[rank]]
             optimizer.zero_grad()
             for param in model.parameters():
                 param.grad = torch.zeros_like(param) if param.requires_grad else None

@@ -32,11 +32,11 @@ def ranks_of(num_ranks, transport):
 
 
 @WORLDS
-@pytest.mark.parametrize("scene", training.REFERENCES, ids=lambda scene: scene.__name__)
-def test_ranks_train_what_one_rank_with_all_data_trains(scene, num_ranks, transport):
-    expected = training.solo(num_ranks, **training.REFERENCES[scene])
+@pytest.mark.parametrize("scenario", training.REFERENCES, ids=lambda scenario: scenario.__name__)
+def test_ranks_train_what_one_rank_with_all_data_trains(scenario, num_ranks, transport):
+    expected = training.solo(num_ranks, **training.REFERENCES[scenario])
     for found in ranks_of(num_ranks, transport):
-        assert found[scene.__name__] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert found[scenario.__name__] == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @WORLDS

@@ -1,4 +1,4 @@
-"""Training with ``DistributedOptimizer``, each way as a scene; and the same training by one rank on all data."""
+"""Training with ``DistributedOptimizer``, each way as a scenario; and the same training by one rank on all data."""
 
 from collections.abc import Callable
 from functools import partial

@@ -147,7 +147,11 @@ def test_workers_with_different_optimizers_are_told():
         (lambda kv: kv.set_optimizer("sgd"), PlanError, "give a factory such as"),
         (lambda kv: kv.set_optimizer(lambda _: 3), PlanError, "the factory makes a int"),
         (lambda kv: kv.save_optimizer_states("x"), PlanError, "they are on the servers"),
-        (lambda kv: kv.push("e", sparse_rows([1], [1.0], 4)), PlanError, "without an optimizer, but sparse rows need one"),
+        (
+            lambda kv: kv.push("e", sparse_rows([1], [1.0], 4)),
+            PlanError,
+            "without an optimizer, but sparse rows need one",
+        ),
     ],
 )
 def test_what_servers_cannot_do_is_refused(use, error, text):

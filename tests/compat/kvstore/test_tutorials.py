@@ -67,8 +67,8 @@ def test_several_devices_pull_at_once(kv):
 
 
 def test_a_list_of_keys_is_pushed_and_pulled_in_one_call(kv):
-    told: dict[int, int] = {}
-    kv.set_updater(lambda key, given, stored: update(told.setdefault(key, key), given, stored))
+    names: dict[int, int] = {}
+    kv.set_updater(lambda key, given, stored: update(names.setdefault(key, key), given, stored))
     keys = [5, 7, 9]
     kv.init(keys, [ones()] * len(keys))
     kv.push(keys, [ones()] * len(keys))
@@ -79,7 +79,7 @@ def test_a_list_of_keys_is_pushed_and_pulled_in_one_call(kv):
     kv.push(keys, several)
     kv.pull(keys, out=several)
     assert torch.equal(several[1][1], ones(11))
-    assert list(told) == keys
+    assert list(names) == keys
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
