@@ -81,7 +81,7 @@ def test_all_have_the_copy_of_who_has_taken_most_steps():
     assert [max_relative_difference(stepped(copy, 1).model, expected) for copy in copies] == [0.0, 0.0, 0.0]
 
 
-def test_a_worker_with_another_model_is_told_so_and_the_others_wait_until_it_has_left():
+def test_a_worker_with_another_model_is_reported_so_and_the_others_wait_until_it_has_left():
     models = [mlp(), nn.Linear(4, 2), mlp()]
     with LocalWorld(3) as world:
         found = world.run(
@@ -200,14 +200,14 @@ def test_the_last_worker_takes_the_weights_with_it():
         servers.join("b")
 
 
-def test_a_worker_that_comes_when_all_is_done_is_told_that_the_weights_are_gone():
+def test_a_worker_that_comes_when_all_is_done_is_reported_that_the_weights_are_gone():
     servers = job_of(SLICES)
     worker(servers, "a", mlp()).run()
     with pytest.raises(PeerError, match=r"the weights are lost: 6 steps are recorded, .* recent replica has 0"):
         worker(servers, "b", mlp()).run()
 
 
-def test_a_job_goes_on_from_a_checkpoint(tmp_path):
+def test_a_job_continues_from_a_checkpoint(tmp_path):
     config = WorkerConfig(checkpoint_every_slices=6)
     worker(job_of(SLICES), "a", mlp(), folder=tmp_path, config=config, should_stop=leaving_at(4)).run()
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] != "step-00000006"
@@ -244,7 +244,7 @@ def test_workers_of_one_thread_cannot_meet():
         worker(servers, "a", mlp()).run()
 
 
-def test_a_job_without_servers_keeps_no_key_and_has_no_cut():
+def test_a_job_without_servers_keeps_no_key_and_has_no_snapshot():
     session = job_of(SLICES).join("a")
     with pytest.raises(PlanError, match="job step has no servers to hold weight"):
         session.init("weight", torch.zeros(2), Sgd(0.1))
@@ -259,7 +259,7 @@ def test_sparse_gradients_are_refused_with_a_remedy():
         ModelReplica(model, ADAM).take_gradients()
 
 
-def test_a_session_that_the_job_goes_on_without_says_so():
+def test_a_session_that_the_job_continues_without_reports_it():
     servers = job_of(SLICES)
     session = servers.join("a")
     servers.pause("a")

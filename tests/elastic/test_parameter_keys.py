@@ -47,13 +47,13 @@ def test_keys_of_several_modules_are_no_matter_for_a_code():
         crew.join("b", mlp(), codec="int8")
 
 
-def test_a_code_goes_on_with_keys_of_one_module_each():
+def test_a_code_continues_with_keys_of_one_module_each():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), codec="int8")
     assert len(crew.join("b", mlp(), key_bytes=TOGETHER).weights) == 2
 
 
-def test_another_model_is_told_what_differs():
+def test_another_model_is_reported_what_differs():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
     deeper = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)))
@@ -62,14 +62,14 @@ def test_another_model_is_told_what_differs():
         crew.join("b", deeper, key_bytes=TOGETHER)
 
 
-def test_another_optimizer_of_a_part_is_told_where_it_differs():
+def test_another_optimizer_of_a_part_is_reported_where_it_differs():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
     with pytest.raises(PlanError, match=r"has 0\.weight and 0\.bias in one key, but here their rules or dtypes differ"):
         crew.join("b", mlp(), two_groups, key_bytes=APART)
 
 
-def test_another_rate_is_told_with_both():
+def test_another_rate_is_reported_with_both():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), SGD)
     with pytest.raises(PlanError, match=r"Sgd\(lr=0\.3.*, but b defines it as .*Sgd\(lr=0\.1"):

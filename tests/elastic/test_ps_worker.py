@@ -33,7 +33,7 @@ class Failing:
         return F.cross_entropy(outputs, targets)
 
 
-def test_a_task_that_fails_is_told_and_done_again():
+def test_a_task_that_fails_is_reported_and_done_again():
     data = make_numeric_data()
     crew = InterleavedWorkers(make_slices(data, Bsp(2)))
     crew.join("a", mlp(), loss=Failing(3, 4))

@@ -96,7 +96,7 @@ def test_rows_on_servers_equal_a_whole_table(num_workers, padding):
     assert max_relative_difference(crew.model(), expected) < 1e-12
 
 
-def test_a_batch_that_is_cut_unevenly_is_the_mean_over_its_samples():
+def test_a_batch_that_is_snapshot_unevenly_is_the_mean_over_its_samples():
     data = make_numeric_data(13)
     crew = InterleavedWorkers(make_slices(data, Bsp(5), batch_size=7, minibatches_per_slice=2))
     crew.join("a", mlp())

@@ -67,9 +67,9 @@ def drops_the_tasks_of_the_dead(planting):
 def calls_a_backup_complete_that_has_nothing(planting):
     lead = ServerNode._become_primary
 
-    def hasty(self, index, keepers, now):
-        yield from lead(self, index, keepers, now)
-        if keepers.backup and not keepers.is_backup_ready:
+    def hasty(self, index, replicas, now):
+        yield from lead(self, index, replicas, now)
+        if replicas.backup and not replicas.is_backup_ready:
             yield SendMessage(COORDINATOR, BackupReady(self.membership.header(), index))
 
     planting.setattr(ServerNode, "_become_primary", hasty)
@@ -114,10 +114,10 @@ def goes_on_behind_a_torn_line(planting):
 def promotes_an_empty_backup(planting):
     lead = ServerNode._become_primary
 
-    def forgetful(self, index, keepers, now):
+    def forgetful(self, index, replicas, now):
         if isinstance(self.shard_replicas.get(index), BackupReplica):
             self.shard_replicas.pop(index)
-        yield from lead(self, index, keepers, now)
+        yield from lead(self, index, replicas, now)
 
     planting.setattr(ServerNode, "_become_primary", forgetful)
 
@@ -155,11 +155,11 @@ def gives_up_the_last_copy(planting):
             name == one.primary and not one.is_backup_ready for one in self.replicas
         )
 
-    def forgetful(keepers, heard):
-        if keepers.backup and keepers.backup not in heard:
-            backup = min((name for name in heard if name != keepers.primary), default="")
-            return ShardReplicas(keepers.primary, backup)
-        return keepers
+    def forgetful(replicas, heard):
+        if replicas.backup and replicas.backup not in heard:
+            backup = min((name for name in heard if name != replicas.primary), default="")
+            return ShardReplicas(replicas.primary, backup)
+        return replicas
 
     planting.setattr(CoordinatorState, "may_hold_last_copy", rash)
     planting.setattr("counterpoint.ps.coordinator.assign_replicas", forgetful)

@@ -54,7 +54,7 @@ def test_nobody_has_read_a_version_that_is_not_there_yet():
         ConsistencyTracker(Asp()).is_duplicate("worker", push(read=1))
 
 
-def test_the_fastest_waits_at_the_staleness_and_goes_on_with_the_slowest():
+def test_the_fastest_waits_at_the_staleness_and_continues_with_the_slowest():
     tally = ConsistencyTracker(Ssp(1))
     tally.join_clock("fast")
     tally.join_clock("slow")

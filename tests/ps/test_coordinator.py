@@ -62,7 +62,7 @@ def test_who_comes_for_another_job_is_refused():
     assert "another job" in refused.text
 
 
-def test_a_decision_is_written_before_it_is_told():
+def test_a_decision_is_written_before_it_is_reported():
     kinds = [type(action) for action in Coordinator(JOB).on_event(hello(), 0.0)]
     assert kinds == [AppendLog, SendMessage, SendMessage]
 
@@ -81,7 +81,7 @@ def test_a_task_whose_worker_falls_silent_is_given_to_another():
     assert coordinator.state.members == {}
 
 
-def test_a_coordinator_goes_on_from_its_log():
+def test_a_coordinator_continues_from_its_log():
     coordinator = Coordinator(JOB)
     actions = [*coordinator.on_event(hello(), 0.0)]
     actions += coordinator.on_event(TaskRequest(origin(coordinator)), 0.0)
@@ -93,7 +93,7 @@ def test_a_coordinator_goes_on_from_its_log():
     assert sent(again.on_event(TaskReport(origin(again, 1), DataTask(0, 0, 2), "done", 3), 5.0), Ack) == [Ack(-1, 1)]
 
 
-def test_a_life_that_was_given_up_is_told_so():
+def test_a_life_that_was_given_up_is_reported_so():
     coordinator = with_worker()
     coordinator.on_event(None, 100.0)
     (refused,) = sent(coordinator.on_event(Heartbeat(RequestHeader("worker", 1, 1)), 101.0), Rejected)

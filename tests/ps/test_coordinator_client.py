@@ -50,7 +50,7 @@ def test_an_answer_counts_though_its_asker_does_not_belong_to_the_job_any_more(s
     assert calling(*says).call(Ack) is ANSWER
 
 
-def test_who_does_not_belong_to_the_job_and_has_no_answer_is_told_so():
+def test_who_does_not_belong_to_the_job_and_has_no_answer_is_reported_so():
     with pytest.raises(PeerError, match="worker-0 does not belong to the job"):
         calling(GONE).call(Ack)
 

@@ -117,7 +117,7 @@ def test_tasks_are_leased_until_all_are_done():
     assert seen == [(0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4)]
 
 
-def test_who_finds_no_task_is_told_later_and_gets_what_another_gives_back():
+def test_who_finds_no_task_is_reported_later_and_gets_what_another_gives_back():
     job = local(data=DataConfig(num_slices=1, num_epochs=1))
     first, second = job.join("first"), job.join("second")
     task = first.lease()
@@ -148,7 +148,7 @@ def test_who_leaves_gives_its_task_to_others():
         first.lease()
 
 
-def test_a_cut_is_saved_when_no_task_is_begun_and_not_done(servers):
+def test_a_snapshot_is_saved_when_no_task_is_begun_and_not_done(servers):
     job = local(num_servers=2, data=DataConfig(num_slices=2, num_epochs=1))
     session = job.join("worker-0")
     task = session.lease()
@@ -188,7 +188,7 @@ def test_no_acknowledged_update_is_lost_with_a_server(num_servers, killed):
     assert torch.equal(session.pull("weight").wait().values, torch.full((1_200_000,), -1.0))
 
 
-def test_a_coordinator_goes_on_after_its_log():
+def test_a_coordinator_continues_after_its_log():
     job = local(data=DataConfig(num_slices=2, num_epochs=1))
     session = job.join("worker-0")
     session.report(session.lease(), "done")
@@ -286,7 +286,7 @@ def test_what_nobody_answers_names_who_is_waited_for(servers, session):
         session.pull("weight").wait(2.0)
 
 
-def test_a_job_whose_task_fails_too_often_says_so_and_stops():
+def test_a_job_whose_task_fails_too_often_reports_it_and_stops():
     session = local(data=DataConfig(num_slices=1, num_epochs=1), retry_policy=RetryPolicy(max_failures=0)).join(
         "worker-0"
     )
@@ -295,7 +295,7 @@ def test_a_job_whose_task_fails_too_often_says_so_and_stops():
         session.lease()
 
 
-def test_a_worker_that_was_silent_for_too_long_is_told_that_the_job_goes_on_without_it():
+def test_a_worker_that_was_silent_for_too_long_is_reported_that_the_job_continues_without_it():
     job = local()
     session = job.join("worker-0")
     session.init("weight", torch.zeros(1), HALF)

@@ -33,14 +33,14 @@ def saves(node, cut):
     ]
 
 
-def test_a_cut_that_is_asked_for_again_is_saved_once_and_told_again():
+def test_a_snapshot_that_is_asked_for_again_is_saved_once_and_told_again():
     node = leading()
     assert saves(node, 0) == [0]
     told = SendMessage(COORDINATOR, SnapshotSaved(RequestHeader("server-0", 1, 1), 0, 0, 1))
     assert node.on_event(SnapshotRequest(1, 0), 0.0) == [told]
 
 
-def test_a_cut_that_is_asked_for_once_more_after_a_later_one_stays_as_it_was_saved():
+def test_a_snapshot_that_is_asked_for_once_more_after_a_later_one_stays_as_it_was_saved():
     """A message for cut 1 was four seconds on its way and came after cut 2: its part got data of the time between."""
     node = leading()
     assert [saves(node, 0), saves(node, 1)] == [[0], [1]]
@@ -57,13 +57,13 @@ def test_a_life_notes_the_entries_of_the_log_that_it_begins_with():
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-def test_a_life_ends_by_a_refusal_after_its_welcome_and_not_by_a_late_one_of_its_greeting(generation):
+def test_a_life_ends_by_a_refusal_after_its_welcome_and_not_by_a_late_one_of_its_handshake(generation):
     refused = Rejected(-1, 0, is_pull=False, reason="identity", text="gone", generation=generation)
     stops = [action for action in leading().on_event(refused, 0.0) if isinstance(action, Shutdown)]
     assert stops == ([Shutdown("gone")] if generation > 1 else [])
 
 
-def test_a_worker_that_is_welcome_goes_on_where_the_refusal_of_its_greeting_comes_late():
+def test_a_worker_that_is_welcome_continues_where_the_refusal_of_its_handshake_comes_late():
     client = PsClient(JobConfig("job", Asp()), "worker-0", 7)
     client.on_event(JoinReply(7, 1, VIEW), 0.0)
     for generation, expected in ((1, []), (2, [Shutdown("gone")])):

@@ -96,7 +96,7 @@ def test_asynchronous_keys_need_an_optimizer_on_the_server():
     assert "without an optimizer, which asp needs" in answer.text
 
 
-def test_a_server_that_is_full_says_so_and_keeps_what_it_has():
+def test_a_server_that_is_full_reports_it_and_keeps_what_it_has():
     one = shard(capacity_bytes=20)
     spec = KeySpec("more", "float64", 0, 2, 0, Sgd(1.0))
     answer = one.apply(InitRequest(origin(1), 0, spec, torch.zeros(2, dtype=torch.float64)))

@@ -46,7 +46,7 @@ def test_wherever_a_log_is_torn_the_whole_lines_before_are_there():
         assert lines == LINES[: ends.index(kept)]
 
 
-def test_zeros_at_the_end_are_cut_off():
+def test_zeros_at_the_end_are_snapshot_off():
     assert decode_log(RAW[:-30] + bytes(30))[0] == LINES[:-1]
 
 

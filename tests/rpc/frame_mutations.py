@@ -35,7 +35,7 @@ def wire_of(outbox):
 
 
 def frames(way, *other):
-    """The messages, and the goodbye, as bytes on the wire, frame by frame; of this connection, or under another key."""
+    """The messages, and the close frame, as bytes on the wire, frame by frame; of this connection, or under another key."""
     sealer, _, keys = WAYS[way]
     outbox, found = FrameWriter(sealer(*(other or keys))), []
     for pieces in [*(message.encode_frame(each, LIMITS) for each in MESSAGES), message.close_frame()]:
@@ -148,7 +148,7 @@ def taken(channel):
 
 
 def greeted(source):
-    """What a server makes of a greeting that has been changed: messages, error, whether it is open, and ought to be."""
+    """What a server makes of a handshake that has been changed: messages, error, whether it is open, and ought to be."""
     caller, server = caller_and_server()
     right = taken(caller)
     if source.randrange(2):

@@ -93,7 +93,7 @@ def test_a_connection_moves_while_half_of_a_message_has_come():
         assert not server.connections[0].has_data_in_flight
 
 
-def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret):
+def test_a_client_waits_where_the_server_takes_nothing_and_reports_it(place, secret):
     with EventLoop() as serving, EventLoop() as calling:
         listen(serving, place, secret, request_handler(echo))
         client = RpcClient(calling, place, secret, RpcLimits(unsent_bytes=MIB, idle_timeout_s=0.1))

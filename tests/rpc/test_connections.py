@@ -88,7 +88,7 @@ def test_who_does_not_greet_hears_nothing(loop, place_and_secret, said):
             plain.recv(100)
 
 
-def test_who_greets_without_the_key_hears_one_greeting_and_one_refusal(loop, place, secret):
+def test_who_greets_without_the_key_hears_one_handshake_and_one_refusal(loop, place, secret):
     server = listen(loop, place, secret, request_handler(echo))
     with stranger(server.address) as plain:
         plain.sendall(HELLO.pack(b"CPWS", 1, 2, bytes(32)) + bytes(32))
@@ -114,15 +114,17 @@ def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret
 def test_a_server_that_nobody_started_is_an_error_that_says_to_call_again(loop, secret):
     with pytest.raises(ConnectionLostError, match=r"nobody listens at unix:nobody; .* reconnect"):
         RpcClient(loop, parse_address("unix:nobody"), secret)
-    with pytest.raises(ConnectionLostError, match=r"tcp:127.0.0.1:1 is unreachable \(connection refused\); .* reconnect"):
+    with pytest.raises(
+        ConnectionLostError, match=r"tcp:127.0.0.1:1 is unreachable \(connection refused\); .* reconnect"
+    ):
         RpcClient(loop, parse_address("tcp:127.0.0.1:1"), secret).wait_open()
 
 
-def test_a_goodbye_is_heard_on_the_other_side_after_everything_before_it(loop, place, secret):
+def test_a_close_frame_is_heard_on_the_other_side_after_everything_before_it(loop, place, secret):
     heard = Records()
     listen(loop, place, secret, heard.message, on_end=heard.end)
     connection, _ = connect_and_record(loop, place, secret)
-    loop.wait_for(lambda: connection.state.value == "open", 5.0, "the greeting")
+    loop.wait_for(lambda: connection.state.value == "open", 5.0, "the handshake")
     for index in range(3):
         connection.send(RpcMessage("push", {"index": index}, [torch.zeros(200_000)]))
     connection.close()
@@ -131,7 +133,7 @@ def test_a_goodbye_is_heard_on_the_other_side_after_everything_before_it(loop, p
     assert heard.ends == [None]
 
 
-def test_what_was_sent_and_closed_before_the_greeting_arrives_after_it(loop, place_and_secret):
+def test_what_was_sent_and_closed_before_the_handshake_arrives_after_it(loop, place_and_secret):
     (place, secret), heard = place_and_secret, Records()
     server = listen(loop, place, secret, heard.message, on_end=heard.end)
     connection, ended = connect_and_record(loop, server.address, secret)
@@ -142,15 +144,15 @@ def test_what_was_sent_and_closed_before_the_greeting_arrives_after_it(loop, pla
     assert heard.ends == ended.ends == [None]
 
 
-def test_a_server_that_closes_says_goodbye_to_those_it_knows(loop, place_and_secret):
+def test_a_server_that_closes_says_close_frame_to_those_it_knows(loop, place_and_secret):
     place, secret = place_and_secret
     server = listen(loop, place, secret, request_handler(echo))
     known, heard = connect_and_record(loop, server.address, secret)
-    loop.wait_for(lambda: server.connections, 5.0, "the greeting")
+    loop.wait_for(lambda: server.connections, 5.0, "the handshake")
     silent = stranger(server.address)
     loop.wait_for(lambda: server.num_unauthenticated == 1, 5.0, "the stranger")
     server.close()
-    loop.wait_for(lambda: known.is_ended, 5.0, "the goodbye")
+    loop.wait_for(lambda: known.is_ended, 5.0, "the close frame")
     assert (heard.ends, server.num_unauthenticated) == ([None], 0)
     assert silent.recv(10) == b""
     silent.close()

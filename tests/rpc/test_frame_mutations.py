@@ -52,7 +52,7 @@ def test_a_peer_with_the_key_that_sends_nonsense_is_refused_or_understood(way, t
 
 
 @turns
-def test_a_greeting_that_was_changed_lets_nobody_in(turns):
+def test_a_handshake_that_was_changed_lets_nobody_in(turns):
     for source in seeds(2_000 * turns):
         messages, _, is_open, ought_to_be = greeted(source)
         assert not messages

@@ -153,7 +153,7 @@ class ChaosMonkey:
         book = CoordinatorState(self.ordeal.job, lines)
         queue = book.tasks
         return (
-            f"members {sorted(book.members)}, keepers {book.replicas}, being done {list(queue.doing.values())}, to do "
+            f"members {sorted(book.members)}, replicas {book.replicas}, being done {list(queue.doing.values())}, to do "
             f"{len(queue.todo)} of epoch {queue.epoch}, cut {book.snapshot}, {queue.stop_reason or book.loss_reason or 'not lost'}"
         )
 
@@ -187,7 +187,7 @@ class ChaosMonkey:
         view = self.observer.view
         lives = {member.name: member.incarnation for member in view.servers}
         are_up = all(lives.get(name) != life for name, life in self.kill_rank.items() if name != COORDINATOR)
-        if lives and are_up and all(keepers.is_backup_ready for keepers in view.replicas):
+        if lives and are_up and all(replicas.is_backup_ready for replicas in view.replicas):
             name = self.random.choice(sorted(lives))
             self.kill_rank[name] = lives[name]
             self.servers.kill(name)

@@ -179,7 +179,7 @@ def test_more_workers_than_parts_of_a_batch_all_learn_the_same(crew, transport):
         assert is_the_same(answer[1], expected)
 
 
-def test_when_all_who_had_the_weights_are_killed_who_comes_is_told_what_is_lost(crew):
+def test_when_all_who_had_the_weights_are_killed_who_comes_is_reported_what_is_lost(crew):
     found = crew()
     found.start("a", (14, "invite", "b"), (14, "get", signal.SIGKILL))
     found.start("b", is_invited=True)
@@ -204,7 +204,7 @@ def test_workers_that_die_at_random_change_no_bit(crew, seed):
 
 
 @pytest.mark.slow
-def test_the_others_go_on_without_a_worker_that_is_stopped_and_it_is_told_so(crew):
+def test_the_others_continue_without_a_worker_that_is_stopped_and_it_is_reported_so(crew):
     found = crew()
     found.start("a", (1, "invite", "b"))
     found.start("b", (3, "get", signal.SIGSTOP), is_invited=True)

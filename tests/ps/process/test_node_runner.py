@@ -92,7 +92,7 @@ def test_what_is_not_finite_is_refused_and_changes_nothing(threads):
         assert session.pull("weight").wait().versions == (0,)
 
 
-def test_two_workers_cannot_have_one_name_and_the_first_goes_on(threads):
+def test_two_workers_cannot_have_one_name_and_the_first_continues(threads):
     servers = threads(job())
     with servers.join("worker-0") as session:
         session.init("weight", torch.zeros(3), HALF)
@@ -107,7 +107,7 @@ def test_a_worker_with_another_key_hears_so_and_nothing_else(threads):
         join(servers.contact, "worker-0", new_key(), timeout_s=10.0)
 
 
-def test_a_worker_with_another_job_is_told(threads, tmp_path):
+def test_a_worker_with_another_job_is_reported(threads, tmp_path):
     servers = threads(job())
     write_job_file(servers.contact, tmp_path / "job.json")
     assert read_job_file(tmp_path / "job.json") == servers.contact
@@ -150,7 +150,7 @@ def test_what_two_servers_keep_is_not_lost_with_one(threads):
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_job_goes_on_from_its_last_cut_when_all_have_died(threads, tmp_path, num_servers):
+def test_a_job_continues_from_its_last_snapshot_when_all_have_died(threads, tmp_path, num_servers):
     options = {"num_servers": num_servers, "data": DataConfig(3, 1), "is_logged": False}
     servers = threads(job(**options), tmp_path)
     with servers.join("worker-0") as session:
@@ -171,7 +171,7 @@ def test_a_job_goes_on_from_its_last_cut_when_all_have_died(threads, tmp_path, n
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1 << 16), (1 << 16, 0)])
-def test_a_model_is_what_its_cut_says_whichever_modules_later_workers_would_put_together(
+def test_a_model_is_what_its_snapshot_says_whichever_modules_later_workers_would_put_together(
     threads, tmp_path, first, second
 ):
     servers = threads(job(num_servers=2), tmp_path)
@@ -199,7 +199,7 @@ def test_who_waits_for_data_is_given_it_soon_after_others_are_done(threads):
         assert found.result(timeout=10.0).epoch == 1
 
 
-def test_a_job_without_a_whole_cut_cannot_be_gone_on_from(threads, tmp_path):
+def test_a_job_without_a_whole_snapshot_cannot_be_gone_on_from(threads, tmp_path):
     servers = threads(job(num_servers=2), tmp_path)
     servers.join("worker-0").close()
     servers.close()
@@ -231,7 +231,7 @@ def test_a_server_that_was_killed_before_its_journal_had_the_end_of_its_log_says
             session.init("weight", torch.zeros(8), HALF)
             session.push("weight", torch.ones(8), slice_index=slice_index).wait()
         servers.close()
-        if not slice:
+        if not slice_index:
             (journal,) = journal_folder(tmp_path).glob("*.log")
             journal.write_bytes(b"")
     (entries,) = read_journals(tmp_path, 1).values()

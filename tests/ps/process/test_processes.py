@@ -44,7 +44,7 @@ def test_processes_serve_and_none_is_left():
     assert not file.parent.exists()
 
 
-def test_a_process_that_ends_by_itself_is_told_of_with_what_it_said(tmp_path):
+def test_a_process_that_ends_by_itself_is_reported_of_with_what_it_said(tmp_path):
     (tmp_path / "shard-0.log").mkdir()
     with start_servers(JobConfig("short", Asp()), folder=tmp_path) as servers:
         wait_until(lambda: has_failed(servers), BUSY_S)

@@ -104,7 +104,7 @@ def test_what_is_pushed_while_shards_are_being_saved_is_answered(threads, tmp_pa
     assert "cannot write" in str(servers.failures.pop())
 
 
-def test_a_server_that_dies_after_a_save_may_save_the_same_cut_again(tmp_path):
+def test_a_server_that_dies_after_a_save_may_save_the_same_snapshot_again(tmp_path):
     """Its log then had the same name twice, and the second time was deleted with what was counted since."""
     shard = PsShard(job(), 0)
     for first in (1, 3):
@@ -120,14 +120,14 @@ def test_a_server_that_dies_after_a_save_may_save_the_same_cut_again(tmp_path):
     assert (state.position, lines) == (3, [members(4)])
 
 
-def test_a_server_that_died_before_its_shard_was_saved_goes_on_from_the_log_before(tmp_path):
+def test_a_server_that_died_before_its_shard_was_saved_continues_from_the_log_before(tmp_path):
     log_path(tmp_path, "shard-0").write_bytes(encode_record(members(1)))
     log_path(tmp_path, "shard-0", (0, 1)).touch()
     assert recover_shard(tmp_path, 0) == (None, [members(1)])
     assert not log_path(tmp_path, "shard-0", (0, 1)).exists()
 
 
-def test_a_log_without_the_shard_that_it_goes_on_from_is_no_log(tmp_path):
+def test_a_log_without_the_shard_that_it_continues_from_is_no_log(tmp_path):
     log_path(tmp_path, "shard-0", (0, 1)).write_bytes(encode_record(members(2)))
     with pytest.raises(CheckpointError, match=r"continues after 1 entries, but .* is not a snapshot of them"):
         recover_shard(tmp_path, 0)
