@@ -14,7 +14,7 @@ A rank updates only after its commit (4), so a step that fails before it changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -44,18 +44,17 @@ from counterpoint.runtime.lowering import (
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource, commit_scope, compute_loss_weights
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.params.param_store import ParamStore
+from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
 from counterpoint.runtime.rng import ModuleRNG
 from counterpoint.runtime.step_commit import (
-    CallTiming,
-    RankState,
     StepGuard,
     StepReport,
     StepResult,
+    decide_skips,
     decide_step,
     find_unused_params,
     gather_reports,
-    has_nonfinite_grad,
     has_nonfinite_loss,
     make_step_report,
     merge_results,
@@ -261,7 +260,14 @@ class Interpreter:
         self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
         result = decide_step(reports, group, self.guard, loss_group, self.program.microbatches_per_batch)
         self.state.result = result if self.state.result is None else merge_results(self.state.result, result)
-        self.record_skips(reports, result, scope)
+        has_samples = batch is not None and any(batch.sizes[micro] for micro in scope)
+        self.state.skip_update, self.state.skip_delayed_update = decide_skips(
+            reports,
+            result,
+            has_samples=has_samples,
+            delays_grads=self.delays_grads,
+            skip_delayed=self.state.skip_delayed_update,
+        )
         self.state.num_commits += 1
         self.state.num_skipped = self.state.num_skipped + 1 if result.skip_reason else 0
         is_async_pipeline = bool(self.program.microbatches_per_batch)
@@ -291,16 +297,6 @@ class Interpreter:
                     grad.mul_(scale)
                 if bound is not None:
                     clip_by_value(grad, bound)
-
-    def record_skips(self, reports: Sequence[StepReport], result: StepResult, scope: Collection[int]) -> None:
-        """Record which updates are skipped: a loss or gradient is not finite, or no sample contributed."""
-        state, batch = self.state, self.executor.batch
-        has_samples = batch is not None and any(batch.sizes[micro] for micro in scope)
-        if self.delays_grads:
-            state.skip_update = state.skip_delayed_update or has_nonfinite_grad(reports)
-            state.skip_delayed_update = has_nonfinite_loss(reports) or not has_samples
-        else:
-            state.skip_update = bool(result.skip_reason) or not has_samples
 
     def fill_unused_grads(self, reports: Sequence[StepReport], group: Group) -> None:
         """Fill missing gradients with zeros; unless that is asked for, require that some rank has a gradient."""

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import numpy as np
@@ -78,7 +78,8 @@ class StepResult:
         num_samples: samples of the group.
         norm: global gradient norm; nan if it was not needed.
         scale: what gradients are multiplied with before the update.
-        skip_reason: why the step is skipped; empty if it is applied.
+        skip_reason: what was not finite, so that the step is skipped; else empty. A step without samples is skipped,
+            too: :func:`decide_skips`.
     """
 
     loss: float
@@ -98,10 +99,16 @@ def make_step_report(
     is_idle: bool = False,
 ) -> StepReport:
     """Return the report of a rank from the mean losses of its microbatches."""
-    worst = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
+    nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
     total = sum(loss * sizes[micro] for micro, loss in losses.items())
     return StepReport(
-        total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing_grads), checksum, is_idle
+        total,
+        sum(sizes[micro] for micro in losses),
+        squared_norm,
+        nonfinite_micro,
+        tuple(missing_grads),
+        checksum,
+        is_idle,
     )
 
 
@@ -123,8 +130,10 @@ def encode_report(report: StepReport) -> list[float]:
 
 def decode_report(numbers: Sequence[float], missing_grads: Sequence[str] = (), *, is_idle: bool = False) -> StepReport:
     """Return the report that :func:`encode_report` was given; names of missing gradients are sent separately."""
-    loss_sum, num_samples, squared_norm, worst, mark, _ = numbers
-    return StepReport(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing_grads), int(mark), is_idle)
+    loss_sum, num_samples, squared_norm, nonfinite_micro, checksum, _ = numbers
+    return StepReport(
+        loss_sum, int(num_samples), squared_norm, int(nonfinite_micro), tuple(missing_grads), int(checksum), is_idle
+    )
 
 
 def merge_results(first: StepResult, second: StepResult) -> StepResult:
@@ -174,14 +183,44 @@ def decide_step(
     return StepResult(loss, num_samples, norm, scale, skip_reason)
 
 
+def decide_skips(
+    reports: Iterable[StepReport],
+    result: StepResult,
+    *,
+    has_samples: bool,
+    delays_grads: bool = False,
+    skip_delayed: bool = False,
+) -> tuple[bool, bool]:
+    """Return whether this step's update is skipped, and whether that of this step's gradients is, once delayed.
+
+    All members of a commit group call this with the same arguments, so all of them skip the same updates. A skipped
+    update changes neither weights nor optimizer state.
+
+    Args:
+        reports: of all members.
+        result: what :func:`decide_step` returned for them.
+        has_samples: whether any microbatch of the commit has samples.
+        delays_grads: whether a step applies the gradients of the step before (``staleness=1``).
+        skip_delayed: the second value of the step before, whose gradients this step applies.
+
+    Example:
+        >>> reports = [StepReport(loss_sum=1.0, num_samples=2)]
+        >>> result = StepResult(loss=0.5, num_samples=2, norm=math.nan, scale=1.0, skip_reason="")
+        >>> decide_skips(reports, result, has_samples=True)
+        (False, False)
+        >>> decide_skips(reports, result, has_samples=False)
+        (True, False)
+    """
+    if not delays_grads:
+        return bool(result.skip_reason) or not has_samples, False
+    reports = list(reports)
+    has_finite_grads = math.isfinite(sum(report.squared_norm for report in reports))  # the delayed ones, applied now
+    return skip_delayed or not has_finite_grads, has_nonfinite_loss(reports) or not has_samples
+
+
 def has_nonfinite_loss(reports: Iterable[StepReport]) -> bool:
-    """Return whether the gradients computed in this step are unusable."""
+    """Return whether a loss of this step is not finite, so that its gradients are unusable."""
     return any(report.nonfinite_micro >= 0 for report in reports)
-
-
-def has_nonfinite_grad(reports: Iterable[StepReport]) -> bool:
-    """Return whether the gradients to be applied in this step are unusable; they may be those of an earlier step."""
-    return not math.isfinite(sum(report.squared_norm for report in reports))
 
 
 def _find_skip_reason(
@@ -303,52 +342,3 @@ def gather_reports(fabric: Fabric, report: StepReport, group: Group) -> list[Ste
     gathered = fabric.gather_values("missing gradients", [report.is_idle, *report.missing_grads], group)
     idle_and_names = cast("list[tuple[bool, *tuple[str, ...]]]", gathered)
     return [decode_report(row, names, is_idle=idle) for row, (idle, *names) in zip(rows, idle_and_names, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class PushRecord:
-    """One push that a server applied: the unit, the worker, and the unit's version afterwards.
-
-    The worker receives that version, or a later one if it waits for slower workers. A push without a gradient makes no
-    new version and is recorded because of what the worker receives.
-    """
-
-    unit: tuple[int, ...]
-    worker: int
-    version: int
-
-
-@dataclass(slots=True)
-class CallTiming:
-    """Times of one call, or of one transfer that overlapped with calls, and the range of its instructions."""
-
-    start: int
-    stop: int
-    start_s: float
-    stop_s: float
-    is_transfer: bool = False
-
-
-@dataclass(slots=True)
-class RankState:
-    """What a rank's last step produced.
-
-    Args:
-        result: of the last commit; None for a rank without commits.
-        num_commits: commits of this step that are done.
-        num_skipped: steps skipped in a row.
-        skip_update: whether the updates after the last commit are skipped.
-        skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
-        has_warned: whether the warning of partially unused parameters was given.
-        push_log: the pushes that a server has applied, in order.
-        timings: the calls of the last step, if there was a clock.
-    """
-
-    result: StepResult | None = None
-    num_commits: int = 0
-    num_skipped: int = 0
-    skip_update: bool = False
-    skip_delayed_update: bool = False
-    has_warned: bool = False
-    push_log: list[PushRecord] = field(default_factory=list)
-    timings: list[CallTiming] = field(default_factory=list)

@@ -61,6 +61,7 @@ from counterpoint.runtime.rank_builder import (
     sliced_params,
     take_slice,
 )
+from counterpoint.runtime.rank_state import CallTiming
 from counterpoint.runtime.state_dict import (
     ShardMap,
     average_buffers,
@@ -69,7 +70,7 @@ from counterpoint.runtime.state_dict import (
     has_full_model,
     load_weights,
 )
-from counterpoint.runtime.step_commit import CallTiming, StepResult
+from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld

@@ -17,7 +17,7 @@ from counterpoint.program.instruction import ApplyPushes, Push, weight
 from counterpoint.program.text import format_tensor_ref, format_unit, parse_instruction
 from counterpoint.runtime.comm.rank_communication import add_grad
 from counterpoint.runtime.params.param_store import ParamStore
-from counterpoint.runtime.step_commit import PushRecord
+from counterpoint.runtime.rank_state import PushRecord
 
 
 def format_push_label(instruction: Push) -> str:
