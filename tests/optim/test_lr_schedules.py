@@ -106,7 +106,10 @@ def test_a_batch_below_the_reference_is_scaled_down_at_once():
         ({"batch_size": 0}, "^batch_size=0 is not a count"),
         ({"warmup_epochs": 10}, "^a warm-up of 10 epochs is not shorter than the run's 10; give a shorter warmup"),
         ({"warmup_epochs": -1}, "^warmup_epochs=-1 is out of range; give a finite number, 0 or more$"),
-        ({"warmup_from": 0.0}, "^warmup_from=0\.0 is not a fraction of the learning rate; give more than 0 and at most 1, or None"),
+        (
+            {"warmup_from": 0.0},
+            r"^warmup_from=0\.0 is not a fraction of the learning rate; give more than 0 and at most 1, or None",
+        ),
         ({"rule": "linaer"}, "^rule='linaer' is not one of linear, sqrt, none; did you mean 'linear'\\?$"),
         ({"decay": "cosin"}, "^decay='cosin' is not one of constant, .*, one-cycle; did you mean 'cosine'\\?$"),
         ({"decay": "step", "gama": 0.1}, "^the decay 'step' has no option 'gama'; its options are step_size, gamma$"),
