@@ -34,7 +34,7 @@ def train(plan, session, model=None, **options):
 
 def test_a_model_is_trained_and_measured():
     plan, model = elastic(make_numeric_data()), mlp()
-    report = train(plan, LocalJob(plan.job).join("a"), model, evaluation=make_numeric_data(10))
+    report = train(plan, LocalJob(plan.job).join("a"), model, eval_dataset=make_numeric_data(10))
     assert report.is_complete
     assert len(report.losses) == 12
     assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), plan.data_slices)) < 1e-12
@@ -52,7 +52,7 @@ def test_held_out_rows_are_looked_up_on_the_servers():
 
 
 def test_a_worker_that_is_terminated_gives_its_task_back():
-    plan = elastic(make_numeric_data(40), task_portions=2)
+    plan = elastic(make_numeric_data(40), slices_per_task=2)
     servers = LocalJob(plan.job)
 
     def loss(outputs, targets):
@@ -93,7 +93,7 @@ def test_batch_norm_is_every_worker_s_own_if_that_is_meant():
 def test_without_servers_the_same_lines_train_the_same_model_under_any_optimizer():
     plan, model = elastic(make_numeric_data(), servers=0), mlp()
     rmsprop = partial(torch.optim.RMSprop, lr=0.01)
-    report = train(plan, LocalJob(plan.job).join("a"), model, optimizer=rmsprop, evaluation=make_numeric_data(10))
+    report = train(plan, LocalJob(plan.job).join("a"), model, optimizer=rmsprop, eval_dataset=make_numeric_data(10))
     assert report.is_complete
     assert (
         max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), plan.data_slices, rmsprop))
@@ -114,8 +114,8 @@ def test_batch_norm_without_servers_is_every_worker_s_own_if_that_is_meant():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"code": "int8"}, "code= is about what lies on servers"),
-        ({"tables": {"0.weight": UniformInit(-1, 1)}}, "tables= is about"),
+        ({"codec": "int8"}, "codec= is an option for weights on servers"),
+        ({"tables": {"0.weight": UniformInit(-1, 1)}}, "tables= is an option for"),
     ],
 )
 def test_what_is_about_servers_is_refused_without_them(options, told):
@@ -125,5 +125,5 @@ def test_what_is_about_servers_is_refused_without_them(options, told):
 
 
 def test_asynchrony_without_servers_is_refused():
-    with pytest.raises(PlanError, match="take every step together"):
+    with pytest.raises(PlanError, match="workers without servers are synchronous"):
         elastic(make_numeric_data(), servers=0, consistency="asp")
