@@ -22,7 +22,7 @@ ENDLESS = """
 import os
 import counterpoint as cp
 from counterpoint.launchers import launch
-from tests.training.trainers import dataset, trainer
+from tests.training.trainers import dataset, make_trainer
 
 class Tell(cp.Callback):
     on_every_rank = True
@@ -31,7 +31,7 @@ class Tell(cp.Callback):
         if event.step == 2:
             print("started", os.environ["RANK"], os.getpid(), flush=True)
 
-with trainer("{plan}", callbacks=[Tell()]) as one:
+with make_trainer("{plan}", callbacks=[Tell()]) as one:
     one.fit(dataset(), batch_size=12, epochs=1_000_000)
 """
 
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_run_with_130(tmp_path):
 
 def test_ranks_that_differ_or_fail_are_named_on_all_ranks():
     lines: dict[int, list[str]] = {0: [], 1: []}
-    with pytest.raises(cp.LaunchError, match=r"^rank 1 failed: OSError: OSError: the disk is full at .*ranks\.py:\d+"):
+    with pytest.raises(cp.LaunchError, match=r"^rank 1 failed: OSError: OSError: the disk is full at .*rank_functions\.py:\d+"):
         launch(ranks.fail, ranks=2, on_line=lambda line: lines[line.rank].append(line.text))
     told = [[text for text in texts if re.match(r"\w+Error: ", text)] for texts in lines.values()]
     (mine, failed, *_), (theirs, own, *_) = told
