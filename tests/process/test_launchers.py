@@ -14,9 +14,9 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from tests.training.trainers import dataset, trainer
+from tests.training.trainers import dataset, make_trainer
 
-with trainer("data(2)") as one:
+with make_trainer("data(2)") as one:
     history = one.fit(dataset(), batch_size=12, epochs=2)
     Path(sys.argv[1], f"{one.rank}.json").write_text(json.dumps(history.losses))
 """
