@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from counterpoint.launchers.variables import allocator_variables
 from counterpoint.model.spec import ModelSpec
-from counterpoint.runtime.malloc import process_heap
+from counterpoint.runtime.malloc import heap_of_process
 from counterpoint.runtime.rank_builder import RankRuntime
 
 
@@ -23,7 +23,7 @@ class RetainedMemory:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._heap = process_heap() if enabled and not allocator_variables() else None
+        self._heap = heap_of_process() if enabled and not allocator_variables() else None
         self._is_on = False
 
     def start(self) -> None:
