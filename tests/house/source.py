@@ -42,9 +42,11 @@ def num_lines(function: Function) -> int:
     return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def all_lines(definition: Definition) -> int:
-    """Return the lines from ``def`` or ``class`` to the end, signature and docstring among them."""
-    return (definition.end_lineno or 0) - definition.lineno + 1
+def code_lines(definition: Definition) -> int:
+    """Return the lines from ``def`` or ``class`` to the end without the docstring, which users of the API need."""
+    first = definition.body[0]
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(definition) else 0
+    return (definition.end_lineno or 0) - definition.lineno + 1 - docstring
 
 
 def inside_functions(path: Path) -> list[Definition]:

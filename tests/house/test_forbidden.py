@@ -30,7 +30,9 @@ def swallows(handler):
 
 
 def test_no_error_is_swallowed():
-    handlers = [(path, node) for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.ExceptHandler)]
+    handlers = [
+        (path, node) for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.ExceptHandler)
+    ]
     assert not [f"{name_of(path)}:{handler.lineno}" for path, handler in handlers if swallows(handler)]
 
 
@@ -39,8 +41,12 @@ def test_nothing_is_pickled():
     for path in FILES:
         used = set(imports(path))
         pickling += [f"{name_of(path)}: {name}" for name in used if name.split(".")[0] in PICKLES]
-        pickling += [f"{name_of(path)}: {name}" for name in names_in(path) & {"torch.save", "torch.load", "torch.serialization"}]
-        pickling += [f"{name_of(path)}: {name}" for name in names_in(path) | used if name.split(".")[-1] in PICKLING_CALLS]
+        pickling += [
+            f"{name_of(path)}: {name}" for name in names_in(path) & {"torch.save", "torch.load", "torch.serialization"}
+        ]
+        pickling += [
+            f"{name_of(path)}: {name}" for name in names_in(path) | used if name.split(".")[-1] in PICKLING_CALLS
+        ]
     assert not pickling
 
 

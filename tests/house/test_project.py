@@ -19,7 +19,9 @@ def plain(requirement):
 
 def test_every_make_command_in_a_page_is_a_target():
     commands = re.compile(r"(?:`|^ *\$? *)make ([a-z-]+)", flags=re.MULTILINE)
-    named = {(name_of(page), command) for page in PAGES for command in commands.findall(page.read_text(encoding="utf-8"))}
+    named = {
+        (name_of(page), command) for page in PAGES for command in commands.findall(page.read_text(encoding="utf-8"))
+    }
     assert named
     assert not [(page, command) for page, command in named if command not in TARGETS]
 
@@ -50,5 +52,23 @@ def test_decisions_are_numbered_without_gap_or_double():
 
 def test_a_decision_has_context_decision_and_consequences():
     wanted = ["Context", "Decision", "Consequences"]
-    headings = {path: re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE) for path in DECISIONS}
+    headings = {
+        path: re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE) for path in DECISIONS
+    }
     assert not [name_of(path) for path, found in headings.items() if [one for one in found if one in wanted] != wanted]
+
+
+def test_every_relative_link_of_a_page_leads_somewhere():
+    link = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#[^)\s]*)?\)")
+    linked = [(page, target) for page in PAGES for target in link.findall(page.read_text(encoding="utf-8"))]
+    assert linked
+    assert not [f"{name_of(page)}: {target}" for page, target in linked if not (page.parent / target).exists()]
+
+
+def test_every_source_file_that_a_page_names_is_there():
+    named = re.compile(r"`((?:src/counterpoint/|tests/|benchmarks/|examples/)?[a-z_0-9]+(?:/[a-z_0-9]+)+\.py)`")
+    roots = [ROOT, ROOT / "src" / "counterpoint"]
+    named_files = [(page, name) for page in PAGES for name in named.findall(page.read_text(encoding="utf-8"))]
+    assert named_files
+    missing = [(page, name) for page, name in named_files if not any((root / name).is_file() for root in roots)]
+    assert not [f"{name_of(page)}: {name}" for page, name in missing]

@@ -15,9 +15,9 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 
 MAX_STRATEGIES = 3
-SCHEDULES = ("one_f_one_b", "gpipe")
+ENUMERATED_SCHEDULES = ("one_f_one_b", "gpipe")
 """Schedules that are always enumerated; others are tried if they may win, see :mod:`counterpoint.planner.ranking`."""
-ASYNC_SCHEDULES = ("pipedream", "pipedream_2bw")
+ENUMERATED_ASYNC_SCHEDULES = ("pipedream", "pipedream_2bw")
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 SERVER_COUNTS = (1, 2, 4)
 SIMPLEST_FIRST: tuple[type[Strategy], ...] = (Data, Zero, Pipeline, Tensor, Server)
@@ -84,7 +84,7 @@ def _model_parallel(slices: int, stages: int) -> Iterator[tuple[Strategy, ...]]:
     if stages == 1:
         yield tensor
         return
-    for schedule in SCHEDULES:
+    for schedule in ENUMERATED_SCHEDULES:
         yield (*tensor, Pipeline(stages, schedule))
 
 
@@ -93,7 +93,7 @@ def _async_pipelines(slices: int, stages: int, num_ranks: int) -> Iterator[Pipel
     num_replicas, remainder = divmod(num_ranks, slices * stages)
     if stages == 1 or remainder or (slices > 1 and num_replicas > 1):
         return
-    for schedule in ASYNC_SCHEDULES:
+    for schedule in ENUMERATED_ASYNC_SCHEDULES:
         yield Pipeline(stages, schedule, (num_replicas,) * stages if num_replicas > 1 else ())
 
 

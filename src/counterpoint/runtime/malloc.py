@@ -67,7 +67,7 @@ class MallocHeap:
 
 
 @cache
-def process_heap() -> MallocHeap | None:
+def heap_of_process() -> MallocHeap | None:
     """Return this process's heap; None if its C library is not glibc."""
     try:
         library = ctypes.CDLL(None)

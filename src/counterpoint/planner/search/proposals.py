@@ -17,7 +17,7 @@ from counterpoint.strategies.zero import Zero
 
 _Any = TypeVar("_Any")
 
-SCHEDULES = (("one_f_one_b", 1), ("gpipe", 1), ("zero_bubble", 1), ("zero_bubble", 2), ("interleaved", 2))
+SEARCHED_SCHEDULES = (("one_f_one_b", 1), ("gpipe", 1), ("zero_bubble", 1), ("zero_bubble", 2), ("interleaved", 2))
 """Schedules that are tried, each with its chunks per stage; all of them are synchronous."""
 MAX_MICROBATCHES_PER_STAGE = 8
 MAX_TRIES = 64
@@ -195,7 +195,7 @@ def change_schedule(current: SearchConfiguration, space: SearchSpace, rng: Rando
     pipeline = current.pipeline
     if pipeline.degree == 1:
         return current
-    schedule, chunks_per_stage = _choose_other(SCHEDULES, (pipeline.schedule, pipeline.chunks_per_stage), rng)
+    schedule, chunks_per_stage = _choose_other(SEARCHED_SCHEDULES, (pipeline.schedule, pipeline.chunks_per_stage), rng)
     if chunks_per_stage == pipeline.chunks_per_stage:
         return replace(current, pipeline=replace(pipeline, schedule=schedule))
     return _fill_ranks(

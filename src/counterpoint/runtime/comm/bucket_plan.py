@@ -8,8 +8,8 @@ fastest (3)::
           (1)     warm-up    size 0 size 1  ...  (3)    best size
                              '----- (2) 3 rounds ---'
 
-Both (1) and (3) are small collectives that are started with the reductions of one step and waited for in the next, so
-that no rank waits for them.
+Both (1) and (3) are small collectives that are started after the last bucket of a backward and waited for where its
+reductions are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Loop of a parameter server: apply pushes in the order in which they arrive, and reply when the worker may continue.
+"""Loop of the parameter server of the strategy ``server(n)``: apply pushes as they arrive, reply when allowed.
+
+There are two parameter servers. This one is a rank of a program: its workers are fixed, messages are neither lost nor
+repeated, and so nothing is counted. The one in :mod:`counterpoint.ps`, which :class:`ElasticTrainer
+<counterpoint.training.elastic_trainer.ElasticTrainer>` and KVStore use, has workers that come and go, and counts every
+push once.
 
 A push is labelled with its instruction, so that pushes of a later step may arrive before others of the current one. A
 worker gets its reply with the weights when it is at most ``staleness`` pushes ahead of the slowest worker (SSP).
