@@ -3,7 +3,7 @@
 import torch
 
 from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
-from counterpoint.testing.parity import TOLERANCE, check_parity, process_results
+from counterpoint.testing.parity import TOLERANCE, check_parity, results_of_processes
 from counterpoint.testing.parity_models import STRATEGIES
 
 MODELS = ("mlp", "cnn", "gpt")
@@ -18,7 +18,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     columns = {name: {found.strategy: found for found in cells if found.model == name} for name in MODELS}
     for num_ranks in (2, 3) if options.processes else ():
         options.report_progress(f"{num_ranks} processes")
-        found = process_results(num_ranks)
+        found = results_of_processes(num_ranks)
         columns[f"mlp, {num_ranks} processes"] = {one.strategy: one for one in found}
         cells += found
     rows = list(dict.fromkeys(one.strategy for one in cells))

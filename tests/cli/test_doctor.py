@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 from counterpoint.cli import doctor
 from counterpoint.cli.main import build_app
 from counterpoint.launchers.variables import allocator_variables, requested_threads
-from counterpoint.runtime.malloc import process_heap
+from counterpoint.runtime.malloc import heap_of_process
 
 
 def run(*words):
@@ -45,7 +45,7 @@ def test_the_cores_and_where_ranks_would_be_on_them_are_shown():
     assert numa.fact.startswith("none by default; with --bind numa: rank 0 on ")
 
 
-@pytest.mark.skipif(process_heap() is None, reason="the C library is not glibc")
+@pytest.mark.skipif(heap_of_process() is None, reason="the C library is not glibc")
 def test_what_training_changes_in_the_allocator_is_said_and_how_to_leave_it(monkeypatch):
     (finding,) = doctor.check_allocator(1)
     assert "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1" in finding.fact

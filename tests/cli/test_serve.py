@@ -27,7 +27,10 @@ REFUSED = [
     (("coordinator",), "tcp:0.0.0.0:0 is a wildcard address, to which others cannot connect"),
     (("coordinator", "--name", "first"), "a coordinator has no --name, and listens at tcp:0.0.0.0:0"),
     (("server", "--name", "server-0"), "a server needs --name and --listen, as --name server-0 --listen"),
-    (("server", "--name", "server-0", "--listen", "tcp:0.0.0.0:0"), "give the address of one interface, such as tcp:10.0.0.1:4000"),
+    (
+        ("server", "--name", "server-0", "--listen", "tcp:0.0.0.0:0"),
+        "give the address of one interface, such as tcp:10.0.0.1:4000",
+    ),
     (("server", "--name", "server-0", "--listen", "10.0.0.2"), "is not an address; write unix:NAME or tcp:"),
     (("coordinator", "--key-fd", "0"), "--key-file and --key-fd are both given"),
     (("resume",), "resume needs --folder"),

@@ -111,7 +111,9 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
 def test_what_is_wrong_on_all_ranks_is_told_once(tmp_path):
     result = subprocess.run(words("--batch-size", 7), cwd=tmp_path, capture_output=True, text=True)
     first, second = result.stderr.splitlines()
-    named = re.match(r"rank ([01]) failed: PlanError: a batch of 7 samples cannot be split into the 2 equal microb", first)
+    named = re.match(
+        r"rank ([01]) failed: PlanError: a batch of 7 samples cannot be split into the 2 equal microb", first
+    )
     assert named, first  # both fail at the same moment: either may be told first
     assert second == f"rank {1 - int(named[1])} failed in the same way"
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])

@@ -18,8 +18,8 @@ def test_synchronous_training_averages_the_gradients_it_waits_for():
     updates = SGD(expected.parameters())
     for step in range(2):
         updates.zero_grad()
-        for portion in (2 * step, 2 * step + 1):
-            (one,) = plan.data_slices.read(0, portion)
+        for data_slice in (2 * step, 2 * step + 1):
+            (one,) = plan.data_slices.read(0, data_slice)
             (F.cross_entropy(expected(one.fields[0]), one.fields[1]) / 2).backward()
         updates.step()
     assert max_relative_difference(model, expected) < 1e-12

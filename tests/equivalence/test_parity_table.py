@@ -71,6 +71,6 @@ def test_rows_say_how_many_microbatches_and_passes_they_mean():
 @pytest.mark.process
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_real_processes_end_where_solo_ends(num_ranks):
-    cells = parity.process_results(num_ranks, start=run_forked)
+    cells = parity.results_of_processes(num_ranks, start=run_forked)
     assert {cell.strategy for cell in cells} == set(parity.strategies_for_processes(num_ranks))
     assert not [(cell.strategy, cell.worst) for cell in cells if not cell.worst <= parity.TOLERANCE]

@@ -172,7 +172,7 @@ def shares(fabric):
     return shared, whole.tolist()
 
 
-def ballots(fabric):
+def reports(fabric):
     """Few numbers of each, so few that they travel inside of announcements."""
     rows = torch.full((3, 2), torch.nan, dtype=torch.float64)
     rows[fabric.rank] = torch.tensor([fabric.rank / 3, torch.inf], dtype=torch.float64)
@@ -181,7 +181,7 @@ def ballots(fabric):
 
 
 def test_a_few_numbers_of_each_reach_all_as_they_are(run_scenario):
-    assert run_scenario(ballots, 3) == [[[0.0, math.inf], [1 / 3, math.inf], [2 / 3, math.inf]]] * 3
+    assert run_scenario(reports, 3) == [[[0.0, math.inf], [1 / 3, math.inf], [2 / 3, math.inf]]] * 3
 
 
 def test_shares_of_a_sum_join_to_the_whole(run_scenario):

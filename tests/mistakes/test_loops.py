@@ -24,7 +24,9 @@ def check_disagreement(script):
 
 def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
     text = check_disagreement(mistake_scripts.a_step_that_one_rank_leaves_out)
-    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == documented_messages("A branch that depends on the rank")
+    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == documented_messages(
+        "A branch that depends on the rank"
+    )
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
 def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
     """The numbers are the same in either case."""
     (losses, _, caught_warnings), (meant, _, silence) = map(
-        collect_answers, (mistake_scripts.batch_norm_by_microbatches, mistake_scripts.batch_norm_by_microbatches_as_meant)
+        collect_answers,
+        (mistake_scripts.batch_norm_by_microbatches, mistake_scripts.batch_norm_by_microbatches_as_meant),
     )
     assert (caught_warnings, silence) == ([documented_messages("Batch norm by microbatches")[:1], [], []], [[], [], []])
     assert losses == meant

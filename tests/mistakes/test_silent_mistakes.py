@@ -42,7 +42,10 @@ def test_workers_that_are_forked_with_threads_are_told_of_once_on_each_rank():
 
 def test_noise_that_depends_on_the_number_of_ranks_is_told():
     _, seconds, caught_warnings = collect_answers(silent_mistakes.noise_for_many_samples_at_once)
-    assert caught_warnings == [documented_messages("Noise that depends on the number of ranks")] * silent_mistakes.NUM_RANKS
+    assert (
+        caught_warnings
+        == [documented_messages("Noise that depends on the number of ranks")] * silent_mistakes.NUM_RANKS
+    )
     assert seconds < 2
 
 

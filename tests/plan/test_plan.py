@@ -215,7 +215,9 @@ def test_replicas_and_workers_multiply_the_microbatches_and_nothing_else_does(te
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes():
     plan = Plan.parse("data(4)", num_microbatches=2)
     plan.require_batch(32)
-    with pytest.raises(PlanError, match=r"a batch of 30 samples cannot be split into the 8 equal microbatches of data\(4\)"):
+    with pytest.raises(
+        PlanError, match=r"a batch of 30 samples cannot be split into the 8 equal microbatches of data\(4\)"
+    ):
         plan.require_batch(30)
     with pytest.raises(PlanError, match="give batch_size=24 or 32, or another number"):
         plan.require_batch(30)

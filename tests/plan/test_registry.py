@@ -45,7 +45,9 @@ def test_an_earlier_name_is_refused_with_its_present_one(text, hint):
         Plan.parse(text)
 
 
-@pytest.mark.parametrize(("old", "new"), [("order", "schedule"), ("virtual", "chunks_per_stage"), ("cuts", "split_points")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("order", "schedule"), ("virtual", "chunks_per_stage"), ("cuts", "split_points")]
+)
 def test_a_call_with_an_earlier_parameter_is_refused_with_its_present_name(old, new):
     with pytest.raises(PlanError, match=f"^Pipeline has no parameter {old}; it is now called {new}$"):
         Pipeline(2, **{old: 1})

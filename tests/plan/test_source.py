@@ -30,7 +30,10 @@ def edited(strategy="pipeline(2) * data(2)", micros=4, passed="overlap", ranks=4
             "plan.yaml:3: a plan file has no key 'ranks'; its keys are plan,",
         ),
         ("plan:\n  strategy: solo\n  stratgy: solo\n", "plan.yaml:3: a plan has no key 'stratgy'; its keys are"),
-        ("plan:\n  strategy: solo\n  strategy: data(2)\n", "plan.yaml:2: strategy is given here and in line 3; give it"),
+        (
+            "plan:\n  strategy: solo\n  strategy: data(2)\n",
+            "plan.yaml:2: strategy is given here and in line 3; give it",
+        ),
         (edited(strategy="datta(4)"), "plan.yaml:2: there is no strategy 'datta'; did you mean data?"),
         (edited(strategy="pipeline(2) * pipeline(2)"), "plan.yaml:2: pipeline(2) * pipeline(2) has 2 pipelines,"),
         (edited(micros="many"), "plan.yaml:3: num_microbatches must be a whole number"),
@@ -130,5 +133,7 @@ def test_a_profile_that_is_not_there_is_told_with_the_line_that_names_it(tmp_pat
 
 
 def test_an_earlier_key_is_refused_with_its_present_name():
-    with pytest.raises(PlanError, match=r"^plan\.yaml:3: a plan file has no key 'timing'.*; timing is now called profile$"):
+    with pytest.raises(
+        PlanError, match=r"^plan\.yaml:3: a plan file has no key 'timing'.*; timing is now called profile$"
+    ):
         Plan.from_yaml("plan:\n  strategy: solo\ntiming: t.json\n", "plan.yaml")

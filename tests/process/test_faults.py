@@ -95,7 +95,9 @@ def test_ctrl_c_ends_the_run_with_130(tmp_path):
 
 def test_ranks_that_differ_or_fail_are_named_on_all_ranks():
     lines: dict[int, list[str]] = {0: [], 1: []}
-    with pytest.raises(cp.LaunchError, match=r"^rank 1 failed: OSError: OSError: the disk is full at .*rank_functions\.py:\d+"):
+    with pytest.raises(
+        cp.LaunchError, match=r"^rank 1 failed: OSError: OSError: the disk is full at .*rank_functions\.py:\d+"
+    ):
         launch(ranks.fail, ranks=2, on_line=lambda line: lines[line.rank].append(line.text))
     told = [[text for text in texts if re.match(r"\w+Error: ", text)] for texts in lines.values()]
     (mine, failed, *_), (theirs, own, *_) = told

@@ -72,7 +72,10 @@ def batches(num_steps=4):
     tokens = torch.randint(0, NUM_ROWS, (num_steps, 8, 4), generator=random)
     tokens[:, ::2], tokens[:, :, 1], tokens[:, :3, 3] = tokens[:, 1::2].clone(), tokens[:, :, 2].clone(), 2
     targets = torch.randint(0, 3, (num_steps, 8), generator=random)
-    return [(tokens[index, : 1 if index == 2 else 8], targets[index, : 1 if index == 2 else 8]) for index in range(num_steps)]
+    return [
+        (tokens[index, : 1 if index == 2 else 8], targets[index, : 1 if index == 2 else 8])
+        for index in range(num_steps)
+    ]
 
 
 def dataset():

@@ -60,7 +60,9 @@ def observe_calls(team, observe):
 
 
 def flat_params_of(rank):
-    return [flat_params for unit_params in rank.interpreter.store.units.values() for flat_params in unit_params.flat_params]
+    return [
+        flat_params for unit_params in rank.interpreter.store.units.values() for flat_params in unit_params.flat_params
+    ]
 
 
 def storage_bytes(tensor):

@@ -11,14 +11,14 @@ from counterpoint.runtime.malloc import (
     RETAIN_FREED,
     RETURN_FREED,
     MallocHeap,
-    process_heap,
+    heap_of_process,
 )
 from counterpoint.training.process_memory import RetainedMemory
 from tests.runtime.local_ranks import build_team, make_batch
 
 RETAINED = {MALLOPT_PARAMETERS[name]: value for name, value in RETAIN_FREED.items()}
 RETURNED = {MALLOPT_PARAMETERS[name]: value for name, value in RETURN_FREED.items()}
-GLIBC = pytest.mark.skipif(process_heap() is None, reason="the C library is not glibc")
+GLIBC = pytest.mark.skipif(heap_of_process() is None, reason="the C library is not glibc")
 
 FAULTS = """
 import ctypes, resource, sys
@@ -43,7 +43,7 @@ print(during, min(faults() for _ in range(4)))
 
 
 def num_holders():
-    heap = process_heap()
+    heap = heap_of_process()
     assert heap is not None, "this is glibc"
     return heap.num_holders
 

@@ -16,7 +16,9 @@ def grad_bytes(rank):
 
 
 def shard_bytes(rank):
-    return sum(storage_bytes(flat_params.grad_shard) for flat_params in flat_params_of(rank) if flat_params.grad is None)
+    return sum(
+        storage_bytes(flat_params.grad_shard) for flat_params in flat_params_of(rank) if flat_params.grad is None
+    )
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -30,7 +32,10 @@ def test_level_3_has_the_weights_of_one_block_at_a_time_and_none_in_between(num_
 
 def test_level_3_keeps_a_shard_of_the_weights_of_every_block():
     with build_team("zero(2, level=3)") as team:
-        kept = [sum(storage_bytes(flat_params.local_shard) for flat_params in flat_params_of(rank)) for rank in team.ranks.values()]
+        kept = [
+            sum(storage_bytes(flat_params.local_shard) for flat_params in flat_params_of(rank))
+            for rank in team.ranks.values()
+        ]
     assert kept == [4 * LAYER_BYTES // 2] * 2
 
 

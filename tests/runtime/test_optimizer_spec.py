@@ -15,7 +15,9 @@ def params():
 
 
 def grouped(named_params):
-    return optim.AdamW([{"params": [named_params["bias"]], "weight_decay": 0.0}, {"params": [named_params["weight"]], "lr": 0.5}])
+    return optim.AdamW(
+        [{"params": [named_params["bias"]], "weight_decay": 0.0}, {"params": [named_params["weight"]], "lr": 0.5}]
+    )
 
 
 def test_groups_are_found_by_parameter_name():
@@ -147,7 +149,12 @@ def split(given):
 
 def test_an_optimizer_object_is_rebuilt_with_the_arguments_that_it_exposes():
     named_params = params()
-    assert OptimizerSpec(ExtraArgument(named_params.values(), factor=20), named_params).build([(0, torch.zeros(4))]).__dict__["factor"] == 20
+    assert (
+        OptimizerSpec(ExtraArgument(named_params.values(), factor=20), named_params)
+        .build([(0, torch.zeros(4))])
+        .__dict__["factor"]
+        == 20
+    )
 
 
 def with_extra_attribute(optimizer):
@@ -158,8 +165,14 @@ def with_extra_attribute(optimizer):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda named_params: HiddenArgument(named_params), "^HiddenArgument keeps its factor neither in its defaults nor .* pass a factory that"),
-        (lambda named_params: with_extra_attribute(ExtraArgument(named_params)), "^ExtraArgument has nesterovian=3, but one rebuilt for a rank has None; pass a factory"),
+        (
+            lambda named_params: HiddenArgument(named_params),
+            "^HiddenArgument keeps its factor neither in its defaults nor .* pass a factory that",
+        ),
+        (
+            lambda named_params: with_extra_attribute(ExtraArgument(named_params)),
+            "^ExtraArgument has nesterovian=3, but one rebuilt for a rank has None; pass a factory",
+        ),
     ],
 )
 def test_an_optimizer_that_ranks_cannot_rebuild_is_an_error(make, text):
@@ -168,7 +181,9 @@ def test_an_optimizer_that_ranks_cannot_rebuild_is_an_error(make, text):
         OptimizerSpec(make(list(named_params.values())), named_params)
 
 
-@pytest.mark.parametrize(("given", "text"), [("adam", "argument is 'adam'"), (lambda _: None, "factory returned a NoneType")])
+@pytest.mark.parametrize(
+    ("given", "text"), [("adam", "argument is 'adam'"), (lambda _: None, "factory returned a NoneType")]
+)
 def test_a_factory_of_something_else_is_an_error(given, text):
     with pytest.raises(PlanError, match=f"^the optimizer {text}; pass a torch optimizer .* or a factory such"):
         OptimizerSpec(given, params())

@@ -16,7 +16,9 @@ REPLICATED = ["data(3)", "data(3, compress=int8)", "pipeline(2) * data(2)", "zer
 
 def change_weight(team, rank, amount=0.5):
     """Change one weight of a rank that it updates."""
-    unit = next(unit for unit in team.ranks[rank].interpreter.store.units.values() if unit.role.update_shard is not None)
+    unit = next(
+        unit for unit in team.ranks[rank].interpreter.store.units.values() if unit.role.update_shard is not None
+    )
     unit.optimizer_targets(team.optimizer_spec)[0][1].data.view(-1)[3] += amount
 
 
@@ -30,7 +32,9 @@ def test_a_replica_with_changed_weights_is_found_in_the_next_step(plan):
     with build_team(plan, share_params_on_host=False) as team:
         run_steps(team, 0)
         change_weight(team, 1)
-        with pytest.raises(cp.DataError, match=r"^replicas differ in step 1, first in \d.0.weight, whose value on ") as fault:
+        with pytest.raises(
+            cp.DataError, match=r"^replicas differ in step 1, first in \d.0.weight, whose value on "
+        ) as fault:
             run_steps(team, 1)
     assert "an in-place change in a callback or in the model; change weights equally on all ranks" in str(fault.value)
 
@@ -38,7 +42,9 @@ def test_a_replica_with_changed_weights_is_found_in_the_next_step(plan):
 def test_the_message_names_the_rank_that_differs_from_the_others_first():
     with build_team("data(3)", share_params_on_host=False) as team:
         change_weight(team, 2)
-        with pytest.raises(cp.DataError, match=r"^replicas differ .* first in 0.0.weight, whose value on rank 2 is not that on"):
+        with pytest.raises(
+            cp.DataError, match=r"^replicas differ .* first in 0.0.weight, whose value on rank 2 is not that on"
+        ):
             run_steps(team, 0)
 
 
@@ -58,7 +64,9 @@ def test_a_large_model_is_checked_part_by_part():
         team.ranks[1].interpreter.store.params["1.bias"].data[0] += 1
         parts = team.ranks[1].interpreter.replica_checksum.parts
         run_steps(team, *range(len(parts) - 1))
-        with pytest.raises(cp.DataError, match=r"^replicas differ in step \d, first in 1.bias, whose value on rank 1 is"):
+        with pytest.raises(
+            cp.DataError, match=r"^replicas differ in step \d, first in 1.bias, whose value on rank 1 is"
+        ):
             run_steps(team, len(parts) - 1)
 
 

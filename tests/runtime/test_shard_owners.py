@@ -73,7 +73,11 @@ def test_replicas_have_equal_weights_after_a_step(plan):
         copies: dict[tuple[str, int], list[torch.Tensor]] = {}
         for number, rank in team.ranks.items():
             index = team.run_spec.program.rank_programs[number].tp_rank
-            full = [unit_params for unit_params in rank.interpreter.store.units.values() if unit_params.role.local_shard == WHOLE]
+            full = [
+                unit_params
+                for unit_params in rank.interpreter.store.units.values()
+                if unit_params.role.local_shard == WHOLE
+            ]
             for name, param in ((name, param) for unit_params in full for name, param in unit_params.params.items()):
                 copies.setdefault((name, index), []).append(param.detach().clone())
     assert all(torch.equal(values[0], value) for values in copies.values() for value in values)

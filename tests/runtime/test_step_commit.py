@@ -56,9 +56,7 @@ def test_a_group_without_samples_has_no_loss_and_no_skip_reason():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_first_rank_with_a_loss_that_is_not_finite_is_named_with_its_microbatch(bad):
     fine = make_step_report({0: 1.0}, {0: 2}, 0.0)
-    found = decide(
-        fine, make_step_report({3: bad, 2: 1.0}, {2: 2, 3: 2}, 0.0), make_step_report({4: bad}, {4: 2}, 0.0)
-    )
+    found = decide(fine, make_step_report({3: bad, 2: 1.0}, {2: 2, 3: 2}, 0.0), make_step_report({4: bad}, {4: 2}, 0.0))
     assert found.skip_reason == f"the loss of microbatch 3 on rank 1 is {bad}"
 
 

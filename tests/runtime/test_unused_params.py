@@ -50,7 +50,9 @@ def signed_batch(signs, number):
 
 
 def build_branching_team(plan, **options):
-    return build_team(plan, num_microbatches=4 // Plan.parse(plan).global_num_microbatches, model=branching_model(), **options)
+    return build_team(
+        plan, num_microbatches=4 // Plan.parse(plan).global_num_microbatches, model=branching_model(), **options
+    )
 
 
 def train(plan, steps, **options):

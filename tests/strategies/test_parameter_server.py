@@ -81,7 +81,10 @@ def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
     [
         ("server(2, consistency=asp, staleness=1)", "asp has no bound: give consistency=ssp, staleness=1,"),
         ("ssp(2, staleness=-1)", "staleness=-1 of server is a bound for consistency=ssp, 0"),
-        ("server(2, compress=powersgd:2)", "compress=powersgd:2 of server works only in an all-reduce, but each worker pushes to the"),
+        (
+            "server(2, compress=powersgd:2)",
+            "compress=powersgd:2 of server works only in an all-reduce, but each worker pushes to the",
+        ),
         ("server(2, compress=2bit)", "there is no codec '2bit'; the codecs are"),
         ("ssp(2, fetch_every=2)", "ssp has no option 'fetch_every=2'"),
         (

@@ -35,12 +35,18 @@ def refusal(text, blocks=4, micros=1, model=None):
         ("zero3(2) * asp(2)", "write data(...) instead of zero(...)"),
         ("bsp(2) * bsp(2)", "is in a plan that has servers already; write one server(...)"),
         ("asp(2) * bsp(2)", "is in a plan that has servers already"),
-        ("tensor(2) * bsp(2)", "comes after tensor, each shard of which needs its own server; write server(2, servers=1, con"),
+        (
+            "tensor(2) * bsp(2)",
+            "comes after tensor, each shard of which needs its own server; write server(2, servers=1, con",
+        ),
         ("tensor(2) * asp(2)", "write server(2, servers=1, consistency=bsp) * tensor(...)"),
         ("tensor(2) * tensor(2)", "tensor(2) is in a plan with tensor already; write one tensor(...)"),
         ("asp(2) * tensor(2)", "tensor(2) comes after an asynchronous server"),
         ("zero(2) * data(2, sync_every=8)", "data(2, sync_every=8) comes after zero or update=sharded"),
-        ("data(2, update=sharded) * data(2, staleness=1)", "write data(...) instead, so that each replica updates its own weights"),
+        (
+            "data(2, update=sharded) * data(2, staleness=1)",
+            "write data(...) instead, so that each replica updates its own weights",
+        ),
         ("server(2) * data(2, sync_every=8)", "comes after server, whose workers do not update"),
         ("server(2) * data(2, staleness=1)", "write data(2, staleness=1) without server"),
         ("asp(2) * data(2, sync_every=8)", "data(2, sync_every=8) comes after server"),
@@ -56,10 +62,16 @@ def refusal(text, blocks=4, micros=1, model=None):
         ),
         ("tree(2) * data(2, update=sharded)", "write zero(...) with all ranks, without tree(...)"),
         ("tree(2) * server(2)", "comes after tree, where only the first replica updates; write data(...) instead"),
-        ("tree(2) * data(2, sync_every=8)", "data(2, sync_every=8) comes after tree, where only the first replica updates"),
+        (
+            "tree(2) * data(2, sync_every=8)",
+            "data(2, sync_every=8) comes after tree, where only the first replica updates",
+        ),
         ("tree(2) * data(2, staleness=1)", "data(2, staleness=1) comes after tree"),
         ("tree(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
-        ("data(2, compress=int8) * data(2, staleness=1)", "cannot combine data(2, staleness=1) with all-reduces compressed by int8"),
+        (
+            "data(2, compress=int8) * data(2, staleness=1)",
+            "cannot combine data(2, staleness=1) with all-reduces compressed by int8",
+        ),
     ],
 )
 def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):

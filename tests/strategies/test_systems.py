@@ -196,9 +196,15 @@ def refusal(text, **given):
         ("one_device(2)", "one_device is one rank, not 2; write one_device(1), or mirrored(2) to use them"),
         ("mirrored(2, cross_device_ops=ring)", "mirrored has no cross_device_ops=ring; give cross_device_ops=nccl, cr"),
         ("mirrored(2, num_packs=4)", "give num_packs=0 or 1, or write data(2, bucket=16MiB)"),
-        ("mirrored(2, num_packs=2, cross_device_ops=hierarchical_copy)", "num_packs=2 of mirrored needs cross_device_ops=nccl; drop it"),
+        (
+            "mirrored(2, num_packs=2, cross_device_ops=hierarchical_copy)",
+            "num_packs=2 of mirrored needs cross_device_ops=nccl; drop it",
+        ),
         ("multi_worker_mirrored(2, implementation=ring)", "the transport chooses the algorithm; drop it, or"),
-        ("multi_worker_mirrored(2, bytes_per_pack=big)", "bytes_per_pack=big is not a size; give whole numbers such as"),
+        (
+            "multi_worker_mirrored(2, bytes_per_pack=big)",
+            "bytes_per_pack=big is not a size; give whole numbers such as",
+        ),
         ("horovod(2, op=sum)", "write op=average, and multiply the learning rate by 2 for a sum"),
         ("horovod(2, op=product)", "horovod has no op=product; give op=average, op=sum or op=adasum"),
         ("horovod(2, autotune=yes)", "there is no autotune=yes; give autotune=on or autotune=off"),
@@ -243,7 +249,10 @@ def refusal(text, **given):
             "kvstore(4, type=dist_async, update_on_kvstore=off)",
             "kvstore(type=dist_async, update_on_kvstore=off) has no optimizer on the server",
         ),
-        ("kvstore(4, type=dist_sync, update_on_kvstore=off, servers=1)", "would only sum gradients, which the ranks do"),
+        (
+            "kvstore(4, type=dist_sync, update_on_kvstore=off, servers=1)",
+            "would only sum gradients, which the ranks do",
+        ),
         ("kvstore(4, gradient_compression=2bit)", "type=device or a dist type, as in MXNet; local has none:"),
         ("kvstore(4, type=device, gradient_compression=1bit)", "is not documented by MXNet; give 2bit:0.5"),
         ("kvstore(4, type=dist_sync, gradient_compression=2bit:-1)", "a positive number in digits;"),
@@ -251,7 +260,10 @@ def refusal(text, **given):
         ("mxnet_mpi(4, groups=2, servers=0)", "its weights; give servers=1, or groups=1 and mode=sgd,"),
         ("mxnet_mpi(4, groups=2, tau=4)", "alpha and tau of mxnet_mpi need mode=esgd; drop them from mode=sgd"),
         ("mxnet_mpi(4, mode=adam)", "mxnet_mpi has no mode=adam; give mode=sgd, mode=asgd or mode=esgd"),
-        ("downpour(4, n_push=4, n_fetch=2)", "a worker fetches when it pushes, so that each gradient is computed with one"),
+        (
+            "downpour(4, n_push=4, n_fetch=2)",
+            "a worker fetches when it pushes, so that each gradient is computed with one",
+        ),
         ("downpour(4, n_push=0)", "n_push=0 in 'downpour(4, n_push=0)' is a number of microbatches; give 1 or more"),
         ("downpour(4, n_push=2) * gpipe(2, chunks=4)", "n_push=2 and chunks=4; a plan has one number of microbatches"),
         ("parameter_server_strategy(2, mode=ssp)", "has no mode=ssp; give mode=async or mode=sync"),
@@ -260,7 +272,10 @@ def refusal(text, **given):
             "alpha=0, rho=2, eta=0 of easgd: alpha is eta times rho; give alpha, or both of the others",
         ),
         ("easgd(4, alpha=1.5)", "alpha=1.5 of easgd is not between 0 and 1; give alpha=0.9 divided"),
-        ("easgd(4, tau=0)", "easgd(4, servers=1, tau=0) has no exchange with a center; give servers=1 and tau=1, or more"),
+        (
+            "easgd(4, tau=0)",
+            "easgd(4, servers=1, tau=0) has no exchange with a center; give servers=1 and tau=1, or more",
+        ),
         ("mpi_caffe(4, comm_group=3)", "give a comm_group that divides 4"),
         (
             "mpi_caffe(4, split_points=head)",
@@ -281,9 +296,7 @@ def test_an_option_that_says_nothing_here_is_answered_with_the_reason(name, key,
 
 
 def test_a_bare_name_that_cannot_take_the_ranks_says_why():
-    assert refusal("one_device", num_ranks=4).startswith(
-        "one_device is one rank, not 4; write one_device(1)"
-    )
+    assert refusal("one_device", num_ranks=4).startswith("one_device is one rank, not 4; write one_device(1)")
     assert refusal("chainermn(3, communicator=hierarchical, per_host=2)").startswith("chainermn(3, per_host=2) cannot")
 
 

@@ -139,7 +139,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_weights_before_its_upda
     assert equal_bits(params_of(one.model), before)
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("stashing", (1, 1, 1)), ("stashing", (2, 1)), ("double_buffer", (1, 1))])
+@pytest.mark.parametrize(
+    ("rule", "replicas"), [("stashing", (1, 1, 1)), ("stashing", (2, 1)), ("double_buffer", (1, 1))]
+)
 def test_every_stage_leaves_out_the_updates_of_a_batch_whose_loss_is_not_finite(rule, replicas):
     case = streamed.Case(rule, replicas, (6,) * 6, spoilt=2)
     found, losses = streamed.train(case, nonfinite="skip")
@@ -168,7 +170,9 @@ def test_replicas_of_a_stage_that_come_to_differ_are_found_by_the_commits_of_the
 
     with make_trainer("pipedream(2, replicas=(2,1))", progress="off") as one:
         one.callbacks.append(Ask(change))
-        with pytest.raises(cp.DataError, match=r"^replicas differ in step 1, first in .*, whose value on rank 1 is not that"):
+        with pytest.raises(
+            cp.DataError, match=r"^replicas differ in step 1, first in .*, whose value on rank 1 is not that"
+        ):
             one.fit(dataset(), batch_size=12)
 
 
@@ -177,7 +181,9 @@ def test_replicas_of_a_stage_do_not_normalize_together():
         return nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3)).double()
 
     assert len(fit("pipedream(2, balance=(2,1))", normed(), progress="off")[1].losses) == 4
-    with pytest.raises(cp.PlanError, match=r"^1 is a SyncBatchNorm, which replicas normalize together, but the replicas"):
+    with pytest.raises(
+        cp.PlanError, match=r"^1 is a SyncBatchNorm, which replicas normalize together, but the replicas"
+    ):
         fit("pipedream(2, replicas=(2,1), balance=(2,1))", normed(), progress="off")
 
 

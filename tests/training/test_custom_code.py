@@ -35,7 +35,9 @@ def test_gradient_hooks_are_refused_where_they_would_not_be_called(strategy, reg
     model = mlp()
     getattr(model[0].weight, register)(lambda _: None)
     with (
-        pytest.raises(cp.PlanError, match=r"^0.weight has a gradient hook, which under .* or train in a single process$"),
+        pytest.raises(
+            cp.PlanError, match=r"^0.weight has a gradient hook, which under .* or train in a single process$"
+        ),
         step_of(model, strategy) as step,
     ):
         step(*dataset(12).tensors)

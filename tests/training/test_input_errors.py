@@ -135,7 +135,11 @@ def test_a_former_option_of_fit_names_the_new_one(old, new):
 
 def test_the_new_names_of_options_exist():
     new = {text.split(" ")[0] for text in (*RENAMED_OPTIONS.values(), *RENAMED_FIT_OPTIONS.values())}
-    known = {*TrainingOptions.__dataclass_fields__, *signature(cp.Trainer).parameters, *signature(cp.Trainer.fit).parameters}
+    known = {
+        *TrainingOptions.__dataclass_fields__,
+        *signature(cp.Trainer).parameters,
+        *signature(cp.Trainer.fit).parameters,
+    }
     assert new <= known
 
 
@@ -209,7 +213,9 @@ def exploding(outputs, _):
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_a_gradient_that_is_not_finite_is_seen_when_gradients_are_watched(strategy):
     text = refused(cp.DataError, mlp(), strategy=strategy, loss=exploding, check_finite="gradients")
-    assert re.match(r"step 0 cannot be applied: a gradient on rank \d is not finite; the parameters are unchanged", text)
+    assert re.match(
+        r"step 0 cannot be applied: a gradient on rank \d is not finite; the parameters are unchanged", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,9 +269,7 @@ def test_a_loader_in_place_of_a_dataset_is_refused():
 
 
 def test_a_time_to_save_without_a_place_is_refused():
-    with pytest.raises(
-        cp.PlanError, match=r"^save_every=2 needs a folder; give checkpoint_dir=FOLDER as well$"
-    ):
+    with pytest.raises(cp.PlanError, match=r"^save_every=2 needs a folder; give checkpoint_dir=FOLDER as well$"):
         make_trainer("solo").fit(dataset(), batch_size=12, save_every=2)
 
 

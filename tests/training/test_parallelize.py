@@ -132,7 +132,9 @@ def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
     model = mlp()
     (x, _, targets), *_ = batches((7,))
     with (
-        pytest.raises(cp.PlanError, match=r"^a batch of 7 samples cannot be split into the 2 equal microbatches of data"),
+        pytest.raises(
+            cp.PlanError, match=r"^a batch of 7 samples cannot be split into the 2 equal microbatches of data"
+        ),
         cp.parallelize(model, ADAMW, F.cross_entropy, strategy="data(2)") as step,
     ):
         step(x, targets)

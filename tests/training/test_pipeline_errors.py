@@ -181,7 +181,8 @@ def centered(x):
 def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(door, strategy):
     text = refused(door, blocks(centered), strategy)
     assert re.match(
-        r"the output of Blocks for a sample depends on the other samples of its batch: it changes by \d\.\de[-+]0\d of", text
+        r"the output of Blocks for a sample depends on the other samples of its batch: it changes by \d\.\de[-+]0\d of",
+        text,
     )
     assert (
         "take means and norms over the features of one sample, give num_microbatches=1, or pass cross_sample='acc"
@@ -242,7 +243,9 @@ def again(x):
 def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(door, between, what):
     """It would train silently with the gradients of the forward's operations."""
     text = refused(door, blocks(between))
-    assert text.startswith(f"{what}, but a model is split along the operations of its forward, whose own gradients would")
+    assert text.startswith(
+        f"{what}, but a model is split along the operations of its forward, whose own gradients would"
+    )
     assert "write it as an operation (torch.library.custom_op with register_autograd)" in text
 
 

@@ -202,7 +202,5 @@ def test_replicas_with_sparse_gradients_update_separately_as_those_with_dense_on
 
 
 def test_a_sparse_gradient_is_not_set_aside():
-    with pytest.raises(
-        DataError, match=r"the gradient of 0.weight is sparse and cannot be delayed by a step; build"
-    ):
+    with pytest.raises(DataError, match=r"the gradient of 0.weight is sparse and cannot be delayed by a step; build"):
         embedded(LATE, sparse=True)

@@ -157,10 +157,10 @@ def check_memory(ranks: int) -> Iterator[Finding]:
 
 def check_allocator(_ranks: int) -> Iterator[Finding]:
     """Show what training changes in this machine's memory allocator."""
-    from counterpoint.runtime.malloc import RETAIN_FREED, process_heap
+    from counterpoint.runtime.malloc import RETAIN_FREED, heap_of_process
 
     variables = allocator_variables()
-    if process_heap() is None:
+    if heap_of_process() is None:
         yield Finding("allocator", "good", "the C library is not glibc: training leaves its allocator unchanged")
     elif variables:
         yield Finding("allocator", "good", f"set up by {', '.join(variables)}: training leaves it unchanged")

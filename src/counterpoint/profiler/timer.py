@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from counterpoint.launchers.variables import allocator_variables
-from counterpoint.runtime.malloc import process_heap
+from counterpoint.runtime.malloc import heap_of_process
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -70,7 +70,7 @@ def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:
 @contextmanager
 def training_conditions(threads: int) -> Iterator[None]:
     """Compute with so many threads and retain freed memory as training does; restore both afterwards."""
-    previous_threads, heap = torch.get_num_threads(), None if allocator_variables() else process_heap()
+    previous_threads, heap = torch.get_num_threads(), None if allocator_variables() else heap_of_process()
     torch.set_num_threads(threads)
     if heap is not None:
         heap.retain()

@@ -192,7 +192,9 @@ def strategies_for_processes(num_ranks: int) -> tuple[str, ...]:
     return tuple(strategy for strategy in STRATEGIES if plan_for(strategy, 12).num_ranks == num_ranks)
 
 
-def process_results(num_ranks: int, name: str = "mlp", start: Callable[..., list[Any]] = launch) -> list[ParityResult]:
+def results_of_processes(
+    num_ranks: int, name: str = "mlp", start: Callable[..., list[Any]] = launch
+) -> list[ParityResult]:
     """Return the comparisons on separate processes connected by gloo: the largest difference of any rank.
 
     All strategies run in one start of the processes, each of which compares with its own single-process run.

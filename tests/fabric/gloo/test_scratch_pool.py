@@ -10,9 +10,9 @@ MANY = MIN_POOLED_BYTES // 4
 
 def test_released_buffers_are_reused():
     workspace = ScratchPool()
-    desk = ScratchLease(workspace)
-    first = desk.empty(MANY, torch.float32)
-    desk.clear()
+    scratch_pool = ScratchLease(workspace)
+    first = scratch_pool.empty(MANY, torch.float32)
+    scratch_pool.clear()
     assert ScratchLease(workspace).empty(MANY, torch.float32).data_ptr() == first.data_ptr()
 
 
@@ -25,9 +25,9 @@ def test_buffers_in_use_are_distinct():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
 def test_a_tensor_has_the_numbers_and_the_dtype_that_are_asked_for(dtype):
-    desk = ScratchLease(ScratchPool())
+    scratch_pool = ScratchLease(ScratchPool())
     for count in (0, 1, MIN_POOLED_BYTES, MIN_POOLED_BYTES + 1):
-        tensor = desk.empty(count, dtype)
+        tensor = scratch_pool.empty(count, dtype)
         assert (tensor.shape, tensor.dtype) == ((count,), dtype)
 
 
@@ -43,15 +43,15 @@ def test_the_smallest_buffer_that_fits_is_reused_unless_it_is_much_too_large():
 def test_no_more_is_kept_than_was_in_use_at_once():
     workspace = ScratchPool()
     for size in (4, 40, 9, 80):
-        desk = ScratchLease(workspace)
-        desk.empty(size * MIN_POOLED_BYTES, torch.uint8)
-        desk.clear()
+        scratch_pool = ScratchLease(workspace)
+        scratch_pool.empty(size * MIN_POOLED_BYTES, torch.uint8)
+        scratch_pool.clear()
     assert workspace.num_bytes == 80 * MIN_POOLED_BYTES
 
 
 def test_small_memory_is_not_kept():
     workspace = ScratchPool()
-    desk = ScratchLease(workspace)
-    desk.empty(MIN_POOLED_BYTES - 1, torch.uint8)
-    desk.clear()
+    scratch_pool = ScratchLease(workspace)
+    scratch_pool.empty(MIN_POOLED_BYTES - 1, torch.uint8)
+    scratch_pool.clear()
     assert workspace.num_bytes == 0

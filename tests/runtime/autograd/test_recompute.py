@@ -153,7 +153,10 @@ class DataDependentSign(nn.Module):
 
 def test_a_model_that_cannot_be_partitioned_is_not_recomputed():
     message = "recompute needs a model in blocks: .*; or omit the pass recompute"
-    with pytest.raises(PlanError, match=message), build_team("solo", model=DataDependentSign().double(), passes=("recompute",)):
+    with (
+        pytest.raises(PlanError, match=message),
+        build_team("solo", model=DataDependentSign().double(), passes=("recompute",)),
+    ):
         pass
     with build_team("solo", model=DataDependentSign().double()):
         pass

@@ -54,7 +54,9 @@ def test_members_that_measure_different_times_adopt_the_same_buckets(caplog):
     """Rank 0 is fast with four buckets, rank 1 with one; the slower of both counts."""
     with LocalWorld(2) as world, caplog.at_level(logging.INFO, "counterpoint.buckets"):
         times = ({1: 1.0, 2: 1.0, 4: 0.1}, {1: 0.5, 2: 1.0, 4: 0.6})
-        assignments = world.run(lambda fabric: run_steps(fabric, lambda rank, count: times[rank].get(count, 1.0)).assignment)
+        assignments = world.run(
+            lambda fabric: run_steps(fabric, lambda rank, count: times[rank].get(count, 1.0)).assignment
+        )
     assert assignments == [((3,), (2,), (1,), (0,))] * 2
     assert [bucket_plan.getMessage() for bucket_plan in caplog.records] == [
         "grad0: buckets of 2B instead of 8B, 4 instead of 2 of them: 600.0 ms a step instead of 1000.0"

@@ -47,7 +47,9 @@ def first_update(plan, **options):
         update = interpreter.update
 
         def watch(units):
-            grads.append(torch.cat([flat_params.collect_flat_grad().clone() for flat_params in flat_params_of(one.ranks[0])]))
+            grads.append(
+                torch.cat([flat_params.collect_flat_grad().clone() for flat_params in flat_params_of(one.ranks[0])])
+            )
             update(units)
 
         interpreter.update = watch

@@ -82,4 +82,11 @@ def test_only_stages_that_read_inputs_or_targets_get_them():
     with build_team("pipeline(6)", model=skip_model(), num_microbatches=2) as team:
         program, input_blocks = team.compiled.program, team.compiled.model.input_blocks
         assert input_blocks == {0, 5}
-        assert [microbatches_to_read(program, [rank], input_blocks) for rank in range(6)] == [[0, 1], [], [], [], [], [0, 1]]
+        assert [microbatches_to_read(program, [rank], input_blocks) for rank in range(6)] == [
+            [0, 1],
+            [],
+            [],
+            [],
+            [],
+            [0, 1],
+        ]

@@ -10,7 +10,7 @@ SIZES = st.builds(BucketConfig, st.integers(0, 60), st.integers(0, 60), st.sampl
 
 
 def ready_grads(found):
-    return [ReadyGrad(place, arena, size, when / 1000) for place, (arena, size, when) in enumerate(found)]
+    return [ReadyGrad(place, flat_params, size, when / 1000) for place, (flat_params, size, when) in enumerate(found)]
 
 
 def bucket_config(*sizes):
@@ -33,8 +33,15 @@ def test_a_bucket_has_at_most_the_given_size_or_a_single_gradient(found, sizes):
 
 
 def test_a_small_last_layer_shares_a_bucket_with_the_large_one_before_it():
-    assert assign_buckets(bucket_config(1, 40, 20, 5), BucketConfig(bucket_bytes=100, first_bytes=10)) == ((0, 1), (2, 3))
-    assert assign_buckets(bucket_config(1, 40, 20, 5), BucketConfig(bucket_bytes=30, first_bytes=10)) == ((0,), (1,), (2, 3))
+    assert assign_buckets(bucket_config(1, 40, 20, 5), BucketConfig(bucket_bytes=100, first_bytes=10)) == (
+        (0, 1),
+        (2, 3),
+    )
+    assert assign_buckets(bucket_config(1, 40, 20, 5), BucketConfig(bucket_bytes=30, first_bytes=10)) == (
+        (0,),
+        (1,),
+        (2, 3),
+    )
 
 
 @given(READY, SIZES)

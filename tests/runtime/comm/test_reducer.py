@@ -34,11 +34,15 @@ def train(plan, batches, *, model=None, num_microbatches=1, **options):
     """Return the parameters after a step on each batch, and the reducers of each rank."""
     options.setdefault("passes", ("overlap",))
     model = chain(4) if model is None else model
-    with build_team(plan, num_microbatches=num_microbatches, model=model, share_params_on_host=False, **options) as team:
+    with build_team(
+        plan, num_microbatches=num_microbatches, model=model, share_params_on_host=False, **options
+    ) as team:
         for number, batch in enumerate(batches):
             team.step(number, batch)
         team.export_weights()
-        return [param.detach().clone() for param in model.parameters()], {at: reducers(team.ranks[at]) for at in team.ranks}
+        return [param.detach().clone() for param in model.parameters()], {
+            at: reducers(team.ranks[at]) for at in team.ranks
+        }
 
 
 def max_difference(params, others):
@@ -52,7 +56,9 @@ def test_buckets_of_any_size_change_no_result(plan, num_microbatches, sizes, sol
     num_micros = Plan.parse(text, num_microbatches=num_microbatches).global_num_microbatches
     params, reducers_of = train(text, [make_batch(num_micros, 12)] * 3, num_microbatches=num_microbatches)
     assert max_difference(params, solo) <= 1e-12
-    assert all(len(reducer.bucket_plan.assignment) > 0 for rank_reducers in reducers_of.values() for reducer in rank_reducers)
+    assert all(
+        len(reducer.bucket_plan.assignment) > 0 for rank_reducers in reducers_of.values() for reducer in rank_reducers
+    )
 
 
 def test_from_the_second_step_on_buckets_start_during_backward():
@@ -132,7 +138,13 @@ def test_parameters_that_some_ranks_do_not_use_in_some_steps_are_still_reduced(f
         return [signed_batch(*first), signed_batch(1, -1), signed_batch(-1, -1), signed_batch(1, 1)]
 
     params, _ = train(f"data(2, {EACH})", make_batches(), model=branching_model(), unused_parameters="zero")
-    assert max_difference(params, train("solo", make_batches(), model=branching_model(), unused_parameters="zero", num_microbatches=2)[0]) <= 1e-12
+    assert (
+        max_difference(
+            params,
+            train("solo", make_batches(), model=branching_model(), unused_parameters="zero", num_microbatches=2)[0],
+        )
+        <= 1e-12
+    )
 
 
 class Tied(nn.Module):
@@ -217,7 +229,9 @@ def test_a_parameter_that_always_gets_two_gradients_is_reduced_after_both():
 
     params, reducers_of = train(f"data(2, {EACH})", [signed_batch(1, 1)] * 3, model=model())
     assert max(reducers_of[0][0].expected_hits) == 2
-    assert max_difference(params, train("solo", [signed_batch(1, 1)] * 3, model=model(), num_microbatches=2)[0]) <= 1e-12
+    assert (
+        max_difference(params, train("solo", [signed_batch(1, 1)] * 3, model=model(), num_microbatches=2)[0]) <= 1e-12
+    )
 
 
 def test_no_hook_is_left_on_the_model():

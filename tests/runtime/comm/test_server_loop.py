@@ -89,7 +89,9 @@ def run_server(seed, num_workers, staleness):
     names = {unit: tuple(one.params) for unit, one in units.items()}
     workers = RandomWorkers(parity_model.build(), names, flat_params, parts, seed)
     server = ParameterServerLoop(interpreter.store, cast("Fabric", workers), interpreter.state.push_log)
-    instructions = [instruction for instruction in interpreter.program.instructions if isinstance(instruction, ApplyPushes)]
+    instructions = [
+        instruction for instruction in interpreter.program.instructions if isinstance(instruction, ApplyPushes)
+    ]
     for _ in range(STEPS):
         server.apply_and_reply(instructions)
     world.close()
@@ -112,7 +114,5 @@ def test_workers_of_all_speeds_keep_the_bound_and_replay_bit_for_bit(num_workers
 def test_a_push_from_too_far_ahead_is_an_error():
     instruction = ApplyPushes(((0,),), (0, 1), 1)
     require_within_staleness(instruction, ((0,), 0), {0: 3, 1: 2})
-    with pytest.raises(
-        ProtocolError, match="rank 0 sent push 4 of unit 0, but rank 1 has pushed it 1 times"
-    ):
+    with pytest.raises(ProtocolError, match="rank 0 sent push 4 of unit 0, but rank 1 has pushed it 1 times"):
         require_within_staleness(instruction, ((0,), 0), {0: 3, 1: 1})

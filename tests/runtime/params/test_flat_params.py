@@ -160,7 +160,9 @@ def test_large_gradients_are_collected_one_by_one(monkeypatch):
     for param in params.values():
         param.grad = torch.ones_like(param)
     copied: list[str] = []
-    monkeypatch.setattr(flat_params_module, "copy_small_grads", lambda slots, *_: copied.extend(slot.name for slot in slots))
+    monkeypatch.setattr(
+        flat_params_module, "copy_small_grads", lambda slots, *_: copied.extend(slot.name for slot in slots)
+    )
     flat_grad = FlatParams(layout, params, WHOLE).collect_flat_grad()
     assert (copied, flat_grad.tolist()) == (["small", "last"], [1.0] * 9005)
     assert all(param.grad is None for param in params.values())

@@ -29,7 +29,9 @@ def train(plan=PLAN, steps=2, **options):
 def test_all_replicas_compute_with_the_same_memory():
     with build_team(PLAN) as team:
         team.step(0, make_batch(team.global_num_microbatches))
-        addresses = {param.data_ptr() for rank in team.ranks.values() for param in rank.interpreter.store.params.values()}
+        addresses = {
+            param.data_ptr() for rank in team.ranks.values() for param in rank.interpreter.store.params.values()
+        }
         assert len(addresses) == len(list(team.model.parameters()))
 
 
@@ -37,9 +39,12 @@ def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
     with build_team("data(4, update=sharded)") as team:
         team.step(0, make_batch(team.global_num_microbatches))
         all_flat_params = [flat_params for rank in team.ranks.values() for flat_params in flat_params_of(rank)]
-        (weights,) = {(storage_bytes(flat_params.weights), flat_params.weights.data_ptr()) for flat_params in all_flat_params}
+        (weights,) = {
+            (storage_bytes(flat_params.weights), flat_params.weights.data_ptr()) for flat_params in all_flat_params
+        }
         (grads,) = {
-            (storage_bytes(flat_params.shared.local_grad), flat_params.shared.replica_grads[0].data_ptr()) for flat_params in all_flat_params
+            (storage_bytes(flat_params.shared.local_grad), flat_params.shared.replica_grads[0].data_ptr())
+            for flat_params in all_flat_params
         }
         padded = -(-sum(param.numel() for param in team.model.parameters()) // 8) * 8
         assert weights[0] + grads[0] == (4 + 1) * padded * 8
@@ -118,5 +123,7 @@ def test_weights_that_a_forward_changes_are_not_shared():
     with build_team("data(2)", model=MaxNormTable()) as team:
         team.step(0, make_batch(team.global_num_microbatches))
         assert str(team.plan) == "data(2)"
-        addresses = {param.data_ptr() for rank in team.ranks.values() for param in rank.interpreter.store.params.values()}
+        addresses = {
+            param.data_ptr() for rank in team.ranks.values() for param in rank.interpreter.store.params.values()
+        }
         assert len(addresses) == 2

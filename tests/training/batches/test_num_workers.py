@@ -119,7 +119,9 @@ def test_processes_forked_with_threads_are_warned_of_once(how):
     child.start()
     threading.Thread(target=done.wait).start()
     try:
-        with pytest.warns(RuntimeWarning, match=r"^1 worker \(pid \d+\) came from a fork of this process, which has \d"):
+        with pytest.warns(
+            RuntimeWarning, match=r"^1 worker \(pid \d+\) came from a fork of this process, which has \d"
+        ):
             assert warn_forked_workers(known)
         assert not warn_forked_workers(known)
     finally:

@@ -30,9 +30,7 @@ def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
 @pytest.mark.parametrize("after", ["data(2)", "data(2, compress=sign)", "data(4, compress=int8)", "solo"])
 def test_another_plan_drops_it_with_a_warning(after, tmp_path):
     interrupted(tmp_path, "data(2, compress=int8)")
-    note = (
-        rf"^step-00000002 was saved under data\(2, compress=int8\), whose ranks had error-feedback residuals .*; {after[:4]}"
-    )
+    note = rf"^step-00000002 was saved under data\(2, compress=int8\), whose ranks had error-feedback residuals .*; {after[:4]}"
     with pytest.warns(RuntimeWarning, match=note):
         found, history = fit(after, epochs=2, fit_options={"resume": tmp_path})
     assert [step.step for step in history.steps] == list(range(2, 8))

@@ -25,7 +25,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_a_run_that_stops_with_batches_in_flight_continues_as_if_it_had_flushed_where_all_stages_had_saved(case, tmp_path):
+def test_a_run_that_stops_with_batches_in_flight_continues_as_if_it_had_flushed_where_all_stages_had_saved(
+    case, tmp_path
+):
     with pytest.raises(KeyboardInterrupt):
         case.fit(tmp_path, callbacks=[StopAt(7)])
     assert Checkpoint.open(tmp_path).step == 6
@@ -89,7 +91,9 @@ def test_running_statistics_are_those_of_the_stages_that_have_them_the_mean_over
     kept: dict[str, Any] = {}
     with make_trainer(plan, batch_norm_mlp(), progress="off", callbacks=[Statistics(kept)]) as one:
         kept["team"] = lambda: one.local_ranks
-        one.fit(dataset(), batch_size=12, max_steps=3, checkpoint_dir=tmp_path, save_every=2, checkpoint_mode="per_stage")
+        one.fit(
+            dataset(), batch_size=12, max_steps=3, checkpoint_dir=tmp_path, save_every=2, checkpoint_mode="per_stage"
+        )
     folder = tmp_path / "step-00000002"
     with make_trainer("solo", batch_norm_mlp(), progress="off") as one:
         one.fit(dataset(), batch_size=12, max_steps=2, resume=folder)

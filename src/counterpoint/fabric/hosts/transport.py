@@ -124,11 +124,11 @@ class HierarchicalFabric(Fabric):
 
     def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Return shared memory if all members are on this host."""
-        return self._common_fabric(group).shared_zeros(label, num_elements, dtype, group)
+        return self._shared_fabric(group).shared_zeros(label, num_elements, dtype, group)
 
     def barrier_async(self, label: str, group: Group) -> Work:
         """Start a barrier, in shared memory if all members are on this host."""
-        return self._common_fabric(group).barrier_async(label, group)
+        return self._shared_fabric(group).barrier_async(label, group)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in the host's shared memory, if there is any."""
@@ -207,7 +207,7 @@ class HierarchicalFabric(Fabric):
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
     ) -> tuple[Tensor, Work]:
         """Start an all-to-all, over gloo if the group is on several hosts."""
-        return self._common_fabric(group).all_to_all(label, whole, counts, group)
+        return self._shared_fabric(group).all_to_all(label, whole, counts, group)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
         """Start an all-gather, hierarchical if all hosts have equally many members."""
@@ -234,13 +234,13 @@ class HierarchicalFabric(Fabric):
 
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Exchange values, over gloo if the group is on several hosts."""
-        return self._common_fabric(group).gather_values(label, value, group)
+        return self._shared_fabric(group).gather_values(label, value, group)
 
     def connect_groups(self, groups: Sequence[Group]) -> None:
         """Open the connections of the groups that this rank is in, in sorted order."""
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
-                self._common_fabric(group).connect_groups([group])
+                self._shared_fabric(group).connect_groups([group])
                 if self._single_level_fabric(group) is None:
                     self._open_routes(group)
 
@@ -265,7 +265,7 @@ class HierarchicalFabric(Fabric):
     def _fabric_to(self, peer: int) -> Fabric:
         return self._shm if self._shm is not None and self._is_local(peer) else self._gloo
 
-    def _common_fabric(self, group: Group) -> Fabric:
+    def _shared_fabric(self, group: Group) -> Fabric:
         """Return the fabric that connects all members: shared memory if they are on this host, else gloo."""
         return self._shm if self._shm is not None and all(map(self._is_local, group)) else self._gloo
 
@@ -276,7 +276,7 @@ class HierarchicalFabric(Fabric):
             group: the members.
             must_be_uniform: a hierarchical one needs equally many members on all hosts.
         """
-        fabric = self._common_fabric(group)
+        fabric = self._shared_fabric(group)
         sizes = [0] * self.num_ranks
         for member in group:
             sizes[self._hosts[member] if 0 <= member < self.num_ranks else 0] += 1
