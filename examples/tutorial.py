@@ -1,4 +1,4 @@
-"""Train a small classifier under the strategy of the command line; the page docs/tutorial.md walks through it.
+"""Train a small classifier under the strategy of the command line; the page docs/tutorial/tutorial.md walks through it.
 
 python examples/tutorial.py "data(2)"
 """

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.published.page import TABLES, all_tables, format_cells, render_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "published.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "published.md"
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
@@ -29,5 +29,5 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         rows=tuple(rows),
         missed=tuple(missed),
         figures=figures,
-        notes={"marks": f"stand for {len(reasons)} reasons, which docs/published.md gives below each table"},
+        notes={"marks": f"stand for {len(reasons)} reasons, which docs/explanation/published.md gives below each table"},
     )

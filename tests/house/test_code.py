@@ -149,5 +149,6 @@ def test_every_function_has_been_written():
     for path in FILES:
         nodes = list(ast.walk(parsed(path)))
         declared = {id(inner) for node in nodes if only_declares(node) for inner in ast.walk(node)}
-        empty += [f"{name_of(path)}: {node.name}" for node in nodes if is_empty(node) and id(node) not in declared]
+        undeclared = [node for node in nodes if is_empty(node) and id(node) not in declared]
+        empty += [f"{name_of(path)}: {ast.unparse(node)}" for node in undeclared]
     assert not empty

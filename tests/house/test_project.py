@@ -10,7 +10,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 PINS = [line for line in CONSTRAINTS.splitlines() if line and not line.startswith("#")]
-DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+DECISIONS = sorted((ROOT / "docs" / "explanation" / "decisions").glob("[0-9]*.md"))
 
 
 def plain(requirement):

@@ -1,11 +1,11 @@
-"""The messages that `docs/troubleshooting.md` documents for each mistake."""
+"""The messages that `docs/how-to/troubleshooting.md` documents for each mistake."""
 
 import re
 from functools import cache
 
 from tests.house.source import ROOT
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
 
 
 @cache

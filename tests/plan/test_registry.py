@@ -1,5 +1,7 @@
 """The registry of strategies, and earlier names of strategies and options."""
 
+from typing import Any
+
 import pytest
 
 from counterpoint.errors import PlanError
@@ -49,10 +51,12 @@ def test_an_earlier_name_is_refused_with_its_present_one(text, hint):
     ("old", "new"), [("order", "schedule"), ("virtual", "chunks_per_stage"), ("cuts", "split_points")]
 )
 def test_a_call_with_an_earlier_parameter_is_refused_with_its_present_name(old, new):
+    former: Any = {old: 1}
+    unknown: Any = {"colour": 1}
     with pytest.raises(PlanError, match=f"^Pipeline has no parameter {old}; it is now called {new}$"):
-        Pipeline(2, **{old: 1})
+        Pipeline(2, **former)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        Pipeline(2, colour=1)
+        Pipeline(2, **unknown)
 
 
 def test_every_present_name_is_known():

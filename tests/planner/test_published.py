@@ -16,7 +16,7 @@ def test_every_published_figure_agrees_or_has_a_reason(index):
 
 
 def test_the_page_says_what_the_code_does(golden):
-    golden("../../docs/published.md", render_page())
+    golden("../../docs/explanation/published.md", render_page())
 
 
 @pytest.mark.parametrize(("level", "published"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])

@@ -135,7 +135,7 @@ def test_a_gradient_that_was_shared_out_has_no_codec():
 
 
 def test_the_table_of_the_documentation_has_the_bytes_of_the_formulas():
-    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "strategies.md").read_text(encoding="utf-8")
     lines = page.partition("\n## Gradient compression\n")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
     assert [row[0].partition(":")[0] for row in rows] == list(CODECS)

@@ -119,7 +119,7 @@ def test_every_system_is_shown_above():
     assert {text.split("(")[0] for text, _ in BECOMES} >= SYSTEMS.keys()
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "systems.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\|.*\| `([^`]+)` \| `([^`]+)` \|$", PAGE, flags=re.MULTILINE)
 
 

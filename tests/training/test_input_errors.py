@@ -4,6 +4,7 @@ import re
 import warnings
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -121,10 +122,11 @@ def test_a_composition_for_another_number_of_ranks_says_which_axes_it_has(num_ra
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
 def test_a_former_option_names_the_new_one(old, new):
+    former: Any = {old: None}
     with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; it is called {new}")):
-        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **{old: None})
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **former)
     with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; it is called {new}")):
-        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **{old: None})
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **former)
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_FIT_OPTIONS.items())

@@ -34,7 +34,7 @@ def serve(
 ) -> None:
     """Run the coordinator of a job, or one of its servers, until Ctrl-C or SIGTERM.
 
-    Without a key all connections stay on this host. See docs/parameter-servers.md for a job over several hosts.
+    Without a key all connections stay on this host. See docs/how-to/parameter-servers.md for a job over several hosts.
     """
     from counterpoint.ps.process.job_file import read_job_file
     from counterpoint.ps.process.serve import serve_coordinator, serve_shards

@@ -97,7 +97,7 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
     """Run ``fn(*args)`` on ``ranks`` processes of this host; return the results by rank.
 
     Args:
-        fn: a function that another process can import; see :func:`import_path`.
+        fn: a function that another process can import; see ``import_path``.
         ranks: number of processes.
         args: JSON values and tensors, the same for every rank.
         threads_per_rank: as ``run_command``.
@@ -106,8 +106,9 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
         on_line: called with every line that a rank writes.
 
     Raises:
-        LaunchError: the function cannot be imported, an argument cannot be sent, or a rank failed; the first line names
-        it. KeyboardInterrupt: Ctrl-C; all ranks have ended.
+        LaunchError: the function cannot be imported, an argument cannot be sent, or a rank failed, which the first line
+            names.
+        KeyboardInterrupt: after Ctrl-C, when all ranks have ended.
     """
     inside = detect()
     if inside is not None:

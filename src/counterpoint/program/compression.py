@@ -1,6 +1,6 @@
 """Compression codecs for gradients: their names, parameters and encoded sizes.
 
-A codec is described by pure data here; :mod:`counterpoint.fabric.compression` applies it to tensors. Every parameter of
+A codec is described by pure data here; ``counterpoint.fabric.compression`` applies it to tensors. Every parameter of
 a unit is encoded separately, so that the encoded size follows from its shape.
 """
 

@@ -136,7 +136,7 @@ class ElasticTrainer:
             tables: embedding weights of which a worker only has the rows that it looks up, and how rows are
                 initialized.
             eval_dataset: held-out data, evaluated by this worker when all data is processed.
-            metrics: from outputs and targets to a dict of :class:`MeanMetric`; by default the loss.
+            metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
             should_stop: called between two minibatches.
             **options: of the worker's replica with servers, such as ``codec="int8"``, or of the replica without
                 servers.

@@ -167,7 +167,7 @@ class Trainer:
             num_workers: processes of each rank that read its samples; 0 reads them when they are needed.
             prefetch_factor: microbatches that each worker reads ahead.
             eval_dataset: held-out data, evaluated after every epoch and at the end.
-            metrics: from outputs and targets to a dict of :class:`MeanMetric`; by default the loss.
+            metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
             evaluate_every: also evaluate after this many steps.
             checkpoint_dir: folder of checkpoints, written at the end.
             save_every: also save after this many steps.
@@ -258,7 +258,7 @@ class Trainer:
 
         Args:
             dataset: map-style, samples ``(inputs..., target)``.
-            metrics: from outputs and targets to a dict of :class:`MeanMetric`; by default the loss.
+            metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
             batch_size: samples of a batch; by default 64 per microbatch.
         """
         require_counts(optional=True, batch_size=batch_size)

@@ -79,7 +79,7 @@ def resolve_cluster(given: str | Path | Cluster) -> Cluster:
 
 
 def parse_cluster(text: str, *, name: str = "cluster file") -> Cluster:
-    """Parse the YAML text of a cluster; see ``docs/clusters.md``.
+    """Parse the YAML text of a cluster; see ``docs/how-to/clusters.md``.
 
     Args:
         text: YAML, as :func:`format_cluster` writes it.
