@@ -29,5 +29,5 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         rows=tuple(rows),
         missed=tuple(missed),
         figures=figures,
-        notes={"marks": f"stand for {len(reasons)} reasons, which docs/explanation/published.md gives below each table"},
+        notes={"marks": f"stand for {len(reasons)} reasons, which the page gives below each table"},
     )

@@ -2,19 +2,19 @@
 
 Both sides count records, and the count is the nonce, so that a lost, repeated, reordered or foreign record is rejected
 like a modified one. Without a key, a checksum replaces the tag: it detects faults, not forgery.
-Keys are derived with HKDF-SHA256 (RFC 5869), for keys of one block.
+Keys are derived with HKDF-SHA256 (RFC 5869).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import struct
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from isal.isal_zlib import crc32
 
 from counterpoint.errors import ProtocolError
@@ -24,17 +24,17 @@ DIGEST_BYTES = 32
 
 def hkdf_extract(salt: bytes, secret: bytes) -> bytes:
     """Return a uniformly random 32-byte key from a secret that may not be."""
-    return hmac.digest(salt, secret, hashlib.sha256)
+    return HKDF.extract(SHA256(), salt, secret)
 
 
 def hkdf_expand(key: bytes, purpose: bytes, num_bytes: int = DIGEST_BYTES) -> bytes:
-    """Return a key of at most 32 bytes for one purpose.
+    """Return a key for one purpose.
 
     Example:
         >>> hkdf_expand(bytes(32), b"one") == hkdf_expand(bytes(32), b"other")
         False
     """
-    return hmac.digest(key, purpose + b"\1", hashlib.sha256)[:num_bytes]
+    return HKDFExpand(SHA256(), num_bytes, purpose).derive(key)
 
 
 RECORD_BYTES: Final = 1 << 18

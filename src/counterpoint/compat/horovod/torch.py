@@ -1,8 +1,8 @@
 """Horovod's API for PyTorch: ``import counterpoint.compat.horovod.torch as hvd``.
 
 Start ranks with ``counterpoint run -n 2 train.py`` or torchrun. Names, arguments and results are Horovod's;
-``docs/migration/horovod.md`` lists the differences. All ranks of a process set must start collectives in the same order; if they
-do not, the error names the ranks and what each of them started, before anything is reduced.
+``docs/migration/horovod.md`` lists the differences. All ranks of a process set must start collectives in the same
+order; if they do not, the error names the ranks and what each of them started, before anything is reduced.
 """
 
 from __future__ import annotations
