@@ -164,8 +164,8 @@ def saved(tmp_path):
 )  # fmt: skip
 def test_a_run_with_other_samples_or_another_optimizer_does_not_continue(options, what, saved):
     assert re.match(
-        rf".* was saved with {what}; a run goes on only with the samples and the optimizer it had; resume with the "
-        r"same, or start a new run$",
+        rf".* was saved with {what}; a run can only continue with the same samples and optimizer; resume with "
+        r"them, or start a new run$",
         refused(saved, **options),
     )
 
@@ -177,11 +177,11 @@ def test_a_checkpoint_of_another_model_lists_what_differs(saved):
     assert "unexpected: 0.bias float64[8]" in text
     frozen = mlp()
     frozen[0].bias.requires_grad_(False)
-    assert "changed: 0.bias is float64[8] there, float64[8] frozen here" in refused(saved, model=frozen)
+    assert "changed: 0.bias is float64[8] in the checkpoint, float64[8] frozen in the model" in refused(saved, model=frozen)
 
 
 def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(saved):
-    with pytest.raises(cp.CheckpointError, match=r"is of step 4, but this run ends at step 3; epochs and steps count"):
+    with pytest.raises(cp.CheckpointError, match=r"is of step 4, but this run ends at step 3; epochs and steps are counted"):
         fit("data(2)", fit_options={"resume": saved, "max_steps": 3})
 
 
@@ -233,7 +233,7 @@ def test_a_folder_without_checkpoints_and_a_missing_one_are_refused(tmp_path):
 
 def test_a_checkpoint_is_never_overwritten_by_another_run(saved):
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
-    with pytest.raises(cp.CheckpointError, match="exists and is not what is being saved; a checkpoint is never over"):
+    with pytest.raises(cp.CheckpointError, match="exists and differs from what is being saved; a checkpoint is never over"):
         fit("data(2)", fit_options=saving(saved), seed=3)
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
