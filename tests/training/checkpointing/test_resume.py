@@ -177,11 +177,15 @@ def test_a_checkpoint_of_another_model_lists_what_differs(saved):
     assert "unexpected: 0.bias float64[8]" in text
     frozen = mlp()
     frozen[0].bias.requires_grad_(False)
-    assert "changed: 0.bias is float64[8] in the checkpoint, float64[8] frozen in the model" in refused(saved, model=frozen)
+    assert "changed: 0.bias is float64[8] in the checkpoint, float64[8] frozen in the model" in refused(
+        saved, model=frozen
+    )
 
 
 def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(saved):
-    with pytest.raises(cp.CheckpointError, match=r"is of step 4, but this run ends at step 3; epochs and steps are counted"):
+    with pytest.raises(
+        cp.CheckpointError, match=r"is of step 4, but this run ends at step 3; epochs and steps are counted"
+    ):
         fit("data(2)", fit_options={"resume": saved, "max_steps": 3})
 
 
@@ -233,7 +237,9 @@ def test_a_folder_without_checkpoints_and_a_missing_one_are_refused(tmp_path):
 
 def test_a_checkpoint_is_never_overwritten_by_another_run(saved):
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
-    with pytest.raises(cp.CheckpointError, match="exists and differs from what is being saved; a checkpoint is never over"):
+    with pytest.raises(
+        cp.CheckpointError, match="exists and differs from what is being saved; a checkpoint is never over"
+    ):
         fit("data(2)", fit_options=saving(saved), seed=3)
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
