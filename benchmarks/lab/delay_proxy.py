@@ -141,7 +141,7 @@ async def serve(mark: int, seed: str) -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0, limit=CHUNK_BYTES, backlog=1024)
-    print(server.open_sockets[0].getsockname()[1], flush=True)
+    print(server.sockets[0].getsockname()[1], flush=True)
     while line := await lines.readline():
         proxy.delays = json.loads(line)
         print("set", flush=True)
@@ -149,5 +149,5 @@ async def serve(mark: int, seed: str) -> None:
 
 if __name__ == "__main__":
     # select() waits to the microsecond, epoll to the millisecond
-    with asyncio.TrialRunner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         runner.run(serve(int(sys.argv[1]), sys.argv[2]))
