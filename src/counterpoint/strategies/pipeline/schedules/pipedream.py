@@ -82,7 +82,7 @@ class StageTimeline:
 
     @property
     def interval(self) -> int:
-        """How many backwards of a replica are between two updates of its stage: a whole body with double buffering."""
+        """How many backwards of a replica are between two updates of its stage; a body with double buffering."""
         return self.steps if self.weight_policy == "double_buffer" else 1
 
     @property
