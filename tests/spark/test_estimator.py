@@ -113,7 +113,7 @@ def test_an_optimizer_of_the_estimators_own_model_is_refused(spark):
     from counterpoint.spark.estimator import TorchEstimator
 
     model = Layers(4)
-    with pytest.raises(PlanError, match="give a factory such as"):
+    with pytest.raises(PlanError, match="give an optimizer factory such as"):
         TorchEstimator(model=model, loss=F.cross_entropy, optimizer=Adam(model.parameters()))
 
 
