@@ -177,7 +177,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_an_order_is_drawn_as_in_its_paper(golden, name):
+def test_a_schedule_is_drawn_as_in_its_paper(golden, name):
     """A forward takes one tick, and each of the two parts of a backward another one."""
     text, blocks, micros = DRAWN[name]
     trace = simulate(compile_text(text, m=micros, blocks=blocks).program, unit_costs(backward_ticks=2))

@@ -112,7 +112,7 @@ def resolve_initial_plan(
     num_microbatches: int | None,
     passes: Sequence[str] | None,
 ) -> Plan:
-    """Return the plan for the ranks that were started, or for this process; ``auto`` becomes ``data`` for now.
+    """Return the plan for the ranks that were started, or for this process; ``auto`` begins as ``data``.
 
     Args:
         strategy: a plan, or its text; a plan has its own passes, a text gets the default ones.

@@ -82,7 +82,7 @@ def check_counts(ordeal, folder, num_places):
 
 
 def count(seed, folder, **options):
-    """An ordeal of counting: each slice has its 1, once."""
+    """Run a chaos job in which each slice adds 1, and check that each is counted once."""
     ordeal = run(seed, folder, CountingWorkload(), **options)
     check_counts(ordeal, folder, 1)
     assert ordeal.values == [-1.0] * total_of(ordeal.job)
