@@ -31,7 +31,9 @@ def main():
         there = median_s(lambda: target[: 1 << 28].copy_(host, non_blocking=True))
         back = median_s(lambda: host.copy_(target[: 1 << 28], non_blocking=True))
         kind = "pinned" if is_pinned else "pageable"
-        print(f"{kind} host memory: {2**28 / there / 1e9:.1f} GB/s to the device, {2**28 / back / 1e9:.1f} GB/s from it")
+        print(
+            f"{kind} host memory: {2**28 / there / 1e9:.1f} GB/s to the device, {2**28 / back / 1e9:.1f} GB/s from it"
+        )
     small = torch.ones(8, device="cuda")
     print(f"launch and wait: {median_s(lambda: small.add_(1), 200) * 1e6:.1f} us")
 

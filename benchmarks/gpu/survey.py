@@ -47,7 +47,7 @@ STRATEGIES = (
     "tensor(2) * data(2)",
     "zero(2, level=3) * data(2)",
 )
-ASYNCHRONOUS = ("pipeline(2, schedule=pipedream)", "averaging(2, period=2)", "server(2, consistency=asp)")
+ASYNCHRONOUS = ("pipeline(2, schedule=pipedream)", "data(2, sync_every=2)", "server(2, consistency=asp)")
 PROCESS_STRATEGIES = (
     "data(2)",
     "data(2) + overlap",
@@ -105,7 +105,7 @@ def build_model(name: str):
         return model.double(), (torch.randint(0, 64, (8, 5), generator=draw), labels), nn.functional.cross_entropy
     layers = {"dropout": [nn.Dropout(0.3)], "batch_norm": [nn.BatchNorm1d(32)], "sync_batch_norm": [nn.BatchNorm1d(32)]}
     model = nn.Sequential(
-        nn.Linear(16, 32),
+        nn.Linear(16, 32, bias=not name.endswith("batch_norm")),  # its gradient would be rounding errors alone
         *layers.get(name, []),
         nn.GELU(),
         *(layer for _ in range(2) for layer in (nn.Linear(32, 32), nn.GELU())),
@@ -124,7 +124,8 @@ def train(case: dict, strategy: str, device: str, num_steps: int = 4) -> dict:
     text, _, added_pass = strategy.partition(" + ")
     options = dict(OPTIONS.get(case.get("options", ""), {}))
     if case["strategy"] not in ASYNCHRONOUS:
-        options["num_microbatches"] = 4  # masks of dropout are drawn for each microbatch
+        num_replicas = 2 ** sum(text.count(word) for word in ("data(", "zero(", "tree("))
+        options["num_microbatches"] = 4 // num_replicas  # masks of dropout are drawn for each microbatch
     if added_pass:
         options["passes"] = (*options.get("passes", ()), added_pass)
     if case["model"] == "sync_batch_norm":
@@ -136,10 +137,12 @@ def train(case: dict, strategy: str, device: str, num_steps: int = 4) -> dict:
         optimizer = partial(torch.optim.SGD, lr=0.1)
     waits: collections.Counter = collections.Counter()
     with cp.parallelize(model, optimizer(model.parameters()), loss, strategy=text, timeout_s=30.0, **options) as step:
-        losses = [float(step(inputs, targets)) for _ in range(num_steps)]
+        losses = [float(step(inputs, targets)) for _ in range(num_steps - 1)]
         if device == "cuda":
             with count_waits(waits):
-                step(inputs, targets)
+                losses.append(float(step(inputs, targets)))
+        else:
+            losses.append(float(step(inputs, targets)))
     devices = sorted({parameter.device.type for parameter in model.parameters()})
     return {
         "losses": losses,
@@ -253,10 +256,23 @@ def measure_case(case: dict, timeout_s: float) -> dict:
         command = [sys.executable, __file__, "--case", json.dumps(case), "--out", str(path)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if "transport" in case:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, *command[1:]]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                num_ranks,
+                *command[1:],
+            ]
             environment["COUNTERPOINT_TRANSPORT"] = case["transport"]
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -279,7 +295,9 @@ def print_table(results: list[dict]) -> None:
         if "error" in result:
             text += f"{result['error'][:150]}  at {' < '.join(result.get('at', []))}"
         else:
-            waits = ", ".join(f"{n}x {place}" for place, n in sorted(result["waits"].items(), key=lambda item: -item[1])[:6])
+            waits = ", ".join(
+                f"{n}x {place}" for place, n in sorted(result["waits"].items(), key=lambda item: -item[1])[:6]
+            )
             text += f"{result['difference']:.1e} on {'+'.join(result['devices'])}; waits {sum(result['waits'].values())}: {waits}"
         print(text)
     print(dict(collections.Counter(result["outcome"] for result in results)))

@@ -153,7 +153,7 @@ class Interpreter:
         return self.state.result
 
     def evaluate(self, batch: MicrobatchSource, model: BoundModel) -> None:
-        """Run only the program's forwards; ranks with the last block have the losses in ``executor.losses``."""
+        """Run only the program's forwards; ranks with the last block have the losses in ``executor``."""
         training = self.executor
         self.executor = SegmentExecutor(model, self.store, self.rng)
         self.communication.executor = self.executor
@@ -245,7 +245,7 @@ class Interpreter:
         batch, scope = self.executor.batch, commit_scope(self.program, self.step_number, self.state.num_commits)
         missing_grads = [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()]
         sizes = batch.sizes if batch is not None else {}
-        losses = {micro: loss for micro, loss in self.executor.losses.items() if micro in scope}
+        losses = {micro: loss for micro, loss in self.executor.read_losses().items() if micro in scope}
         first = self.step_number * self.program.microbatches_per_batch
         is_idle = not any(sizes[micro] for micro in scope if micro - first in self.backward_micros)
         report = make_step_report(

@@ -319,11 +319,16 @@ def warn_state_lives_in_ranks(optimizer: optim.Optimizer) -> None:
 
 def squared_norm(grads: Iterable[Tensor]) -> float:
     """Return the sum of squares over all gradients, accumulated in float64."""
-    total = 0.0
+    total, device_norms = 0.0, []
     for grad in grads:
         dense = grad.coalesce().values() if grad.is_sparse else grad.detach()
         norm = torch.linalg.vector_norm(dense, dtype=None if dense.dtype == torch.float64 else torch.float32)
-        total += float(norm) ** 2
+        if norm.device.type == "cpu":
+            total += float(norm) ** 2
+        else:
+            device_norms.append(norm.double())
+    if device_norms:  # read together: every read waits for the device
+        total += sum(norm**2 for norm in torch.stack(device_norms).tolist())
     return total
 
 

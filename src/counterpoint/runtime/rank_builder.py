@@ -40,6 +40,7 @@ from counterpoint.runtime.batch_norm.sync import (
     require_no_sync_in_async_pipeline,
     require_not_recomputed,
 )
+from counterpoint.runtime.devices import model_device
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -128,7 +129,7 @@ def build_rank(
         model=bind_segments(run_spec, partition, instructions, training=True),
         store=store,
         fabric=fabric,
-        rng=ModuleRNG(run_spec.seed),
+        rng=ModuleRNG(run_spec.seed, model_device(model)),
         guard=run_spec.guard,
         computing_ranks=computing_ranks(run_spec, rank),
         compressed_contributions={

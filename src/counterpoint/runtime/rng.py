@@ -8,6 +8,7 @@ from zlib import crc32
 import torch
 
 from counterpoint.partitioning.seed_hooks import no_seed
+from counterpoint.runtime.devices import CPU, device_seeder
 
 _MASK = (1 << 63) - 1
 
@@ -28,20 +29,25 @@ class ModuleRNG:
 
     Args:
         seed: the run's seed.
+        device: that modules draw on; the CPU's generator is always seeded.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device = CPU) -> None:
         self.seed = seed
+        self.seed_device = device_seeder(device)
         self.step = 0
         self.micro = 0
         self.path_hashes: dict[str, int] = {}
 
     def __call__(self, path: str) -> None:
-        """Seed torch's generator for the call of the module at ``path``."""
+        """Seed torch's generators for the call of the module at ``path``."""
         name = self.path_hashes.get(path)
         if name is None:
             name = self.path_hashes[path] = crc32(path.encode())
-        torch.default_generator.manual_seed(hash_seed(self.seed, self.step, self.micro, name))
+        number = hash_seed(self.seed, self.step, self.micro, name)
+        torch.default_generator.manual_seed(number)
+        if self.seed_device is not None:
+            self.seed_device(number)
 
 
 def make_seeder(rng: ModuleRNG, *, uses_rng: bool) -> Callable[[str], None]:

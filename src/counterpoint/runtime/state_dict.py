@@ -232,7 +232,7 @@ def average_buffers(
         weight = float(num_micros.get(name, 0))
         if buffer.is_floating_point():
             total = torch.cat(
-                [buffer.detach().reshape(-1).double() * weight, torch.tensor([weight], dtype=torch.float64)]
+                [buffer.detach().reshape(-1).cpu().double() * weight, torch.tensor([weight], dtype=torch.float64)]
             )
             fabric.all_reduce(f"buffer {name}", total, everyone).wait()
             if float(total[-1]) > 0:

@@ -45,6 +45,7 @@ from counterpoint.program.step_variants import StepVariant
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
+from counterpoint.runtime.devices import model_device, require_single_process, to_device
 from counterpoint.runtime.interpreter import Interpreter, rollback_step
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -166,7 +167,9 @@ class LocalRanks:
         self.buckets = plan.buckets  # plan_trials replaces them before build()
         self.model = model
         self.loss = loss
-        self.can_share_params = options.share_params_on_host and not has_max_norm(model)
+        self.device = model_device(model)
+        require_single_process(self.device, len(world.fabrics), world.fabrics[0].num_ranks)
+        self.can_share_params = options.share_params_on_host and not has_max_norm(model) and self.device.type == "cpu"
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)
@@ -194,6 +197,7 @@ class LocalRanks:
         """
         if self.compiled is not None and self.mutation_check is not None:
             return self.compiled
+        inputs = to_device(inputs, self.device)
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
         self.check_model_consistency()

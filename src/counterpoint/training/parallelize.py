@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.data.sampler import split_batch
@@ -15,6 +14,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan.plan import Plan
+from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.runtime.step_commit import StepResult
@@ -120,7 +120,7 @@ class TrainStep:
             # a DataLoader starts new workers in every epoch
             self.has_warned_of_fork = warn_forked_workers(self.known_pids)
         in_flight = self.local_ranks.in_flight
-        with torch.random.fork_rng(devices=[], enabled=self.local_ranks.uses_rng):
+        with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
             result = self.local_ranks.step(number, in_flight.batch_source(number))
         batch = in_flight.batches.pop(number, None)
         if self.is_multi_process and isinstance(batch, SlicedBatch):

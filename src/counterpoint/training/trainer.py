@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.compiler.compile import CompiledPlan
@@ -20,6 +19,7 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import require_counts
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice
+from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.training.batches.global_batch import DatasetBatch
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
@@ -227,7 +227,7 @@ class Trainer:
         error: BaseException | None = None
         self.ranks_are_newer = True
         try:
-            with torch.random.fork_rng(devices=[]), preserve_training_mode(self.model):
+            with preserve_rng(fit_loop.local_ranks.device), preserve_training_mode(self.model):
                 if resume is not None:
                     fit_loop.resume(resume)
                 elif self.progress.step:

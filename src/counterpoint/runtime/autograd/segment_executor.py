@@ -26,6 +26,7 @@ from counterpoint.partitioning.partitioned_model import Segment
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
+from counterpoint.runtime.devices import common_device, to_device
 from counterpoint.runtime.kernels.cross_entropy import FusedCrossEntropyMode
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
@@ -104,6 +105,8 @@ class SegmentExecutor:
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
         self.losses: dict[int, float] = {}
+        self.device_losses: dict[int, Tensor] = {}  # not read yet, because a read waits for the device
+        self.device = common_device(store.params.items())
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm: BatchNormState | None = None  # None where the plan changes nothing about batch norm
         self.recompute_store = RecomputeStore()  # inputs of forwards that are recomputed
@@ -132,6 +135,7 @@ class SegmentExecutor:
         self.microbatches_per_batch = microbatches_per_batch
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
         self.losses.clear()
+        self.device_losses.clear()
         if self.batch_norm is not None:
             self.batch_norm.begin_step(is_async_pipeline=bool(microbatches_per_batch))
         if not microbatches_per_batch:
@@ -279,6 +283,8 @@ class SegmentExecutor:
             assert self.batch is not None, "a step has begun"
             inputs = self.model.flatten(self.batch.inputs(micro))
             leaves = [inputs[index] for index in segment.inputs[:count]]
+            if self.device.type != "cpu":
+                leaves = to_device(leaves, self.device)
         for value, requires_grad in (self.values[index, micro] for index in segment.inputs[count:]):
             leaves.append(value.detach().requires_grad_() if requires_grad else value)
         return leaves
@@ -286,17 +292,31 @@ class SegmentExecutor:
     def compute_loss(self, outputs: Sequence[Tensor], micro: int) -> Tensor:
         """Return the microbatch's weighted loss, and record its mean loss."""
         assert self.batch is not None, "a step has begun"
-        loss: Any = self.model.loss(self.model.unflatten(outputs), self.batch.targets(micro))
+        targets = self.batch.targets(micro)
+        if self.device.type != "cpu":
+            targets = to_device(targets, self.device)
+        loss: Any = self.model.loss(self.model.unflatten(outputs), targets)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(
                 f"the loss of microbatch {self.step_and_micro(micro)[1]} {actual}; it must be a 0-dim tensor, the mean "
                 "over the samples: keep reduction='mean', and return it without item() or float()"
             )
-        self.losses[micro] = float(loss.detach())
+        if loss.device.type == "cpu":
+            self.losses[micro] = float(loss.detach())
+        else:
+            self.device_losses[micro] = loss.detach()
         weight = self.loss_weights.weights[micro]
         weighted: Tensor = loss * weight if weight != 1.0 else loss
         return weighted
+
+    def read_losses(self) -> dict[int, float]:
+        """Return the mean losses of this step's microbatches; wait for the device if they are not read yet."""
+        if self.device_losses:
+            values = torch.stack([loss.double() for loss in self.device_losses.values()]).tolist()
+            self.losses.update(zip(self.device_losses, values, strict=True))
+            self.device_losses.clear()
+        return self.losses
 
     def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
         """Run blocks ``last`` down to ``first`` backward; gradients are added to those of the parameters."""
@@ -343,13 +363,18 @@ class SegmentExecutor:
             stop = start
 
     def run_autograd(self, roots: Sequence[Tensor], grads: OptionalGrads) -> None:
-        """Run autograd; gradients are added to those of the parameters."""
+        """Run autograd in this thread; gradients are added to those of the parameters.
+
+        A device's own autograd thread would serve all ranks of a process, one after the other, so that a rank that
+        waits for another one inside its backward would wait for ever.
+        """
         self.store.in_backward = True
         try:
-            if any(self.grad_sinks) or self.batch_norm is not None:
-                run_backward(roots, grads)
-            else:
-                torch.autograd.backward(roots, grads)
+            with nullcontext() if self.device.type == "cpu" else torch.autograd.set_multithreading_enabled(False):
+                if any(self.grad_sinks) or self.batch_norm is not None:
+                    run_backward(roots, grads)
+                else:
+                    torch.autograd.backward(roots, grads)
         finally:
             self.store.in_backward = False
 
@@ -375,7 +400,7 @@ class SegmentExecutor:
 
     def pack_loss(self, micro: int) -> list[Tensor]:
         """Return what is sent with a gradient to the previous stage: the loss, in an asynchronous pipeline."""
-        return [torch.tensor(self.losses[micro], dtype=torch.float64)] if self.microbatches_per_batch else []
+        return [torch.tensor(self.read_losses()[micro], dtype=torch.float64)] if self.microbatches_per_batch else []
 
     def receive_loss(self, micro: int, peer: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Record the loss that came with a gradient; return the gradient, rescaled to this rank's loss scope."""

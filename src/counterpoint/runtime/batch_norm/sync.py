@@ -154,10 +154,11 @@ def group_statistics(values: Tensor, group: StatsGroup) -> tuple[Tensor, Tensor,
     """
     channels = values.shape[1]
     flat = values.detach().transpose(0, 1).reshape(channels, -1).to(torch.promote_types(values.dtype, torch.float32))
-    own_stats = torch.zeros(1, 2 * channels + 1, dtype=torch.float64)
+    own_stats = values.new_zeros(1, 2 * channels + 1, dtype=torch.float64)
     if flat.shape[1]:
         variance, mean = torch.var_mean(flat, dim=1, correction=0)
-        own_stats[0] = torch.cat([mean.double(), variance.double(), torch.tensor([flat.shape[1]], dtype=torch.float64)])
+        own_stats[0, :-1] = torch.cat([mean, variance])
+        own_stats[0, -1] = flat.shape[1]
     gathered = group.gather(own_stats)
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     count = int(counts.sum())

@@ -94,11 +94,11 @@ def decode_message(flat_params: FlatParams, message: Iterator[Tensor], codec: Co
     """Return what :meth:`FlatParams.pack_grad` of the sender would have sent uncompressed."""
     dtype = flat_params.layout.dtype
     encoded_parts, *rest = islice(message, 1 + flat_params.sparse_grads.num_tensors)
-    decoded_parts, start = [torch.empty(0, dtype=dtype)], 0
+    decoded_parts, start = [encoded_parts.new_empty(0, dtype=dtype)], 0
     for slot in dense_slots(flat_params):
         count = slot.stop - slot.start
         stop = start + codec.encoded_bytes(slot.shape, dtype.itemsize)
-        local_part, like = encoded_parts[start:stop], torch.empty(count, dtype=dtype)
+        local_part, like = encoded_parts[start:stop], encoded_parts.new_empty(count, dtype=dtype)
         narrow = CAST_DTYPES.get(codec.name)
         decoded_parts.append(
             decompress(codec, local_part, like) if narrow is None else local_part.clone().view(narrow).to(dtype)

@@ -95,7 +95,7 @@ def _build_row_grad(indices: Tensor, offsets: Tensor | None, mode: str, grad_out
         )
     counts = offsets.diff()
     values = grad_output if mode == "sum" else grad_output / counts.clamp(min=1)[:, None]
-    value_index = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    value_index = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     return RowGrad(flat[: len(value_index)], values.contiguous(), value_index)
 
 

@@ -163,7 +163,7 @@ class FlatParams:
         self.local_shard: Tensor | None = None  # (4)
         self.shared: SharedParams | None = None
         self.sparse_names = sparse_names
-        self.sparse_grads = SparseGrads(layout, sparse_names)
+        self.sparse_grads = SparseGrads(layout, sparse_names, self.weights.device)
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group
         self.filled_names: set[str] = set()  # parameters whose slot in the flat gradient is valid
         self.names_with_grad: set[str] = set()  # parameters with a gradient from autograd in this step
@@ -181,7 +181,8 @@ class FlatParams:
         """Move weights and gradients to memory that the replicas share; its weights are the same on all of them."""
         self.clear_grads()
         self.shared = shared
-        self.sparse_grads = SparseGrads(self.layout, frozenset() if self.layout.may_split_params else self.sparse_names)
+        names = frozenset[str]() if self.layout.may_split_params else self.sparse_names
+        self.sparse_grads = SparseGrads(self.layout, names, shared.weights.device)
         self.rebind_views(shared.weights)
         shared.install_hooks(self.layout, self.params, self.collect_grad)
 
@@ -192,7 +193,7 @@ class FlatParams:
             self.rebind_views(self.weights.clone())
             shared.detach()
             self.shared = None
-            self.sparse_grads = SparseGrads(self.layout, self.sparse_names)
+            self.sparse_grads = SparseGrads(self.layout, self.sparse_names, self.weights.device)
             self.clear_grads()
         return shared
 

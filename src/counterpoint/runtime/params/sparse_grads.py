@@ -43,7 +43,9 @@ class RowGrad:
 
     def expand_value_index(self) -> Tensor:
         """Return for each row the index of its value."""
-        return torch.arange(len(self.rows)) // self.rows_per_value if self.value_index is None else self.value_index
+        if self.value_index is not None:
+            return self.value_index
+        return torch.arange(len(self.rows), device=self.rows.device) // self.rows_per_value
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Return the rows that are not ignored, and one value for each."""
@@ -104,11 +106,11 @@ def clear_rows(into: Tensor, low: int, row_grads: Sequence[RowGrad]) -> None:
             into[_elements_of(into, low, row_grad)[0]] = 0
 
 
-def coalesce_row_grads(row_grads: Sequence[RowGrad], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the sum of row gradients as a sparse tensor in which every row occurs once."""
+def coalesce_row_grads(row_grads: Sequence[RowGrad], shape: tuple[int, ...]) -> Tensor:
+    """Return the sum of one or more row gradients as a sparse tensor in which every row occurs once."""
     expanded = [row_grad.expand() for row_grad in row_grads]
-    rows = torch.cat([rows for rows, _ in expanded]) if expanded else torch.empty(0, dtype=torch.int64)
-    values = torch.cat([values for _, values in expanded]) if expanded else torch.empty(0, shape[1], dtype=dtype)
+    rows = torch.cat([rows for rows, _ in expanded])
+    values = torch.cat([values for _, values in expanded])
     return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 
 
@@ -144,7 +146,7 @@ def _elements_of(into: Tensor, low: int, row_grad: RowGrad) -> tuple[Tensor, Ten
     """Return the positions in ``into`` that a row gradient adds to, and the values."""
     rows, values = row_grad.expand()
     width = row_grad.values.shape[1]
-    positions = rows[:, None] * width + torch.arange(width) - low
+    positions = rows[:, None] * width + torch.arange(width, device=rows.device) - low
     inside = (positions >= 0) & (positions < into.numel())
     return positions[inside], values[inside]
 
@@ -174,10 +176,11 @@ class SparseGrads:
     Args:
         layout: of the unit's flat parameters.
         names: the parameters of the model with sparse gradients.
+        device: of the gradients.
     """
 
-    def __init__(self, layout: FlatLayout, names: frozenset[str]) -> None:
-        self.dtype = layout.dtype
+    def __init__(self, layout: FlatLayout, names: frozenset[str], device: torch.device) -> None:
+        self.dtype, self.device = layout.dtype, device
         self.slots = {slot.name: slot for slot in layout.slots if slot.name in names and is_table(slot.shape)}
         self.local: RowGradsByName = {}  # not gathered yet
         self.reduced: RowGradsByName = {}
@@ -208,7 +211,7 @@ class SparseGrads:
         if grad.is_sparse:
             row_grad = row_grad_from_sparse(grad)
         else:
-            row_grad = RowGrad(torch.arange(len(grad)), grad.contiguous())
+            row_grad = RowGrad(torch.arange(len(grad), device=grad.device), grad.contiguous())
         self.local.setdefault(name, []).append(row_grad)
 
     def dense_ranges(self, low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -247,7 +250,10 @@ class SparseGrads:
 
     def _flatten(self, row_grads: Sequence[RowGrad], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         if not row_grads:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, shape[1], dtype=self.dtype)
+            return (
+                torch.empty(0, dtype=torch.int64, device=self.device),
+                torch.empty(0, shape[1], dtype=self.dtype, device=self.device),
+            )
         return concat_row_grads(row_grads).expand()
 
     @property
@@ -289,7 +295,7 @@ class SparseGrads:
         if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
             return None
         if name not in self._sparse_tensors:
-            self._sparse_tensors[name] = coalesce_row_grads(row_grads, shape, self.dtype)
+            self._sparse_tensors[name] = coalesce_row_grads(row_grads, shape)
         return self._sparse_tensors[name]
 
 
