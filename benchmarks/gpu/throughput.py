@@ -97,7 +97,7 @@ def measure(size: str, precision: str, strategy: str, num_rounds: int, batch_siz
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--size", action="append", choices=list(SIZES))
     parser.add_argument("--precision", action="append", choices=["bf16", "fp32"])
     parser.add_argument("--strategy", default="solo")

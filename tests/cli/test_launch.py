@@ -1,5 +1,7 @@
 """``counterpoint launch``: a dry run shows what would run, and mistakes are found before anything has run."""
 
+import sys
+
 import pytest
 
 from tests.cli.test_run import command
@@ -13,7 +15,7 @@ def test_a_dry_run_shows_the_batch_script_with_this_interpreter():
         "#!/bin/bash", "# counterpoint.sbatch", "#SBATCH --job-name=counterpoint", "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=4",
     ]  # fmt: skip
-    assert lines[-2].endswith("python -m counterpoint.launchers train.py --lr 1")
+    assert lines[-2].endswith(f"{sys.executable} -m counterpoint.launchers train.py --lr 1")
     assert lines[-1] == "# $ sbatch counterpoint.sbatch"
 
 

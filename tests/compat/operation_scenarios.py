@@ -6,6 +6,12 @@ from torch.distributed import _functional_collectives as functional
 
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
+# the names of torch 2.13, else those of 2.11
+gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_whole = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+functional_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+functional_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 
 def numbers(rank, *shape, dtype=torch.float32):
     """Return what rank ``rank`` has: other numbers on every rank, small ones."""
@@ -49,8 +55,8 @@ def all_gather(rank, size):
 
 def all_gather_single(rank, size):
     whole, cuts = torch.empty(size * 2, 3), torch.empty(size * 5, dtype=torch.uint8)
-    dist.all_gather_single(whole, numbers(rank, 2, 3))
-    dist.all_gather_single(cuts, numbers(rank, 5, dtype=torch.uint8))
+    gather_whole(whole, numbers(rank, 2, 3))
+    gather_whole(cuts, numbers(rank, 5, dtype=torch.uint8))
     return [whole, cuts]
 
 
@@ -74,13 +80,13 @@ def reduce_scatter(rank, size):
 
 def reduce_scatter_single(rank, size):
     tensor, whole = torch.empty(2, 3), numbers(rank, 2 * size, 3)
-    dist.reduce_scatter_single(tensor, whole)
+    scatter_whole(tensor, whole)
     return [tensor, whole]
 
 
 def reduce_scatter_max(rank, size):
     tensor = torch.empty(4, dtype=torch.int64)
-    dist.reduce_scatter_single(tensor, numbers(rank, 4 * size, dtype=torch.int64), dist.ReduceOp.MAX)
+    scatter_whole(tensor, numbers(rank, 4 * size, dtype=torch.int64), dist.ReduceOp.MAX)
     return [tensor]
 
 
@@ -165,8 +171,8 @@ def of_the_compiler(rank, size):
     group, everything = dist.group.WORLD, []
     assert group is not None
     everything.append(functional.all_reduce(numbers(rank, 3), "sum", group))
-    everything.append(functional.all_gather_single(numbers(rank, 2, 2), 0, group))
-    everything.append(functional.reduce_scatter_single(numbers(rank, 2 * size), "sum", 0, group))
+    everything.append(functional_gather(numbers(rank, 2, 2), 0, group))
+    everything.append(functional_scatter(numbers(rank, 2 * size), "sum", 0, group))
     everything.append(functional.all_to_all_single(numbers(rank, size), None, None, group))
     everything.append(functional.broadcast(numbers(rank, 2), 0, group))
     everything += functional.all_reduce_coalesced([numbers(rank, 2), numbers(rank, 3)], "sum", group)

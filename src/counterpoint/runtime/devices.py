@@ -66,6 +66,49 @@ def to_device(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any n
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, values)
 
 
+class PendingScalars:
+    """Scalars on a device that are read later, so that the device need not be waited for when they are computed.
+
+    On CUDA each is copied to pinned memory in the order of the stream, and reading waits for these copies only::
+
+        device | forward | copy | backward .......... | update
+        host   | launch forward, copy, backward | read | launch update
+
+    Args:
+        device: of the scalars.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._scalars: dict[int, Tensor] = {}
+        self._last_copy: torch.cuda.Event | None = None
+
+    def add(self, key: int, scalar: Tensor) -> None:
+        """Remember a scalar, and start to copy it."""
+        value = scalar.detach().double()
+        if self.device.type == "cuda":
+            pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
+            value = pinned.copy_(value, non_blocking=True)
+            self._last_copy = torch.cuda.Event()
+            self._last_copy.record()
+        self._scalars[key] = value
+
+    def clear(self) -> None:
+        """Forget all scalars."""
+        self._scalars.clear()
+
+    def read(self) -> dict[int, float]:
+        """Return all scalars by key, and forget them; wait for the device if necessary."""
+        if not self._scalars:
+            return {}
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
+        values = torch.stack(list(self._scalars.values())).tolist()
+        result = dict(zip(self._scalars, values, strict=True))
+        self._scalars.clear()
+        return result
+
+
 def device_seeder(device: torch.device) -> Callable[[int], object] | None:
     """Return the function that seeds a device's own random numbers; None for the CPU."""
     if device.type == "cpu":

@@ -215,7 +215,10 @@ class GradientReducer:
         grad = param.grad
         if grad is None:
             grad = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape
+                torch.empty(1, 0, dtype=torch.int64),
+                param.new_empty(0, *param.shape[1:]),
+                param.shape,
+                check_invariants=True,
             )
         sparse_grad = grad if grad.is_sparse else grad.to_sparse(1)
         return sparse_allreduce_async(sparse_grad, name, self._settings.reduce.op, self._settings.process_set)

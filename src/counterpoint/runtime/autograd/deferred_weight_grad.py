@@ -98,7 +98,12 @@ def _embedding_sinks(store: ParamStore) -> Mapping[int, RowGradSink]:
         if store.weight_versions is None
         else [version.leaves for version in store.weight_versions.versions]
     )
-    return {id(leaves[name]): ParamGradSink(store.params[name], store) for leaves in versions for name in names}
+    return {
+        id(leaves[name]): ParamGradSink(store.params[name], store)
+        for leaves in versions
+        for name in names
+        if leaves[name].is_cpu  # elsewhere a function mode would cost more than it saves
+    }
 
 
 def build_deferred_sinks(store: ParamStore, queue: WeightGradQueue) -> Mapping[int, GradSink]:

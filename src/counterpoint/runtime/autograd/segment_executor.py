@@ -26,7 +26,7 @@ from counterpoint.partitioning.partitioned_model import Segment
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
-from counterpoint.runtime.devices import common_device, to_device
+from counterpoint.runtime.devices import PendingScalars, common_device, to_device
 from counterpoint.runtime.kernels.cross_entropy import FusedCrossEntropyMode
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
@@ -105,8 +105,8 @@ class SegmentExecutor:
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
         self.losses: dict[int, float] = {}
-        self.device_losses: dict[int, Tensor] = {}  # not read yet, because a read waits for the device
         self.device = common_device(store.params.items())
+        self.pending_losses = PendingScalars(self.device)
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm: BatchNormState | None = None  # None where the plan changes nothing about batch norm
         self.recompute_store = RecomputeStore()  # inputs of forwards that are recomputed
@@ -135,7 +135,7 @@ class SegmentExecutor:
         self.microbatches_per_batch = microbatches_per_batch
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
         self.losses.clear()
-        self.device_losses.clear()
+        self.pending_losses.clear()
         if self.batch_norm is not None:
             self.batch_norm.begin_step(is_async_pipeline=bool(microbatches_per_batch))
         if not microbatches_per_batch:
@@ -305,17 +305,14 @@ class SegmentExecutor:
         if loss.device.type == "cpu":
             self.losses[micro] = float(loss.detach())
         else:
-            self.device_losses[micro] = loss.detach()
+            self.pending_losses.add(micro, loss)
         weight = self.loss_weights.weights[micro]
         weighted: Tensor = loss * weight if weight != 1.0 else loss
         return weighted
 
     def read_losses(self) -> dict[int, float]:
         """Return the mean losses of this step's microbatches; wait for the device if they are not read yet."""
-        if self.device_losses:
-            values = torch.stack([loss.double() for loss in self.device_losses.values()]).tolist()
-            self.losses.update(zip(self.device_losses, values, strict=True))
-            self.device_losses.clear()
+        self.losses.update(self.pending_losses.read())
         return self.losses
 
     def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
@@ -363,20 +360,26 @@ class SegmentExecutor:
             stop = start
 
     def run_autograd(self, roots: Sequence[Tensor], grads: OptionalGrads) -> None:
-        """Run autograd in this thread; gradients are added to those of the parameters.
-
-        A device's own autograd thread would serve all ranks of a process, one after the other, so that a rank that
-        waits for another one inside its backward would wait for ever.
-        """
+        """Run autograd; gradients are added to those of the parameters."""
         self.store.in_backward = True
         try:
-            with nullcontext() if self.device.type == "cpu" else torch.autograd.set_multithreading_enabled(False):
+            with self.backward_thread():
                 if any(self.grad_sinks) or self.batch_norm is not None:
                     run_backward(roots, grads)
                 else:
                     torch.autograd.backward(roots, grads)
         finally:
             self.store.in_backward = False
+
+    def backward_thread(self) -> AbstractContextManager[object]:
+        """Return a context in which backward runs in this rank's thread if it waits for other ranks.
+
+        Autograd has one thread for each device but the CPU. It would run the backwards of a process's ranks one after
+        the other, and synchronized batch norm in the first one would wait for the second one for ever.
+        """
+        if self.device.type == "cpu" or self.batch_norm is None:
+            return nullcontext()
+        return torch.autograd.set_multithreading_enabled(False)
 
     def take_backward_roots(
         self, segment: Segment, outputs: Sequence[Tensor], micro: int

@@ -241,7 +241,7 @@ class InPlaceGradMode(InterceptFunctions):
             return (
                 embedding_lookup(call, row_sink) if call is not None and row_sink is not None else func(*args, **kwargs)
             )
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(args[0].device.type if args else "cpu"):
             return func(*args, **kwargs)
         if func in CONV_FNS:
             conv_call = CONV_FNS[func](*args, **kwargs)
