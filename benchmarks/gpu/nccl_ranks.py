@@ -18,8 +18,22 @@ def main() -> None:
     torch.cuda.set_device(0)
     start = time.perf_counter()
     dist.init_process_group("nccl")
+    outcomes = run_collectives(start)
+    total = torch.ones(1 << 16, device="cuda")
+    start = time.perf_counter()
+    for _ in range(20):
+        dist.all_reduce(total)
+    torch.cuda.synchronize()
+    outcomes["ms per all_reduce of 256 KiB"] = round((time.perf_counter() - start) * 50, 2)
+    if dist.get_rank() == 0:
+        print(dist.get_world_size(), "ranks, NCCL", torch.cuda.nccl.version(), outcomes, flush=True)
+    dist.destroy_process_group()
+
+
+def run_collectives(start: float) -> dict[str, bool | float]:
+    """Return by collective whether its result is right, and when the first one was complete."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    outcomes = {}
+    outcomes: dict[str, bool | float] = {}
 
     def check(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         outcomes[name] = bool(torch.equal(actual.cpu(), expected))
@@ -59,14 +73,7 @@ def main() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()
     check("all_reduce on a stream", overlapped, sum(values))
-    start = time.perf_counter()
-    for _ in range(20):
-        dist.all_reduce(total)
-    torch.cuda.synchronize()
-    outcomes["ms per all_reduce of 256 KiB"] = round((time.perf_counter() - start) * 50, 2)
-    if rank == 0:
-        print(num_ranks, "ranks, NCCL", torch.cuda.nccl.version(), outcomes, flush=True)
-    dist.destroy_process_group()
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def train(case: dict, strategy: str, device: str, num_steps: int = 4) -> dict:
     with cp.parallelize(model, optimizer(model.parameters()), loss, strategy=text, timeout_s=30.0, **options) as step:
         losses = [float(step(inputs, targets)) for _ in range(num_steps - 1)]
         if device == "cuda":
-            with count_waits(waits):
+            with CountWaits(waits):
                 losses.append(float(step(inputs, targets)))
         else:
             losses.append(float(step(inputs, targets)))
@@ -152,7 +152,7 @@ def train(case: dict, strategy: str, device: str, num_steps: int = 4) -> dict:
     }
 
 
-class count_waits:
+class CountWaits:
     """Count by source line how often the host waits for the device."""
 
     def __init__(self, waits: collections.Counter) -> None:
@@ -295,10 +295,10 @@ def print_table(results: list[dict]) -> None:
         if "error" in result:
             text += f"{result['error'][:150]}  at {' < '.join(result.get('at', []))}"
         else:
-            waits = ", ".join(
-                f"{n}x {place}" for place, n in sorted(result["waits"].items(), key=lambda item: -item[1])[:6]
-            )
-            text += f"{result['difference']:.1e} on {'+'.join(result['devices'])}; waits {sum(result['waits'].values())}: {waits}"
+            counts = sorted(result["waits"].items(), key=lambda item: -item[1])
+            places = ", ".join(f"{count}x {place}" for place, count in counts[:6])
+            text += f"{result['difference']:.1e} on {'+'.join(result['devices'])}; "
+            text += f"{sum(result['waits'].values())} waits: {places}"
         print(text)
     print(dict(collections.Counter(result["outcome"] for result in results)))
 

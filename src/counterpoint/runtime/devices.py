@@ -25,10 +25,10 @@ def model_device(model: nn.Module) -> torch.device:
         >>> model_device(nn.Linear(2, 1))
         device(type='cpu')
     """
-    return common_device((*model.named_parameters(), *model.named_buffers()))
+    return require_one_device((*model.named_parameters(), *model.named_buffers()))
 
 
-def common_device(named_tensors: Iterable[tuple[str, Tensor]]) -> torch.device:
+def require_one_device(named_tensors: Iterable[tuple[str, Tensor]]) -> torch.device:
     """Return the device of tensors; the CPU if there is none.
 
     Raises:

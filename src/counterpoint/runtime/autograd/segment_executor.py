@@ -26,7 +26,7 @@ from counterpoint.partitioning.partitioned_model import Segment
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
-from counterpoint.runtime.devices import PendingScalars, common_device, to_device
+from counterpoint.runtime.devices import PendingScalars, require_one_device, to_device
 from counterpoint.runtime.kernels.cross_entropy import FusedCrossEntropyMode
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
@@ -105,7 +105,7 @@ class SegmentExecutor:
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
         self.losses: dict[int, float] = {}
-        self.device = common_device(store.params.items())
+        self.device = require_one_device(store.params.items())
         self.pending_losses = PendingScalars(self.device)
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm: BatchNormState | None = None  # None where the plan changes nothing about batch norm
