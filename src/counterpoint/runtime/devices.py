@@ -89,7 +89,7 @@ class PendingScalars:
         if self.device.type == "cuda":
             pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
             value = pinned.copy_(value, non_blocking=True)
-            self._last_copy = torch.cuda.Event()
+            self._last_copy = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._last_copy.record()
         self._scalars[key] = value
 
@@ -114,9 +114,7 @@ def device_seeder(device: torch.device) -> Callable[[int], object] | None:
     if device.type == "cpu":
         return None
     if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index].manual_seed
+        return torch.cuda.default_generators[device.index].manual_seed
     seeder: Callable[[int], object] = torch.get_device_module(device).manual_seed_all
     return seeder
 
@@ -125,5 +123,4 @@ def preserve_rng(device: torch.device, *, enabled: bool = True) -> AbstractConte
     """Return a context that restores the random state of the CPU and of the device at its end."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[], enabled=enabled)
-    index = torch.get_device_module(device).current_device() if device.index is None else device.index
-    return torch.random.fork_rng(devices=[index], device_type=device.type, enabled=enabled)
+    return torch.random.fork_rng(devices=[device.index], device_type=device.type, enabled=enabled)
