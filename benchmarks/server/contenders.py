@@ -15,7 +15,8 @@ from timed_run import run_contenders
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.server_processes import start_servers
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 
 HERE = Path(__file__).parent
 PREFETCH_DEPTH = 2

@@ -13,7 +13,8 @@ from timed_run import run_contenders
 
 from benchmarks.lab import Lab
 from counterpoint.errors import LaunchError
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.process.job_file import JobEndpoint, write_job_file
 from counterpoint.rpc.address import TcpAddress
 

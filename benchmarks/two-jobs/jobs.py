@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from counterpoint.elastic.data_slices import DataSlices, slice_sampler
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 
 BATCH, SLICES_PER_TASK, SLICES_PER_EPOCH = 256, 4, 40
 EPOCHS = {"long": 4, "short": 2, "first": 1, "second": 1}

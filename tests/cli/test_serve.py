@@ -4,7 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli.main import build_app
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.process.job_file import JobEndpoint, write_job_file
 from counterpoint.rpc.address import parse_address
 from counterpoint.rpc.job_key import new_key, write_key

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from counterpoint.compat.elasticdl import elasticdl
 from counterpoint.errors import PlanError
+from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.in_process import LocalJob
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig
+from counterpoint.ps.job_config import DataConfig
 from tests.elastic.worker_fixtures import SGD, make_numeric_data, max_relative_difference, mlp, train_single_process
 
 

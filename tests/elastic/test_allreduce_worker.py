@@ -15,8 +15,9 @@ from counterpoint.elastic.replica import ModelReplica, broadcast_state
 from counterpoint.elastic.worker_group import WorkerGroup
 from counterpoint.errors import CheckpointError, PeerError, PlanError
 from counterpoint.fabric.local import LocalWorld
+from counterpoint.ps.consistency import Bsp
 from counterpoint.ps.in_process import LocalJob
-from counterpoint.ps.job_config import Bsp, JobConfig
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import JobMember, MembershipView
 from counterpoint.ps.update_rules import Sgd
 from tests.elastic.worker_fixtures import (

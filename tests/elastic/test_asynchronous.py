@@ -11,7 +11,7 @@ from counterpoint.elastic.parameter_keys import LAYOUT_KEY as LAYOUT
 from counterpoint.elastic.remote_embedding import EmbeddingConfig
 from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.errors import PlanError
-from counterpoint.ps.job_config import Asp, Bsp, Ssp
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
 from counterpoint.ps.shard import replay_journal
 from tests.elastic.test_same_results import START
 from tests.elastic.worker_fixtures import (

@@ -6,8 +6,9 @@ from torch import nn, optim
 
 from counterpoint.elastic.parameter_keys import BYTES_PER_ROW, agree_on_layout, rows_to_text, text_to_rows
 from counterpoint.errors import PlanError
+from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.in_process import LocalJob
-from counterpoint.ps.job_config import Asp, Bsp, JobConfig
+from counterpoint.ps.job_config import JobConfig
 from tests.elastic.worker_fixtures import (
     SGD,
     InterleavedWorkers,

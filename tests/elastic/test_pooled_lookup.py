@@ -10,7 +10,7 @@ from counterpoint.elastic.ps_worker import WorkerConfig
 from counterpoint.elastic.row_ids import find_unique_rows, make_pooled_lookup, unique_sorted
 from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.fabric.shm.native import NativeLibrary, native
-from counterpoint.ps.job_config import Asp, Bsp, Ssp
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
 from counterpoint.ps.messages import PullRequest, PushRequest
 from counterpoint.ps.update_rules import UniformInit
 from tests.elastic.worker_fixtures import (

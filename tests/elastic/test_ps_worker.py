@@ -8,7 +8,7 @@ from torch import nn
 from counterpoint.elastic.parameter_keys import LAYOUT_KEY as LAYOUT
 from counterpoint.elastic.ps_worker import SliceTrained, WorkerConfig
 from counterpoint.errors import PeerError, PlanError
-from counterpoint.ps.job_config import Asp, Bsp
+from counterpoint.ps.consistency import Asp, Bsp
 from tests.elastic.worker_fixtures import (
     SGD,
     InterleavedWorkers,

@@ -11,7 +11,7 @@ from counterpoint.elastic.parameter_keys import LAYOUT_KEY as LAYOUT, coalesce_s
 from counterpoint.elastic.remote_embedding import EmbeddingConfig
 from counterpoint.elastic.row_ids import densify_gradient
 from counterpoint.errors import DataError, PlanError
-from counterpoint.ps.job_config import Asp, Bsp
+from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.messages import PushRequest
 from counterpoint.ps.shard import decode_push
 from counterpoint.ps.update_rules import ConstantInit, Sgd, UniformInit

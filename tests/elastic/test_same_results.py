@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from counterpoint.elastic.ps_worker import WorkerConfig
-from counterpoint.ps.job_config import Asp, Bsp, Ssp
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
 from counterpoint.ps.storage.row_storage import initialize_rows
 from counterpoint.ps.update_rules import UniformInit
 from tests.elastic.worker_fixtures import (

@@ -11,8 +11,9 @@ from torch.utils.data import TensorDataset
 from counterpoint.elastic.data_slices import DataSlices, slice_sampler
 from counterpoint.elastic.ps_worker import PsWorker, SliceTrained, TaskEnded, WorkerEvent
 from counterpoint.elastic.remote_module import RemoteModule
+from counterpoint.ps.consistency import Consistency
 from counterpoint.ps.in_process import LocalJob
-from counterpoint.ps.job_config import Consistency, JobConfig, RetryPolicy
+from counterpoint.ps.job_config import JobConfig, RetryPolicy
 from counterpoint.ps.shard import PsShard
 
 SGD = partial(torch.optim.SGD, lr=0.3)

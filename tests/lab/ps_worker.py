@@ -20,7 +20,7 @@ LOOK_S = 0.02
 
 def plan(**options):
     return ElasticTrainer(
-        dataset=make_numeric_data(64), batch_size=16, epochs=12, consistency="bsp(4)", servers=2, name="far", patience=PATIENCE,
+        dataset=make_numeric_data(64), batch_size=16, epochs=12, consistency="bsp", servers=2, name="far", patience=PATIENCE,
         worker_config=WorkerConfig(checkpoint_every_slices=40), **options,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ PATIENCE = Timeouts(heartbeat_s=0.2, failure_timeout_s=4.0, lease_s=20.0, resend
 
 def plan(name):
     return ElasticTrainer(
-        dataset=make_numeric_data(64), batch_size=16, epochs=4 if name == "long" else 1, consistency="bsp(4)", name=name,
+        dataset=make_numeric_data(64), batch_size=16, epochs=4 if name == "long" else 1, consistency="bsp", name=name,
         patience=PATIENCE,
     )  # fmt: skip
 

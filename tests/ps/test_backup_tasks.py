@@ -1,6 +1,7 @@
 """Slow slices: when nothing else is left, somebody else does them, too, and the first to be done counts."""
 
-from counterpoint.ps.job_config import Bsp, RetryPolicy
+from counterpoint.ps.consistency import Bsp
+from counterpoint.ps.job_config import RetryPolicy
 from tests.elastic.worker_fixtures import (
     InterleavedWorkers,
     make_numeric_data,

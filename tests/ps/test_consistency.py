@@ -1,19 +1,29 @@
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
-from counterpoint.errors import ProtocolError
-from counterpoint.ps.consistency import ConsistencyTracker, IntervalSet
-from counterpoint.ps.job_config import Asp, Bsp, Ssp
-from counterpoint.ps.messages import PushRequest, RequestHeader
+from counterpoint.errors import PlanError, ProtocolError
+from counterpoint.ps.consistency import (
+    NO_SLICE,
+    Asp,
+    Bsp,
+    ConsistencyTracker,
+    IntervalSet,
+    Ssp,
+    allows_lead,
+    parse_consistency,
+)
 
 
-def push(slice_index=-1, read=0):
-    return PushRequest(RequestHeader("worker", 1, 1), 0, "weight", slice_index, read, torch.zeros(1))
+def make_tracker(consistency, *workers):
+    tracker = ConsistencyTracker(consistency, "weight")
+    for worker in workers:
+        tracker.join_clock(worker)
+    return tracker
 
 
-def counted(tally, worker, one):
-    return tally.record(worker, one, is_duplicate=tally.is_duplicate(worker, one))
+def push(tracker, worker, slice_index=NO_SLICE, read=0):
+    tracker.check_push(worker, read, slice_index)
+    return tracker.record(worker, slice_index, is_counted=not tracker.is_duplicate(slice_index))
 
 
 @given(st.permutations(range(9)).map(lambda order: order[:7]))
@@ -27,65 +37,77 @@ def test_runs_hold_what_was_added_and_nothing_else(numbers):
 
 
 def test_a_step_is_due_when_its_last_slice_is_there_whatever_the_order():
-    tally = ConsistencyTracker(Bsp(3))
-    assert [counted(tally, "worker", push(slice_index)) for slice_index in (2, 0, 1)] == [False, False, True]
-    assert tally.version == 1
+    tracker = make_tracker(Bsp(3))
+    assert [push(tracker, "worker", slice_index) for slice_index in (2, 0, 1)] == [False, False, True]
+    assert tracker.version == 1
 
 
 def test_a_slice_counts_once_whoever_pushes_it():
-    tally = ConsistencyTracker(Asp())
-    assert counted(tally, "first", push(4))
-    assert not counted(tally, "second", push(4))
-    assert tally.version == 1
+    tracker = make_tracker(Asp())
+    assert push(tracker, "first", 4)
+    assert not push(tracker, "second", 4)
+    assert tracker.version == 1
 
 
 def test_a_slice_of_a_step_to_come_is_refused():
     with pytest.raises(ProtocolError, match="staleness: slice 3 of step 1"):
-        ConsistencyTracker(Bsp(3)).is_duplicate("worker", push(3))
+        push(make_tracker(Bsp(3)), "worker", 3)
 
 
 def test_bsp_refuses_a_push_without_its_data():
     with pytest.raises(ProtocolError, match="without a slice index"):
-        ConsistencyTracker(Bsp(3)).is_duplicate("worker", push())
+        push(make_tracker(Bsp(3)), "worker")
 
 
 def test_nobody_has_read_a_version_that_is_not_there_yet():
     with pytest.raises(ProtocolError, match="at version 1, where version 0"):
-        ConsistencyTracker(Asp()).is_duplicate("worker", push(read=1))
+        push(make_tracker(Asp()), "worker", read=1)
 
 
 def test_the_fastest_waits_at_the_staleness_and_continues_with_the_slowest():
-    tally = ConsistencyTracker(Ssp(1))
-    tally.join_clock("fast")
-    tally.join_clock("slow")
-    counted(tally, "fast", push(0, 0))
-    assert tally.can_read("fast", 0)
-    counted(tally, "fast", push(1, 1))
-    assert not tally.can_read("fast", 0)
-    counted(tally, "slow", push(2, 0))
-    assert tally.can_read("fast", 0)
+    tracker = make_tracker(Ssp(1), "fast", "slow")
+    push(tracker, "fast", 0, 0)
+    assert tracker.can_read("fast", 0)
+    push(tracker, "fast", 1, 1)
+    assert not tracker.can_read("fast", 0)
+    push(tracker, "slow", 2, 0)
+    assert tracker.can_read("fast", 0)
 
 
 def test_a_gradient_that_is_too_old_is_refused_when_it_would_be_applied():
-    tally = ConsistencyTracker(Ssp(0))
-    tally.join_clock("fast")
-    tally.join_clock("slow")
-    counted(tally, "fast", push(0, 0))
+    tracker = make_tracker(Ssp(0), "fast", "slow")
+    push(tracker, "fast", 0, 0)
     with pytest.raises(ProtocolError, match="staleness: push 2 of fast to weight, computed from version 0"):
-        tally.is_duplicate("fast", push(1, 0))
+        push(tracker, "fast", 1, 0)
 
 
 def test_nobody_waits_for_one_who_rests_or_before_it_enters():
-    tally = ConsistencyTracker(Ssp(0))
-    tally.join_clock("fast")
-    tally.join_clock("slow")
-    counted(tally, "fast", push(0, 0))
-    tally.leave_clock(["slow"])
-    assert tally.can_read("fast", 0)
-    tally.join_clock("slow")
-    assert tally.clocks == {"fast": 1, "slow": 1}
+    tracker = make_tracker(Ssp(0), "fast", "slow")
+    push(tracker, "fast", 0, 0)
+    tracker.leave_clock(["slow"])
+    assert tracker.can_read("fast", 0)
+    tracker.join_clock("slow")
+    assert tracker.clocks == {"fast": 1, "slow": 1}
 
 
 def test_only_those_who_have_entered_push():
     with pytest.raises(ProtocolError, match="has not joined the clock"):
-        ConsistencyTracker(Ssp(0)).is_duplicate("worker", push(0))
+        push(make_tracker(Ssp(0)), "worker", 0)
+
+
+def test_a_worker_may_be_ahead_of_the_slowest_by_the_staleness_and_no_further():
+    assert [allows_lead(2, lead) for lead in (0, 2, 3)] == [True, True, False]
+    assert allows_lead(None, 100)
+
+
+def test_a_push_without_data_advances_the_clock_and_not_the_version():
+    tracker = make_tracker(Ssp(0), "fast", "slow")
+    assert not tracker.record("fast", is_counted=False)
+    assert (tracker.version, tracker.clocks) == (0, {"fast": 1, "slow": 0})
+    assert not tracker.can_read("fast")
+
+
+def test_the_former_spelling_names_the_new_one():
+    with pytest.raises(PlanError, match=r"ssp\(2\) is now written consistency=ssp, staleness=2"):
+        parse_consistency("ssp(2)", staleness=0, slices_per_step=4)
+    assert parse_consistency("bsp", staleness=0, slices_per_step=4) == Bsp(4)

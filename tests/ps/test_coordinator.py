@@ -1,9 +1,10 @@
 from typing import Any
 
 from counterpoint.ps.actions import AppendLog, SendMessage
+from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.coordinator import Coordinator
 from counterpoint.ps.coordinator_state import assign_replicas, remove_replica
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig, JobConfig
+from counterpoint.ps.job_config import DataConfig, JobConfig
 from counterpoint.ps.messages import (
     Ack,
     DataTask,

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from counterpoint.errors import DataError, LaunchError, PeerError, PlanError
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
 from counterpoint.ps.in_process import LocalJob
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig, JobConfig, RetryPolicy, Ssp
+from counterpoint.ps.job_config import DataConfig, JobConfig, RetryPolicy
 from counterpoint.ps.messages import ShardReplicas
 from counterpoint.ps.session import NO_TASK_YET
 from counterpoint.ps.shard import replay_journal

@@ -8,8 +8,9 @@ import torch
 
 from counterpoint.errors import DataError, PlanError, ProtocolError
 from counterpoint.fabric.shm.native import NativeLibrary, native
+from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.in_process import LocalJob
-from counterpoint.ps.job_config import Asp, Bsp, JobConfig
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import PullRequest, PushRequest
 from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.shard import replay_journal

@@ -4,7 +4,8 @@ import pytest
 
 from counterpoint.ps.actions import COORDINATOR, AppendJournal, SaveSnapshot, SendMessage, Shutdown
 from counterpoint.ps.client import PsClient
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import (
     JobMember,
     JoinReply,

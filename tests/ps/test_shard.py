@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from counterpoint.errors import ProtocolError
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig, JobConfig, Ssp
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
+from counterpoint.ps.job_config import DataConfig, JobConfig
 from counterpoint.ps.messages import (
     Ack,
     InitRequest,
@@ -68,13 +69,13 @@ WRONG = {
 def test_a_request_that_cannot_be_meant_changes_no_number(name):
     entry, found = WRONG[name]
     one = shard()
-    before = one.keys["weight"].storage.read(None).clone(), one.keys["weight"].tracker.progress
+    before = one.keys["weight"].storage.read(None).clone(), one.state.keys[0].progress
     answer = one.apply(entry)
     assert isinstance(answer, Rejected)
     assert answer.reason == "request"
     assert re.search(found, answer.text)
     assert torch.equal(one.keys["weight"].storage.read(None), before[0])
-    assert one.keys["weight"].tracker.progress == before[1]
+    assert one.state.keys[0].progress == before[1]
 
 
 def test_a_push_in_a_code_counts_what_its_bytes_say():
@@ -163,4 +164,4 @@ def test_the_slowest_clock_stays_when_all_workers_are_gone_at_once(fast):
         one.apply(JoinClock(replace(life, sequence=int(life.member == "first")), 0))
     one.apply(replace(push(0), header=replace(lives[fast], sequence=one.clients[fast].next_sequence)))
     one.apply(SetMembers(2, ()))
-    assert one.keys["weight"].tracker.progress == KeyProgress(1, min_clocks=(0, 0))
+    assert one.state.keys[0].progress == KeyProgress(1, min_clocks=(0, 0))

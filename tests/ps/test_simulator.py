@@ -2,7 +2,8 @@
 
 import pytest
 
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig, JobConfig, Ssp
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
+from counterpoint.ps.job_config import DataConfig, JobConfig
 from counterpoint.testing.ps_simulator.cluster import FaultRates
 from counterpoint.testing.ps_simulator.simulate import RETRY_POLICY, TIMEOUTS, simulate
 

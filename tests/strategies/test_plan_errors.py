@@ -147,7 +147,11 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
             "replicas=(1, 2, 3) of pipeline(2) must be 2 positive numbers, one per stage",
         ),
         ("pipeline(2, balance=(4,0))", "balance=(4, 0) of pipeline(2) must be 2 positive numbers, one per stage"),
-        ("server(2, consistency=eventual)", "server has no consistency=eventual; give bsp, ssp or asp"),
+        (
+            "server(2, consistency=ssp(3))",
+            "there is no consistency=ssp(3); give bsp, ssp or asp; ssp(3) is now written consistency=ssp, staleness=3",
+        ),
+        ("server(2, consistency=eventual)", "there is no consistency=eventual; give bsp, ssp or asp"),
         (
             "server(2, consistency=ssp, fetch_every=2)",
             "fetch_every=2 of server must be a number of steps, and 1 unless consistency=asp: workers of ssp need new "

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from counterpoint.elastic.ps_worker import TaskEnded
 from counterpoint.errors import PlanError
+from counterpoint.ps.consistency import Ssp
 from counterpoint.ps.in_process import LocalJob
 from counterpoint.ps.update_rules import UniformInit
+from counterpoint.strategies.parameter_server import Server
 from counterpoint.training.elastic_trainer import ElasticTrainer
 from tests.elastic.worker_fixtures import (
     SGD,
@@ -25,7 +27,8 @@ from tests.elastic.worker_fixtures import (
 
 
 def elastic(data, **options):
-    return ElasticTrainer(**{"dataset": data, "batch_size": 8, "epochs": 2, "consistency": "bsp(2)", **options})
+    consistency = {} if "consistency" in options else {"slices_per_step": 2}
+    return ElasticTrainer(**{"dataset": data, "batch_size": 8, "epochs": 2, **consistency, **options})
 
 
 def train(plan, session, model=None, **options):
@@ -68,11 +71,27 @@ def test_a_worker_that_is_terminated_gives_its_task_back():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("bsp", "bsp\\(4\\)"), ("ssp(-1)", "ssp"), (3, "there is no consistency 3")]
+    ("options", "told"),
+    [
+        ({"consistency": "eventual"}, "there is no consistency=eventual; give bsp, ssp or asp"),
+        ({"consistency": 3}, "there is no consistency=3"),
+        ({"consistency": "bsp(4)"}, r"bsp\(4\) is now written consistency=bsp, slices_per_step=4"),
+        ({"consistency": "ssp(2)"}, r"ssp\(2\) is now written consistency=ssp, staleness=2"),
+        ({"consistency": "ssp", "staleness": -1}, "staleness=-1 with consistency=ssp"),
+        ({"consistency": "asp", "staleness": 1}, "staleness=1 with consistency=asp"),
+        ({"consistency": "asp", "slices_per_step": 2}, "slices_per_step=2 with consistency=asp"),
+        ({"slices_per_step": 0}, "give slices_per_step=1 or more"),
+    ],
 )
-def test_a_consistency_that_does_not_exist_is_refused(text, told):
+def test_a_consistency_that_does_not_exist_is_refused(options, told):
     with pytest.raises(PlanError, match=told):
-        elastic(make_numeric_data(), consistency=text)
+        elastic(make_numeric_data(), **options)
+
+
+def test_the_trainer_and_the_strategy_write_consistency_alike():
+    options = {"consistency": "ssp", "staleness": 3}
+    assert elastic(make_numeric_data(), **options).job.consistency == Ssp(3)
+    assert str(Server(2, **options)) == "server(2, servers=1, consistency=ssp, staleness=3)"
 
 
 def test_a_session_of_another_job_is_refused():

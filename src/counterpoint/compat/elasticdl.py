@@ -7,8 +7,8 @@ computed at all. Asynchronous training makes an update of every gradient.
 Example:
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 2), torch.randn(100, 1))
-    >>> elasticdl(data, minibatch_size=10, grads_to_wait=2).consistency
-    'bsp(2)'
+    >>> elasticdl(data, minibatch_size=10, grads_to_wait=2).job.consistency
+    Bsp(slices_per_step=2)
 
 Source:
     ElasticDL, commit 0cbc361.
@@ -102,7 +102,8 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
         dataset=dataset,
         batch_size=minibatch_size if use_async else minibatch_size * slices_per_step,
         epochs=num_epochs,
-        consistency="asp" if use_async else f"bsp({slices_per_step})",
+        consistency="asp" if use_async else "bsp",
+        slices_per_step=None if use_async else slices_per_step,
         servers=0 if is_allreduce else num_ps_pods,
         slices_per_task=num_minibatches_per_task if use_async else 1,
         sync_policy=_sync_policy(get_model_steps, learning_rate, use_async=use_async),
@@ -132,13 +133,13 @@ def _check_ignored_options(others: IgnoredOptions) -> None:
     if others.get("lr_staleness_modulation"):
         raise PlanError(
             "lr_staleness_modulation divides the learning rate by the staleness of a gradient, which servers do "
-            "not support; omit it, or bound the staleness with Elastic(consistency='ssp(2)')"
+            "not support; omit it, or bound the staleness with ElasticTrainer(consistency='ssp', staleness=2)"
         )
     if others.get("sync_version_tolerance"):
         raise PlanError(
             f"sync_version_tolerance={others['sync_version_tolerance']} accepts stale gradients in a "
             "synchronous step, so that the result depends on timing; give 0, or bound the staleness with "
-            "Elastic(consistency='ssp(2)')"
+            "ElasticTrainer(consistency='ssp', staleness=2)"
         )
     if others.get("max_step"):
         raise PlanError(

@@ -11,7 +11,8 @@ from counterpoint.data.fetch import Fields, MapDataset
 from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
 from counterpoint.data.sampler import Sampler
 from counterpoint.errors import PlanError
-from counterpoint.ps.job_config import Bsp, Consistency, DataConfig
+from counterpoint.ps.consistency import Bsp, Consistency
+from counterpoint.ps.job_config import DataConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from counterpoint.data.sampler import sample_key
 from counterpoint.elastic.data_slices import DataSlices, MinibatchPosition, TaskReader
 from counterpoint.elastic.optimizer_rules import check_lr_schedulable
 from counterpoint.elastic.remote_module import RemoteModule
-from counterpoint.elastic.sync_policy import find_step
 from counterpoint.errors import CounterpointError, DataError
-from counterpoint.ps.job_config import Ssp
+from counterpoint.ps.consistency import Ssp, find_step
 from counterpoint.ps.messages import DataTask, TaskOutcome
 from counterpoint.ps.session import NO_TASK_YET, NoTaskYet
 

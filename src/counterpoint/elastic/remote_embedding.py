@@ -24,7 +24,7 @@ from counterpoint.elastic.row_ids import (
 )
 from counterpoint.elastic.sync_policy import StepContext
 from counterpoint.errors import DataError
-from counterpoint.ps.job_config import Asp, Bsp
+from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.session import PendingResult, PullResult, PushResult, Session, Versions
 from counterpoint.ps.update_rules import Initializer, UpdateRule

@@ -28,8 +28,9 @@ from counterpoint.elastic.parameter_keys import (
 )
 from counterpoint.elastic.remote_embedding import EmbeddingConfig, RemoteEmbedding
 from counterpoint.elastic.remote_parameters import RemoteParameters
-from counterpoint.elastic.sync_policy import StepContext, SyncPolicy, find_step
+from counterpoint.elastic.sync_policy import StepContext, SyncPolicy
 from counterpoint.errors import DataError, PlanError
+from counterpoint.ps.consistency import find_step
 from counterpoint.ps.key_partitioning import validate_codec
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from counterpoint.elastic.sync_policy import StepContext
 from counterpoint.errors import DataError
-from counterpoint.ps.job_config import Bsp
+from counterpoint.ps.consistency import Bsp
 from counterpoint.ps.placement import split_range
 from counterpoint.ps.session import PendingResult, PullResult, PushResult, Session, Versions
 from counterpoint.ps.update_rules import UpdateRule

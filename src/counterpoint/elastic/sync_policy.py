@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from counterpoint.errors import PlanError
-from counterpoint.ps.job_config import Asp, Bsp, Consistency
-from counterpoint.ps.messages import NO_SLICE
+from counterpoint.ps.consistency import NO_SLICE, Asp, Consistency
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class SyncPolicy:
         is_synchronous = self.pull_every == 1 and self.local_lr == 0 and not self.pull_ahead
         if not is_synchronous and not isinstance(consistency, Asp):
             raise PlanError(
-                f"{self} uses stale weights, which {consistency} does not accept; give Asp(), or "
-                "fetch_every=1, local_lr=0 and fetch_ahead=0"
+                f"{self} uses stale weights, which {consistency} does not accept; give "
+                "consistency=asp, or pull_every=1, local_lr=0 and pull_ahead=0"
             )
 
 
@@ -71,16 +70,3 @@ class StepContext:
     pulls_next: bool = True
     is_open: bool = False
     pull_ahead: int = 0
-
-
-def find_step(consistency: Consistency, slice_index: int) -> tuple[int, int]:
-    """Return the step of a data slice, and the one after it; 0 and 0 if there are no steps.
-
-    Example:
-        >>> find_step(Bsp(4), 9)
-        (2, 3)
-    """
-    if not isinstance(consistency, Bsp):
-        return 0, 0
-    step = slice_index // consistency.slices_per_step
-    return step, step + 1

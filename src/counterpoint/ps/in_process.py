@@ -70,7 +70,7 @@ class LocalJob:
 
     Example:
         >>> import torch
-        >>> from counterpoint.ps.job_config import Asp
+        >>> from counterpoint.ps.consistency import Asp
         >>> from counterpoint.ps.update_rules import Sgd
         >>> servers = LocalJob(JobConfig("tour", Asp()))
         >>> with servers.join("worker-0") as session:

@@ -4,45 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from counterpoint.errors import PlanError
-
-
-@dataclass(frozen=True, slots=True)
-class Bsp:
-    """Bulk-synchronous: one update of a key sums a fixed number of data slices in slice order, whoever pushes them."""
-
-    slices_per_step: int
-
-    def __post_init__(self) -> None:
-        if self.slices_per_step < 1:
-            raise PlanError(
-                f"bsp with {self.slices_per_step} data slices per step has no updates; give slices_per_step=1 or more"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Ssp:
-    """Stale-synchronous: a worker's reads are at most ``staleness`` of its pushes ahead of the slowest worker's.
-
-    Source:
-        Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013.
-    """
-
-    staleness: int
-
-    def __post_init__(self) -> None:
-        if self.staleness < 0:
-            raise PlanError(f"ssp with staleness {self.staleness}; give 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class Asp:
-    """Asynchronous: every push is an update of its own, and no worker waits."""
-
-
-Consistency: TypeAlias = Bsp | Ssp | Asp
+from counterpoint.ps.consistency import Bsp, Consistency
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from counterpoint.errors import DataError, PlanError, ProgramError, ProtocolError
 from counterpoint.fabric.compression import POINT_TO_POINT_CODECS, compress, decompress
 from counterpoint.program.compression import find_codec
-from counterpoint.ps.job_config import Bsp, JobConfig
+from counterpoint.ps.consistency import Bsp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import DTYPES, KeySpec
 from counterpoint.ps.placement import KeyRange, shard_of_row
 from counterpoint.ps.row_pooling import RowPooling, validate_pooling

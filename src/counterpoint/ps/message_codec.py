@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, Union, cast, get_args, get_origin, g
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
-from counterpoint.ps import job_config, messages, update_rules
+from counterpoint.ps import consistency, messages, update_rules
 from counterpoint.ps.messages import MAX_NUMBER
 
 JsonValue: TypeAlias = Any
@@ -50,7 +50,7 @@ TAGGED_TYPES: Mapping[str, type] = {
         update_rules.Assign, update_rules.Sgd, update_rules.Adagrad, update_rules.Adam,
         update_rules.ConstantInit, update_rules.UniformInit, update_rules.NormalInit,
         messages.SetMembers,
-        job_config.Bsp, job_config.Ssp, job_config.Asp,
+        consistency.Bsp, consistency.Ssp, consistency.Asp,
     )
 }  # fmt: skip
 """Types that occur in unions, so that their encoding needs a type tag."""

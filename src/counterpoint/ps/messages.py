@@ -26,7 +26,6 @@ from counterpoint.ps.update_rules import Assign, Initializer, UpdateRule, check_
 MAX_NAME = 512
 MAX_NUMBER = (1 << 63) - 1
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NO_SLICE = -1
 
 Role: TypeAlias = Literal["worker", "server"]
 TaskOutcome: TypeAlias = Literal["done", "failed", "preempted"]

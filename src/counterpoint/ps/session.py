@@ -15,8 +15,9 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from counterpoint.ps.consistency import NO_SLICE
 from counterpoint.ps.job_config import JobConfig
-from counterpoint.ps.messages import NO_SLICE, DataTask, MembershipView, TaskOutcome
+from counterpoint.ps.messages import DataTask, MembershipView, TaskOutcome
 from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.update_rules import ConstantInit, Initializer, UpdateRule
 

@@ -4,7 +4,7 @@ This is where a worker's push is counted once, by two mechanisms, in this order:
 has an old sequence number and gets the recorded reply (``replication.py``, and ``ClientState`` here); repeated *data*
 (a slice that another worker has already pushed) is found by :class:`ConsistencyTracker
 <counterpoint.ps.consistency.ConsistencyTracker>` and answered without being applied (:meth:`PsShard._apply_push`). The
-strategy ``server(n)`` does not use this server: see :mod:`counterpoint.runtime.comm.server_loop`.
+server of the strategy ``server(n)`` uses the same tracker: see :mod:`counterpoint.runtime.comm.server_loop`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from counterpoint.errors import ProtocolError
 from counterpoint.fabric.compression import decompress
 from counterpoint.program.compression import find_codec
-from counterpoint.ps.consistency import ConsistencyTracker
-from counterpoint.ps.job_config import Bsp, JobConfig
+from counterpoint.ps.consistency import Bsp, ConsistencyTracker
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.message_codec import encode_message
 from counterpoint.ps.messages import (
     DTYPES,
@@ -33,6 +33,7 @@ from counterpoint.ps.messages import (
     JobMember,
     JoinClock,
     JournalEntry,
+    KeyProgress,
     KeySpec,
     KeyState,
     LeaveClock,
@@ -45,6 +46,7 @@ from counterpoint.ps.messages import (
     RejectReason,
     SetMembers,
     ShardState,
+    WorkerClock,
     WriteRequest,
 )
 from counterpoint.ps.storage.key_storage import DenseStorage, PreviousVersion, SparseRowStorage
@@ -96,10 +98,25 @@ class PsShard:
         self.keys = {key.spec.key: self._restore_key(key) for key in state.keys}
 
     def _restore_key(self, state: KeyState) -> ShardKey:
-        tally = ConsistencyTracker(self.job.consistency, state.progress)
         previous = None if state.previous is None else PreviousVersion(state.previous, state.previous_rows)
         table = self._make_storage(state.spec, state.tensors, state.rows, previous)
-        return ShardKey(state.spec, table, tally, {gradient.slice_index: gradient for gradient in state.pending})
+        return ShardKey(
+            state.spec,
+            table,
+            self._restore_tracker(state),
+            {gradient.slice_index: gradient for gradient in state.pending},
+        )
+
+    def _restore_tracker(self, state: KeyState) -> ConsistencyTracker:
+        progress = state.progress
+        return ConsistencyTracker(
+            self.job.consistency,
+            state.spec.key,
+            version=progress.version,
+            applied_slices=progress.applied_slices,
+            clocks={clock.worker: clock.count for clock in progress.clocks},
+            min_clocks=list(zip(progress.min_clocks[::2], progress.min_clocks[1::2], strict=True)),
+        )
 
     def _make_storage(
         self, spec: KeySpec, tensors: tuple[Tensor, ...], rows: Tensor | None, previous: PreviousVersion | None = None
@@ -218,10 +235,10 @@ class PsShard:
             check_request(is_bsp, f"{spec.key} without an optimizer, which {mode} needs; give it an update rule")
         table = self._initial_storage(entry)
         self._check_capacity(table.num_bytes, spec.key)
-        tally = ConsistencyTracker(self.job.consistency)
+        tracker = ConsistencyTracker(self.job.consistency, spec.key)
         for worker in sorted(self.clock_members):
-            tally.join_clock(worker)
-        self.keys[spec.key] = ShardKey(spec, table, tally)
+            tracker.join_clock(worker)
+        self.keys[spec.key] = ShardKey(spec, table, tracker)
 
     def _initial_storage(self, entry: InitRequest) -> DenseStorage | SparseRowStorage:
         spec, value, rows = entry.spec, entry.value, entry.rows
@@ -237,15 +254,19 @@ class PsShard:
     def _apply_push(self, worker: str, push: PushRequest) -> PushReply:
         key = self._find_key(push.key)
         push = decode_push(push, key.spec) if push.codec else push
-        values, pooling, is_known = push.values, push.pooling, key.tracker.is_duplicate(worker, push)
+        try:
+            key.tracker.check_push(worker, push.read_version, push.slice_index)
+        except ProtocolError as error:
+            raise invalid_request(str(error)) from None
+        values, pooling, is_duplicate = push.values, push.pooling, key.tracker.is_duplicate(push.slice_index)
         key.storage.validate_push(values, push.rows, pooling)
         if self.num_bytes + key.storage.max_growth_bytes(push.rows) > self.job.capacity_bytes:
             self._check_capacity(key.storage.growth_bytes(push.rows), push.key)
-        if not is_known and isinstance(self.job.consistency, Bsp):
+        if not is_duplicate and isinstance(self.job.consistency, Bsp):
             key.pending[push.slice_index] = PendingGradient(
                 push.slice_index, values if pooling is None else pooling.pool(values), push.rows
             )
-        if key.tracker.record(worker, push, is_duplicate=is_known):
+        if key.tracker.record(worker, push.slice_index, is_counted=not is_duplicate):
             rows = push.rows
             if key.pending:
                 (values, rows), pooling = (
@@ -254,7 +275,7 @@ class PsShard:
                 )
                 key.pending.clear()
             key.storage.update(key.tracker.version, values, rows, pooling)
-        return PushReply(self.index, push.header.sequence, key.tracker.version, not is_known)
+        return PushReply(self.index, push.header.sequence, key.tracker.version, not is_duplicate)
 
     def _check_capacity(self, more_bytes: int, key: str) -> None:
         if more_bytes and self.num_bytes + more_bytes > self.job.capacity_bytes:
@@ -310,13 +331,19 @@ def _key_state(key: ShardKey) -> KeyState:
     )
     return KeyState(
         key.spec,
-        key.tracker.progress,
+        _key_progress(key.tracker),
         snapshot.tensors,
         snapshot.rows,
         tuple(key.pending.values()),
         previous,
         previous_rows,
     )
+
+
+def _key_progress(tracker: ConsistencyTracker) -> KeyProgress:
+    clocks = tuple(WorkerClock(worker, count) for worker, count in tracker.clocks.items())
+    min_clocks = tuple(number for pair in tracker.min_clocks for number in pair)
+    return KeyProgress(tracker.version, tuple(tracker.applied_slices.bounds), clocks, min_clocks)
 
 
 def decode_push(push: PushRequest, spec: KeySpec) -> PushRequest:

@@ -13,6 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, DataError, LaunchError, PeerError, PlanError, ProtocolError
 from counterpoint.ps.actions import DeliverReply, PsAction, Shutdown
 from counterpoint.ps.client import CoordinatorCall, PsClient
+from counterpoint.ps.consistency import NO_SLICE
 from counterpoint.ps.key_partitioning import (
     DTYPE_NAMES,
     DenseKey,
@@ -25,7 +26,6 @@ from counterpoint.ps.key_partitioning import (
 from counterpoint.ps.membership import Membership
 from counterpoint.ps.message_codec import PsMessage
 from counterpoint.ps.messages import (
-    NO_SLICE,
     Ack,
     CheckpointReply,
     CheckpointRequest,

@@ -48,6 +48,7 @@ from counterpoint.program.instruction import (
     Update,
 )
 from counterpoint.program.trace import Lane
+from counterpoint.ps.consistency import allows_lead
 from counterpoint.simulator.contention import CpuDemand, LinkId, ResourceUse, RunQueue, SharedResourcePool
 from counterpoint.simulator.sim_input import LinkTransfer, SimInput, WaitKey, is_async, lane_of
 
@@ -280,7 +281,8 @@ class EventSimulator:
         assert isinstance(instruction, ApplyPushes), "only servers reply"
         slots = self.held_slots[location, slot % len(instruction.units)]
         slots.append(slot)
-        if instruction.staleness != 0 or len(slots) == len(instruction.workers):
+        lead = int(len(slots) < len(instruction.workers))  # each worker pushes once
+        if allows_lead(instruction.staleness, lead):
             for held_slot in slots if instruction.replies else ():
                 self.request_links(now, self.sim_input.server_reply(location, held_slot)[1])
             slots.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -27,13 +27,12 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import map_parts, replicate, widen_commits
+from counterpoint.ps.consistency import ConsistencyName, parse_consistency
 from counterpoint.ps.placement import assign
 from counterpoint.strategies.replica_groups import receives_grad, updated_units, updating_ranks
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.tree_reduce import uses_tree_reduce
-
-ConsistencyModel: TypeAlias = Literal["bsp", "ssp", "asp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Server:
 
     degree: int
     servers: int = 1
-    consistency: ConsistencyModel = "bsp"
+    consistency: ConsistencyName = "bsp"
     staleness: int = 0
     compress: str = ""
     fetch_every: int = 1
@@ -84,13 +83,7 @@ class Server:
     splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.consistency not in get_args(ConsistencyModel):
-            raise PlanError(f"server has no consistency={self.consistency}; give bsp, ssp or asp")
-        if self.staleness < 0 or (self.staleness and self.consistency != "ssp"):
-            raise PlanError(
-                f"staleness={self.staleness} of server is a bound for consistency=ssp, 0 or more; {self.consistency} "
-                "has no bound: give consistency=ssp, staleness=1, for example"
-            )
+        parse_consistency(self.consistency, staleness=self.staleness, slices_per_step=self.degree)
         if self.fetch_every < 1 or (self.fetch_every > 1 and self.consistency != "asp"):
             raise PlanError(
                 f"fetch_every={self.fetch_every} of server must be a number of steps, and 1 unless consistency=asp: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,8 @@ from counterpoint.elastic.replica import ModelReplica
 from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.errors import PlanError
 from counterpoint.optim.validation import require_counts
-from counterpoint.ps.job_config import Asp, Bsp, Consistency, JobConfig, RetryPolicy, Ssp, Timeouts
+from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse_consistency
+from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer
 from counterpoint.training.callbacks.callback import EvaluationEnd
@@ -32,7 +32,7 @@ from counterpoint.training.evaluation import MetricsFn, make_loss_metric
 from counterpoint.training.metrics import merge_metrics
 from counterpoint.training.process_memory import RetainedMemory
 
-CONSISTENCY_HELP = "bsp(4), four data slices per step; ssp(2), two pushes ahead of the slowest; or asp"
+DEFAULT_SLICES_PER_STEP = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,10 @@ class ElasticTrainer:
         dataset: map-style, samples ``(inputs..., target)``; the same for all workers.
         batch_size: samples of a *global* batch under bsp, however many workers there are; of a minibatch otherwise.
         epochs: passes over the dataset.
-        consistency: ``bsp(4)`` splits a batch into four data slices, which any workers compute; ``ssp(2)`` and ``asp``
-            make every data slice an update of its own.
+        consistency: ``bsp`` splits a batch into data slices, which any workers compute; ``ssp`` and ``asp`` make every
+            data slice an update of its own. The same names as of the strategy ``server(n, consistency=...)``.
+        staleness: with ssp, by how many pushes a worker may be ahead of the slowest; with 0 all wait for the slowest.
+        slices_per_step: with bsp, data slices of a batch; 4 by default.
         servers: parameter servers, which store the weights; 0 for none: every worker has all weights, and gradients are
             all-reduced among workers, under bsp.
         slices_per_task: data slices that a worker is assigned at once; without servers, that are recorded at once.
@@ -64,7 +66,7 @@ class ElasticTrainer:
     Example:
         >>> import torch
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 2), torch.randn(100, 1))
-        >>> elastic = ElasticTrainer(dataset=data, batch_size=20, epochs=2, consistency="bsp(4)")
+        >>> elastic = ElasticTrainer(dataset=data, batch_size=20, epochs=2, consistency="bsp")
         >>> elastic.job.data
         DataConfig(num_slices=20, num_epochs=2, slices_per_task=1, slices_per_step=4)
     """
@@ -72,7 +74,9 @@ class ElasticTrainer:
     dataset: MapDataset
     batch_size: int
     epochs: int = 1
-    consistency: str = "bsp(4)"
+    consistency: ConsistencyName = "bsp"
+    staleness: int = 0
+    slices_per_step: int | None = None
     servers: int = 1
     slices_per_task: int = 1
     sync_policy: SyncPolicy = field(default_factory=SyncPolicy)
@@ -84,18 +88,29 @@ class ElasticTrainer:
     retain_freed_memory: bool = True
 
     def __post_init__(self) -> None:
-        require_counts(batch_size=self.batch_size, epochs=self.epochs, task_portions=self.slices_per_task)
-        self.sync_policy.check_consistency(parse_consistency(self.consistency))
-        if not self.servers and not isinstance(parse_consistency(self.consistency), Bsp):
+        require_counts(batch_size=self.batch_size, epochs=self.epochs, slices_per_task=self.slices_per_task)
+        consistency = self._consistency
+        self.sync_policy.check_consistency(consistency)
+        if self.slices_per_step is not None and not isinstance(consistency, Bsp):
             raise PlanError(
-                f"consistency={self.consistency!r} with servers=0: workers without servers are synchronous; "
-                "give bsp(4), or servers=1"
+                f"slices_per_step={self.slices_per_step} with consistency={self.consistency}, whose updates are single "
+                "data slices; omit it, or give consistency=bsp"
             )
+        if not self.servers and not isinstance(consistency, Bsp):
+            raise PlanError(
+                f"consistency={self.consistency} with servers=0: workers without servers are synchronous; "
+                "give consistency=bsp, or servers=1"
+            )
+
+    @property
+    def _consistency(self) -> Consistency:
+        slices_per_step = DEFAULT_SLICES_PER_STEP if self.slices_per_step is None else self.slices_per_step
+        return parse_consistency(self.consistency, staleness=self.staleness, slices_per_step=slices_per_step)
 
     @property
     def data_slices(self) -> DataSlices:
         """The dataset, split into data slices."""
-        mode, minibatches = parse_consistency(self.consistency), self.sync_policy.push_every
+        mode, minibatches = self._consistency, self.sync_policy.push_every
         sampler = slice_sampler(
             len(self.dataset), self.batch_size, mode, minibatches_per_slice=minibatches, seed=self.worker_config.seed
         )
@@ -107,7 +122,7 @@ class ElasticTrainer:
         data_slices = self.data_slices
         min_slices = 1 if self.servers else data_slices.slices_per_step
         work = data_slices.data_config(self.epochs, slices_per_task=max(min_slices, self.slices_per_task))
-        return JobConfig(self.name, parse_consistency(self.consistency), self.servers, work, self.budget, self.patience)
+        return JobConfig(self.name, self._consistency, self.servers, work, self.budget, self.patience)
 
     def train(  # noqa: PLR0913 - what a worker may choose, all by keyword
         self,
@@ -248,24 +263,6 @@ class WorkerReport:
     def losses(self) -> list[float]:
         """The loss of each data slice that this worker computed."""
         return [event.loss for event in self.events if isinstance(event, SliceTrained)]
-
-
-def parse_consistency(text: str) -> Consistency:
-    """Parse a consistency.
-
-    Raises:
-        PlanError: there is none of that name.
-
-    Example:
-        >>> parse_consistency("bsp(4)"), parse_consistency("asp")
-        (Bsp(slices_per_step=4), Asp())
-    """
-    match = re.fullmatch(r"(bsp|ssp)\((\d{1,9})\)|asp", str(text).strip())
-    if match is None:
-        raise PlanError(f"there is no consistency {text!r}; give {CONSISTENCY_HELP}")
-    if match[1] is None:
-        return Asp()
-    return Bsp(int(match[2])) if match[1] == "bsp" else Ssp(int(match[2]))
 
 
 def evaluate_replica(

@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig, JobConfig, RetryPolicy, Ssp, Timeouts
+from counterpoint.ps.consistency import Asp, Bsp, Ssp
+from counterpoint.ps.job_config import DataConfig, JobConfig, RetryPolicy, Timeouts
 from tests.ps.process import counting_worker as program, lines_worker as lines
 
 PATIENCE = Timeouts(heartbeat_s=0.2, failure_timeout_s=2.0, lease_s=20.0, resend_s=0.4)

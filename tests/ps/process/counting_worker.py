@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from counterpoint.ps.job_config import Bsp, Ssp
+from counterpoint.ps.consistency import Ssp, find_step
 from counterpoint.ps.process.job_file import read_job_file
 from counterpoint.ps.process.join_job import join
 from counterpoint.ps.session import NO_TASK_YET
@@ -45,7 +45,7 @@ def count(session, task):
     job = session.job
     for number in range(task.start, task.stop):
         slice_index = task.epoch * job.data.num_slices + number
-        least = slice_index // job.consistency.slices_per_step if isinstance(job.consistency, Bsp) else 0
+        least = find_step(job.consistency, slice_index)[0]
         session.pull(KEY, min_versions=least).wait()
         gradient = torch.zeros(total_of(job), dtype=torch.float64)
         gradient[slice_index] = 1.0

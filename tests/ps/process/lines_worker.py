@@ -2,10 +2,12 @@
 
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from counterpoint.elastic.remote_module import RemoteModule
 from counterpoint.jobs.registry import find_job
-from counterpoint.ps.job_config import Asp, Bsp, Consistency, RetryPolicy, Ssp
+from counterpoint.ps.consistency import Asp, Bsp, Consistency, Ssp
+from counterpoint.ps.job_config import RetryPolicy
 from counterpoint.ps.process.job_file import read_job_file
 from counterpoint.ps.process.join_job import join
 from counterpoint.ps.update_rules import UniformInit
@@ -23,26 +25,26 @@ def elastic(consistency, num_servers, patience):
     """The job as ``counterpoint train lines`` does it."""
     train, _ = LINES.build_data()
     return ElasticTrainer(
-        dataset=train, batch_size=LINES.batch_size, epochs=EPOCHS, consistency=consistency, servers=num_servers,
+        dataset=train, batch_size=LINES.batch_size, epochs=EPOCHS, servers=num_servers, **written(consistency),
         name="lines", budget=RetryPolicy(1000, 10_000), patience=patience,
     )  # fmt: skip
 
 
-def written(consistency: Consistency) -> str:
-    """A consistency as it is written for `Elastic`."""
+def written(consistency: Consistency) -> dict[str, Any]:
+    """A consistency as it is written for `ElasticTrainer`."""
     match consistency:
         case Asp():
-            return "asp"
+            return {"consistency": "asp"}
         case Ssp():
-            return f"ssp({consistency.staleness})"
+            return {"consistency": "ssp", "staleness": consistency.staleness}
         case Bsp():
-            return f"bsp({consistency.slices_per_step})"
+            return {"consistency": "bsp", "slices_per_step": consistency.slices_per_step}
 
 
 def work(session, num_looks=0):
     """All lines are counted, or this worker has left."""
     job, looks = session.job, count(1)
-    elastic(written(job.consistency), job.num_servers, job.timeouts).train(
+    elastic(job.consistency, job.num_servers, job.timeouts).train(
         session, LINES.build_model(0), loss=LINES.loss, optimizer=LINES.optimizer, tables=TABLES,
         should_stop=lambda: next(looks) == num_looks,
     )  # fmt: skip

@@ -34,7 +34,8 @@ def plan(epochs, parts):
         dataset=make_numeric_data(64),
         batch_size=16,
         epochs=epochs,
-        consistency=f"bsp({parts})",
+        consistency="bsp",
+        slices_per_step=parts,
         servers=0,
         patience=PATIENCE,
     )

@@ -11,7 +11,8 @@ from torch import nn
 from counterpoint.elastic.remote_module import RemoteModule
 from counterpoint.errors import CheckpointError, DataError, LaunchError
 from counterpoint.ps.actions import AppendLog
-from counterpoint.ps.job_config import Asp, Bsp, DataConfig, JobConfig
+from counterpoint.ps.consistency import Asp, Bsp
+from counterpoint.ps.job_config import DataConfig, JobConfig
 from counterpoint.ps.messages import PushRequest, SetMembers
 from counterpoint.ps.process.disk_layout import complete_snapshots, log_path, read_records, resume
 from counterpoint.ps.process.job_file import read_job_file, write_job_file

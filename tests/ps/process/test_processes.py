@@ -9,7 +9,8 @@ import torch
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.server_processes import start_servers
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import PushRequest
 from counterpoint.ps.process.wal_writer import read_journals
 from counterpoint.ps.shard import replay_journal

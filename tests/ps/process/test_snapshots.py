@@ -8,7 +8,8 @@ import torch
 
 from counterpoint.errors import CheckpointError
 from counterpoint.ps.actions import COORDINATOR, AppendLog, SaveSnapshot, SendMessage
-from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import (
     Heartbeat,
     JobMember,

@@ -4,6 +4,7 @@ import copy
 import random
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,9 +17,10 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.program.instruction import ApplyPushes
 from counterpoint.program.text import format_unit, parse_tensor_ref
-from counterpoint.runtime.comm.server_loop import ParameterServerLoop, require_within_staleness
+from counterpoint.runtime.comm.server_loop import ParameterServerLoop
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.testing.parity_models import make_parity_model, plan_for
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
@@ -111,8 +113,27 @@ def test_workers_of_all_speeds_keep_the_bound_and_replay_bit_for_bit(num_workers
         assert oldest <= (num_workers - 1) * (2 * staleness + 1)
 
 
+class ImpatientWorker:
+    """The server's fabric, with a worker that pushes without waiting for replies."""
+
+    def __init__(self):
+        self.num_replies = 0
+
+    def recv_any(self, workers):
+        return workers[0], "push(grad0)", []
+
+    def send(self, worker, label, tensors):
+        self.num_replies += 1
+
+
 def test_a_push_from_too_far_ahead_is_an_error():
-    instruction = ApplyPushes(((0,),), (0, 1), 1)
-    require_within_staleness(instruction, ((0,), 0), {0: 3, 1: 2})
-    with pytest.raises(ProtocolError, match="rank 0 sent push 4 of unit 0, but rank 1 has pushed it 1 times"):
-        require_within_staleness(instruction, ((0,), 0), {0: 3, 1: 1})
+    worker, store = (
+        ImpatientWorker(),
+        cast("ParamStore", SimpleNamespace(units={(0,): SimpleNamespace(flat_params=[])})),
+    )
+    server = ParameterServerLoop(store, cast("Fabric", worker), [])
+    with pytest.raises(ProtocolError, match=r"staleness: push 3 of rank 0 to unit 0, .* and rank 1 has pushed 0 times"):
+        server.apply_and_reply([ApplyPushes(((0,),), (0, 1), 1)] * 2)
+    assert worker.num_replies == 1
+    server.clear()
+    assert [server.pushes[0,].tracker.clocks, server.pushes[0,].waiting] == [{"rank 0": 0, "rank 1": 0}, []]

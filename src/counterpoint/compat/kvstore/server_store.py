@@ -22,8 +22,9 @@ from counterpoint.compat.kvstore.sparse_rows import sum_tensors
 from counterpoint.compat.kvstore.store import StoredKeySpec
 from counterpoint.compat.kvstore.updaters import Updater
 from counterpoint.errors import DataError, PeerError, PlanError
-from counterpoint.ps.job_config import Asp, Bsp, JobConfig, Timeouts
-from counterpoint.ps.messages import DTYPES, NO_SLICE
+from counterpoint.ps.consistency import NO_SLICE, Asp, Bsp
+from counterpoint.ps.job_config import JobConfig, Timeouts
+from counterpoint.ps.messages import DTYPES
 from counterpoint.ps.session import InitialRows, PendingResult, PullResult, PushResult, Session, Versions
 from counterpoint.ps.update_rules import Assign, Sgd, UpdateRule
 

@@ -1,9 +1,10 @@
 """Loop of the parameter server of the strategy ``server(n)``: apply pushes as they arrive, reply when allowed.
 
-There are two parameter servers. This one is a rank of a program: its workers are fixed, messages are neither lost nor
-repeated, and so nothing is counted. The one in :mod:`counterpoint.ps`, which :class:`ElasticTrainer
-<counterpoint.training.elastic_trainer.ElasticTrainer>` and KVStore use, has workers that come and go, and counts every
-push once.
+This server is a rank of a program: its workers are fixed, and messages are neither lost nor repeated, so that no push
+is a duplicate. The servers of :class:`ElasticTrainer <counterpoint.training.elastic_trainer.ElasticTrainer>` and
+KVStore, whose workers come and go, are in :mod:`counterpoint.ps`. Both decide by the same
+:class:`ConsistencyTracker <counterpoint.ps.consistency.ConsistencyTracker>` which pushes may be applied and who may
+have weights; here it has a clock for every worker of a unit.
 
 A push is labelled with its instruction, so that pushes of a later step may arrive before others of the current one. A
 worker gets its reply with the weights when it is at most ``staleness`` pushes ahead of the slowest worker (SSP).
@@ -11,15 +12,16 @@ worker gets its reply with the weights when it is at most ``staleness`` pushes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from counterpoint.errors import ProtocolError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import Unit
 from counterpoint.program.instruction import ApplyPushes, Push, weight
 from counterpoint.program.text import format_tensor_ref, format_unit, parse_instruction
+from counterpoint.ps.consistency import Asp, ConsistencyTracker, Ssp
 from counterpoint.runtime.comm.rank_communication import add_grad
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import PushRecord
@@ -37,6 +39,27 @@ def parse_push_label(label: str) -> Push:
     return instruction
 
 
+@dataclass(slots=True)
+class UnitPushes:
+    """Pushes of one unit.
+
+    Attributes:
+        tracker: versions of the unit, and clocks of the workers.
+        read_versions: the version that each worker was sent last.
+        waiting: workers without a reply yet, in order of arrival.
+    """
+
+    tracker: ConsistencyTracker
+    read_versions: dict[int, int]
+    waiting: list[int] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Set all clocks to zero and drop pending replies."""
+        self.tracker.restart_clocks()
+        self.read_versions = dict.fromkeys(self.read_versions, self.tracker.version)
+        self.waiting.clear()
+
+
 class ParameterServerLoop:
     """Applies the workers' pushes to the weights of one server.
 
@@ -50,14 +73,12 @@ class ParameterServerLoop:
         self.store = store
         self.fabric = fabric
         self.push_log = push_log
-        self.versions: dict[Unit, int] = {}
-        self.clocks: dict[Unit, dict[int, int]] = {}  # pushes of a unit by each worker
-        self.waiting: dict[Unit, list[int]] = {}  # workers without a reply yet, in order of arrival
+        self.pushes: dict[Unit, UnitPushes] = {}
 
     def clear(self) -> None:
-        """Drop all clocks and pending replies; all workers begin the next step together."""
-        self.clocks.clear()
-        self.waiting.clear()
+        """Restart all clocks and drop pending replies; all workers begin the next step together."""
+        for pushes in self.pushes.values():
+            pushes.restart()
 
     def apply_and_reply(self, instructions: Sequence[ApplyPushes]) -> None:
         """Apply as many pushes as the instructions name, in order of arrival; reply to workers that may continue.
@@ -83,53 +104,42 @@ class ParameterServerLoop:
             step = (worker_weights - flat_params.weights.detach()) * float(instruction.alpha)
             flat_params.weights.data.add_(step)
             replies.append(worker_weights - step)
-        self.versions[unit] = self.versions.get(unit, 0) + 1
-        self.push_log.append(PushRecord(unit, worker, self.versions[unit]))
+        pushes = self.pushes.get(unit) or self._start_unit(instruction, unit)
+        self._record(pushes.tracker, unit, worker, is_applied=True)
         self.fabric.send(worker, format_tensor_ref(weight(unit)), replies)
 
     def apply_push(self, instruction: ApplyPushes, worker: int, push: Push, tensors: Sequence[Tensor]) -> None:
         """Apply a pushed gradient, and send the weights to every waiting worker that may continue now."""
         unit = push.tensor.blocks
-        clocks = self.clocks.setdefault(unit, dict.fromkeys(instruction.workers, 0))
-        require_within_staleness(instruction, (unit, worker), clocks)
+        pushes = self.pushes.get(unit) or self._start_unit(instruction, unit)
+        tracker = pushes.tracker
+        tracker.check_push(worker_name(worker), pushes.read_versions[worker])
         if tensors:
             add_grad(self.store.units[unit], tensors, push.codec)
             self.store.update((unit,))
-        self.versions[unit] = self.versions.get(unit, 0) + bool(tensors)
-        self.push_log.append(PushRecord(unit, worker, self.versions[unit]))
-        clocks[worker] += 1
-        waiting = [*self.waiting.get(unit, ()), *([worker] if push.op == "push" else [])]
-        self.waiting[unit] = [
-            waiting_worker for waiting_worker in waiting if not within_staleness(instruction, waiting_worker, clocks)
-        ]
-        for waiting_worker in waiting:
-            if waiting_worker not in self.waiting[unit]:
+        self._record(tracker, unit, worker, is_applied=bool(tensors))
+        waiting = [*pushes.waiting, *([worker] if push.op == "push" else [])]
+        pushes.waiting = [rank for rank in waiting if not tracker.can_read(worker_name(rank))]
+        for rank in waiting:
+            if rank not in pushes.waiting:
+                pushes.read_versions[rank] = tracker.version
                 all_flat_params = self.store.units[unit].flat_params
-                self.fabric.send(
-                    waiting_worker,
-                    format_tensor_ref(weight(unit)),
-                    [flat_params.weights.detach() for flat_params in all_flat_params],
-                )
+                weights = [flat_params.weights.detach() for flat_params in all_flat_params]
+                self.fabric.send(rank, format_tensor_ref(weight(unit)), weights)
+
+    def _start_unit(self, instruction: ApplyPushes, unit: Unit) -> UnitPushes:
+        consistency = Asp() if instruction.staleness is None else Ssp(instruction.staleness)
+        tracker = ConsistencyTracker(consistency, f"unit {format_unit(unit)}")
+        for worker in instruction.workers:
+            tracker.join_clock(worker_name(worker))
+        self.pushes[unit] = UnitPushes(tracker, dict.fromkeys(instruction.workers, 0))
+        return self.pushes[unit]
+
+    def _record(self, tracker: ConsistencyTracker, unit: Unit, worker: int, *, is_applied: bool) -> None:
+        tracker.record(worker_name(worker), is_counted=is_applied)
+        self.push_log.append(PushRecord(unit, worker, tracker.version))
 
 
-def within_staleness(instruction: ApplyPushes, worker: int, clocks: Mapping[int, int]) -> bool:
-    """Return whether a worker is not too far ahead of the slowest to be sent weights."""
-    return instruction.staleness is None or clocks[worker] - min(clocks.values()) <= instruction.staleness
-
-
-def require_within_staleness(
-    instruction: ApplyPushes, unit_and_worker: tuple[Unit, int], clocks: Mapping[int, int]
-) -> None:
-    """Raise if a gradient's worker was too far ahead to have been sent weights.
-
-    Raises:
-        ProtocolError: the worker is further ahead of the slowest than the instruction allows.
-    """
-    unit, worker = unit_and_worker
-    if not within_staleness(instruction, worker, clocks):
-        slowest = min(clocks, key=lambda other: clocks[other])
-        raise ProtocolError(
-            f"staleness: rank {worker} sent push {clocks[worker] + 1} of unit {format_unit(unit)}, but rank {slowest} "
-            f"has pushed it {clocks[slowest]} times; a worker may be at most {instruction.staleness} pushes ahead of "
-            "the slowest when it is sent weights"
-        )
+def worker_name(rank: int) -> str:
+    """Return the name of a worker in clocks and errors."""
+    return f"rank {rank}"

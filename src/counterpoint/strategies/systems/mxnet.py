@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from counterpoint.errors import PlanError
+from counterpoint.ps.consistency import ConsistencyName
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.options import require_choice
-from counterpoint.strategies.parameter_server import ConsistencyModel, Server
+from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems.composition import PER_PARAMETER, split_by_host
 from counterpoint.strategies.systems.easgd import format_alpha
@@ -93,7 +94,7 @@ def kvstore(
     if not update_on_kvstore:
         _check_sum_only(type, servers)
         return (Data(degree, compress=code, buckets=PER_PARAMETER),)
-    consistency: ConsistencyModel = "asp" if place == "async" else "bsp"
+    consistency: ConsistencyName = "asp" if place == "async" else "bsp"
     store = Server(degree // devices, servers or 1, consistency, compress=code)
     return (store,) if devices == 1 else (Data(devices, buckets=PER_PARAMETER), store)
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from counterpoint.ps.consistency import Bsp, Ssp
 from counterpoint.ps.coordinator import Coordinator
-from counterpoint.ps.job_config import Bsp, JobConfig, Ssp
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import (
     JoinClock,
     JournalEntry,

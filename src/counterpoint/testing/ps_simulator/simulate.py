@@ -11,8 +11,9 @@ import torch
 from counterpoint.errors import CounterpointError
 from counterpoint.ps.actions import COORDINATOR
 from counterpoint.ps.client import PsClient
+from counterpoint.ps.consistency import Asp, Bsp, Consistency, Ssp
 from counterpoint.ps.coordinator import COORDINATOR_LOG, Coordinator
-from counterpoint.ps.job_config import Asp, Bsp, Consistency, DataConfig, JobConfig, RetryPolicy, Ssp, Timeouts
+from counterpoint.ps.job_config import DataConfig, JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.replication import shard_log_name
 from counterpoint.ps.server import ServerNode
 from counterpoint.ps.write_ahead_log import decode_log

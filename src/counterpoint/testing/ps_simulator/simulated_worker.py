@@ -12,7 +12,8 @@ from torch import Tensor
 
 from counterpoint.ps.actions import DeliverReply, PsAction
 from counterpoint.ps.client import CoordinatorCall, PsClient
-from counterpoint.ps.job_config import Bsp, JobConfig, Ssp
+from counterpoint.ps.consistency import Bsp, Ssp, find_step
+from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import (
     CheckpointRequest,
     DataTask,
@@ -146,9 +147,7 @@ class SimulatedWorker:
             if isinstance(self.job.consistency, Ssp) and not self._is_in_clock:
                 yield from self._write_all([(s, lambda o, s=s: JoinClock(o, s)) for s in range(self.job.num_shards)])
                 self._is_in_clock = True
-            min_version = (
-                slice_index // self.job.consistency.slices_per_step if isinstance(self.job.consistency, Bsp) else 0
-            )
+            min_version, _ = find_step(self.job.consistency, slice_index)
             pulled = yield from self._pull_all(slice_index, min_version)
             replies = yield from self._write_all(
                 [(pull_reply.shard, self._push(pull_reply, slice_index)) for pull_reply in pulled]
