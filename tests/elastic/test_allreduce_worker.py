@@ -94,14 +94,14 @@ def test_a_worker_with_another_model_is_reported_so_and_the_others_wait_until_it
     assert found[0] == found[2] == "PeerError: worker-1 trains another model and has to leave"
 
 
-def job_of(slices, *, budget=TWO_FAILURES, epochs=2):
+def job_of(slices, *, retry_policy=TWO_FAILURES, epochs=2):
     return LocalJob(
         JobConfig(
             "step",
             slices.consistency,
             0,
             slices.data_config(epochs, slices_per_task=slices.slices_per_step),
-            budget,
+            retry_policy,
         )
     )
 

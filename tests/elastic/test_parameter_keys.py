@@ -43,14 +43,14 @@ def test_workers_that_ask_for_other_keys_train_those_of_the_first(first, second)
 def test_keys_of_several_modules_are_no_matter_for_a_code():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
     crew.join("a", mlp(), key_bytes=TOGETHER)
-    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', but codec='int8' compresses each"
+    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', but compress='int8' compresses each"
     with pytest.raises(PlanError, match=told):
-        crew.join("b", mlp(), codec="int8")
+        crew.join("b", mlp(), compress="int8")
 
 
 def test_a_code_continues_with_keys_of_one_module_each():
     crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), codec="int8")
+    crew.join("a", mlp(), compress="int8")
     assert len(crew.join("b", mlp(), key_bytes=TOGETHER).weights) == 2
 
 

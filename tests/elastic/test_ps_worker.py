@@ -94,7 +94,7 @@ def test_a_parameter_without_a_gradient_is_named():
     crew.run_rounds(1)
     assert "idle.weight got no gradient from slice 0" in crew.failures[0]
     crew.gone.add("a")
-    crew.join("b", Idle().double(), unused="zero")
+    crew.join("b", Idle().double(), unused_parameters="zero")
     crew.run_rounds()
     assert crew.job.coordinator.state.tasks.is_finished
 

@@ -81,7 +81,7 @@ def test_the_row_of_padding_never_travels_and_is_zeros():
 @pytest.mark.parametrize("code", ["fp16", "int8", "twobit:0.25", "topk:0.1", "sign"])
 def test_a_code_sends_fewer_bytes_and_keeps_the_rest_on_the_worker(code):
     crew = InterleavedWorkers(make_slices(make_numeric_data(80), Asp(), batch_size=4), epochs=4, num_servers=1)
-    served = crew.join("a", mlp(), codec=code)
+    served = crew.join("a", mlp(), compress=code)
     crew.run_rounds()
     (push, *_) = pushes(crew, "0.weight+bias")
     assert push.values.nbytes < 40 * 8
@@ -91,7 +91,7 @@ def test_a_code_sends_fewer_bytes_and_keeps_the_rest_on_the_worker(code):
 def test_what_a_code_leaves_out_is_pushed_later():
     crew = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4), epochs=1, num_servers=1)
     frozen = {"optimizer": lambda parameters: optim.SGD(parameters, lr=0.0)}
-    coded = crew.join("a", mlp(), codec="topk:0.2", **frozen)
+    coded = crew.join("a", mlp(), compress="topk:0.2", **frozen)
     crew.run_rounds()
     exact = InterleavedWorkers(make_slices(make_numeric_data(40), Asp(), batch_size=4), epochs=1, num_servers=1)
     exact.join("a", mlp(), **frozen)
@@ -147,8 +147,8 @@ def test_sparse_gradients_ask_for_a_table():
         (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), {}, "buffers='own'"),
         (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {"tables": {"0.weight": START}}, "max_norm=1.0"),
         (nn.Linear(4, 2, device="meta"), {}, "on meta, but workers of parameter servers compute on the CPU"),
-        (mlp(), {"codec": "powersgd:1"}, "compresses an all-reduce, not a single push"),
-        (mlp(), {"codec": "zip"}, "there is no codec 'zip'"),
+        (mlp(), {"compress": "powersgd:1"}, "compresses an all-reduce, not a single push"),
+        (mlp(), {"compress": "zip"}, "there is no codec 'zip'"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(model, options, told):

@@ -66,11 +66,11 @@ class InterleavedWorkers:
         epochs: int = 2,
         task_slices: int = 1,
         num_servers: int = 2,
-        budget: RetryPolicy = TWO_FAILURES,
+        retry_policy: RetryPolicy = TWO_FAILURES,
     ) -> None:
         self.slices = slices
         work = slices.data_config(epochs, slices_per_task=task_slices)
-        job = JobConfig("crew", slices.consistency, num_servers, work, budget)
+        job = JobConfig("crew", slices.consistency, num_servers, work, retry_policy)
         self.job = LocalJob(job, is_journaled=True)
         self.event_streams: dict[str, Iterator[WorkerEvent]] = {}
         self.events: list[tuple[str, WorkerEvent]] = []

@@ -61,17 +61,17 @@ def test_a_bounded_server_equals_its_journal_played_back_bit_for_bit(strategy):
     assert 0 < oldest <= server.max_intervening_updates
 
 
-@pytest.mark.parametrize(("strategy", "fetch_every"), [("asp(2, fetch_every=3)", 3), ("asp(3, fetch_every=2)", 2)])
-def test_a_worker_that_fetches_now_and_then_goes_on_with_the_weights_that_it_has(strategy, fetch_every):
+@pytest.mark.parametrize(("strategy", "pull_every"), [("asp(2, pull_every=3)", 3), ("asp(3, pull_every=2)", 2)])
+def test_a_worker_that_fetches_now_and_then_goes_on_with_the_weights_that_it_has(strategy, pull_every):
     num_workers = int(strategy[4])
     trained, recipe, run = run_of(strategy, num_workers, partial(optim.SGD, lr=0.1))
-    expected, oldest = played_back(trained, recipe, run, num_workers, fetch_every=fetch_every)
+    expected, oldest = played_back(trained, recipe, run, num_workers, pull_every=pull_every)
     assert all(torch.equal(run.params[name], value) for name, value in expected.items())
-    assert oldest >= num_workers * (fetch_every - 1)
+    assert oldest >= num_workers * (pull_every - 1)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "optimizer", "fetch_every"),
+    ("strategy", "optimizer", "pull_every"),
     [
         ("downpour(2)", partial(optim.Adagrad, lr=0.1), 1),
         ("downpour(3, servers=2, n_fetch=2)", partial(optim.Adagrad, lr=0.1), 2),
@@ -80,10 +80,10 @@ def test_a_worker_that_fetches_now_and_then_goes_on_with_the_weights_that_it_has
         ("kvstore(2, type=dist_async)", ADAMW, 1),
     ],
 )
-def test_an_asynchronous_system_equals_its_journal_played_back(strategy, optimizer, fetch_every):
+def test_an_asynchronous_system_equals_its_journal_played_back(strategy, optimizer, pull_every):
     num_workers = plan_for(strategy, 12).strategies[0].degree
     trained, recipe, run = run_of(strategy, num_workers, optimizer)
-    expected, _ = played_back(trained, recipe, run, num_workers, fetch_every=fetch_every)
+    expected, _ = played_back(trained, recipe, run, num_workers, pull_every=pull_every)
     assert (
         parity.max_difference(parity.relative_difference(run.params[name], value) for name, value in expected.items())
         <= parity.TOLERANCE

@@ -77,7 +77,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ssp_3": ("ssp(3)", {"m": 2}),
     "asp_2_compress": ("asp(2, compress=twobit:0.5)", {}),
     "bsp_2_compress": ("data(2) * bsp(2, compress=int8)", {}),
-    "asp_2_fetch_every_3": ("asp(2, fetch_every=3)", {}),
+    "asp_2_pull_every_3": ("asp(2, pull_every=3)", {}),
     "elastic_2_every_4": ("easgd(2, servers=2, alpha=0.25, tau=4)", {"m": 2}),
     "data_2_elastic_2": ("data(2) * easgd(2, alpha=0.5, tau=1)", {}),
     "pipeline_2_elastic_2_tied": ("pipeline(2) * easgd(2, alpha=0.45, tau=1)", {"blocks": 3, "tied": True}),

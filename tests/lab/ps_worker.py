@@ -14,13 +14,13 @@ from counterpoint.rpc.job_key import read_key
 from counterpoint.training.elastic_trainer import ElasticTrainer
 from tests.elastic.worker_fixtures import SGD, make_numeric_data, mlp
 
-PATIENCE = Timeouts(heartbeat_s=0.2, failure_timeout_s=5.0, lease_s=60.0, resend_s=0.5)
+TIMEOUTS = Timeouts(heartbeat_s=0.2, failure_timeout_s=5.0, lease_s=60.0, resend_s=0.5)
 LOOK_S = 0.02
 
 
 def plan(**options):
     return ElasticTrainer(
-        dataset=make_numeric_data(64), batch_size=16, epochs=12, consistency="bsp", servers=2, name="far", patience=PATIENCE,
+        dataset=make_numeric_data(64), batch_size=16, epochs=12, consistency="bsp", servers=2, name="far", timeouts=TIMEOUTS,
         worker_config=WorkerConfig(checkpoint_every_slices=40), **options,
     )  # fmt: skip
 

@@ -39,6 +39,7 @@ def test_a_name_with_a_slip_of_the_pen_finds_the_nearest(wrong, near):
         ("data(2, update=shared)", "update=shared is now called update=sharded"),
         ("easgd(2, part=0.5)", "part is now called alpha"),
         ("easgd(2, every=4)", "every is now called tau"),
+        ("asp(2, fetch_every=3)", "fetch_every is now called pull_every"),
         ("elastic(2)", "elastic is now called easgd"),
     ],
 )

@@ -18,13 +18,13 @@ from tests.elastic.worker_fixtures import SGD, make_numeric_data, max_relative_d
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 LONG_S = 150.0
-PATIENCE = Timeouts(heartbeat_s=0.2, failure_timeout_s=4.0, lease_s=20.0, resend_s=0.2)
+TIMEOUTS = Timeouts(heartbeat_s=0.2, failure_timeout_s=4.0, lease_s=20.0, resend_s=0.2)
 
 
 def plan(name):
     return ElasticTrainer(
         dataset=make_numeric_data(64), batch_size=16, epochs=4 if name == "long" else 1, consistency="bsp", name=name,
-        patience=PATIENCE,
+        timeouts=TIMEOUTS,
     )  # fmt: skip
 
 

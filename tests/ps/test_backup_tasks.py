@@ -13,7 +13,9 @@ from tests.elastic.worker_fixtures import (
 
 
 def crew_of_two(backup_after):
-    crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(4)), budget=RetryPolicy(backup_after=backup_after))
+    crew = InterleavedWorkers(
+        make_slices(make_numeric_data(), Bsp(4)), retry_policy=RetryPolicy(backup_after=backup_after)
+    )
     for name in ("slow", "fast"):
         crew.join(name, mlp())
     crew.run_rounds(1)

@@ -3,8 +3,8 @@ from counterpoint.ps.job_config import DataConfig, RetryPolicy
 from counterpoint.ps.messages import DataTask
 
 
-def queue(*, slices=4, epochs=1, step=0, budget=None):
-    return TaskQueue(DataConfig(slices, epochs, 1, step), budget or RetryPolicy())
+def queue(*, slices=4, epochs=1, step=0, retry_policy=None):
+    return TaskQueue(DataConfig(slices, epochs, 1, step), retry_policy or RetryPolicy())
 
 
 def test_every_slice_of_every_epoch_is_given_once():
@@ -43,7 +43,7 @@ def test_a_task_that_is_done_stays_done():
 
 
 def test_failures_and_preemptions_have_budgets_of_their_own():
-    tasks = queue(slices=1, budget=RetryPolicy(max_failures=1, max_preemptions=5))
+    tasks = queue(slices=1, retry_policy=RetryPolicy(max_failures=1, max_preemptions=5))
     for _ in range(5):
         tasks.finish(tasks.assign("worker"), "preempted", 0, "")
     tasks.finish(tasks.assign("worker"), "failed", 0, "no such file")

@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 
-def ssp(model, *, units, journals, parts, loss, optimizer, staleness=10**9, sent=None, fetch_every=1):
+def ssp(model, *, units, journals, parts, loss, optimizer, staleness=10**9, sent=None, pull_every=1):
     """Train ``model``, the servers', by their journals: ``(unit, worker)`` of every push, in order.
 
     ``units`` names the parameters of each unit, ``parts[worker]`` holds a worker's inputs and targets step by step,
-    ``fetch_every`` in how many steps it is given weights once, ``sent(worker, name, gradient)`` is what a gradient
+    ``pull_every`` in how many steps it is given weights once, ``sent(worker, name, gradient)`` is what a gradient
     becomes on its way. A worker without samples has no gradient.
     Returns the model, and how many updates of others came between any reading and its own update, at most.
     """
@@ -40,7 +40,7 @@ def ssp(model, *, units, journals, parts, loss, optimizer, staleness=10**9, sent
         version[unit] += has_gradient
         due[worker].remove(unit)
         pushed[unit][worker] += 1
-        if pushed[unit][worker] % fetch_every == 0:
+        if pushed[unit][worker] % pull_every == 0:
             held[unit].append(worker)
         else:
             missing[worker].remove(unit)

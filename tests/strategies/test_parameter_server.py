@@ -57,7 +57,7 @@ def test_a_bounded_server_promises_how_old_gradients_may_be(staleness, bound):
 
 def test_a_worker_that_fetches_now_and_then_is_sent_fewer_bytes():
     """In two steps of three the servers send nothing."""
-    made = compile_text("asp(2, fetch_every=3)")
+    made = compile_text("asp(2, pull_every=3)")
     size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
     assert [turn.name for turn in made.step_variants] == ["local", "sync"]
     assert made.sent_bytes() == (size, size, Fraction(2 * size, 3))
@@ -89,13 +89,13 @@ def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
             "compress=powersgd:2 of server works only in an all-reduce, but each worker pushes to the",
         ),
         ("server(2, compress=2bit)", "there is no codec '2bit'; the codecs are"),
-        ("ssp(2, fetch_every=2)", "ssp has no option 'fetch_every=2'"),
+        ("ssp(2, pull_every=2)", "ssp has no option 'pull_every=2'"),
         (
-            "server(2, consistency=ssp, fetch_every=2)",
-            "fetch_every=2 of server must be a number of steps, and 1",
+            "server(2, consistency=ssp, pull_every=2)",
+            "pull_every=2 of server must be a number of steps, and 1",
         ),
-        ("asp(2, fetch_every=0)", "fetch_every=0 of server must be a number of steps,"),
-        ("asp(2, fetch_every=2) * data(2)", "last in a plan, but data(2) comes after it; write it"),
+        ("asp(2, pull_every=0)", "pull_every=0 of server must be a number of steps,"),
+        ("asp(2, pull_every=2) * data(2)", "last in a plan, but data(2) comes after it; write it"),
         ("easgd(2, alpha=1, tau=1)", "alpha=1 of easgd is not between 0 and 1; give alpha=0.9 divided by the number"),
         ("easgd(2, servers=0, tau=1)", "easgd(2, servers=0, tau=1) has no exchange with a center;"),
     ],

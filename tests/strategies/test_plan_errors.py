@@ -153,8 +153,8 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         ),
         ("server(2, consistency=eventual)", "there is no consistency=eventual; give bsp, ssp or asp"),
         (
-            "server(2, consistency=ssp, fetch_every=2)",
-            "fetch_every=2 of server must be a number of steps, and 1 unless consistency=asp: workers of ssp need new "
+            "server(2, consistency=ssp, pull_every=2)",
+            "pull_every=2 of server must be a number of steps, and 1 unless consistency=asp: workers of ssp need new "
             "weights in every step",
         ),
         (

@@ -96,7 +96,7 @@ BECOMES = [
     ("mxnet_mpi(4, groups=2, mode=esgd, tau=8)", "data(2) * easgd(2, servers=1, alpha=0.45, tau=8)"),
     ("downpour(4)", "server(4, servers=1, consistency=asp)"),
     ("downpour(4, n_push=2)", "server(4, servers=1, consistency=asp)"),
-    ("downpour(4, servers=2, n_push=2, n_fetch=6)", "server(4, servers=2, consistency=asp, fetch_every=3)"),
+    ("downpour(4, servers=2, n_push=2, n_fetch=6)", "server(4, servers=2, consistency=asp, pull_every=3)"),
     ("project_adam(4, servers=2)", "server(4, servers=2, consistency=asp)"),
     ("parameter_server_strategy(4)", "server(4, servers=1, consistency=asp)"),
     ("parameter_server_strategy(4, servers=2, mode=sync)", "server(4, servers=2, consistency=bsp)"),

@@ -12,7 +12,7 @@ CENTERED = [
     "easgd(2, servers=2, alpha=0.5, tau=1)",
     "data(2) * easgd(2, alpha=0.5, tau=3)",
 ]
-RARE = ["asp(2, fetch_every=2)", "asp(2, compress=twobit:0.05)", "bsp(2, compress=topk:0.1)", "ssp(2)"]
+RARE = ["asp(2, pull_every=2)", "asp(2, compress=twobit:0.05)", "bsp(2, compress=topk:0.1)", "ssp(2)"]
 
 
 @pytest.mark.parametrize("strategy", CENTERED)
@@ -52,7 +52,7 @@ def test_another_plan_continues_from_the_center(tmp_path):
         assert equal_bits(params_of(two.model), params_of(one.model))
 
 
-@pytest.mark.parametrize("strategy", ["easgd(2, alpha=0.5, tau=2)", "ssp(2)", "asp(2, fetch_every=3)"])
+@pytest.mark.parametrize("strategy", ["easgd(2, alpha=0.5, tau=2)", "ssp(2)", "asp(2, pull_every=3)"])
 def test_it_learns(strategy):
     """The samples can be distinguished by their sum, so that there is something to learn."""
     data = dataset(48)

@@ -3,6 +3,7 @@
 import os
 import signal
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -88,8 +89,21 @@ def test_a_consistency_that_does_not_exist_is_refused(options, told):
         elastic(make_numeric_data(), **options)
 
 
+@pytest.mark.parametrize(("old", "new"), [("budget", "retry_policy"), ("patience", "timeouts")])
+def test_an_earlier_option_is_refused_with_its_present_name(old, new):
+    with pytest.raises(PlanError, match=f"ElasticTrainer has no parameter {old}; it is now called {new}"):
+        elastic(make_numeric_data(), **{old: None})
+
+
+@pytest.mark.parametrize(("old", "new"), [("codec", "compress"), ("unused", "unused_parameters")])
+def test_an_earlier_option_of_a_worker_is_refused_with_its_present_name(old, new):
+    plan = elastic(make_numeric_data())
+    with pytest.raises(PlanError, match=f"RemoteModule has no parameter {old}; it is now called {new}"):
+        train(plan, LocalJob(plan.job).join("a"), **{old: "int8"})
+
+
 def test_the_trainer_and_the_strategy_write_consistency_alike():
-    options = {"consistency": "ssp", "staleness": 3}
+    options: dict[str, Any] = {"consistency": "ssp", "staleness": 3}
     assert elastic(make_numeric_data(), **options).job.consistency == Ssp(3)
     assert str(Server(2, **options)) == "server(2, servers=1, consistency=ssp, staleness=3)"
 
@@ -133,7 +147,7 @@ def test_batch_norm_without_servers_is_every_worker_s_own_if_that_is_meant():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"codec": "int8"}, "codec= is an option for weights on servers"),
+        ({"compress": "int8"}, "compress= is an option for weights on servers"),
         ({"tables": {"0.weight": UniformInit(-1, 1)}}, "tables= is an option for"),
     ],
 )

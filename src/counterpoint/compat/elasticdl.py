@@ -110,8 +110,8 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
         worker_config=WorkerConfig(seed=seed, checkpoint_every_slices=checkpoint_steps),
         evaluate_every=evaluation_steps,
         name=job_name,
-        budget=RetryPolicy(max_failures=TASK_RETRIES if task_fault_tolerance else 0),
-        patience=Timeouts(lease_s=300.0),
+        retry_policy=RetryPolicy(max_failures=TASK_RETRIES if task_fault_tolerance else 0),
+        timeouts=Timeouts(lease_s=300.0),
     )
 
 

@@ -240,8 +240,8 @@ def agree_on_keys(session: Session, keys: Sequence[ParameterKey], codec: str = "
     mixed_keys = [key for key, names in job_layout.items() if len({name.rpartition(".")[0] for name in names}) > 1]
     if codec and mixed_keys:
         raise PlanError(
-            f"job {session.job.name} has several modules in one key, {mixed_keys[0]!r}, but codec={codec!r} compresses "
-            "each module separately; omit the codec, or start another job"
+            f"job {session.job.name} has several modules in one key, {mixed_keys[0]!r}, but compress={codec!r} "
+            "compresses each module separately; omit it, or start another job"
         )
     key_of_parameter = {part.name: unit_key for unit_key in keys for part in unit_key.parameters}
     return [_merge_key(session, key, names, key_of_parameter) for key, names in job_layout.items()]

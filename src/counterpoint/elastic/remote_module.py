@@ -30,6 +30,7 @@ from counterpoint.elastic.remote_embedding import EmbeddingConfig, RemoteEmbeddi
 from counterpoint.elastic.remote_parameters import RemoteParameters
 from counterpoint.elastic.sync_policy import StepContext, SyncPolicy
 from counterpoint.errors import DataError, PlanError
+from counterpoint.optim.validation import renamed_parameters
 from counterpoint.ps.consistency import find_step
 from counterpoint.ps.key_partitioning import validate_codec
 from counterpoint.ps.session import Session
@@ -44,6 +45,7 @@ KEY_BYTES = 1 << 16
 """Adjacent modules share a key up to this size, since a message costs more than the copies."""
 
 
+@renamed_parameters({"codec": "compress", "unused": "unused_parameters"})
 class RemoteModule:
     """A worker's replica of a module whose parameters are on servers.
 
@@ -54,8 +56,8 @@ class RemoteModule:
         tables: weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that are held as rows, and their initial values.
             Such a weight is never materialized on the worker, where it is on the ``meta`` device.
         sync_policy: how often the worker pushes and pulls.
-        codec: compression codec of dense pushes, such as ``int8`` or ``topk:0.01``, with error feedback.
-        unused: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
+        compress: codec of dense pushes, such as ``int8`` or ``topk:0.01``, with error feedback.
+        unused_parameters: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
         buffers: what running statistics, which servers do not hold, mean: ``error``, or ``own`` for each worker's own.
         overlap: whether a layer's weights are awaited when its forward begins; else all are awaited at once.
         key_bytes: size up to which adjacent modules share a key; 0 for one key per module. The first worker's value
@@ -73,29 +75,29 @@ class RemoteModule:
         *,
         tables: Mapping[str, EmbeddingConfig | Initializer] | None = None,
         sync_policy: SyncPolicy | None = None,
-        codec: str = "",
-        unused: UnusedPolicy = "error",
+        compress: str = "",
+        unused_parameters: UnusedPolicy = "error",
         buffers: Literal["error", "own"] = "error",
         overlap: bool = True,
         key_bytes: int = KEY_BYTES,
     ) -> None:
         self.model, self.session, self.sync_policy = model, session, sync_policy or SyncPolicy()
-        self.unused, self.overlap = unused, overlap
+        self.unused_parameters, self.overlap = unused_parameters, overlap
         self.context = StepContext(pull_ahead=self.sync_policy.pull_ahead)
         consistency = session.job.consistency
         self.sync_policy.check_consistency(consistency)
-        if codec:
-            validate_codec(codec)
+        if compress:
+            validate_codec(compress)
         if buffers == "error":
             check_no_running_stats(model)
         self.tables = self._make_tables(optimizer, tables or {})
-        own_key_bytes = NO_LIMIT if codec else OWN_KEY_BYTES
+        own_key_bytes = NO_LIMIT if compress else OWN_KEY_BYTES
         keys = dense_keys(model, self.rules, excluded=set(self.tables), own_key_bytes=own_key_bytes)
-        keys = agree_on_keys(session, coalesce_small_keys(keys, 0 if codec else key_bytes), codec)
+        keys = agree_on_keys(session, coalesce_small_keys(keys, 0 if compress else key_bytes), compress)
         zero_copy_names = zero_copy_keys(key for key in keys if key.is_trained)
         self.weights = [
             RemoteParameters(
-                session, key.key, key.parameters, key.rule, codec=codec, zero_copy=key.key in zero_copy_names
+                session, key.key, key.parameters, key.rule, codec=compress, zero_copy=key.key in zero_copy_names
             )
             for key in keys
             if key.is_trained
@@ -239,10 +241,10 @@ class RemoteModule:
             DataError: a parameter has no gradient.
         """
         missing = [remote for remote in self.weights if not remote.is_complete and remote.missing_gradients]
-        if missing and self.unused == "error" and not is_skipped:
+        if missing and self.unused_parameters == "error" and not is_skipped:
             raise DataError(
                 f"{missing[0].missing_gradients[0]} got no gradient from slice {self.context.slice_index}; remove it "
-                "from the optimizer, fix the model, or give unused='zero'"
+                "from the optimizer, fix the model, or give unused_parameters='zero'"
             )
         for remote in missing:
             remote.is_fresh = True

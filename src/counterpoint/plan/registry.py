@@ -127,7 +127,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     "server": StrategyEntry(
         Server,
         "workers that push to servers and pull from them",
-        ("servers", "consistency", "staleness", "compress", "fetch_every"),
+        ("servers", "consistency", "staleness", "compress", "pull_every"),
         Server,
     ),
     "bsp": StrategyEntry(
@@ -142,7 +142,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     "asp": StrategyEntry(
         partial(Server, consistency="asp"),
         "a server that updates at every push",
-        ("servers", "compress", "fetch_every"),
+        ("servers", "compress", "pull_every"),
         Server,
     ),
     "ddp": _system_entry(

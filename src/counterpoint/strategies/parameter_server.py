@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.optim.validation import renamed_parameters
 from counterpoint.program.compression import find_codec
 from counterpoint.program.instruction import (
     ApplyPushes,
@@ -29,12 +30,14 @@ from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import map_parts, replicate, widen_commits
 from counterpoint.ps.consistency import ConsistencyName, parse_consistency
 from counterpoint.ps.placement import assign
+from counterpoint.strategies.renamed import RENAMED
 from counterpoint.strategies.replica_groups import receives_grad, updated_units, updating_ranks
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.tree_reduce import uses_tree_reduce
 
 
+@renamed_parameters({"fetch_every": RENAMED["fetch_every"]})
 @dataclass(frozen=True, slots=True)
 class Server:
     """Train on ``degree`` workers; ``servers`` more ranks keep and update the weights.
@@ -51,7 +54,7 @@ class Server:
         consistency: ``bsp``, ``ssp`` or ``asp``.
         staleness: with ssp, by how many pushes a worker may be ahead of the slowest; with 0 all wait for the slowest.
         compress: codec of the gradients that are pushed: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
-        fetch_every: with asp, a worker pushes in every step and fetches weights once in so many steps.
+        pull_every: with asp, a worker pushes in every step and pulls weights once in so many steps.
 
     Promise:
         bsp gives the same results as single-process training. asp and ssp apply the gradient of the mean loss over the
@@ -76,7 +79,7 @@ class Server:
     consistency: ConsistencyName = "bsp"
     staleness: int = 0
     compress: str = ""
-    fetch_every: int = 1
+    pull_every: int = 1
     replies: bool = True
 
     axis: ClassVar[str] = "worker"
@@ -84,9 +87,9 @@ class Server:
 
     def __post_init__(self) -> None:
         parse_consistency(self.consistency, staleness=self.staleness, slices_per_step=self.degree)
-        if self.fetch_every < 1 or (self.fetch_every > 1 and self.consistency != "asp"):
+        if self.pull_every < 1 or (self.pull_every > 1 and self.consistency != "asp"):
             raise PlanError(
-                f"fetch_every={self.fetch_every} of server must be a number of steps, and 1 unless consistency=asp: "
+                f"pull_every={self.pull_every} of server must be a number of steps, and 1 unless consistency=asp: "
                 f"workers of {self.consistency} need new weights in every step"
             )
         if self.compress:
@@ -99,13 +102,13 @@ class Server:
         options = [f"servers={self.servers}", f"consistency={self.consistency}"]
         options += [f"staleness={self.staleness}"] if self.consistency == "ssp" else []
         options += [f"compress={self.compress}"] if self.compress else []
-        options += [f"fetch_every={self.fetch_every}"] if self.fetch_every != 1 else []
+        options += [f"pull_every={self.pull_every}"] if self.pull_every != 1 else []
         return f"server({', '.join([str(self.degree), *options])})"
 
     @property
     def sync_schedule(self) -> SyncSchedule:
-        """Which kind of step is taken when: a worker fetches weights in the ``sync`` steps."""
-        return SyncSchedule(self.fetch_every)
+        """Which kind of step is taken when: a worker pulls weights in the ``sync`` steps."""
+        return SyncSchedule(self.pull_every)
 
     def variant(self, kind: StepKind) -> Server:
         """Return the strategy that builds the program of one kind of step."""

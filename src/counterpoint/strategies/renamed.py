@@ -8,6 +8,7 @@ RENAMED = {
     # options
     "cuts": "split_points",
     "every": "tau",
+    "fetch_every": "pull_every",
     "order": "schedule",
     "part": "alpha",
     "sends": "send",

@@ -22,7 +22,7 @@ from counterpoint.elastic.remote_module import RemoteModule
 from counterpoint.elastic.replica import ModelReplica
 from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.errors import PlanError
-from counterpoint.optim.validation import require_counts
+from counterpoint.optim.validation import renamed_parameters, require_counts
 from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse_consistency
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
@@ -35,6 +35,7 @@ from counterpoint.training.process_memory import RetainedMemory
 DEFAULT_SLICES_PER_STEP = 4
 
 
+@renamed_parameters({"budget": "retry_policy", "patience": "timeouts"})
 @dataclass(frozen=True, kw_only=True)
 class ElasticTrainer:
     """The configuration that all workers of an elastic job share.
@@ -83,8 +84,8 @@ class ElasticTrainer:
     worker_config: WorkerConfig = field(default_factory=WorkerConfig)
     evaluate_every: int = 0
     name: str = "elastic"
-    budget: RetryPolicy = field(default_factory=RetryPolicy)
-    patience: Timeouts = field(default_factory=Timeouts)
+    retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     retain_freed_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -122,7 +123,7 @@ class ElasticTrainer:
         data_slices = self.data_slices
         min_slices = 1 if self.servers else data_slices.slices_per_step
         work = data_slices.data_config(self.epochs, slices_per_task=max(min_slices, self.slices_per_task))
-        return JobConfig(self.name, self._consistency, self.servers, work, self.budget, self.patience)
+        return JobConfig(self.name, self._consistency, self.servers, work, self.retry_policy, self.timeouts)
 
     def train(  # noqa: PLR0913 - what a worker may choose, all by keyword
         self,
@@ -153,7 +154,7 @@ class ElasticTrainer:
             eval_dataset: held-out data, evaluated by this worker when all data is processed.
             metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
             should_stop: called between two minibatches.
-            **options: of the worker's replica with servers, such as ``codec="int8"``, or of the replica without
+            **options: of the worker's replica with servers, such as ``compress="int8"``, or of the replica without
                 servers.
 
         Returns:

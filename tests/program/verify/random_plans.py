@@ -138,7 +138,7 @@ def centers(most):
     """Servers that draw workers to a center, or give them weights now and then: with them a plan ends."""
     parts = st.sampled_from(["0.5", "0.125"])
     drawn = st.builds(ElasticAveraging, st.integers(2, most - 1), st.integers(1, 2), parts, st.sampled_from([1, 3]))
-    return drawn | st.builds(Server, st.integers(2, most - 1), st.just(1), st.just("asp"), fetch_every=st.just(4))
+    return drawn | st.builds(Server, st.integers(2, most - 1), st.just(1), st.just("asp"), pull_every=st.just(4))
 
 
 def trees(most):

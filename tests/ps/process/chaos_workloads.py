@@ -6,7 +6,7 @@ from counterpoint.ps.consistency import Asp, Bsp, Ssp
 from counterpoint.ps.job_config import DataConfig, JobConfig, RetryPolicy, Timeouts
 from tests.ps.process import counting_worker as program, lines_worker as lines
 
-PATIENCE = Timeouts(heartbeat_s=0.2, failure_timeout_s=2.0, lease_s=20.0, resend_s=0.4)
+TIMEOUTS = Timeouts(heartbeat_s=0.2, failure_timeout_s=2.0, lease_s=20.0, resend_s=0.4)
 SLICES_PER_STEP = 4
 CONSISTENCIES = (Asp(), Ssp(2), Bsp(SLICES_PER_STEP))
 
@@ -36,7 +36,7 @@ class CountingWorkload:
         mode = random.choice(CONSISTENCIES)
         is_bsp = isinstance(mode, Bsp)
         work = DataConfig(400, 2, 1 if is_bsp else 2, SLICES_PER_STEP if is_bsp else 0)
-        return JobConfig("counting", mode, random.choice((1, 2)), work, RetryPolicy(1000, 10_000), PATIENCE)
+        return JobConfig("counting", mode, random.choice((1, 2)), work, RetryPolicy(1000, 10_000), TIMEOUTS)
 
     def read(self, session):
         """How often each slice was counted, below zero."""
@@ -61,7 +61,7 @@ class TrainingWorkload:
     def draw_job(self, random):
         """The job with one or two servers."""
         mode = self.mode or random.choice(CONSISTENCIES)
-        return lines.elastic(lines.written(mode), random.choice((1, 2)), PATIENCE).job
+        return lines.elastic(mode, random.choice((1, 2)), TIMEOUTS).job
 
     def read(self, session):
         """The loss on held-out lines, by what the servers have."""

@@ -15,7 +15,7 @@ from counterpoint.ps.process.serve import serve_coordinator, serve_shards
 from counterpoint.rpc.address import parse_address
 from counterpoint.rpc.job_key import new_key
 
-PATIENCE = Timeouts(heartbeat_s=0.1, failure_timeout_s=2.0, lease_s=30.0, resend_s=0.2)
+TIMEOUTS = Timeouts(heartbeat_s=0.1, failure_timeout_s=2.0, lease_s=30.0, resend_s=0.2)
 JOIN_S = 20.0
 NUMBERS = count()
 

@@ -21,12 +21,12 @@ EPOCHS = 1
 EVALUATED_AT_ONCE = 1000
 
 
-def elastic(consistency, num_servers, patience):
+def elastic(consistency, num_servers, timeouts):
     """The job as ``counterpoint train lines`` does it."""
     train, _ = LINES.build_data()
     return ElasticTrainer(
         dataset=train, batch_size=LINES.batch_size, epochs=EPOCHS, servers=num_servers, **written(consistency),
-        name="lines", budget=RetryPolicy(1000, 10_000), patience=patience,
+        name="lines", retry_policy=RetryPolicy(1000, 10_000), timeouts=timeouts,
     )  # fmt: skip
 
 

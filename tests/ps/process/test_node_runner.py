@@ -25,14 +25,14 @@ from counterpoint.ps.update_rules import Adagrad, ConstantInit, Sgd
 from counterpoint.ps.write_ahead_log import JournalRecord
 from counterpoint.rpc.job_key import new_key
 from tests.elastic.worker_fixtures import SGD, max_relative_difference, mlp
-from tests.ps.process.conftest import PATIENCE, wait_until
+from tests.ps.process.conftest import TIMEOUTS, wait_until
 
 HALF = Sgd(0.5)
 LARGE = 1_200_000
 
 
 def job(consistency=None, **options):
-    return JobConfig("hosted", consistency or Asp(), timeouts=PATIENCE, **options)
+    return JobConfig("hosted", consistency or Asp(), timeouts=TIMEOUTS, **options)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
@@ -190,8 +190,8 @@ def test_a_model_is_what_its_snapshot_says_whichever_modules_later_workers_would
 
 
 def test_who_waits_for_data_is_given_it_soon_after_others_are_done(threads):
-    patience = replace(PATIENCE, resend_s=60.0)
-    servers = threads(JobConfig("hosted", Asp(), timeouts=patience, data=DataConfig(1, 2)))
+    timeouts = replace(TIMEOUTS, resend_s=60.0)
+    servers = threads(JobConfig("hosted", Asp(), timeouts=timeouts, data=DataConfig(1, 2)))
     with servers.join("worker-0") as first, servers.join("worker-1") as second, ThreadPoolExecutor(1) as waiting:
         task = first.lease()
         assert second.lease() is NO_TASK_YET

@@ -30,7 +30,7 @@ from counterpoint.ps.write_ahead_log import encode_record
 from counterpoint.rpc.address import parse_address
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.handshake import JobCredentials
-from tests.ps.process.conftest import PATIENCE, wait_until
+from tests.ps.process.conftest import TIMEOUTS, wait_until
 
 ORIGIN = RequestHeader("server-0", 1, 1)
 LARGE = 1_200_000
@@ -38,7 +38,7 @@ WEIGHT = KeySpec("weight", "float32", 0, LARGE, 0, Sgd(1.0))
 
 
 def job(num_servers=1):
-    return JobConfig("saved", Asp(), num_servers, timeouts=PATIENCE)
+    return JobConfig("saved", Asp(), num_servers, timeouts=TIMEOUTS)
 
 
 def members(number):

@@ -44,7 +44,7 @@ def downpour(
             "is "
             f"computed with one version of the weights; give n_fetch={n_push} or a multiple of it"
         )
-    return (Server(degree, servers, "asp", fetch_every=fetch // n_push),)
+    return (Server(degree, servers, "asp", pull_every=fetch // n_push),)
 
 
 UNSUPPORTED_IN_DOWNPOUR = {
