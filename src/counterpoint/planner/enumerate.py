@@ -10,14 +10,13 @@ from counterpoint.plan.plan import Plan
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 
 MAX_STRATEGIES = 3
-ENUMERATED_SCHEDULES = ("one_f_one_b", "gpipe")
-"""Schedules that are always enumerated; others are tried if they may win, see :mod:`counterpoint.planner.ranking`."""
-ENUMERATED_ASYNC_SCHEDULES = ("pipedream", "pipedream_2bw")
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 SERVER_COUNTS = (1, 2, 4)
 SIMPLEST_FIRST: tuple[type[Strategy], ...] = (Data, Zero, Pipeline, Tensor, Server)
@@ -84,8 +83,9 @@ def _model_parallel(slices: int, stages: int) -> Iterator[tuple[Strategy, ...]]:
     if stages == 1:
         yield tensor
         return
-    for schedule in ENUMERATED_SCHEDULES:
-        yield (*tensor, Pipeline(stages, schedule))
+    for schedule in SCHEDULES:  # others are tried if they may win, see counterpoint.planner.ranking
+        if schedule.is_enumerated:
+            yield (*tensor, Pipeline(stages, schedule.name, chunks_per_stage=schedule.min_chunks))
 
 
 def _async_pipelines(slices: int, stages: int, num_ranks: int) -> Iterator[Pipeline]:
@@ -93,7 +93,7 @@ def _async_pipelines(slices: int, stages: int, num_ranks: int) -> Iterator[Pipel
     num_replicas, remainder = divmod(num_ranks, slices * stages)
     if stages == 1 or remainder or (slices > 1 and num_replicas > 1):
         return
-    for schedule in ENUMERATED_ASYNC_SCHEDULES:
+    for schedule in ASYNC_SCHEDULES:
         yield Pipeline(stages, schedule, (num_replicas,) * stages if num_replicas > 1 else ())
 
 

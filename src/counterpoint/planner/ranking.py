@@ -24,6 +24,7 @@ from counterpoint.planner.prepare import compile_for, fit_profile, resolve_parti
 from counterpoint.program.trace import Trace
 from counterpoint.simulator.memory import peak_memory_bytes
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
 from counterpoint.viz.number_format import format_seconds
 from counterpoint.world.cluster import Cluster, Link
 
@@ -360,8 +361,6 @@ def with_free_links(cluster: Cluster) -> Cluster:
     return replace(cluster, link=FREE_LINK, levels=levels)
 
 
-BUBBLE_SAVINGS = {("zero_bubble", 1): 2 / 3, ("interleaved", 2): 1 / 2, ("zero_bubble", 2): 5 / 6}
-"""For a schedule and its chunks per stage, the fraction of the 1F1B bubble that it saves by its formula."""
 MAX_TRIED = 4
 """The most promising schedules are tried, at most so many."""
 
@@ -421,7 +420,7 @@ def _is_default_pipeline(pipeline: Pipeline) -> bool:
 
 def _optimistic_step_s(prediction: Prediction) -> float:
     """Return the step if all waiting were pipeline bubble and the best schedule saved its share of it."""
-    return prediction.step_s - max(BUBBLE_SAVINGS.values()) * prediction.waiting_s
+    return prediction.step_s - max(schedule.bubble_saving for schedule in SCHEDULES) * prediction.waiting_s
 
 
 def _schedule_variants(prediction: Prediction, simulator: IncrementalSimulator) -> Iterator[tuple[Plan, float]]:
@@ -442,12 +441,11 @@ def _schedule_variants(prediction: Prediction, simulator: IncrementalSimulator) 
             and resolve(_replace_strategy(prediction.plan, index, Pipeline(pipeline.degree))) != prediction.plan
         ):
             continue  # the partition was given explicitly
-        for (schedule, chunks_per_stage), saving in BUBBLE_SAVINGS.items():
-            if pipeline.degree * chunks_per_stage <= num_blocks:
-                plan = _replace_strategy(
-                    prediction.plan, index, Pipeline(pipeline.degree, schedule, chunks_per_stage=chunks_per_stage)
-                )
-                yield plan, prediction.step_s - saving * prediction.idle_s
+        for schedule in SCHEDULES:
+            if not schedule.is_enumerated and pipeline.degree * schedule.min_chunks <= num_blocks:
+                variant = Pipeline(pipeline.degree, schedule.name, chunks_per_stage=schedule.min_chunks)
+                plan = _replace_strategy(prediction.plan, index, variant)
+                yield plan, prediction.step_s - schedule.bubble_saving * prediction.idle_s
 
 
 def _replace_strategy(plan: Plan, index: int, pipeline: Pipeline) -> Plan:

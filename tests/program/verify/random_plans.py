@@ -14,6 +14,7 @@ from counterpoint.strategies.data import Data
 from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
@@ -80,9 +81,8 @@ def degrees(most):
     return st.integers(2, most)
 
 
-TESTED_SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble", 1), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3),
-          ("zero_bubble", 2)]  # fmt: skip
-"""Each with a number of chunks per stage."""
+TESTED_SCHEDULES = [(schedule.name, chunks) for schedule in SCHEDULES for chunks in schedule.chunk_counts[:2]]
+"""Each with a number of chunks per stage, of which the two lowest are tried."""
 CODECS = ["fp16", "bf16", "int8", "twobit", "twobit:0.25", "sign", "topk", "topk:0.3", "powersgd", "powersgd:3"]
 
 

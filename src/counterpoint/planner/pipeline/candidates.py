@@ -47,6 +47,7 @@ from counterpoint.simulator.simulate import simulate_breakdown
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.zero import Zero
 from counterpoint.viz.number_format import format_seconds
@@ -207,8 +208,6 @@ def plan_for_layout(query: PipelineQuery, layout: StageLayout, balance: tuple[in
     return Plan(strategies, num_microbatches // num_replicas)
 
 
-REPLICABLE_SCHEDULES = ("one_f_one_b", "gpipe", "pipedream", "pipedream_2bw")
-"""Schedules whose stages may have replicas."""
 SYNCHRONOUS_SCHEDULES = ("one_f_one_b",)
 DEFAULT_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, "pipedream")
 MICROBATCHES_PER_RANK = 4
@@ -379,7 +378,8 @@ def rank_graph(graph: LayerGraph, cluster: Cluster, num_ranks: int, batch_size: 
     cuts = find_cuts(graph.without_inputs())
     graphs: dict[Plan, LayerGraph] = {}
     predictions: list[Prediction] = []
-    for schedule in REPLICABLE_SCHEDULES:
+    synchronous = [schedule.name for schedule in SCHEDULES if schedule.is_enumerated]
+    for schedule in (*synchronous, *ASYNC_SCHEDULES):
         query = PipelineQuery(cuts, cluster, num_ranks, schedule, batch_size, min_stages=2)
         for layout in _best_layouts(query):
             plan = plan_for_layout(query, layout, layout.layers_per_stage(cuts))

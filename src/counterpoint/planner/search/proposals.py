@@ -11,14 +11,13 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.planner.search.configuration import SearchConfiguration
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
 from counterpoint.strategies.recomputation import RECOMPUTE_MODES
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 
 _Any = TypeVar("_Any")
 
-SEARCHED_SCHEDULES = (("one_f_one_b", 1), ("gpipe", 1), ("zero_bubble", 1), ("zero_bubble", 2), ("interleaved", 2))
-"""Schedules that are tried, each with its chunks per stage; all of them are synchronous."""
 MAX_MICROBATCHES_PER_STAGE = 8
 MAX_TRIES = 64
 """How often a proposal is redrawn that changes nothing or is impossible."""
@@ -195,7 +194,8 @@ def change_schedule(current: SearchConfiguration, space: SearchSpace, rng: Rando
     pipeline = current.pipeline
     if pipeline.degree == 1:
         return current
-    schedule, chunks_per_stage = _choose_other(SEARCHED_SCHEDULES, (pipeline.schedule, pipeline.chunks_per_stage), rng)
+    choices = [(schedule.name, schedule.min_chunks) for schedule in SCHEDULES]
+    schedule, chunks_per_stage = _choose_other(choices, (pipeline.schedule, pipeline.chunks_per_stage), rng)
     if chunks_per_stage == pipeline.chunks_per_stage:
         return replace(current, pipeline=replace(pipeline, schedule=schedule))
     return _fill_ranks(

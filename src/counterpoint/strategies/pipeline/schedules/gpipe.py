@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
+from counterpoint.strategies.pipeline.schedules.schedule import (
+    MAX_CHUNKS,
+    PipelineAction,
+    PipelineSchedule,
+    StageReplica,
+)
 
 
 def gpipe(replica: StageReplica) -> Iterator[PipelineAction]:
@@ -36,3 +41,6 @@ def gpipe(replica: StageReplica) -> Iterator[PipelineAction]:
 def in_flight(replica: StageReplica) -> int:
     """Return every microbatch on every chunk."""
     return replica.chunks * len(replica.micros)
+
+
+GPIPE = PipelineSchedule("gpipe", gpipe, in_flight, range(1, MAX_CHUNKS))

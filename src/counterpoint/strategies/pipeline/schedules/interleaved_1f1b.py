@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
+from counterpoint.strategies.pipeline.schedules.schedule import (
+    MAX_CHUNKS,
+    PipelineAction,
+    PipelineSchedule,
+    StageReplica,
+)
 
 
 def interleaved(replica: StageReplica) -> Iterator[PipelineAction]:
@@ -63,3 +68,6 @@ def _grouped_microbatches(replica: StageReplica, chunks: range) -> Iterator[tupl
         for chunk in chunks:
             for micro in replica.micros[start : start + size]:
                 yield micro, chunk
+
+
+INTERLEAVED = PipelineSchedule("interleaved", interleaved, in_flight, range(2, MAX_CHUNKS), bubble_saving=1 / 2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
+from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, PipelineSchedule, StageReplica
 
 
 def one_f_one_b(replica: StageReplica) -> Iterator[PipelineAction]:
@@ -36,3 +36,6 @@ def one_f_one_b(replica: StageReplica) -> Iterator[PipelineAction]:
 def in_flight(replica: StageReplica) -> int:
     """Return the warm-up and one more."""
     return min(replica.warmup + 1, len(replica.micros))
+
+
+ONE_F_ONE_B = PipelineSchedule("one_f_one_b", one_f_one_b, in_flight)

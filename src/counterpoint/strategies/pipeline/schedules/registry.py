@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.pipeline.schedules import (
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    zero_bubble,
-    zero_bubble_v,
-)
+from counterpoint.strategies.pipeline.schedules.gpipe import GPIPE
+from counterpoint.strategies.pipeline.schedules.interleaved_1f1b import INTERLEAVED
+from counterpoint.strategies.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
 from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
-from counterpoint.strategies.pipeline.schedules.schedule import PipelineSchedule
+from counterpoint.strategies.pipeline.schedules.schedule import MAX_CHUNKS, PipelineSchedule
+from counterpoint.strategies.pipeline.schedules.zero_bubble import ZB_H1
+from counterpoint.strategies.pipeline.schedules.zero_bubble_v import ZB_V
 
-_MAX_CHUNKS = 1 << 20
-"""More chunks than any model has blocks."""
+SCHEDULES: tuple[PipelineSchedule, ...] = (
+    ONE_F_ONE_B,
+    GPIPE,
+    ZB_H1,
+    ZB_V,
+    INTERLEAVED,
+)
+"""Schedules with a flush, in the order in which the planner tries them."""
 
-SCHEDULES: dict[str, tuple[PipelineSchedule, ...]] = {
-    "gpipe": (PipelineSchedule(gpipe.gpipe, gpipe.in_flight, range(1, _MAX_CHUNKS)),),
-    "one_f_one_b": (PipelineSchedule(one_f_one_b.one_f_one_b, one_f_one_b.in_flight),),
-    "interleaved": (PipelineSchedule(interleaved_1f1b.interleaved, interleaved_1f1b.in_flight, range(2, _MAX_CHUNKS)),),
-    "zero_bubble": (
-        PipelineSchedule(zero_bubble.zb_h1, zero_bubble.in_flight),
-        PipelineSchedule(zero_bubble_v.zb_v, zero_bubble_v.in_flight, range(2, 3), is_v_shaped=True),
-    ),
-}
-"""Schedules with a flush; under each name one for each range of numbers of chunks."""
-
-SCHEDULE_NAMES = tuple(sorted((*SCHEDULES, *ASYNC_SCHEDULES)))
+SCHEDULE_NAMES = tuple(sorted({*(schedule.name for schedule in SCHEDULES), *ASYNC_SCHEDULES}))
 """All values of a pipeline's ``schedule``."""
 
 
@@ -39,19 +32,15 @@ def require_schedule(name: str, chunks: int) -> None:
     """
     if name not in SCHEDULE_NAMES:
         raise PlanError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(SCHEDULE_NAMES)}")
-    variants = SCHEDULES.get(name, (PipelineSchedule(one_f_one_b.one_f_one_b, one_f_one_b.in_flight),))
-    if not any(chunks in variant.chunk_counts for variant in variants):
-        counts = _format_chunk_counts(variants)
-        raise PlanError(f"schedule={name} does not support chunks_per_stage={chunks}; give {counts}")
+    all_counts = [schedule.chunk_counts for schedule in SCHEDULES if schedule.name == name] or [range(1, 2)]
+    if not any(chunks in chunk_counts for chunk_counts in all_counts):
+        supported = " or ".join(
+            f"chunks_per_stage={chunk_counts.start}" + (" or more" if chunk_counts.stop == MAX_CHUNKS else "")
+            for chunk_counts in all_counts
+        )
+        raise PlanError(f"schedule={name} does not support chunks_per_stage={chunks}; give {supported}")
 
 
 def find_schedule(name: str, chunks: int) -> PipelineSchedule:
     """Return the schedule with a flush of that name for a number of chunks per stage, which must exist."""
-    return next(variant for variant in SCHEDULES[name] if chunks in variant.chunk_counts)
-
-
-def _format_chunk_counts(variants: tuple[PipelineSchedule, ...]) -> str:
-    counts = [variant.chunk_counts for variant in variants]
-    return " or ".join(
-        f"chunks_per_stage={count.start}" + (" or more" if count.stop == _MAX_CHUNKS else "") for count in counts
-    )
+    return next(schedule for schedule in SCHEDULES if schedule.name == name and chunks in schedule.chunk_counts)

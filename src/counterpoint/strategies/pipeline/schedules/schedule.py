@@ -67,18 +67,39 @@ def warmup(stage: int, replicas: Sequence[int]) -> int:
 ActionGenerator: TypeAlias = Callable[[StageReplica], Iterator[PipelineAction]]
 
 
+MAX_CHUNKS = 1 << 20
+"""More chunks than any model has blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """A pipeline schedule.
+    """A pipeline schedule with a flush.
 
     Args:
+        name: the value of a pipeline's ``schedule``; schedules for different numbers of chunks may share it.
         actions: generator of the actions of a stage replica.
         in_flight: peak number of microbatches between forward and the end of their backward, summed over chunks.
         chunk_counts: supported numbers of chunks per stage.
         is_v_shaped: whether every other round of chunks is assigned from the last stage to the first.
+        bubble_saving: the fraction of the 1F1B bubble that it saves by its formula, with its fewest chunks.
     """
 
+    name: str
     actions: ActionGenerator
     in_flight: Callable[[StageReplica], int]
     chunk_counts: range = range(1, 2)
     is_v_shaped: bool = False
+    bubble_saving: float = 0.0
+
+    @property
+    def min_chunks(self) -> int:
+        """The fewest chunks per stage, which is what the planner considers."""
+        return self.chunk_counts.start
+
+    @property
+    def is_enumerated(self) -> bool:
+        """Whether the planner considers it in all plans, also with replicas of stages, which it estimates as 1F1B.
+
+        A schedule that saves some of the bubble is considered where a plan would be the fastest by its formula.
+        """
+        return not self.bubble_saving

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
+from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, PipelineSchedule, StageReplica
 
 
 def zb_h1(replica: StageReplica) -> Iterator[PipelineAction]:
@@ -46,3 +46,6 @@ def in_flight(replica: StageReplica) -> int:
 def _delay(replica: StageReplica) -> int:
     """Return how many weight gradients may be delayed: as many as the first stage's warm-up is longer."""
     return max(0, replica.warmup_of(0) - replica.warmup)
+
+
+ZB_H1 = PipelineSchedule("zero_bubble", zb_h1, in_flight, bubble_saving=2 / 3)

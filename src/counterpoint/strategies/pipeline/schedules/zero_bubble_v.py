@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
+from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, PipelineSchedule, StageReplica
 
 
 def zb_v(replica: StageReplica) -> Iterator[PipelineAction]:
@@ -63,3 +63,6 @@ def _pattern(replica: StageReplica) -> Iterator[_ChunkAction]:
     yield from (n - stage) * first
     yield from stage * second[1:]
     yield from stage * first[1:]
+
+
+ZB_V = PipelineSchedule("zero_bubble", zb_v, in_flight, range(2, 3), is_v_shaped=True, bubble_saving=5 / 6)
