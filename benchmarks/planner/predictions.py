@@ -14,10 +14,10 @@ from counterpoint.launchers.local import run_command, script_command
 from counterpoint.model.model_profile import ModelProfile, parse_profile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.partitioning.partition import PartitionGranularity, partition_model
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.planner.prepare import resolve_partition
 from counterpoint.planner.ranking import predict_plan
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import as_call_args
 from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params
 from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, share_params_per_host, trace_model_spec
 from counterpoint.world.cluster import Cluster, Level, Link

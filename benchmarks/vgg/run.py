@@ -8,11 +8,11 @@ from pathlib import Path
 from counterpoint.compiler.compile import compile as compiled
 from counterpoint.errors import LaunchError
 from counterpoint.partitioning.partition import partition_model
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import choose_plan
 from counterpoint.planner.ranking import predict_plan
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import as_call_args
 from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 from counterpoint.training.plan_resolution import DEFAULT_PASSES, trace_model_spec
 from counterpoint.world.cluster import Cluster, Device, Link

@@ -12,12 +12,14 @@ def weight_bytes(rank):
 
 
 def grad_bytes(rank):
-    return sum(storage_bytes(flat_params.grad) for flat_params in flat_params_of(rank))
+    return sum(storage_bytes(flat_params.own_grads.flat) for flat_params in flat_params_of(rank))
 
 
 def shard_bytes(rank):
     return sum(
-        storage_bytes(flat_params.grad_shard) for flat_params in flat_params_of(rank) if flat_params.grad is None
+        storage_bytes(flat_params.own_grads.shard)
+        for flat_params in flat_params_of(rank)
+        if flat_params.own_grads.flat is None
     )
 
 

@@ -74,7 +74,7 @@ def copy_weights(team):
     return [
         tensor.detach().clone()
         for unit_params in stores
-        for tensor in ([flat_params.weights if flat_params.local_shard is None else flat_params.local_shard for flat_params in unit_params.flat_params]
+        for tensor in ([flat_params.local_shard for flat_params in unit_params.flat_params]
                        or unit_params.params.values())
     ]  # fmt: skip
 

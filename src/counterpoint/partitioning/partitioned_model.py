@@ -84,6 +84,11 @@ class PartitionedModel(ABC):
         """Return the model's output in its original structure, from the tensors that the last segment returns."""
 
 
+def as_call_args(inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes
+    """Return inputs as the arguments of a call: a tuple of positional or a dict of keyword arguments."""
+    return inputs if isinstance(inputs, tuple | dict) else (inputs,)
+
+
 def list_params(model: nn.Module) -> tuple[Param, ...]:
     """Return every parameter of a model as strategies see it, a tied one once."""
     return tuple(

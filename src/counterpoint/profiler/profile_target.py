@@ -17,7 +17,7 @@ from counterpoint.fabric.local import LocalWorld
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.partitioning.dry_run import num_samples
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.partitioned_model import PartitionedModel
+from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Backward, Forward, Instruction
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
@@ -26,7 +26,7 @@ from counterpoint.runtime.batch_norm.deferred import find_batch_norm_buffers
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import RunSpec, as_call_args, bind_segments, build_rank, make_batch_norm
+from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank, make_batch_norm
 from counterpoint.runtime.step_commit import StepGuard
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -400,7 +400,7 @@ def restore_swapped_grads(interpreter: Interpreter, reduced: dict[int, Group]) -
     """Undo the swaps of a failed step; the first member of a group keeps the sum of an all-reduced delayed gradient."""
     for unit in interpreter.swapped_units:
         for flat_params in interpreter.store.units[unit].flat_params:
-            flat_params.grad, flat_params.delayed_grad = None, flat_params.grad
+            flat_params.undo_swap()
     for flat_params in interpreter.store.flat_params():
         group = reduced.get(id(flat_params))
         if flat_params.delayed_grad is not None and group is not None and group[0] != interpreter.fabric.rank:

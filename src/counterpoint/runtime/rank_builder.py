@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -204,16 +205,11 @@ def bind_segments(
         num_blocks=run_spec.model_spec.num_blocks,
         num_inputs=sum(value.producer == INPUT for value in values),
         edge_values=assign_values_to_edges(values, run_spec.model_spec.edges, run_spec.model_spec.block_of_layer, mode),
-        flatten=lambda inputs: partition.flatten_inputs(as_call_args(inputs), training=training),
-        unflatten=lambda values: partition.unflatten_output(values, training=training),
+        flatten=partial(partition.flatten_inputs, training=training),
+        unflatten=partial(partition.unflatten_output, training=training),
         loss=run_spec.loss,
         uses_rng=partition.uses_rng and training,
     )
-
-
-def as_call_args(inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes
-    """Return inputs as the arguments of a call: a tuple of positional or a dict of keyword arguments."""
-    return inputs if isinstance(inputs, tuple | dict) else (inputs,)
 
 
 def build_local_params(

@@ -480,7 +480,7 @@ def restore_delayed_grads(
     for delayed_grad in find_delayed_grads(shard_map, this_rank):
         replicas = [delayed_grad.replica] if delayed_grad.num_replicas == saved_replicas else range(saved_replicas)
         for flat_params in rank.interpreter.store.units[delayed_grad.unit].flat_params:
-            flat_params.delayed_grad = None
+            flat_params.drop_delayed_grad()
             flat = flat_params.ensure_delayed_grad()
             if delayed_grad.num_replicas != saved_replicas and delayed_grad.replica > 0:
                 continue
@@ -546,11 +546,12 @@ def restore_error_feedback(rank: RankRuntime, names: Iterable[str], read: Callab
     for key, flat_params, group in _error_feedback_slots(rank):
         if f"residual@{key}" not in usable:
             continue
-        error_feedback = flat_params.error_feedback_for(group)
-        error_feedback.residual = read(f"residual@{key}").clone()
-        for slot in flat_params.layout.slots:
-            if f"q_factor@{key}:{slot.name}" in usable:
-                error_feedback.q_factors[slot.name] = read(f"q_factor@{key}:{slot.name}").clone()
+        q_factors = {
+            slot.name: read(f"q_factor@{key}:{slot.name}").clone()
+            for slot in flat_params.layout.slots
+            if f"q_factor@{key}:{slot.name}" in usable
+        }
+        flat_params.error_feedback_for(group).restore(read(f"residual@{key}").clone(), q_factors)
 
 
 def _error_feedback_slots(rank: RankRuntime) -> Iterator[tuple[str, FlatParams, Group]]:

@@ -19,7 +19,7 @@ from counterpoint.data.sampler import Cursor, Indices, Sampler, split_batch
 from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
-from counterpoint.runtime.rank_builder import as_call_args
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.training.batches.global_batch import DatasetBatch, microbatches_to_read
 from counterpoint.training.callbacks.callback import (
     Callback,

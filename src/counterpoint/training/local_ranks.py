@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.partitioning.partitioned_model import PartitionedModel
+from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_sample_independence
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
@@ -52,7 +52,6 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
     RankRuntime,
     RunSpec,
-    as_call_args,
     build_rank,
     communication_groups,
     has_max_norm,
@@ -415,7 +414,7 @@ class LocalRanks:
             load_weights(shard_map, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
             for flat_params in store.flat_params():
                 flat_params.reshard_weights()  # gathered weights are stale now
-                flat_params.delayed_grad = None
+                flat_params.drop_delayed_grad()
             self.ranks[fabric.rank].interpreter.state.skip_delayed_update = False
             for name, buffer in store.buffers.items():
                 buffer.copy_(buffers[name].clone())

@@ -234,7 +234,7 @@ class ParameterMutationCheck:
             return
         pairs = zip(self.versions, versions, strict=True)
         names = [name for (name, _), (old, new) in zip(self.params, pairs, strict=True) if old != new]
-        is_shared = any(flat_params.shared is not None for store in self.stores for flat_params in store.flat_params())
+        is_shared = any(flat_params.grads.is_shared for store in self.stores for flat_params in store.flat_params())
         shared_note = "the ranks train one copy in shared memory, so any of them may have used old or new values"
         note = shared_note if is_shared else "the ranks train copies, and at most one of them was changed"
         raise DataError(

@@ -14,12 +14,11 @@ from counterpoint.model.model_profile import ModelProfile, format_profile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.partitioning.dry_run import Inputs
 from counterpoint.partitioning.partition import PartitionGranularity, partition_model
-from counterpoint.partitioning.partitioned_model import PartitionedModel
+from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.planner.prepare import with_explicit_partition
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import as_call_args
 from counterpoint.training.options import TrainingOptions
 
 

@@ -14,6 +14,7 @@ from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
 from counterpoint.partitioning.dry_run import Inputs
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 from counterpoint.plan.parser import explicit_microbatches
 from counterpoint.plan.plan import DEFAULT_PASSES as DEFAULT_PASSES, Plan
@@ -22,7 +23,6 @@ from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.memory_suggestions import PlanningProblem
 from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import as_call_args
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.parameter_server import Server

@@ -16,6 +16,7 @@ from counterpoint.launchers.machine import processor_name
 from counterpoint.model.model_profile import ModelProfile, layer_keys, param_sizes
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import Inputs, num_samples
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.profiler.cache import load_or_measure
 from counterpoint.profiler.measure import measure_model
 from counterpoint.profiler.profile_target import LossFn, ProfileTarget
@@ -23,7 +24,6 @@ from counterpoint.profiler.roofline import estimate_model
 from counterpoint.profiler.timer import RepeatPolicy
 from counterpoint.runtime.microbatches import slice_samples as first_of
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
-from counterpoint.runtime.rank_builder import as_call_args
 from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
 from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer

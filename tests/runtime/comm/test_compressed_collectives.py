@@ -48,7 +48,7 @@ def first_update(plan, **options):
 
         def watch(units):
             grads.append(
-                torch.cat([flat_params.collect_flat_grad().clone() for flat_params in flat_params_of(one.ranks[0])])
+                torch.cat([flat_params.own_grads.collect_all().clone() for flat_params in flat_params_of(one.ranks[0])])
             )
             update(units)
 

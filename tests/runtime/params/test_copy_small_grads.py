@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from counterpoint.runtime.params import flat_params as flat_params_module
+from counterpoint.runtime.params import flat_grads as flat_grads_module
 from counterpoint.runtime.params.flat_layout import ParamSlot
 
 SLOTS = [
@@ -27,7 +27,7 @@ def copy(params, flat, slots=SLOTS):
     """Return the names of the copied gradients, and the flat gradient."""
     first: set[str] = set()
     second: set[str] = set()
-    flat_params_module.copy_small_grads(slots, params, flat, (first, second))
+    flat_grads_module.copy_small_grads(slots, params, flat, (first, second))
     assert first == second
     return sorted(first), flat.tolist()
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from counterpoint.runtime.params import flat_params as flat_params_module
+from counterpoint.runtime.params import flat_grads as flat_grads_module
 from counterpoint.runtime.params.flat_layout import WHOLE, build_layouts
 from counterpoint.runtime.params.flat_params import FlatParams
 
@@ -117,7 +117,7 @@ def test_gradients_of_several_microbatches_are_added_up_in_one_buffer():
         params["a"].grad = torch.full((2, 3), factor, dtype=F64)
         if factor > 1:
             params["b"].grad = torch.full((3,), factor, dtype=F64)
-        flat = flat_params.collect_flat_grad()
+        flat = flat_params.own_grads.collect_all()
     assert flat.tolist() == [*[11.0] * 6, *[0.0] * 4, *[10.0] * 3]
     assert all(param.grad is None for param in params.values())
 
@@ -127,19 +127,19 @@ def test_a_shard_is_accumulated_over_microbatches_while_the_flat_gradient_is_fre
     for _ in range(3):
         flat_params.unshard_weights()
         params["a"].grad = torch.ones(2, 3, dtype=F64)
-        flat_params.collect_flat_grad()
-        flat_params.accumulate_shard(0, 6)
-        flat_params.free_grad()
-        assert flat_params.grad is None
-    assert flat_params.optimizer_grad(0, 6, half(0)).tolist() == [3.0] * 6
-    assert flat_params.grad_shard.untyped_storage().size() == 6 * 8
+        flat_params.own_grads.collect_all()
+        flat_params.own_grads.accumulate_shard(0, 6)
+        flat_params.own_grads.free()
+        assert flat_params.own_grads.flat is None
+    assert flat_params.grads.optimizer_grad(0, 6).tolist() == [3.0] * 6
+    assert flat_params.own_grads.shard.untyped_storage().size() == 6 * 8
 
 
 def test_whole_tensors_keep_their_shape_for_optimizers_that_are_not_elementwise():
     flat_params, params = make_flat_params(may_split_params=False)
     params["a"].grad = torch.ones(2, 3, dtype=F64)
     assert flat_params.optimizer_view(0, 6).shape == (2, 3)
-    assert flat_params.optimizer_grad(0, 6, WHOLE).shape == (2, 3)
+    assert flat_params.grads.optimizer_grad(0, 6).shape == (2, 3)
 
 
 def test_a_sparse_gradient_of_a_parameter_without_rows_is_added_as_a_dense_one():
@@ -147,7 +147,7 @@ def test_a_sparse_gradient_of_a_parameter_without_rows_is_added_as_a_dense_one()
     flat_params, params = make_flat_params()
     for _ in range(2):
         params["d"].grad = torch.ones(4, dtype=F64).to_sparse()
-        flat = flat_params.collect_flat_grad()
+        flat = flat_params.own_grads.collect_all()
     assert flat.tolist() == [0.0] * 6 + [2.0] * 4 + [0.0] * 3
 
 
@@ -161,8 +161,8 @@ def test_large_gradients_are_collected_one_by_one(monkeypatch):
         param.grad = torch.ones_like(param)
     copied: list[str] = []
     monkeypatch.setattr(
-        flat_params_module, "copy_small_grads", lambda slots, *_: copied.extend(slot.name for slot in slots)
+        flat_grads_module, "copy_small_grads", lambda slots, *_: copied.extend(slot.name for slot in slots)
     )
-    flat_grad = FlatParams(layout, params, WHOLE).collect_flat_grad()
+    flat_grad = FlatParams(layout, params, WHOLE).own_grads.collect_all()
     assert (copied, flat_grad.tolist()) == (["small", "last"], [1.0] * 9005)
     assert all(param.grad is None for param in params.values())

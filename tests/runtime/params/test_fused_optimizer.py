@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 from counterpoint.fabric.shm.native import native
+from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.fused_optimizer import (
     fused_update,
     is_param_contiguous,
@@ -15,7 +16,6 @@ from counterpoint.runtime.params.fused_optimizer import (
     supports_fused_update,
     update_tensor,
 )
-from counterpoint.runtime.params.shared_params import GradRange
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
 RULES: dict[str, Any] = {

@@ -43,7 +43,7 @@ def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
             (storage_bytes(flat_params.weights), flat_params.weights.data_ptr()) for flat_params in all_flat_params
         }
         (grads,) = {
-            (storage_bytes(flat_params.shared.local_grad), flat_params.shared.replica_grads[0].data_ptr())
+            (storage_bytes(flat_params.grads.local_grad), flat_params.grads.replica_grads[0].data_ptr())
             for flat_params in all_flat_params
         }
         padded = -(-sum(param.numel() for param in team.model.parameters()) // 8) * 8

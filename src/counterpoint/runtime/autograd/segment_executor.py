@@ -22,7 +22,7 @@ from torch import Tensor
 
 from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import add_location
-from counterpoint.partitioning.partitioned_model import Segment
+from counterpoint.partitioning.partitioned_model import Segment, as_call_args
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
@@ -44,7 +44,7 @@ class BoundModel:
         num_blocks: blocks of the whole model.
         num_inputs: number of values that are the model's own inputs; they come first.
         edge_values: the values of each edge, by its producer and its consumers.
-        flatten: from a microbatch's inputs to their values.
+        flatten: from a microbatch's inputs, as the arguments of a call, to their values.
         unflatten: from the outputs of the last segment to the model's output.
         loss: from the model's output and the targets to a scalar, the mean over the samples.
         uses_rng: whether the model draws random numbers.
@@ -281,7 +281,7 @@ class SegmentExecutor:
         leaves: list[Tensor] = []
         if count:
             assert self.batch is not None, "a step has begun"
-            inputs = self.model.flatten(self.batch.inputs(micro))
+            inputs = self.model.flatten(as_call_args(self.batch.inputs(micro)))
             leaves = [inputs[index] for index in segment.inputs[:count]]
             if self.device.type != "cpu":
                 leaves = to_device(leaves, self.device)

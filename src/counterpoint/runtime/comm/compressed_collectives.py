@@ -10,6 +10,7 @@ decided that the step is applied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import torch
@@ -33,7 +34,7 @@ from counterpoint.runtime.params.flat_params import FlatParams
 
 def dense_slots(flat_params: FlatParams) -> list[ParamSlot]:
     """Return the parameters in compressed all-reduces: all but tables with sparse gradients."""
-    return [slot for slot in flat_params.layout.slots if slot.name not in flat_params.sparse_grads.slots]
+    return [slot for slot in flat_params.layout.slots if slot.name not in flat_params.own_grads.rows.slots]
 
 
 def compressed_all_reduce(
@@ -72,7 +73,7 @@ def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec) -> l
         codec: how it is compressed.
     """
     error_feedback, encoded_parts = flat_params.error_feedback_for(peer_pair), []
-    compensated = error_feedback.add_residual(flat_params.collect_flat_grad(), flat_params.sparse_grads)
+    compensated = error_feedback.add_residual(flat_params.own_grads.collect_all(), flat_params.own_grads.rows)
     for slot in dense_slots(flat_params):
         local_part = compensated[slot.start : slot.stop]
         if codec.name in CAST_DTYPES:
@@ -86,14 +87,14 @@ def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec) -> l
     empty = compensated.new_empty(0, dtype=torch.uint8)
     return [
         torch.cat([empty, *encoded_parts]),
-        *(flat_params.sparse_grads.pack() if flat_params.sparse_grads.slots else ()),
+        *(flat_params.own_grads.rows.pack() if flat_params.own_grads.rows.slots else ()),
     ]
 
 
 def decode_message(flat_params: FlatParams, message: Iterator[Tensor], codec: Codec) -> list[Tensor]:
-    """Return what :meth:`FlatParams.pack_grad` of the sender would have sent uncompressed."""
+    """Return what :meth:`FlatGrads.pack` of the sender would have sent uncompressed."""
     dtype = flat_params.layout.dtype
-    encoded_parts, *rest = islice(message, 1 + flat_params.sparse_grads.num_tensors)
+    encoded_parts, *rest = islice(message, 1 + flat_params.own_grads.rows.num_tensors)
     decoded_parts, start = [encoded_parts.new_empty(0, dtype=dtype)], 0
     for slot in dense_slots(flat_params):
         count = slot.stop - slot.start
@@ -111,10 +112,10 @@ class _CastAllReduce(Work):
     """An all-reduce in a narrower dtype."""
 
     def __init__(self, fabric: Fabric, label: str, flat_params: FlatParams, group: Group, codec: Codec) -> None:
-        self.grad = flat_params.collect_flat_grad()
-        compensated = flat_params.error_feedback_for(group).add_residual(self.grad, flat_params.sparse_grads)
+        self.grad = flat_params.own_grads.collect_all()
+        compensated = flat_params.error_feedback_for(group).add_residual(self.grad, flat_params.own_grads.rows)
         self.sent: list[tuple[Tensor, Tensor, Work]] = []
-        for start, stop in flat_params.sparse_grads.dense_ranges(0, len(compensated)):
+        for start, stop in flat_params.own_grads.rows.dense_ranges(0, len(compensated)):
             sent = cast_clamped(compensated[start:stop], CAST_DTYPES[codec.name], len(group))
             compensated[start:stop] -= sent
             self.sent.append((self.grad[start:stop], sent, fabric.all_reduce(label, sent, group)))
@@ -139,21 +140,22 @@ class _GatherReduce(Work):
         sample_fractions: Sequence[float],
     ) -> None:
         self.slots, self.codec, self.sample_fractions = dense_slots(flat_params), codec, sample_fractions
-        self.grad = flat_params.collect_flat_grad()
+        self.grad = flat_params.own_grads.collect_all()
         error_feedback = flat_params.error_feedback_for(group)
         compensated = (
-            error_feedback.add_residual(self.grad, flat_params.sparse_grads)
+            error_feedback.add_residual(self.grad, flat_params.own_grads.rows)
             if codec.spec.has_error_feedback
             else self.grad
         )
         item_bytes = compensated.element_size()
         self.num_bytes = sum(codec.encoded_bytes(slot.shape, item_bytes) for slot in self.slots)
-        if error_feedback.gather_buffer is None:
-            count, on_host = len(group) * self.num_bytes, compensated.device.type == "cpu"
-            error_feedback.gather_buffer = (
-                fabric.empty(count, torch.uint8) if on_host else compensated.new_empty(count, dtype=torch.uint8)
-            )
-        self.gather_buffer = error_feedback.gather_buffer
+        count, on_host = len(group) * self.num_bytes, compensated.device.type == "cpu"
+        allocate = (
+            partial(fabric.empty, count, torch.uint8)
+            if on_host
+            else partial(torch.empty, count, dtype=torch.uint8, device=compensated.device)
+        )
+        self.gather_buffer = error_feedback.get_gather_buffer(allocate)
         position = group.index(fabric.rank)
         for slot, chunk in self.member_chunks(position):
             local_part = compensated[slot.start : slot.stop]
@@ -191,9 +193,9 @@ class _PowerSGDReduce(Work):
 
     def __init__(self, fabric: Fabric, label: str, flat_params: FlatParams, group: Group, codec: Codec) -> None:
         self.fabric, self.label, self.group = fabric, label, group
-        self.grad = flat_params.collect_flat_grad()
+        self.grad = flat_params.own_grads.collect_all()
         self.error_feedback = flat_params.error_feedback_for(group)
-        self.compensated = self.error_feedback.add_residual(self.grad, flat_params.sparse_grads)
+        self.compensated = self.error_feedback.add_residual(self.grad, flat_params.own_grads.rows)
         ranks = {slot: powersgd_rank(slot.shape, int(codec.number)) for slot in dense_slots(flat_params)}
         self.matrices = {slot: rank for slot, rank in ranks.items() if rank}
         self.uncompressed = [slot for slot, rank in ranks.items() if not rank]

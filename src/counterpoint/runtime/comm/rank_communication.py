@@ -21,13 +21,10 @@ from counterpoint.program.edges import edge_endpoints
 from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, Collective, TensorRef
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor, StoredValue
-from counterpoint.runtime.comm.bucket_plan import ElementRange
 from counterpoint.runtime.comm.compressed_collectives import compressed_all_reduce, decode_message, encode_message
 from counterpoint.runtime.comm.reducer import BackwardOverlap
-from counterpoint.runtime.params.flat_layout import ShardSpan
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore, UnitParams
-from counterpoint.runtime.params.sparse_grads import CombinedWork
 from counterpoint.strategies.buckets import BucketConfig
 
 _Pending: TypeAlias = tuple[FlatParams | None, Work, Collective]
@@ -63,7 +60,7 @@ class RankCommunication:
         self.compressed_contributions = compressed_contributions
         self.started: dict[TensorRef, list[_Pending]] = {}
         self.completed: list[tuple[FlatParams | None, Collective]] = []  # in this step, with a wait of their own
-        self.overlap = BackwardOverlap(self, bucket_sizes)
+        self.overlap = BackwardOverlap(fabric, store, bucket_sizes)
 
     def clear(self) -> None:
         """Drop collectives in flight, and the buckets that a group agreed on, of which some members may not know."""
@@ -89,7 +86,7 @@ class RankCommunication:
     def grad_message(self, unit: UnitParams, peer: int, codec: str) -> list[Tensor]:
         """Return a unit's gradient as tensors to be sent to a peer; :func:`add_grad` is its inverse."""
         if not codec:
-            return [tensor for flat_params in unit.flat_params for tensor in flat_params.pack_grad()]
+            return [tensor for flat_params in unit.flat_params for tensor in flat_params.own_grads.pack()]
         pair = peer_pair(peer, self.fabric.rank)
         return [
             tensor
@@ -183,89 +180,26 @@ class RankCommunication:
     def start_on_flat_params(self, instruction: Collective, flat_params: FlatParams, label: str) -> Work:
         """Start one collective on the flat parameters of one dtype."""
         group = instruction.group
-        if flat_params.shared is not None and instruction.op in {"reduce_scatter", "all_gather"}:
-            if instruction.op == "reduce_scatter":
-                flat_params.publish_grad()
-            return self.fabric.barrier_async(label, group)
-        if instruction.op == "all_reduce_mean":
-            return self.fabric.all_reduce(label, flat_params.weights.data, group, "mean")
-        if instruction.tensor.name == "delayed_grad":
-            return self.fabric.all_reduce(label, flat_params.ensure_delayed_grad(), group)
-        if instruction.op == "broadcast":
-            return self.fabric.broadcast(label, flat_params.weights.data, group, group[0])
-        if instruction.op == "all_gather":
-            flat_params.unshard_weights()
-            return self.fabric.all_gather(
-                label, flat_params.weights.data, flat_params.layout.shard_bounds(len(group)), group
-            )
-        if instruction.codec:
-            return self.start_compressed(instruction, flat_params, label)
-        update_shard = self.store.units[instruction.tensor.blocks].role.update_shard
-        return self.start_reduce(
-            instruction, flat_params, label, update_shard if instruction.op == "all_reduce" else None
-        )
-
-    def start_reduce(
-        self, instruction: Collective, flat_params: FlatParams, label: str, span: ShardSpan | None
-    ) -> Work:
-        """Start to reduce a flat gradient, or this rank's shard of it, in ranges between tables with sparse gradients.
-
-        Args:
-            instruction: the reduce-scatter or all-reduce.
-            flat_params: whose gradient.
-            label: of the collective.
-            span: the shard to reduce if there is one already; None for the whole gradient.
-        """
-        group = instruction.group
-        flat = flat_params.collect_flat_grad() if span is None else flat_params.reducible_grad(span)
-        has_shard = flat_params.grad_shard is not None and instruction.op == "all_reduce"
-        low = flat_params.layout.element_range(span)[0] if has_shard and span is not None else 0
-        sparse_grads = flat_params.sparse_grads
-        if sparse_grads.slots:
-            sparse_grads.all_gather(
-                self.fabric, group, label, reduced_already=instruction.op == "all_reduce" and bool(sparse_grads.reduced)
-            )
-        works = self.start_range_reduces(
-            instruction, flat_params, label, sparse_grads.dense_ranges(low, low + len(flat)), flat, low
-        )
-        return works[0] if len(works) == 1 else CombinedWork(works)
-
-    def start_range_reduces(
-        self,
-        instruction: Collective,
-        flat_params: FlatParams,
-        label: str,
-        ranges: Iterable[ElementRange],
-        flat: Tensor,
-        low: int = 0,
-    ) -> list[Work]:
-        """Start to reduce ranges of a flat gradient, or of this rank's shard of it.
-
-        Args:
-            instruction: the reduce-scatter or all-reduce.
-            flat_params: whose gradient.
-            label: of the collective.
-            ranges: elements of the flat gradient.
-            flat: the gradient or shard.
-            low: the element at which ``flat`` begins.
-        """
-        bounds, works = flat_params.layout.shard_bounds(len(instruction.group)), []
-        for start, stop in ranges:
-            part = flat[start - low : stop - low]
-            if instruction.op == "reduce_scatter":
-                local_bounds = [min(max(bound, start), stop) - start for bound in bounds]
-                works.append(self.fabric.reduce_scatter(label, part, local_bounds, instruction.group))
-            else:
-                works.append(self.fabric.all_reduce(label, part, instruction.group))
-        return works
+        match instruction.op:
+            case "reduce_scatter":
+                return flat_params.grads.start_reduce_scatter(self.fabric, instruction, label)
+            case "all_gather":
+                return flat_params.start_all_gather(self.fabric, group, label)
+            case "all_reduce_mean":
+                return self.fabric.all_reduce(label, flat_params.weights.data, group, "mean")
+            case "broadcast":
+                return self.fabric.broadcast(label, flat_params.weights.data, group, group[0])
+            case "all_reduce" if instruction.tensor.name == "delayed_grad":
+                return self.fabric.all_reduce(label, flat_params.ensure_delayed_grad(), group)
+            case "all_reduce" if instruction.codec:
+                return self.start_compressed(instruction, flat_params, label)
+            case "all_reduce":
+                return flat_params.own_grads.start_all_reduce(self.fabric, instruction, label)
 
     def start_compressed(self, instruction: Collective, flat_params: FlatParams, label: str) -> Work:
         """Start to all-reduce a compressed gradient; rows of tables with sparse gradients are gathered uncompressed."""
-        if flat_params.sparse_grads.slots:
-            flat_params.collect_grads()
-            flat_params.sparse_grads.all_gather(
-                self.fabric, instruction.group, label, reduced_already=bool(flat_params.sparse_grads.reduced)
-            )
+        flat_params.own_grads.collect_all()
+        flat_params.own_grads.gather_rows(self.fabric, instruction, label)
         return compressed_all_reduce(
             self.fabric,
             label,
@@ -282,13 +216,9 @@ class RankCommunication:
 
     def finish(self, flat_params: FlatParams | None, instruction: Collective) -> None:
         """Store the result of a collective."""
-        if flat_params is not None and flat_params.shared is not None:
-            if instruction.op == "reduce_scatter":
-                flat_params.read_published(self.fabric, instruction.group, format_tensor_ref(instruction.tensor))
-        elif flat_params is not None and instruction.op == "reduce_scatter":
-            bounds = flat_params.layout.shard_bounds(len(instruction.group))
-            position = instruction.group.index(self.fabric.rank)
-            flat_params.accumulate_shard(bounds[position], bounds[position + 1])
+        if flat_params is not None and instruction.op == "reduce_scatter":
+            label = format_tensor_ref(instruction.tensor)
+            flat_params.grads.finish_reduce_scatter(self.fabric, instruction, label)
 
     def free(self, tensor: TensorRef) -> None:
         """Free gathered weights, a gradient that was used, or activations."""
@@ -297,9 +227,9 @@ class RankCommunication:
                 if tensor.name == "weight":
                     flat_params.reshard_weights()
                 elif tensor.name == "delayed_grad":
-                    flat_params.delayed_grad = None
+                    flat_params.drop_delayed_grad()
                 else:
-                    flat_params.free_grad()
+                    flat_params.own_grads.free()
         elif tensor.micro is not None:
             self.drop_values(tensor, tensor.micro)
 
@@ -326,9 +256,9 @@ def add_grad(unit: UnitParams, tensors: Sequence[Tensor], codec: str = "") -> No
     remaining = iter(tensors)
     for flat_params in unit.flat_params:
         if codec:
-            flat_params.add_packed_grad(iter(decode_message(flat_params, remaining, find_codec(codec))))
+            flat_params.own_grads.add_packed(iter(decode_message(flat_params, remaining, find_codec(codec))))
         else:
-            flat_params.add_packed_grad(remaining)
+            flat_params.own_grads.add_packed(remaining)
 
 
 def peer_pair(peer: int, rank: int) -> Group:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -43,10 +43,10 @@ from counterpoint.runtime.comm.bucket_plan import (
     subtract_ranges,
 )
 from counterpoint.runtime.kernels.weight_grad import without_torch_function
+from counterpoint.runtime.params.flat_grads import CombinedWork
 from counterpoint.runtime.params.flat_layout import ParamSlot, is_small
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore
-from counterpoint.runtime.params.sparse_grads import CombinedWork
 from counterpoint.strategies.buckets import BucketConfig
 
 GradHook: TypeAlias = Callable[[Tensor], None]
@@ -107,23 +107,6 @@ ClockFn: TypeAlias = Callable[[], float]
 
 NO_BUCKET = -1
 """Bucket of a gradient that is reduced at its instruction only."""
-
-
-class RangeReducer(Protocol):
-    """Starts reductions of ranges of a flat gradient."""
-
-    fabric: Fabric
-    store: ParamStore
-
-    def start_range_reduces(
-        self,
-        instruction: Collective,
-        flat_params: FlatParams,
-        label: str,
-        ranges: Sequence[ElementRange],
-        flat_grad: Tensor,
-    ) -> list[Work]:
-        """Start to reduce ranges of a flat gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,27 +193,28 @@ class Reducer:
 
     Args:
         instructions: the reductions.
-        range_reducer: starts them.
+        fabric: this rank's connection to the others.
+        store: has the gradients.
         bucket_sizes: from the plan.
     """
 
     def __init__(
-        self, instructions: Sequence[Collective], range_reducer: RangeReducer, bucket_sizes: BucketConfig
+        self, instructions: Sequence[Collective], fabric: Fabric, store: ParamStore, bucket_sizes: BucketConfig
     ) -> None:
         self.instructions = tuple(instructions)
-        self.range_reducer = range_reducer
-        self.flat_grads = list(_find_flat_grads(instructions, range_reducer.store))
+        self.fabric = fabric
+        self.flat_grads = list(_find_flat_grads(instructions, store))
         self.grad_slots = [
             GradSlot(flat_grad, slot, not is_small(slot, flat_grad.flat_params.layout))
             for flat_grad in self.flat_grads
             for slot in flat_grad.flat_params.layout.slots
-            if slot.name not in flat_grad.flat_params.sparse_grads.slots
+            if slot.name not in flat_grad.flat_params.own_grads.rows.slots
             and flat_grad.flat_params.params[slot.name].requires_grad
         ]
         self.expected_hits = [0] * len(self.grad_slots)  # gradients of each in one backward
         grad_sizes = [GradSize(grad_slot.flat_grad.index, grad_slot.num_bytes) for grad_slot in self.grad_slots]
         label = " ".join(format_tensor_ref(instruction.tensor) for instruction in instructions)
-        self.bucket_plan = BucketPlan(range_reducer.fabric, instructions[0].group, bucket_sizes, grad_sizes, label)
+        self.bucket_plan = BucketPlan(fabric, instructions[0].group, bucket_sizes, grad_sizes, label)
         self.bucket_of: list[int] = []  # of each gradient slot, or NO_BUCKET
         self.progress = self.new_progress()
         self.clock: ClockFn | None = None
@@ -243,7 +227,7 @@ class Reducer:
     @property
     def is_enabled(self) -> bool:
         """Whether gradients are reduced at all; those in shared memory are not."""
-        return all(flat_grad.flat_params.shared is None for flat_grad in self.flat_grads)
+        return not any(flat_grad.flat_params.grads.is_shared for flat_grad in self.flat_grads)
 
     def new_progress(self) -> BackwardProgress:
         """Return the progress of a backward that begins now."""
@@ -295,7 +279,7 @@ class Reducer:
     def _collect(self, grad_slot: GradSlot) -> None:
         """Copy a large gradient, and start the buckets that are complete."""
         if grad_slot.is_large:
-            grad_slot.flat_grad.flat_params.collect_grad(grad_slot.slot)
+            grad_slot.flat_grad.flat_params.own_grads.collect(grad_slot.slot)
         progress = self.progress
         # (3): in order, so that all members start the same buckets in the same order
         while progress.num_started < len(progress.assignment) and progress.num_waiting[progress.num_started] == 0:
@@ -305,7 +289,7 @@ class Reducer:
         """Copy the small gradients of the next bucket, and start it."""
         grad_slots = [self.grad_slots[index] for index in self.progress.assignment[self.progress.num_started]]
         self.progress.num_started += 1
-        grad_slots[0].flat_grad.flat_params.collect_many_grads([grad_slot.slot for grad_slot in grad_slots])
+        grad_slots[0].flat_grad.flat_params.own_grads.collect_many([grad_slot.slot for grad_slot in grad_slots])
         self.start_ranges(
             grad_slots[0].flat_grad,
             merge_ranges((grad_slot.slot.start, grad_slot.slot.stop) for grad_slot in grad_slots),
@@ -314,13 +298,15 @@ class Reducer:
     def start_ranges(self, flat_grad: FlatGrad, ranges: Sequence[ElementRange]) -> None:
         """Start to reduce some ranges of a flat gradient."""
         progress, start_s = self.progress, self.clock() if self.clock is not None else 0.0
-        works = self.range_reducer.start_range_reduces(
-            flat_grad.instruction, flat_grad.flat_params, flat_grad.label, ranges, flat_grad.flat_params.grad_buffer()
-        )
+        grads, instruction = flat_grad.flat_params.own_grads, flat_grad.instruction
+        flat, label = grads.buffer(), flat_grad.label
+        works = [
+            grads.start_range_reduce(self.fabric, instruction, label, flat[start:stop], start) for start, stop in ranges
+        ]
         progress.ranges.setdefault(flat_grad.index, []).extend(ranges)
         progress.works.setdefault(flat_grad.index, []).extend(works)
         if self.clock is not None and works:
-            self.reduces.append(OverlappedReduce(flat_grad.instruction, works, start_s))
+            self.reduces.append(OverlappedReduce(instruction, works, start_s))
 
     def start_remaining(self, instruction: Collective) -> Iterator[tuple[FlatParams, Work, Collective]]:
         """Start whatever is left of a reduction at its instruction; yield everything in flight of it."""
@@ -328,18 +314,15 @@ class Reducer:
         if not progress.is_done:  # (4), once for all reductions of this reducer
             progress.is_done = True
             for flat_grad in self.flat_grads:
-                flat_grad.flat_params.collect_flat_grad()
+                flat_grad.flat_params.own_grads.collect_all()
             while progress.num_started < len(progress.assignment):
                 self.start_bucket()
             self.bucket_plan.start_sync(progress.ready_s)
         for flat_grad in self.flat_grads:
             if flat_grad.instruction == instruction:
-                sparse_grads = flat_grad.flat_params.sparse_grads
-                if sparse_grads.slots:
-                    sparse_grads.all_gather(
-                        self.range_reducer.fabric, instruction.group, flat_grad.label, reduced_already=False
-                    )
-                dense = sparse_grads.dense_ranges(0, flat_grad.flat_params.layout.num_elements)
+                grads = flat_grad.flat_params.own_grads
+                grads.gather_rows(self.fabric, instruction, flat_grad.label)
+                dense = grads.rows.dense_ranges(0, grads.layout.num_elements)
                 self.start_ranges(flat_grad, list(subtract_ranges(dense, progress.ranges.get(flat_grad.index, []))))
                 yield flat_grad.flat_params, CombinedWork(progress.works[flat_grad.index]), instruction
 
@@ -366,12 +349,14 @@ class BackwardOverlap:
     """All reducers of a rank.
 
     Args:
-        range_reducer: starts reductions.
+        fabric: this rank's connection to the others.
+        store: has the gradients.
         bucket_sizes: from the plan.
     """
 
-    def __init__(self, range_reducer: RangeReducer, bucket_sizes: BucketConfig) -> None:
-        self.range_reducer = range_reducer
+    def __init__(self, fabric: Fabric, store: ParamStore, bucket_sizes: BucketConfig) -> None:
+        self.fabric = fabric
+        self.store = store
         self.bucket_sizes = bucket_sizes
         self.reducers: dict[tuple[Collective, ...], list[Reducer]] = {}
         self.active: dict[TensorRef, Reducer] = {}
@@ -384,7 +369,8 @@ class BackwardOverlap:
             self.reducers[instructions] = [
                 Reducer(
                     [instruction for instruction in instructions if instruction.group == group],
-                    self.range_reducer,
+                    self.fabric,
+                    self.store,
                     self.bucket_sizes,
                 )
                 for group in groups

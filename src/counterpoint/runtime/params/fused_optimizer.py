@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 
 from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
-from counterpoint.runtime.params.shared_params import GradRange
+from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.sparse_grads import add_rows
 
 OptimizerOptions = Mapping[str, Any]

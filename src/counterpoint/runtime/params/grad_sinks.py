@@ -9,12 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from counterpoint.runtime.params.flat_layout import SMALL_BYTES, ParamSlot
+from counterpoint.runtime.params.flat_grads import is_large_matrix
+from counterpoint.runtime.params.flat_layout import ParamSlot
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows
-
-MATRIX_DIMS = 2
-"""Number of dims of a weight whose gradient is a matrix product."""
 
 
 class BackwardState(Protocol):
@@ -45,7 +43,7 @@ class FlatGradSink:
     @property
     def is_shared(self) -> bool:
         """Whether the other replicas read the gradient in shared memory."""
-        return self.flat_params.shared is not None
+        return self.flat_params.grads.is_shared
 
     @property
     def has_user_hooks(self) -> bool:
@@ -54,17 +52,11 @@ class FlatGradSink:
 
     def target(self) -> tuple[Tensor, bool]:
         """Return the memory, in the weight's shape, and whether to add to what is there."""
-        return self.flat_params.grad_target(self.slot)
+        return self.flat_params.grads.target(self.slot)
 
     def add(self, row_grad: RowGrad) -> None:
         """Add rows to the gradient."""
-        if self.is_shared:
-            self.flat_params.add_row_grad(self.slot, row_grad)
-            return
-        target, has_some = self.target()
-        if not has_some:
-            target.zero_()
-        add_rows(target.view(-1), 0, [row_grad], 1.0)
+        self.flat_params.grads.add_rows(self.slot, row_grad)
 
     @property
     def is_deferred(self) -> bool:
@@ -136,26 +128,14 @@ def find_flat_sinks(
         has_weight_versions: whether there are several versions of the weights; autograd then says which one a gradient
             belongs to, so that only shared gradients have sinks.
     """
-    sinks = {}
-    for storage in flat_params:
-        if storage.shared is not None:
-            slots = list(storage.shared.large_slots)
-        else:
-            candidates = [] if has_weight_versions else storage.layout.slots
-            slots = [
-                slot
-                for slot in candidates
-                if is_worthwhile(storage.params[slot.name]) and slot.name not in storage.sparse_grads.slots
-            ]
-        sinks.update({id(storage.params[slot.name]): FlatGradSink(state, storage, slot) for slot in slots})
-    return sinks
+    return {
+        id(storage.params[slot.name]): FlatGradSink(state, storage, slot)
+        for storage in flat_params
+        if storage.grads.is_shared or not has_weight_versions
+        for slot in storage.grads.sink_slots()
+    }
 
 
 def find_param_sinks(params: Iterable[nn.Parameter], state: BackwardState) -> dict[int, ParamGradSink]:
     """Return the sinks of large matrices whose gradient stays on this rank, by ``id`` of the weight."""
-    return {id(param): ParamGradSink(param, state) for param in params if is_worthwhile(param)}
-
-
-def is_worthwhile(param: nn.Parameter) -> bool:
-    """Return whether a gradient is large enough for a sink to save time."""
-    return param.requires_grad and param.dim() == MATRIX_DIMS and param.is_cpu and param.nbytes > SMALL_BYTES
+    return {id(param): ParamGradSink(param, state) for param in params if is_large_matrix(param)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn, optim
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.params.flat_layout import build_layouts
+from counterpoint.runtime.params.flat_layout import WHOLE, build_layouts
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
     GradSource,
@@ -25,7 +24,7 @@ from counterpoint.runtime.params.fused_optimizer import (
 )
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
 from counterpoint.runtime.params.shared_params import (
-    SharedParams,
+    SharedGrads,
     SparseGradExchange,
     aligned_elements,
     header_elements,
@@ -35,7 +34,6 @@ from counterpoint.runtime.params.unit_roles import UnitRole
 from counterpoint.runtime.params.weight_versions import WeightVersions
 
 
-@dataclass(slots=True)
 class UnitParams:
     """One unit's parameters on one rank.
 
@@ -44,65 +42,57 @@ class UnitParams:
         role: what the rank does with it.
         params: its parameters by name; views of the flat parameters, if there are any.
         flat_params: one for each dtype; none if the gradient stays on this rank.
+
+    Attributes:
+        update_ranges: what the rank updates, as ``(flat parameters, option group, start, stop)``.
     """
 
-    unit: Unit
-    role: UnitRole
-    params: dict[str, nn.Parameter]
-    flat_params: list[FlatParams] = field(default_factory=list)
-    _grad_sources: list[GradSource] | None = field(default=None, init=False)
+    def __init__(
+        self, unit: Unit, role: UnitRole, params: Mapping[str, nn.Parameter], flat_params: Sequence[FlatParams] = ()
+    ) -> None:
+        self.unit, self.role, self.params, self.flat_params = unit, role, params, flat_params
+        self.own_params = {} if flat_params else params  # those whose gradient is autograd's own tensor
+        span = role.update_shard
+        self.update_ranges = [
+            (storage, *target_range)
+            for storage in (flat_params if span is not None else ())
+            for target_range in storage.layout.optimizer_ranges(span or WHOLE)
+        ]
+        self.grad_sources: list[GradSource] = [
+            partial(storage.grad_ranges, start, stop) for storage, _, start, stop in self.update_ranges
+        ]
+        if span is not None:
+            self.grad_sources += [partial(own_grad, param) for param in self.own_params.values()]
 
     def optimizer_targets(self, optimizer_spec: OptimizerSpec) -> list[tuple[int, Tensor]]:
         """Return the tensors that an optimizer updates for this unit, with their option groups."""
-        update_shard = self.role.update_shard
-        if update_shard is None:
+        if self.role.update_shard is None:
             return []
-        if not self.flat_params:
-            return [(optimizer_spec.group_index[name], param) for name, param in self.params.items()]
-        return [
-            (group, nn.Parameter(flat_params.optimizer_view(start, stop), requires_grad=False))
-            for flat_params in self.flat_params
-            for group, start, stop in flat_params.layout.optimizer_ranges(update_shard)
+        targets: list[tuple[int, Tensor]] = [
+            (group, nn.Parameter(storage.optimizer_view(start, stop), requires_grad=False))
+            for storage, group, start, stop in self.update_ranges
         ]
-
-    def grad_sources(self) -> list[GradSource]:
-        """Return the gradient source of each of :meth:`optimizer_targets`; built once."""
-        update_shard = self.role.update_shard
-        if self._grad_sources is None and update_shard is not None:
-            self._grad_sources = [
-                partial(flat_params.grad_ranges, *target_range[1:], update_shard)
-                for flat_params in self.flat_params
-                for target_range in flat_params.layout.optimizer_ranges(update_shard)
-            ]
-            self._grad_sources += [partial(own_grad, param) for param in self.params.values() if not self.flat_params]
-        return self._grad_sources or []
+        return targets + [(optimizer_spec.group_index[name], param) for name, param in self.own_params.items()]
 
     def is_contiguous(self) -> bool:
         """Return whether weights and gradients are contiguous, in the same order of elements."""
-        return bool(self.flat_params) or all(map(is_param_contiguous, self.params.values()))
+        return all(map(is_param_contiguous, self.own_params.values()))
 
     def grads(self) -> list[Tensor]:
         """Return the gradients of :meth:`optimizer_targets`, without parameters that have none."""
-        update_shard = self.role.update_shard
-        if update_shard is None:
+        if self.role.update_shard is None:
             return []
-        if not self.flat_params:
-            return [param.grad for param in self.params.values() if param.grad is not None]
-        return [
-            flat_params.optimizer_grad(start, stop, update_shard)
-            for flat_params in self.flat_params
-            for _, start, stop in flat_params.layout.optimizer_ranges(update_shard)
-        ]
+        flat = [storage.grads.optimizer_grad(start, stop) for storage, _, start, stop in self.update_ranges]
+        return flat + [param.grad for param in self.own_params.values() if param.grad is not None]
 
     def params_without_grad(self) -> list[str]:
         """Return the parameters without a gradient from autograd in this step."""
-        if not self.flat_params:
-            return [name for name, param in self.params.items() if param.grad is None]
-        return [name for flat_params in self.flat_params for name in flat_params.params_without_grad()]
+        flat = [name for storage in self.flat_params for name in storage.grads.params_without_grad()]
+        return flat + [name for name, param in self.own_params.items() if param.grad is None]
 
     def fill_missing_grads(self) -> None:
         """Set missing gradients to zeros; flat parameters do so themselves."""
-        for param in self.params.values() if not self.flat_params else ():
+        for param in self.own_params.values():
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
@@ -113,10 +103,10 @@ class UnitParams:
 
     def clear_grads(self) -> None:
         """Drop all gradients of the unit except delayed ones."""
-        for param in self.params.values() if not self.flat_params else ():
+        for param in self.own_params.values():
             param.grad = None
         for flat_params in self.flat_params:
-            flat_params.clear_grads()
+            flat_params.grads.clear()
 
 
 class ParamStore:
@@ -149,12 +139,9 @@ class ParamStore:
         self.tables = tables
         self.sparse_names = frozenset(name for name, is_sparse in tables.items() if is_sparse)
         self.units = {
-            unit: UnitParams(unit, role, {name: self.params[name] for name in unit_param_names[unit]})
+            unit: self._build_unit(unit, role, {name: self.params[name] for name in unit_param_names[unit]})
             for unit, role in units.items()
         }
-        for unit_params in self.units.values():
-            if unit_params.role.is_communicated:
-                unit_params.flat_params = self._build_flat_params(unit_params)
         self.is_shared_on_host = False
         self.in_backward = False  # whether gradients computed now belong to a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
@@ -196,7 +183,7 @@ class ParamStore:
         """Start a step, in which no parameter has a gradient."""
         for unit_params in self.units.values():
             for flat_params in unit_params.flat_params:
-                flat_params.begin_step()
+                flat_params.grads.begin_step()
 
     def commit_error_feedback(self, *, applied: bool) -> None:
         """Make this step's error feedback current if the step is applied; else keep the previous one."""
@@ -214,9 +201,7 @@ class ParamStore:
             group = unit_params.role.host_replicas
             for index, flat_params in enumerate(unit_params.flat_params if group is not None else ()):
                 assert group is not None, "only units with replicas are iterated"
-                shared = allocate_shared_params(flat_params, fabric, group, f"weights of {unit_params.unit} {index}")
-                if shared is not None:
-                    flat_params.attach_shared(shared)
+                share_params(flat_params, fabric, group, f"weights of {unit_params.unit} {index}")
         self._repoint_optimizers()
         self.flat_sinks = self._find_flat_sinks()
 
@@ -228,8 +213,8 @@ class ParamStore:
         """
         self.is_shared_on_host = False
         for flat_params in self.flat_params() if fabric is not None else ():
-            if flat_params.shared is not None:
-                flat_params.shared.drop_grad_pages()  # so that there is room for the copies of the weights
+            if isinstance(flat_params.grads, SharedGrads):
+                flat_params.grads.drop_grad_pages()  # so that there is room for the copies of the weights
         detached = [
             (unit_params, flat_params.detach_shared())
             for unit_params in self.units.values()
@@ -237,8 +222,8 @@ class ParamStore:
         ]
         self.flat_sinks = self._find_flat_sinks()
         self._repoint_optimizers()
-        for unit_params, shared in detached:  # shared memory is reused only after all have left it
-            if shared is not None and fabric is not None and unit_params.role.host_replicas is not None:
+        for unit_params, was_shared in detached:  # shared memory is reused only after all have left it
+            if was_shared and fabric is not None and unit_params.role.host_replicas is not None:
                 fabric.barrier_async(f"leaving weights of {unit_params.unit}", unit_params.role.host_replicas).wait()
 
     def _repoint_optimizers(self) -> None:
@@ -255,16 +240,18 @@ class ParamStore:
         for unit_params in self.units.values():
             yield from unit_params.flat_params
 
-    def _build_flat_params(self, unit_params: UnitParams) -> list[FlatParams]:
-        params = [
+    def _build_unit(self, unit: Unit, role: UnitRole, params: Mapping[str, nn.Parameter]) -> UnitParams:
+        if not role.is_communicated:
+            return UnitParams(unit, role, params)
+        described = [
             (name, tuple(param.shape), param.dtype, self.optimizer_spec.group_index[name])
-            for name, param in unit_params.params.items()
+            for name, param in params.items()
         ]
-        layouts = build_layouts(params, may_split_params=self.optimizer_spec.is_elementwise)
-        return [
-            FlatParams(layout, unit_params.params, unit_params.role.local_shard, self.allocate, self.sparse_names)
-            for layout in layouts
+        layouts = build_layouts(described, may_split_params=self.optimizer_spec.is_elementwise)
+        flat_params = [
+            FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names) for layout in layouts
         ]
+        return UnitParams(unit, role, params, flat_params)
 
     def optimizer(self, units: tuple[Unit, ...]) -> tuple[optim.Optimizer | None, list[Tensor]]:
         """Return the optimizer over some units and the tensors it updates, built on first use.
@@ -292,7 +279,7 @@ class ParamStore:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
         if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous() for unit in units):
             return False
-        sources = [source for unit in units for source in self.units[unit].grad_sources()]
+        sources = [source for unit in units for source in self.units[unit].grad_sources]
         fused_update(optimizer, {id(tensor): source for tensor, source in zip(tensors, sources, strict=True)})
         return True
 
@@ -320,27 +307,28 @@ class ParamStore:
             unit_params.clear_grads()
 
 
-def allocate_shared_params(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> SharedParams | None:
-    """Return shared memory with the weights of flat parameters; None if the replicas cannot share memory.
+def share_params(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> None:
+    """Move flat parameters to memory that a group shares, if it can; all members call it together.
 
-    All replicas call it together. The weights' old memory is freed before gradients are allocated.
+    The weights' old memory is freed before gradients are allocated.
     """
     count, dtype = flat_params.layout.num_elements, flat_params.layout.dtype
     weights = fabric.shared_zeros(label, count, dtype, group)
     if weights is None:
-        return None
+        return
     if fabric.rank == group[0]:
         weights.copy_(flat_params.weights)
     flat_params.rebind_views(weights)  # its values are complete after the next collective
     grads = fabric.shared_zeros(f"gradients of {label}", len(group) * aligned_elements(count, dtype), dtype, group)
     assert grads is not None, "these ranks share memory"
     exchange = allocate_grad_exchange(flat_params, fabric, group, f"row gradients of {label}")
-    return SharedParams(weights, grads.view(len(group), -1), flat_params.layout, group.index(fabric.rank), exchange)
+    flat_params.attach_shared(SharedGrads(grads.view(len(group), -1), flat_params.layout, flat_params.params, exchange))
 
 
 def allocate_grad_exchange(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> SparseGradExchange:
     """Return where replicas publish row gradients of a unit's tables; all of them call it together."""
-    tables, dtype = table_slots(flat_params.layout, flat_params.sparse_names), flat_params.layout.dtype
+    layout = flat_params.layout
+    tables, dtype = table_slots(layout, flat_params.own_grads.rows.slots), layout.dtype
     if not tables:
         return SparseGradExchange(
             torch.zeros(len(group), 0, dtype=torch.int64), tables, dtype, group.index(fabric.rank)

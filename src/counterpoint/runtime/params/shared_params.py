@@ -29,11 +29,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.fabric.shm.segments import discard_shared_pages
+from counterpoint.program.instruction import Collective
+from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
-from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows, clear_rows, concat_row_grads, is_table
+from counterpoint.runtime.params.sparse_grads import (
+    RowGrad,
+    SparseSums,
+    add_rows,
+    clear_rows,
+    concat_row_grads,
+    is_table,
+    row_grad_from_sparse,
+)
 
 NO_GRAD, ROW_GRAD, DENSE_GRAD = 0, 1, 2
 """State of a replica's gradient of one table."""
@@ -188,24 +198,6 @@ class SparseGradExchange:
         return [replica for replica, (state, _) in enumerate(self.published.get(name, [])) if state == DENSE_GRAD]
 
 
-class GradRange(NamedTuple):
-    """A range of a flat gradient, and what it is the sum of: tensors of its length, or rows of a table.
-
-    Args:
-        start: its first element.
-        stop: one past its last.
-        parts: tensors to be added up in this order.
-        row_grads: rows to be added up, if there are no parts.
-        table_offset: where the range begins in its table.
-    """
-
-    start: int
-    stop: int
-    parts: list[Tensor]
-    row_grads: Sequence[RowGrad] = ()
-    table_offset: int = 0
-
-
 class SharedEmbeddingGrads:
     """Gradients of all replicas in shared memory, with tables either dense or as rows.
 
@@ -235,11 +227,6 @@ class SharedEmbeddingGrads:
         for name, (start, stop) in self._added_ranges.items():
             low = start - self.exchange.tables[name].start
             clear_rows(self.local_grad[start:stop], low, self.exchange.row_grads(name))
-        self._added_ranges.clear()
-
-    def mark_all_dirty(self) -> None:
-        """Mark every table as possibly nonzero in the own buffer, before other data is written there."""
-        self.dirty.update(self.exchange.tables)
         self._added_ranges.clear()
 
     def merge_rows_into_dense(self, dense: Collection[str]) -> None:
@@ -291,17 +278,6 @@ class SharedEmbeddingGrads:
         add_rows(local_grad, low, row_grads, 1.0)
         return GradRange(start, stop, [local_grad])
 
-    def as_row_grads(self) -> dict[str, list[RowGrad]]:
-        """Return all published gradients of every table as rows, dense ones too."""
-        row_grads = {}
-        for name, slot in self.exchange.tables.items():
-            dense = [
-                self.replica_grads[replica][slot.start : slot.stop] for replica in self.exchange.dense_replicas(name)
-            ]
-            dense_rows = [RowGrad(torch.arange(slot.shape[0]), grad.view(slot.shape)) for grad in dense]
-            row_grads[name] = [*self.exchange.row_grads(name), *dense_rows]
-        return row_grads
-
 
 CACHE_LINE_BYTES = 64
 
@@ -319,65 +295,162 @@ def aligned_elements(num_elements: int, dtype: torch.dtype) -> int:
     return -(-num_elements // step) * step
 
 
-class SharedParams:
-    """Shared memory of one unit's flat parameters, as one rank sees it.
+class SharedGrads:
+    """Gradients of a unit in shared memory: each replica writes its own and updates its shard with the sum of all.
 
     Args:
-        weights: of all replicas; flat.
         gradients: one row for each replica.
         layout: of the flat parameters.
-        replica: index of this rank among the replicas.
+        params: the rank's parameters by name.
         exchange: where replicas publish row gradients.
     """
 
+    is_shared = True
+
     def __init__(
-        self, weights: Tensor, gradients: Tensor, layout: FlatLayout, replica: int, exchange: SparseGradExchange
+        self,
+        gradients: Tensor,
+        layout: FlatLayout,
+        params: Mapping[str, nn.Parameter],
+        exchange: SparseGradExchange,
     ) -> None:
-        self.weights = weights
+        self.layout, self.params, self.exchange = layout, params, exchange
         self.replica_grads = list(gradients[:, : layout.num_elements])
-        self.local_grad = self.replica_grads[replica]
+        self.local_grad = self.replica_grads[exchange.replica]
         self.embedding_grads = SharedEmbeddingGrads(self.replica_grads, self.local_grad, exchange)
-        self.is_published = False
-        self.large_slots: list[ParamSlot] = []
-        self._small_params: list[tuple[nn.Parameter, Tensor]] = []
-        self.small_names: frozenset[str] = frozenset()
-        self._hooks: list[RemovableHandle] = []
-
-    def install_hooks(
-        self, layout: FlatLayout, params: Mapping[str, nn.Parameter], collect_grad: Callable[[ParamSlot], None]
-    ) -> None:
-        """Call ``collect_grad`` for each large gradient as soon as it is complete; list small ones for later."""
-        for slot in layout.slots:
-            if is_small(slot, layout):
-                self._small_params.append((params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)))
-            else:
-                self.large_slots.append(slot)
-                param: Any = params[slot.name]  # torch's stubs leave out the type of this method
-                self._hooks.append(
-                    param.register_post_accumulate_grad_hook(partial(_collect_in_hook, collect_grad, slot))
-                )
-        large = {slot.name for slot in self.large_slots}
-        self.small_names = frozenset(slot.name for slot in layout.slots if slot.name not in large)
-
-    def collect_small_grads(self) -> frozenset[str]:
-        """Copy all small gradients here in one call and return their names; none if one is missing or sparse."""
-        grads = [param.grad for param, _ in self._small_params]
-        if any(grad is None or grad.is_sparse for grad in grads):
-            return frozenset()
-        torch._foreach_copy_([target for _, target in self._small_params], grads)  # type: ignore[arg-type]
-        for param, _ in self._small_params:
-            param.grad = None
-        return self.small_names
-
-    def drop_grad_pages(self) -> None:
-        """Free the memory of the own gradient; nobody reads it after the updates of a step."""
-        discard_shared_pages(self.local_grad.data_ptr(), self.local_grad.numel() * self.local_grad.element_size())
+        self.shard: Tensor | None = None  # the sum of this rank's shard, if a caller has asked for it as a tensor
+        self.shard_start, self.shard_stop = layout.shard_bounds(len(gradients))[exchange.replica :][:2]
+        self.filled_names: set[str] = set()  # parameters whose slot in the own gradient is valid
+        self.names_with_grad: set[str] = set()  # parameters with a gradient from autograd in this step
+        self._sparse_sums = SparseSums()
+        self._large_slots = [slot for slot in layout.slots if not is_small(slot, layout)]
+        small_slots = [slot for slot in layout.slots if is_small(slot, layout)]
+        self._small_names = frozenset(slot.name for slot in small_slots)
+        self._small_params = [
+            (params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)) for slot in small_slots
+        ]
+        self._hooks = [_register_hook(params[slot.name], partial(self._on_grad, slot)) for slot in self._large_slots]
 
     def detach(self) -> None:
         """Remove the hooks, so that gradients stay on the parameters."""
         for hook in self._hooks:
             hook.remove()
 
+    def begin_step(self) -> None:
+        """Start a step, in which no parameter has a gradient."""
+        self.names_with_grad.clear()
+        self.embedding_grads.begin_step()
 
-def _collect_in_hook(collect_grad: Callable[[ParamSlot], None], slot: ParamSlot, _: Tensor) -> None:
-    collect_grad(slot)
+    def target(self, slot: ParamSlot) -> tuple[Tensor, bool]:
+        """Return where to write a gradient that bypasses autograd, and whether to add to what is there."""
+        has_some = slot.name in self.filled_names
+        for names in (self.filled_names, self.names_with_grad, self.embedding_grads.dirty):
+            names.add(slot.name)
+        return self.local_grad[slot.start : slot.stop].view(slot.shape), has_some
+
+    def add_rows(self, slot: ParamSlot, row_grad: RowGrad) -> None:
+        """Add rows to a table's gradient, to be published as rows."""
+        self.exchange.add(slot.name, row_grad)
+        self.names_with_grad.add(slot.name)
+
+    def sink_slots(self) -> list[ParamSlot]:
+        """Return the parameters whose gradients backward writes to :meth:`target`."""
+        return self._large_slots
+
+    def collect(self, slot: ParamSlot) -> None:
+        """Move the gradient that autograd has put on a parameter here, if there is any."""
+        param = self.params[slot.name]
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if grad.is_sparse and slot.name in self.exchange.tables:
+            self.add_rows(slot, row_grad_from_sparse(grad))
+            return
+        view, has_some = self.target(slot)
+        (view.add_ if has_some else view.copy_)(grad.to_dense() if grad.is_sparse else grad)
+
+    def _on_grad(self, slot: ParamSlot, _: Tensor) -> None:
+        self.collect(slot)
+
+    def collect_all(self) -> None:
+        """Move all gradients on parameters here: small ones in one call, unless one is missing, sparse or not new."""
+        grads, slots = [param.grad for param, _ in self._small_params], self.layout.slots
+        has_all = bool(grads) and not any(grad is None or grad.is_sparse for grad in grads)
+        if has_all and self.filled_names.isdisjoint(self._small_names):
+            torch._foreach_copy_([target for _, target in self._small_params], grads)  # type: ignore[arg-type]
+            for param, _ in self._small_params:
+                param.grad = None
+            for names in (self.filled_names, self.names_with_grad, self.embedding_grads.dirty):
+                names.update(self._small_names)
+            slots = tuple(self._large_slots)
+        for slot in slots:
+            self.collect(slot)
+
+    def params_without_grad(self) -> list[str]:
+        """Return the parameters without a gradient from autograd in this step, collected or not."""
+        return [name for name, param in self.params.items() if name not in self.names_with_grad and param.grad is None]
+
+    def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
+        """Complete the own gradient, for the others to read after a barrier."""
+        self.collect_all()
+        for slot in self.layout.slots if len(self.filled_names) < len(self.params) else ():
+            if slot.name not in self.filled_names and slot.name not in self.exchange.tables:
+                self.local_grad[slot.start : slot.stop].zero_()
+                self.filled_names.add(slot.name)
+        self.embedding_grads.merge_rows_into_dense(self.filled_names)
+        self.exchange.publish(self.filled_names)
+        return fabric.barrier_async(label, instruction.group)
+
+    def finish_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> None:
+        """Read the other replicas' rows; from now on their gradients can be summed where they are needed."""
+        if self.exchange.tables:
+            self.exchange.read_all(fabric, instruction.group, label)
+
+    def ranges(self, start: int, stop: int, *, as_rows: bool) -> list[GradRange]:
+        """Return what the gradient of a range is the sum of: each replica's gradient, or the sum if it exists."""
+        if self.shard is None:
+            return list(self.embedding_grads.grad_ranges(start, stop, as_rows=as_rows))
+        return [GradRange(start, stop, [self.shard[start - self.shard_start : stop - self.shard_start]])]
+
+    def optimizer_grad(self, start: int, stop: int) -> Tensor:
+        """Return the gradient of a range as an optimizer gets it; sparse if the optimizer expects that."""
+        if not self.layout.may_split_params:
+            for slot in self.exchange.tables.values():
+                if (slot.start, slot.stop) == (start, stop) and not self.exchange.dense_replicas(slot.name):
+                    sparse = self._sparse_sums.get(slot, self.exchange.row_grads(slot.name))
+                    if sparse is not None:
+                        return sparse
+        self._reduce_shard()
+        (grad_range,) = self.ranges(start, stop, as_rows=False)
+        return self.layout.as_param_shape(grad_range.parts[0], start, stop)
+
+    def _reduce_shard(self) -> None:
+        """Sum this rank's shard of all replicas' gradients into its own."""
+        if self.shard is not None:
+            return
+        for start, stop, parts, *_ in self.embedding_grads.grad_ranges(
+            self.shard_start, self.shard_stop, as_rows=False
+        ):
+            local, total = self.local_grad[start:stop], reduce_in_order(parts, "sum") if len(parts) > 1 else parts[0]
+            if total.data_ptr() != local.data_ptr():
+                local.copy_(total)
+        self.shard = self.local_grad[self.shard_start : self.shard_stop]
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.shard = None
+        self.filled_names.clear()
+        self._sparse_sums.clear()
+        for param in self.params.values():
+            param.grad = None
+        self.embedding_grads.clear_added_rows()
+
+    def drop_grad_pages(self) -> None:
+        """Free the memory of the own gradient; nobody reads it after the updates of a step."""
+        discard_shared_pages(self.local_grad.data_ptr(), self.local_grad.numel() * self.local_grad.element_size())
+
+
+def _register_hook(param: Any, hook: Callable[[Tensor], None]) -> RemovableHandle:  # noqa: ANN401 - torch's stubs leave out this method
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
+    return handle

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
-from counterpoint.fabric.fabric import Fabric, Group, Work
+from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.native import DTYPES, SparseRowsArgs, SparseRowsPart, native
-from counterpoint.runtime.params.flat_layout import FlatLayout
+from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,25 @@ def find_embedding_tables(model: nn.Module) -> dict[str, bool]:
     return tables
 
 
+class SparseSums:
+    """Sums of row gradients as sparse tensors, kept until the update, so that changes such as clipping reach it."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def get(self, slot: ParamSlot, row_grads: Sequence[RowGrad]) -> Tensor | None:
+        """Return the sum of a table's row gradients; None if there are none, or not all are sparse."""
+        if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
+            return None
+        if slot.name not in self._tensors:
+            self._tensors[slot.name] = coalesce_row_grads(row_grads, slot.shape)
+        return self._tensors[slot.name]
+
+    def clear(self) -> None:
+        """Drop all sums."""
+        self._tensors.clear()
+
+
 class SparseGrads:
     """Sparse gradients of one unit's tables: this rank's own rows, and rows gathered from other ranks.
 
@@ -185,7 +204,7 @@ class SparseGrads:
         self.local: RowGradsByName = {}  # not gathered yet
         self.reduced: RowGradsByName = {}
         self.is_in_flat_grad = False  # whether add_to has added them
-        self._sparse_tensors: dict[str, Tensor] = {}
+        self.sparse_sums = SparseSums()
 
     def require_dense(self) -> None:
         """Raise unless all gradients are dense, so that they can be delayed.
@@ -203,7 +222,7 @@ class SparseGrads:
         """Drop all rows."""
         self.local.clear()
         self.reduced.clear()
-        self._sparse_tensors.clear()
+        self.sparse_sums.clear()
         self.is_in_flat_grad = False
 
     def add(self, name: str, grad: Tensor) -> None:
@@ -289,14 +308,10 @@ class SparseGrads:
         """Return all row gradients of a table."""
         return [*self.reduced.get(name, []), *self.local.get(name, [])]
 
-    def sparse_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Return a table's gradient as a sparse tensor, cached for the step; None if it has none, or a dense one."""
-        row_grads = self.row_grads(name)
-        if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
-            return None
-        if name not in self._sparse_tensors:
-            self._sparse_tensors[name] = coalesce_row_grads(row_grads, shape)
-        return self._sparse_tensors[name]
+    def sparse_tensor_at(self, start: int, stop: int) -> Tensor | None:
+        """Return the gradient of the table at a range as a sparse tensor; None if it has none, or a dense one."""
+        slot = next((slot for slot in self.slots.values() if (slot.start, slot.stop) == (start, stop)), None)
+        return None if slot is None else self.sparse_sums.get(slot, self.row_grads(slot.name))
 
 
 def all_gather_ranges(fabric: Fabric, local: Tensor, bounds: Sequence[int], group: Group, label: str) -> Tensor:
@@ -306,15 +321,3 @@ def all_gather_ranges(fabric: Fabric, local: Tensor, bounds: Sequence[int], grou
     if bounds[-1]:
         fabric.all_gather(label, gathered, bounds, group).wait()
     return gathered
-
-
-class CombinedWork(Work):
-    """Several collectives as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()

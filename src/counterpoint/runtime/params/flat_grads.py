@@ -1,0 +1,366 @@
+"""Gradients of one unit's flat parameters: the protocol of their storage, and the storage in a rank's own memory.
+
+::
+
+    layout     | embed.weight | fc.weight      | fc.bias |     slots, one dtype
+    flat       [..............|................|.........]     filled slot by slot: filled_names            (1)
+    shard             [..............]                         this rank's part of the sum over replicas    (2)
+    rows       of tables with sparse gradients, which have no place in (1): SparseGrads                     (3)
+
+Autograd puts gradients on the parameters. :meth:`FlatGrads.collect` moves one into (1), :meth:`FlatGrads.collect_all`
+completes it, and a reduce-scatter leaves (2). The other storage is
+:class:`counterpoint.runtime.params.shared_params.SharedGrads`, which the replicas of one host share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.fabric.fabric import Fabric, Work
+from counterpoint.program.instruction import Collective
+from counterpoint.runtime.params.flat_layout import SMALL_BYTES, FlatLayout, ParamSlot, is_small
+from counterpoint.runtime.params.sparse_grads import RowGrad, SparseGrads, add_rows
+
+MATRIX_DIMS = 2
+"""Number of dims of a weight whose gradient is a matrix product."""
+
+
+class GradRange(NamedTuple):
+    """A range of a flat gradient, and what it is the sum of: tensors of its length, or rows of a table.
+
+    Args:
+        start: its first element.
+        stop: one past its last.
+        parts: tensors to be added up in this order.
+        row_grads: rows to be added up, if there are no parts.
+        table_offset: where the range begins in its table.
+    """
+
+    start: int
+    stop: int
+    parts: list[Tensor]
+    row_grads: Sequence[RowGrad] = ()
+    table_offset: int = 0
+
+
+class GradStorage(Protocol):
+    """Where the gradients of one unit's flat parameters are stored, from backward to the update.
+
+    Attributes:
+        is_shared: whether the other replicas read the gradients, and the weights, in shared memory.
+    """
+
+    is_shared: bool
+
+    def begin_step(self) -> None:
+        """Start a step, in which no parameter has a gradient."""
+
+    def target(self, slot: ParamSlot) -> tuple[Tensor, bool]:
+        """Return where to write a gradient that bypasses autograd, and whether to add to what is there."""
+
+    def add_rows(self, slot: ParamSlot, row_grad: RowGrad) -> None:
+        """Add rows to a table's gradient."""
+
+    def sink_slots(self) -> list[ParamSlot]:
+        """Return the parameters whose gradients backward writes to :meth:`target`."""
+
+    def params_without_grad(self) -> list[str]:
+        """Return the parameters without a gradient from autograd in this step, collected or not."""
+
+    def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
+        """Start to sum the gradients of a group; each member gets its shard of the sum."""
+
+    def finish_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> None:
+        """Store the shard, after the work is complete."""
+
+    def ranges(self, start: int, stop: int, *, as_rows: bool) -> list[GradRange]:
+        """Return what the gradient of a range is the sum of; rows of tables may stay rows if ``as_rows``."""
+
+    def optimizer_grad(self, start: int, stop: int) -> Tensor:
+        """Return the gradient of a range as an optimizer gets it; sparse if the optimizer expects that."""
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+
+
+class FlatGrads:
+    """Gradients in this rank's own memory: a flat one, and rows of tables with sparse gradients.
+
+    Args:
+        layout: the position of each.
+        params: the parameters by name.
+        rows: the gradients of tables with sparse gradients.
+        allocate: returns an uninitialized flat gradient.
+    """
+
+    is_shared = False
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Mapping[str, nn.Parameter],
+        rows: SparseGrads,
+        allocate: Callable[[], Tensor],
+    ) -> None:
+        self.layout, self.params, self.allocate = layout, params, allocate
+        self.flat: Tensor | None = None  # (1)
+        self.shard: Tensor | None = None  # (2)
+        self.shard_start = 0  # its first element
+        self.rows = rows  # (3)
+        self.filled_names: set[str] = set()  # parameters whose slot in the flat gradient is valid
+        self.names_with_grad: set[str] = set()  # parameters with a gradient from autograd in this step
+
+    def begin_step(self) -> None:
+        """Start a step, in which no parameter has a gradient."""
+        self.names_with_grad.clear()
+
+    def buffer(self) -> Tensor:
+        """Return the flat gradient; a new one is uninitialized."""
+        if self.flat is None:
+            self.filled_names.clear()
+            self.flat = self.allocate()
+        return self.flat
+
+    def target(self, slot: ParamSlot) -> tuple[Tensor, bool]:
+        """Return where to write a gradient that bypasses autograd, and whether to add to what is there."""
+        has_some = self.flat is not None and slot.name in self.filled_names
+        view = self.buffer()[slot.start : slot.stop].view(slot.shape)
+        self.filled_names.add(slot.name)
+        self.names_with_grad.add(slot.name)
+        return view, has_some
+
+    def add_rows(self, slot: ParamSlot, row_grad: RowGrad) -> None:
+        """Add rows to a table's gradient, which is dense here."""
+        target, has_some = self.target(slot)
+        if not has_some:
+            target.zero_()
+        add_rows(target.view(-1), 0, [row_grad], 1.0)
+
+    def sink_slots(self) -> list[ParamSlot]:
+        """Return the parameters whose gradients backward writes to :meth:`target`."""
+        return [
+            slot
+            for slot in self.layout.slots
+            if is_large_matrix(self.params[slot.name]) and slot.name not in self.rows.slots
+        ]
+
+    def collect(self, slot: ParamSlot) -> None:
+        """Move the gradient that autograd has put on a parameter into the flat one, if there is any."""
+        param = self.params[slot.name]
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if slot.name in self.rows.slots:
+            self.rows.add(slot.name, grad)
+            self.names_with_grad.add(slot.name)
+            return
+        view, has_some = self.target(slot)
+        (view.add_ if has_some else view.copy_)(grad.to_dense() if grad.is_sparse else grad)
+
+    def collect_many(self, slots: Sequence[ParamSlot]) -> None:
+        """Do :meth:`collect` for each; small ones are copied together, large ones one by one and freed at once."""
+        flat, excluded = self.buffer(), self.filled_names.union(self.rows.slots)
+        small = [slot for slot in slots if is_small(slot, self.layout) and slot.name not in excluded]
+        copy_small_grads(small, self.params, flat, (self.filled_names, self.names_with_grad))
+        for slot in slots:
+            self.collect(slot)
+
+    def collect_all(self) -> Tensor:
+        """Return the flat gradient after collecting all gradients; slots without one are zeroed.
+
+        The slots of tables with sparse gradients are undefined.
+        """
+        self.collect_many(self.layout.slots)
+        flat = self.buffer()
+        for slot in self.layout.slots:
+            if slot.name not in self.filled_names and slot.name not in self.rows.slots:
+                flat[slot.start : slot.stop].zero_()
+                self.filled_names.add(slot.name)
+        return flat
+
+    def params_without_grad(self) -> list[str]:
+        """Return the parameters without a gradient from autograd in this step, collected or not."""
+        return [name for name, param in self.params.items() if name not in self.names_with_grad and param.grad is None]
+
+    def pack(self) -> list[Tensor]:
+        """Return the gradient as tensors to be sent; :meth:`add_packed` is its inverse."""
+        flat = self.collect_all()
+        if not self.rows.slots:
+            return [flat]
+        ranges = [flat[low:high] for low, high in self.rows.dense_ranges(0, self.layout.num_elements)]
+        return [torch.cat(ranges) if ranges else flat[:0], *self.rows.pack()]
+
+    def add_packed(self, tensors: Iterator[Tensor]) -> None:
+        """Add a gradient that was sent by another rank; its tensors may be kept as memory."""
+        grad = next(tensors)
+        if self.rows.slots:
+            flat, position = self.collect_all(), 0
+            for low, high in self.rows.dense_ranges(0, self.layout.num_elements):
+                flat[low:high] += grad[position : position + high - low]
+                position += high - low
+            self.rows.add_packed(tensors)
+        elif self.flat is None:
+            self.flat, self.filled_names = grad, set(self.params)
+        else:
+            self.collect_all().add_(grad)
+
+    def swap(self, other: Tensor | None) -> Tensor:
+        """Return the flat gradient, and take another one in its place, or none."""
+        self.rows.require_dense()
+        flat = self.collect_all()
+        self.flat, self.filled_names = other, set() if other is None else set(self.params)
+        return flat
+
+    def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
+        """Start to sum the flat gradients of a group; each member gets its shard of the sum."""
+        return self._start_reduce(fabric, instruction, label, self.collect_all())
+
+    def start_all_reduce(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
+        """Start to sum the shards of a group, or the flat gradients if this rank has no shard."""
+        if self.shard is None:
+            return self._start_reduce(fabric, instruction, label, self.collect_all())
+        return self._start_reduce(fabric, instruction, label, self.shard, self.shard_start)
+
+    def _start_reduce(self, fabric: Fabric, instruction: Collective, label: str, flat: Tensor, low: int = 0) -> Work:
+        """Start to reduce a flat gradient that begins at element ``low``, in ranges between tables of (3)."""
+        self.gather_rows(fabric, instruction, label)
+        ranges = self.rows.dense_ranges(low, low + len(flat))
+        works = [
+            self.start_range_reduce(fabric, instruction, label, flat[start - low : stop - low], start)
+            for start, stop in ranges
+        ]
+        return works[0] if len(works) == 1 else CombinedWork(works)
+
+    def gather_rows(self, fabric: Fabric, instruction: Collective, label: str) -> None:
+        """Gather the rows of the group's tables with sparse gradients."""
+        if self.rows.slots:
+            reduced_already = instruction.op == "all_reduce" and bool(self.rows.reduced)
+            self.rows.all_gather(fabric, instruction.group, label, reduced_already=reduced_already)
+
+    def start_range_reduce(self, fabric: Fabric, instruction: Collective, label: str, part: Tensor, start: int) -> Work:
+        """Start to reduce a part of the flat gradient that begins at element ``start``."""
+        group = instruction.group
+        if instruction.op != "reduce_scatter":
+            return fabric.all_reduce(label, part, group)
+        stop = start + len(part)
+        local_bounds = [min(max(bound, start), stop) - start for bound in self.layout.shard_bounds(len(group))]
+        return fabric.reduce_scatter(label, part, local_bounds, group)
+
+    def finish_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> None:
+        """Add this rank's part of the sum to its shard and drop the flat gradient."""
+        bounds, position = self.layout.shard_bounds(len(instruction.group)), instruction.group.index(fabric.rank)
+        self.accumulate_shard(bounds[position], bounds[position + 1])
+
+    def accumulate_shard(self, start: int, stop: int) -> None:
+        """Add a range of the reduced gradient to this rank's shard and drop the flat gradient."""
+        assert self.flat is not None, "a reduce-scatter needs a gradient"
+        reduced = self.flat[start:stop]
+        if self.shard is None:
+            self.shard, self.shard_start = reduced, start
+        else:
+            self.shard.add_(reduced)
+            self.flat = None
+
+    def ranges(self, start: int, stop: int, *, as_rows: bool) -> list[GradRange]:
+        """Return the gradient of a range: of the shard, if there is one."""
+        flat, low = (self.collect_all(), 0) if self.shard is None else (self.shard, self.shard_start)
+        self.rows.add_to(flat, low)
+        return [GradRange(start, stop, [flat[start - low : stop - low]])]
+
+    def optimizer_grad(self, start: int, stop: int) -> Tensor:
+        """Return the gradient of a range as an optimizer gets it; sparse if the optimizer expects that."""
+        sparse = self.rows.sparse_tensor_at(start, stop) if not self.layout.may_split_params else None
+        if sparse is not None:
+            return sparse
+        (grad_range,) = self.ranges(start, stop, as_rows=False)
+        return self.layout.as_param_shape(grad_range.parts[0], start, stop)
+
+    def free(self) -> None:
+        """Free the gradient except for a shard, which is copied if it was a view of it."""
+        if self.shard is None:
+            self.rows.clear()
+        elif self.flat is not None:
+            self.shard = self.shard.clone()
+        self.flat = None
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.flat = self.shard = None
+        self.rows.clear()
+        for param in self.params.values():
+            param.grad = None
+
+
+def is_large_matrix(param: nn.Parameter) -> bool:
+    """Return whether backward may write a gradient to its memory directly, which saves time if it is large."""
+    return param.requires_grad and param.dim() == MATRIX_DIMS and param.is_cpu and param.nbytes > SMALL_BYTES
+
+
+def copy_small_grads(
+    slots: Iterable[ParamSlot], params: Mapping[str, nn.Parameter], flat: Tensor, name_sets: Iterable[MutableSet[str]]
+) -> None:
+    """Copy gradients from parameters into a flat one, and clear them on the parameters.
+
+    Contiguous slots are copied in one call. A gradient that is not a dense tensor, or has a graph, stays where it is.
+
+    Args:
+        slots: of parameters without a collected gradient.
+        params: all parameters, by name.
+        flat: the flat gradient.
+        name_sets: sets to which the names of the copied parameters are added.
+
+    Example:
+        >>> one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+        >>> one.grad, other.grad, flat = torch.ones(2), torch.full((1,), 2.0), torch.zeros(3)
+        >>> slots = [ParamSlot("one", (2,), 0, 0), ParamSlot("other", (1,), 2, 0)]
+        >>> copy_small_grads(slots, {"one": one, "other": other}, flat, [names := set()])
+        >>> flat, sorted(names), one.grad
+        (tensor([1., 1., 2.]), ['one', 'other'], None)
+    """
+    for run in _contiguous_runs(
+        sorted((slot for slot in slots if _is_dense_grad(params[slot.name].grad)), key=_slot_start)
+    ):
+        target = flat[run[0].start : run[-1].stop]
+        grads = [params[slot.name].grad for slot in run]
+        torch.cat([gradient.reshape(-1) for gradient in grads if gradient is not None], out=target)
+        for slot in run:
+            params[slot.name].grad = None
+            for names in name_sets:
+                names.add(slot.name)
+
+
+def _slot_start(slot: ParamSlot) -> int:
+    return slot.start
+
+
+def _is_dense_grad(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout == torch.strided and not grad.requires_grad
+
+
+def _contiguous_runs(slots: Iterable[ParamSlot]) -> Iterator[list[ParamSlot]]:
+    """Yield runs of contiguous slots, given all in order."""
+    run: list[ParamSlot] = []
+    for slot in slots:
+        if run and run[-1].stop != slot.start:
+            yield run
+            run = []
+        run.append(slot)
+    if run:
+        yield run
+
+
+class CombinedWork(Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
