@@ -149,8 +149,8 @@ def measure_plan(cell, subject, known, others, asked):
     budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
-        run.local_ranks.buckets = replace(
-            run.local_ranks.buckets, tune=False
+        run.local_ranks.use_buckets(
+            replace(run.local_ranks.buckets, tune=False)
         )  # otherwise the first steps try bucket sizes, including slow ones
         step_s = warm_up(run, batches, others, budget_s)
         least_laps, least_steps = asked["laps"], asked["fewest"]

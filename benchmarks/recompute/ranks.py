@@ -66,10 +66,10 @@ def draw_batch(draw):
 def saved_bytes(step, batch):
     (rank,) = step.local_ranks.ranks.values()
     saved = SavedBytesCounter(rank)
-    rank.interpreter.clock = saved.count
+    rank.interpreter.use_clock(saved.count)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda box: box.tensor):
         loss = step(*batch)
-    rank.interpreter.clock = None
+    rank.interpreter.use_clock(None)
     return saved.max_bytes, loss
 
 

@@ -45,6 +45,8 @@ class CompiledPlan:
 
     def variant_at(self, step: int, *, has_delayed_grads: bool = True) -> StepVariant:
         """Return the kind of a step; see :meth:`counterpoint.strategies.sync_schedule.SyncSchedule.variant_at`."""
+        if len(self.step_variants) == 1:
+            return self.step_variants[0]
         name = self.plan.sync_schedule.kind_at(step, has_delayed_grad=has_delayed_grads)
         return next(variant for variant in self.step_variants if variant.name == name)
 

@@ -26,7 +26,7 @@ from counterpoint.runtime.batch_norm.deferred import find_batch_norm_buffers
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank, make_batch_norm
+from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank
 from counterpoint.runtime.step_commit import StepGuard
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -115,9 +115,9 @@ def build_harness(target: ProfileTarget, samples: int) -> ProfileHarness:
     )
     model = bind_segments(run_spec, target.partitioned, _separate_blocks(len(blocks)), training=True)
     separate, split_backward = (
-        SegmentExecutor(model, layers.store, layers.rng, queue) for queue in (None, WeightGradQueue())
+        SegmentExecutor(model, layers.store, layers.rng, queue, layers.batch_norm)
+        for queue in (None, WeightGradQueue())
     )
-    separate.batch_norm = split_backward.batch_norm = layers.executor.batch_norm
     return ProfileHarness(whole, single, layers, separate, split_backward)
 
 
@@ -134,11 +134,16 @@ def _build_interpreter(
     target: ProfileTarget, partitioned: PartitionedModel, spec: ModelSpec, model: nn.Module, num_microbatches: int
 ) -> tuple[Interpreter, RunSpec]:
     compiled = compile(Plan((), num_microbatches), spec)
-    run_spec = RunSpec(compiled.step_variants, compiled.model, target.loss, target.optimizer_spec, StepGuard(), 0)
-    rank = build_rank(run_spec, partitioned, model, LocalWorld(1).fabrics[0])
-    rank.interpreter.executor.batch_norm = make_batch_norm(run_spec, model, rank.interpreter, None)
-    rank.interpreter.executor.unused_params = "zero"
-    return rank.interpreter, run_spec
+    run_spec = RunSpec(
+        compiled.step_variants,
+        compiled.model,
+        target.loss,
+        target.optimizer_spec,
+        StepGuard(),
+        seed=0,
+        unused_params="zero",
+    )
+    return build_rank(run_spec, partitioned, model, LocalWorld(1).fabrics[0]).interpreter, run_spec
 
 
 def _separate_blocks(num_blocks: int) -> Sequence[Instruction]:

@@ -9,13 +9,14 @@ The interpreter knows instructions and nothing else: which strategy wrote the pr
                                            |--> commit               step report -> all-gather -> result    (4)
                                            '--> ParamStore           optimizer updates                      (5)
 
-A rank updates only after its commit (4), so a step that fails before it changes nothing: :func:`rollback_step`.
+A rank updates only after its commit (4), so a step that fails before it changes nothing: :meth:`Interpreter.rollback`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 
@@ -26,6 +27,7 @@ from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.segment_executor import BoundModel, SegmentExecutor
+from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
 from counterpoint.runtime.lowering import (
@@ -57,7 +59,6 @@ from counterpoint.runtime.step_commit import (
     gather_reports,
     has_nonfinite_loss,
     make_step_report,
-    merge_results,
     require_all_used,
     require_finite,
     warn_partially_unused,
@@ -79,6 +80,9 @@ class Interpreter:
         compressed_contributions: for each group and unit with a compressed all-reduce the microbatches that each member
             contributes.
         buckets: how gradients are grouped for reductions that overlap with backward.
+        batch_norm: the rank's batch norm modules; None where the plan changes nothing about them.
+        unused_params: what a commit does about parameters without a gradient.
+        replica_groups: the groups of ranks whose weights are compared.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -93,6 +97,9 @@ class Interpreter:
         computing_ranks: Mapping[str, Group],
         compressed_contributions: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
         buckets: BucketConfig,
+        batch_norm: BatchNormState | None = None,
+        unused_params: Literal["error", "zero"] = "error",
+        replica_groups: Sequence[Group] = (),
     ) -> None:
         self.programs = {
             name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
@@ -104,8 +111,6 @@ class Interpreter:
             for name, program in programs.items()
         }
         self.step_number = 0
-        self.state_before_step = (0, False)  # num_skipped and skip_delayed_update, restored by rollback_step
-        self.swapped_units: list[Unit] = []  # whose gradient buffers this step has swapped
         self.delays_grads = any(isinstance(instruction, SwapGradBuffers) for instruction in self.program.instructions)
         self.store = store
         self.fabric = fabric
@@ -117,13 +122,44 @@ class Interpreter:
         self.backward_micros = {call.micro for call, _, _ in self.calls if isinstance(call, BackwardRun)}
         self.computed_units = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         calls = [call for _, run in self.programs.values() for call, _, _ in run]
-        has_parts = any(isinstance(call, BackwardRun) and call.part for call in calls)
-        self.executor = SegmentExecutor(model, store, rng, WeightGradQueue() if has_parts else None)
-        self.communication = RankCommunication(fabric, self.executor, store, compressed_contributions, buckets)
-        self.replica_checksum = ReplicaChecksum((), store)
+        self.splits_backward = any(isinstance(call, BackwardRun) and call.part for call in calls)
+        self.model = model
+        self.compressed_contributions = compressed_contributions
+        self.buckets = buckets
+        self.batch_norm = batch_norm
+        self.unused_params = unused_params
+        self.replica_groups = replica_groups
+        self.has_warned = False  # of partially unused parameters
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
         self.server_loop = ParameterServerLoop(store, fabric, self.state.push_log)
+        self.build_parts()
+
+    def build_parts(self) -> None:
+        """Build the parts that hold what is in flight in a step; what lasts is in the store and the state."""
+        queue = WeightGradQueue() if self.splits_backward else None
+        self.executor = SegmentExecutor(self.model, self.store, self.rng, queue, self.batch_norm)
+        self.communication = RankCommunication(
+            self.fabric, self.executor, self.store, self.compressed_contributions, self.buckets
+        )
+        self.replica_checksum = ReplicaChecksum(self.replica_groups, self.store)
+
+    def rollback(self) -> None:
+        """Discard what a failed step left on this rank; all ranks do so, and none of them communicates.
+
+        Weights, optimizer states and error feedback are those from before the step, because no rank updates before all
+        have committed. An asynchronous pipeline has several batches in flight, and some stages may have applied some of
+        them already: the others are lost, and the next batches use the newest weights.
+        """
+        self.executor.clear()
+        self.server_loop.clear()
+        self.store.rollback(self.communication.delayed_grads_summed_elsewhere())
+        self.state.rollback()
+        self.build_parts()
+
+    def use_clock(self, clock: Callable[[], float] | None) -> None:
+        """Record the time of each call from now on, or of none."""
+        self.clock = clock
 
     def step(self, number: int, batch: MicrobatchSource, variant: str) -> StepResult | None:
         """Run the program of one step variant once.
@@ -131,7 +167,8 @@ class Interpreter:
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
-        self.rng.step = self.step_number = number
+        self.step_number = number
+        self.rng.begin_microbatch(number, 0)
         self.program, calls = self.programs[variant]
         if self.program.microbatches_per_batch:
             calls = tuple(
@@ -143,26 +180,24 @@ class Interpreter:
         )
         self.executor.recompute_store.begin_step(self.recompute_sets[variant])
         self.store.begin_step()
-        self.state.result, self.state.num_commits, self.state.skip_update = None, 0, False
-        self.state.timings.clear()
-        self.state_before_step = (self.state.num_skipped, self.state.skip_delayed_update)
-        self.swapped_units.clear()
-        self.communication.completed.clear()
+        self.state.begin_step()
+        self.communication.begin_step()
         with self.communication.overlap.time_step():
             self.run_calls(calls)
         return self.state.result
 
-    def evaluate(self, batch: MicrobatchSource, model: BoundModel) -> None:
-        """Run only the program's forwards; ranks with the last block have the losses in ``executor``."""
-        training = self.executor
+    def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> None:
+        """Run only the program's forwards in the mode of ``model``, with the random numbers of one step."""
+        training = self.executor, self.communication
+        self.rng.begin_microbatch(number, 0)
         self.executor = SegmentExecutor(model, self.store, self.rng)
-        self.communication.executor = self.executor
+        self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
         self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0)))
         try:
             with torch.no_grad():
                 self.run_calls(self.forward_calls)
         finally:
-            self.executor = self.communication.executor = training
+            self.executor, self.communication = training
 
     def run_calls(self, calls: Sequence[tuple[RuntimeCall, int, int]]) -> None:
         """Run calls in order, and record their times if there is a clock."""
@@ -230,14 +265,13 @@ class Interpreter:
 
     def swap_grad_buffers(self, unit: tuple[int, ...]) -> None:
         """Delay this step's gradient and take back that of the step before; clear the latter if it is to be skipped."""
-        self.store.units[unit].swap_grad_buffers()
-        self.swapped_units.append(unit)
+        self.store.swap_grad_buffers(unit)
         if self.state.skip_delayed_update:
             self.store.units[unit].clear_grads()
 
     def commit(self, group: tuple[int, ...], loss_group: tuple[int, ...]) -> None:
         """Agree with the group on whether and how the step is applied."""
-        own_squared_norm, batch_norm = 0.0, self.executor.batch_norm
+        own_squared_norm, batch_norm = 0.0, self.batch_norm
         if self.guard.needs_norm:
             own_squared_norm = squared_norm(
                 grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()
@@ -259,17 +293,15 @@ class Interpreter:
         checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
         self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
         result = decide_step(reports, group, self.guard, loss_group, self.program.microbatches_per_batch)
-        self.state.result = result if self.state.result is None else merge_results(self.state.result, result)
         has_samples = batch is not None and any(batch.sizes[micro] for micro in scope)
-        self.state.skip_update, self.state.skip_delayed_update = decide_skips(
+        skip_update, skip_delayed_update = decide_skips(
             reports,
             result,
             has_samples=has_samples,
             delays_grads=self.delays_grads,
             skip_delayed=self.state.skip_delayed_update,
         )
-        self.state.num_commits += 1
-        self.state.num_skipped = self.state.num_skipped + 1 if result.skip_reason else 0
+        self.state.record_commit(result, skip_update=skip_update, skip_delayed_update=skip_delayed_update)
         is_async_pipeline = bool(self.program.microbatches_per_batch)
         require_finite(
             result.skip_reason,
@@ -302,10 +334,10 @@ class Interpreter:
         """Fill missing gradients with zeros; unless that is asked for, require that some rank has a gradient."""
         if not any(report.missing_grads for report in reports):
             return
-        if self.executor.unused_params == "error":
+        if self.unused_params == "error":
             require_all_used(find_unused_params(reports, self.computing_ranks), self.step_number)
-            if group[0] == self.fabric.rank and not self.state.has_warned:
-                self.state.has_warned = warn_partially_unused(reports, group, self.computing_ranks, self.step_number)
+            if group[0] == self.fabric.rank and not self.has_warned:
+                self.has_warned = warn_partially_unused(reports, group, self.computing_ranks, self.step_number)
         for unit in self.computed_units:
             self.store.units[unit].fill_missing_grads()
 
@@ -360,48 +392,3 @@ class Interpreter:
                     for name in segment.buffers:
                         changed[name] = changed.get(name, 0) + 1
         return changed
-
-
-def rollback_step(interpreter: Interpreter) -> None:
-    """Discard what a failed step left on a rank; all ranks do so, and none of them communicates.
-
-    Weights, optimizer states and error feedback are those from before the step, because no rank updates before all have
-    committed. An asynchronous pipeline has several batches in flight, and some stages may have applied some of them
-    already: the others are lost, and the next batches use the newest weights.
-    """
-    store, communication, state = interpreter.store, interpreter.communication, interpreter.state
-    restore_swapped_grads(interpreter, find_reduced_delayed_grads(communication))
-    interpreter.executor.clear()
-    communication.clear()
-    interpreter.server_loop.clear()
-    store.commit_error_feedback(applied=False)
-    for flat_params in store.flat_params():
-        flat_params.reshard_weights()
-    store.unshare(None)
-    store.clear_grads()
-    if store.weight_versions is not None:
-        store.weight_versions.reset()
-    state.num_skipped, state.skip_delayed_update = interpreter.state_before_step
-    interpreter.replica_checksum.next_part = 0
-
-
-def find_reduced_delayed_grads(communication: RankCommunication) -> dict[int, Group]:
-    """Return the groups of the delayed gradients that this step has all-reduced, by ``id`` of their flat parameters."""
-    pending = [started for works in communication.started.values() for started in works]
-    completed = [(flat_params, instruction) for flat_params, work, instruction in pending if work.is_complete]
-    return {
-        id(flat_params): instruction.group
-        for flat_params, instruction in (*communication.completed, *completed)
-        if flat_params is not None and instruction.tensor.name == "delayed_grad"
-    }
-
-
-def restore_swapped_grads(interpreter: Interpreter, reduced: dict[int, Group]) -> None:
-    """Undo the swaps of a failed step; the first member of a group keeps the sum of an all-reduced delayed gradient."""
-    for unit in interpreter.swapped_units:
-        for flat_params in interpreter.store.units[unit].flat_params:
-            flat_params.undo_swap()
-    for flat_params in interpreter.store.flat_params():
-        group = reduced.get(id(flat_params))
-        if flat_params.delayed_grad is not None and group is not None and group[0] != interpreter.fabric.rank:
-            flat_params.delayed_grad.zero_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -46,13 +47,15 @@ from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
-from counterpoint.runtime.params.param_store import ParamStore
+from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.sparse_grads import find_embedding_tables
 from counterpoint.runtime.params.unit_roles import find_unit_roles
-from counterpoint.runtime.replica_check import ReplicaChecksum
 from counterpoint.runtime.rng import ModuleRNG
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
+
+BatchNormRule: TypeAlias = Literal["deferred", "microbatch", "sync", "error"]
+"""When running statistics change, and which values are normalized together; see :class:`Options`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class RunSpec:
         guard: what is checked before updates.
         seed: the run's seed.
         buckets: how gradients are grouped for reductions that overlap with backward.
+        batch_norm: what the user asked for; None for what the plan needs.
+        unused_params: what a commit does about parameters without a gradient.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -76,6 +81,8 @@ class RunSpec:
     guard: StepGuard
     seed: int
     buckets: BucketConfig = DEFAULT_BUCKETS
+    batch_norm: BatchNormRule | None = None
+    unused_params: Literal["error", "zero"] = "error"
 
     @property
     def program(self) -> Program:
@@ -92,7 +99,13 @@ class RankRuntime:
 
 
 def build_rank(
-    run_spec: RunSpec, partition: PartitionedModel, model: nn.Module, fabric: Fabric, *, is_only: bool = False
+    run_spec: RunSpec,
+    partition: PartitionedModel,
+    model: nn.Module,
+    fabric: Fabric,
+    *,
+    is_only: bool = False,
+    state_allocator: StateAllocator = nullcontext,
 ) -> RankRuntime:
     """Return the rank that ``fabric`` belongs to.
 
@@ -102,6 +115,10 @@ def build_rank(
         model: provides the initial values.
         fabric: the rank's connection to the others.
         is_only: whether no other rank of this process uses the model, so that it may be trained in its own memory.
+        state_allocator: active while optimizer state is allocated.
+
+    Raises:
+        PlanError: batch norm modules would have to synchronize where they cannot.
     """
     rank = fabric.rank
     rank_program = run_spec.program.rank_programs[rank]
@@ -123,11 +140,13 @@ def build_rank(
         run_spec.optimizer_spec,
         fabric.empty,
         find_embedding_tables(model),
+        weight_versions_needed(rank_program.body),
+        state_allocator,
     )
-    store.keep_weight_versions(weight_versions_needed(rank_program.body))
+    bound_model = bind_segments(run_spec, partition, instructions, training=True)
     interpreter = Interpreter(
         {variant.name: lower_step(run_spec, variant, rank) for variant in run_spec.step_variants},
-        model=bind_segments(run_spec, partition, instructions, training=True),
+        model=bound_model,
         store=store,
         fabric=fabric,
         rng=ModuleRNG(run_spec.seed, model_device(model)),
@@ -139,9 +158,10 @@ def build_rank(
             for key, micros in variant.symbolic.compressed_contributions.items()
         },
         buckets=run_spec.buckets,
+        batch_norm=make_batch_norm(run_spec, model, bound_model, store, fabric),
+        unused_params=run_spec.unused_params,
+        replica_groups=() if has_max_norm(model) else replica_groups(run_spec, run_spec.step_variants[-1]),
     )
-    if not has_max_norm(model):
-        interpreter.replica_checksum = ReplicaChecksum(replica_groups(run_spec, run_spec.step_variants[-1]), store)
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 
 
@@ -409,26 +429,23 @@ def load_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         targets[name].detach().copy_(value)
 
 
-BatchNormRule: TypeAlias = Literal["deferred", "microbatch", "sync", "error"]
-"""When running statistics change, and which values are normalized together; see :class:`Options`."""
-
-
 def make_batch_norm(
-    run_spec: RunSpec, model: nn.Module, interpreter: Interpreter, rule: BatchNormRule | None
+    run_spec: RunSpec, model: nn.Module, bound_model: BoundModel, store: ParamStore, fabric: Fabric
 ) -> BatchNormState | None:
     """Return the state of a rank's batch norm modules; None for a model without any that a plan could change.
 
     Args:
         run_spec: what all ranks share.
         model: the one that provided the initial buffers.
-        interpreter: of the rank.
-        rule: what the user asked for.
+        bound_model: the functions that the rank runs.
+        store: the rank's parameters and buffers.
+        fabric: the rank's connection to the others.
 
     Raises:
         PlanError: modules would have to synchronize where they cannot.
     """
-    fabric, store = interpreter.fabric, interpreter.store
-    used = {name for segment in interpreter.executor.model.segments.values() for name in segment.buffers}
+    rule = run_spec.batch_norm
+    used = {name for segment in bound_model.segments.values() for name in segment.buffers}
     modules = [module for module in find_batch_norm_buffers(model) if module.mean in used]
     sync_modules = find_sync_modules(model, all_modules=rule == "sync")
     sync_groups = None

@@ -1,10 +1,10 @@
-"""What a rank keeps of its last step: the commit's result, which updates are skipped, pushes and timings."""
+"""State of a rank between steps and in the current one: results, skipped updates, pushes, timings; and its rollback."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from counterpoint.runtime.step_commit import StepResult
+from counterpoint.runtime.step_commit import StepResult, merge_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CallTiming:
 
 @dataclass(slots=True)
 class RankState:
-    """What a rank's last step produced.
+    """What a rank's last step produced, and what :meth:`rollback` restores if it failed.
 
     Args:
         result: of the last commit; None for a rank without commits.
@@ -41,7 +41,6 @@ class RankState:
         num_skipped: steps skipped in a row.
         skip_update: whether the updates after the last commit are skipped.
         skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
-        has_warned: whether the warning of partially unused parameters was given.
         push_log: the pushes that a server has applied, in order.
         timings: the calls of the last step, if there was a clock.
     """
@@ -51,6 +50,27 @@ class RankState:
     num_skipped: int = 0
     skip_update: bool = False
     skip_delayed_update: bool = False
-    has_warned: bool = False
     push_log: list[PushRecord] = field(default_factory=list)
     timings: list[CallTiming] = field(default_factory=list)
+    _before_step: tuple[int, bool] = (0, False)  # num_skipped and skip_delayed_update
+
+    def begin_step(self) -> None:
+        """Start a step without results."""
+        self.result, self.num_commits, self.skip_update = None, 0, False
+        self.timings.clear()
+        self._before_step = (self.num_skipped, self.skip_delayed_update)
+
+    def record_commit(self, result: StepResult, *, skip_update: bool, skip_delayed_update: bool) -> None:
+        """Record what a commit has decided."""
+        self.result = result if self.result is None else merge_results(self.result, result)
+        self.skip_update, self.skip_delayed_update = skip_update, skip_delayed_update
+        self.num_commits += 1
+        self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
+
+    def restore_delayed(self, *, is_skipped: bool) -> None:
+        """Record whether the update with the delayed gradients of a checkpoint, or of none, will be skipped."""
+        self.skip_delayed_update = is_skipped
+
+    def rollback(self) -> None:
+        """Restore what a failed step has changed."""
+        self.num_skipped, self.skip_delayed_update = self._before_step

@@ -39,6 +39,10 @@ class ModuleRNG:
         self.micro = 0
         self.path_hashes: dict[str, int] = {}
 
+    def begin_microbatch(self, step: int, micro: int) -> None:
+        """Let the next draws depend on this step and microbatch."""
+        self.step, self.micro = step, micro
+
     def __call__(self, path: str) -> None:
         """Seed torch's generators for the call of the module at ``path``."""
         name = self.path_hashes.get(path)

@@ -46,7 +46,7 @@ from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import model_device, require_single_process, to_device
-from counterpoint.runtime.interpreter import Interpreter, rollback_step
+from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
@@ -56,7 +56,6 @@ from counterpoint.runtime.rank_builder import (
     communication_groups,
     has_max_norm,
     load_values,
-    make_batch_norm,
     require_no_grad_hooks,
     sliced_params,
     take_slice,
@@ -71,6 +70,7 @@ from counterpoint.runtime.state_dict import (
     load_weights,
 )
 from counterpoint.runtime.step_commit import StepResult
+from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld
@@ -111,7 +111,7 @@ def rollback_on_error(
         in_flight.batches.clear()
         if not isinstance(world, DistributedWorld):
             for rank in ranks.values():
-                rollback_step(rank.interpreter)
+                rank.interpreter.rollback()
         raise
 
 
@@ -163,7 +163,7 @@ class LocalRanks:
         plan.require_ranks(world.fabrics[0].num_ranks)
         self.world = world
         self.plan = plan
-        self.buckets = plan.buckets  # plan_trials replaces them before build()
+        self.buckets = plan.buckets
         self.model = model
         self.loss = loss
         self.device = model_device(model)
@@ -177,12 +177,21 @@ class LocalRanks:
         self.run_spec: RunSpec | None = None
         self.uses_rng = True
         self.ranks: dict[int, RankRuntime] = {}
+        self.delays_grads = False  # whether steps apply the gradients of the step before, once built
         self.has_delayed_grads = False  # whether delayed gradients are still to be applied
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
+
+    def use_plan(self, plan: Plan, choice: PlanChoice | None = None) -> None:
+        """Execute another plan than the constructor's, before :meth:`build`; ``choice`` are the candidates for it."""
+        self.plan, self.buckets, self.choice = plan, plan.buckets, choice
+
+    def use_buckets(self, buckets: BucketConfig) -> None:
+        """Group gradients for reductions during backward like this, before :meth:`build`."""
+        self.buckets = buckets
 
     def build(self, inputs: Any, num_samples: int) -> CompiledPlan:  # noqa: ANN401 - whatever the model takes
         """Partition the model, compile the plan for it, and build the ranks; once.
@@ -214,6 +223,7 @@ class LocalRanks:
         spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
         self.compiled = compile(with_partition(self.plan, spec, profile), spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
+        self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
@@ -230,6 +240,8 @@ class LocalRanks:
             guard,
             self.options.seed,
             self.buckets,
+            self.options.batch_norm,
+            self.options.unused_parameters,
         )
         self.build_ranks(partition, inputs)
         return self.compiled
@@ -254,13 +266,14 @@ class LocalRanks:
             if (isinstance(partition, WholeModel) and keeps_own) or (needs_own_modules and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # the user's model keeps its memory
                 own_partition = partition_for_plan(self.plan, model, inputs, self.options)
-            rank = build_rank(self.run_spec, own_partition, model, fabric, is_only=len(self.world.fabrics) == 1)
-            rank.interpreter.executor.unused_params = self.options.unused_parameters
-            rank.interpreter.executor.batch_norm = make_batch_norm(
-                self.run_spec, model, rank.interpreter, self.options.batch_norm
+            self.ranks[fabric.rank] = build_rank(
+                self.run_spec,
+                own_partition,
+                model,
+                fabric,
+                is_only=len(self.world.fabrics) == 1,
+                state_allocator=self.retained_memory.mmap_separately,
             )
-            rank.interpreter.store.state_allocator = self.retained_memory.mmap_separately
-            self.ranks[fabric.rank] = rank
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
 
@@ -311,7 +324,7 @@ class LocalRanks:
         with rollback_on_error(self.world, self.ranks, self.in_flight):
             results = [result for result in self.world.run(work) if result is not None]
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
-        self.has_delayed_grads = self.plan.sync_schedule.staleness > 0
+        self.has_delayed_grads = self.delays_grads
         return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
 
     def variant_at(self, number: int) -> StepVariant:
@@ -352,8 +365,7 @@ class LocalRanks:
             interpreter = self.ranks[fabric.rank].interpreter
             if fabric.rank not in self.eval_models:
                 self.eval_models[fabric.rank] = replace(self.ranks[fabric.rank].bind_for_evaluation(), loss=record)
-            interpreter.rng.step = number
-            interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=record))
+            interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=record), number)
 
         self.world.run(work)
 
@@ -369,14 +381,18 @@ class LocalRanks:
 
         def work(fabric: Fabric) -> None:
             rank = self.ranks[fabric.rank]
-            if rank.interpreter.executor.batch_norm is not None:
-                rank.interpreter.executor.batch_norm.clear()
+            if rank.interpreter.batch_norm is not None:
+                rank.interpreter.batch_norm.clear()
             if has_servers:
                 broadcast_params(shard_map, rank, fabric)
             if names and fabric.num_ranks > 1:
                 average_buffers(rank, fabric, names, rank.interpreter.count_buffer_changes())
 
         self.world.run(work)
+
+    def restore_delayed_grads(self, *, exist: bool) -> None:
+        """Record whether the ranks have got delayed gradients, which the next step applies."""
+        self.has_delayed_grads = exist
 
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
@@ -414,8 +430,8 @@ class LocalRanks:
             load_weights(shard_map, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
             for flat_params in store.flat_params():
                 flat_params.reshard_weights()  # gathered weights are stale now
-                flat_params.drop_delayed_grad()
-            self.ranks[fabric.rank].interpreter.state.skip_delayed_update = False
+            store.drop_delayed_grads()
+            self.ranks[fabric.rank].interpreter.state.restore_delayed(is_skipped=False)
             for name, buffer in store.buffers.items():
                 buffer.copy_(buffers[name].clone())
 
@@ -455,12 +471,12 @@ def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) ->
     assert local_ranks.compiled is not None, "built"
     rank_programs = local_ranks.variant_at(number).program.rank_programs
     for rank in local_ranks.ranks.values():
-        rank.interpreter.clock = time.perf_counter
+        rank.interpreter.use_clock(time.perf_counter)
     try:
         result = local_ranks.step(number, batch)
     finally:
         for rank in local_ranks.ranks.values():
-            rank.interpreter.clock = None
+            rank.interpreter.use_clock(None)
     timings = {index: _to_floats(rank.interpreter.state.timings) for index, rank in local_ranks.ranks.items()}
     first: Fabric = local_ranks.world.fabrics[0]
     if len(local_ranks.world.fabrics) < first.num_ranks:

@@ -247,11 +247,10 @@ class TrainStep:
                 make_world,
                 make_batch,
             )
-            local_ranks.plan, local_ranks.choice = select_plan(self.auto_strategy, target, sample_inputs, count)
+            local_ranks.use_plan(*select_plan(self.auto_strategy, target, sample_inputs, count))
         elif not self.has_fixed_microbatches:
-            local_ranks.plan = local_ranks.plan.with_microbatches_for(
-                count, min_samples=min_microbatch_size(local_ranks.model)
-            )
+            min_samples = min_microbatch_size(local_ranks.model)
+            local_ranks.use_plan(local_ranks.plan.with_microbatches_for(count, min_samples=min_samples))
         local_ranks.plan.require_batch(count)
 
     def require_full_batch(self, number: int, result: StepResult, batch: SlicedBatch) -> None:

@@ -187,7 +187,7 @@ def build_runner(plan: Plan, target: TrialTarget, stack: ExitStack) -> TrialRunn
     optimizer_spec = target.optimizer_spec.rebind(dict(model.named_parameters()))
     local_ranks = LocalRanks(target.open_world(), plan, model, target.loss, optimizer_spec, target.options)
     stack.callback(local_ranks.close)
-    local_ranks.buckets = replace(local_ranks.buckets, tune=False)  # a trial is too short to tune the bucket size
+    local_ranks.use_buckets(replace(local_ranks.buckets, tune=False))  # a trial is too short to tune the bucket size
     reason = ""
     try:
         local_ranks.build(batch.inputs(0), batch.sizes[0])

@@ -290,7 +290,7 @@ class Trainer:
             self.resolve_plan(dataset, batch_size)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
             self.local_ranks = LocalRanks(world, self.plan, self.model, self.loss, self.optimizer_spec, self.options)
-            self.local_ranks.choice = self.choice
+            self.local_ranks.use_plan(self.plan, self.choice)
         if self.local_ranks.compiled is None:
             self.build_ranks(self.local_ranks, dataset, batch_size)
         return self.local_ranks

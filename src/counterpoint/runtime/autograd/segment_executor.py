@@ -87,10 +87,16 @@ class SegmentExecutor:
         store: the rank's parameters and buffers.
         rng: the rank's random state.
         weight_grad_queue: defers weight gradients; None if all backwards are whole.
+        batch_norm: the rank's batch norm modules; None where the plan changes nothing about them.
     """
 
     def __init__(
-        self, model: BoundModel, store: ParamStore, rng: ModuleRNG, weight_grad_queue: WeightGradQueue | None = None
+        self,
+        model: BoundModel,
+        store: ParamStore,
+        rng: ModuleRNG,
+        weight_grad_queue: WeightGradQueue | None = None,
+        batch_norm: BatchNormState | None = None,
     ) -> None:
         self.model = model
         self.store = store
@@ -108,9 +114,8 @@ class SegmentExecutor:
         self.device = require_one_device(store.params.items())
         self.pending_losses = PendingScalars(self.device)
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
-        self.batch_norm: BatchNormState | None = None  # None where the plan changes nothing about batch norm
+        self.batch_norm = batch_norm
         self.recompute_store = RecomputeStore()  # inputs of forwards that are recomputed
-        self.unused_params = "error"  # or "zero": what a commit does about parameters without a gradient
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
@@ -218,7 +223,7 @@ class SegmentExecutor:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Sequence[Tensor]:
         """Run one segment on leaves; return its outputs, which for the last one is the loss."""
-        self.rng.step, self.rng.micro = self.step_and_micro(micro)
+        self.rng.begin_microbatch(*self.step_and_micro(micro))
         stop, segment = self.by_first[block]
         seed = make_seeder(self.rng, uses_rng=self.model.uses_rng)
         try:
@@ -361,15 +366,11 @@ class SegmentExecutor:
 
     def run_autograd(self, roots: Sequence[Tensor], grads: OptionalGrads) -> None:
         """Run autograd; gradients are added to those of the parameters."""
-        self.store.in_backward = True
-        try:
-            with self.backward_thread():
-                if any(self.grad_sinks) or self.batch_norm is not None:
-                    run_backward(roots, grads)
-                else:
-                    torch.autograd.backward(roots, grads)
-        finally:
-            self.store.in_backward = False
+        with self.store.accepting_grads(), self.backward_thread():
+            if any(self.grad_sinks) or self.batch_norm is not None:
+                run_backward(roots, grads)
+            else:
+                torch.autograd.backward(roots, grads)
 
     def backward_thread(self) -> AbstractContextManager[object]:
         """Return a context in which backward runs in this rank's thread if it waits for other ranks.

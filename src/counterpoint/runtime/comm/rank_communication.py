@@ -62,11 +62,21 @@ class RankCommunication:
         self.completed: list[tuple[FlatParams | None, Collective]] = []  # in this step, with a wait of their own
         self.overlap = BackwardOverlap(fabric, store, bucket_sizes)
 
-    def clear(self) -> None:
-        """Drop collectives in flight, and the buckets that a group agreed on, of which some members may not know."""
-        self.started.clear()
+    def begin_step(self) -> None:
+        """Start a step, in which nothing is complete."""
         self.completed.clear()
-        self.overlap.clear()
+
+    def delayed_grads_summed_elsewhere(self) -> list[FlatParams]:
+        """Return the flat parameters whose all-reduced delayed gradient another rank keeps: the first of the group."""
+        pending = [started for works in self.started.values() for started in works]
+        completed = [(flat_params, instruction) for flat_params, work, instruction in pending if work.is_complete]
+        return [
+            flat_params
+            for flat_params, instruction in (*self.completed, *completed)
+            if flat_params is not None
+            and instruction.tensor.name == "delayed_grad"
+            and instruction.group[0] != self.fabric.rank
+        ]
 
     def send(self, tensor: TensorRef, peer: int, codec: str = "") -> None:
         """Send activations or their gradients; parameters or their gradient, compressed if there is a codec."""

@@ -397,11 +397,6 @@ class BackwardOverlap:
         for bucket_plan in tuning:
             bucket_plan.autotuner.record(time.perf_counter() - start_s)
 
-    def clear(self) -> None:
-        """Drop all reducers, with the order and buckets that they have agreed on."""
-        self.reducers.clear()
-        self.active.clear()
-
     def wait(self, instruction: Collective) -> None:
         """Wait for a reducer's synchronization before its reduction is waited for."""
         reducer = self.active.pop(instruction.tensor, None)

@@ -203,6 +203,11 @@ class FlatParams:
             self.delayed_grad = self.own_grads.allocate().zero_()
         return self.delayed_grad
 
+    def zero_delayed_grad(self) -> None:
+        """Zero the delayed gradient, if there is one: another replica has the sum."""
+        if self.delayed_grad is not None:
+            self.delayed_grad.zero_()
+
     def drop_delayed_grad(self) -> None:
         """Drop the delayed gradient."""
         self.delayed_grad = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
@@ -32,6 +33,8 @@ from counterpoint.runtime.params.shared_params import (
 )
 from counterpoint.runtime.params.unit_roles import UnitRole
 from counterpoint.runtime.params.weight_versions import WeightVersions
+
+StateAllocator: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class UnitParams:
@@ -96,11 +99,6 @@ class UnitParams:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
-    def swap_grad_buffers(self) -> None:
-        """Exchange the gradient with the delayed one of the step before."""
-        for flat_params in self.flat_params:
-            flat_params.swap_grad_buffers()
-
     def clear_grads(self) -> None:
         """Drop all gradients of the unit except delayed ones."""
         for param in self.own_params.values():
@@ -120,6 +118,8 @@ class ParamStore:
         optimizer_spec: the user's optimizer.
         allocate: allocates gradients that other ranks need.
         tables: the embedding tables, and whether their gradients are sparse.
+        num_weight_versions: versions of the weights, each in its own memory; all start equal to the current one.
+        state_allocator: active while optimizer state is allocated.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -131,6 +131,8 @@ class ParamStore:
         optimizer_spec: OptimizerSpec,
         allocate: Allocate = allocate_flat,
         tables: Mapping[str, bool] = MappingProxyType({}),
+        num_weight_versions: int = 1,
+        state_allocator: StateAllocator = nullcontext,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -142,18 +144,14 @@ class ParamStore:
             unit: self._build_unit(unit, role, {name: self.params[name] for name in unit_param_names[unit]})
             for unit, role in units.items()
         }
+        self._swapped_units: list[Unit] = []  # whose gradient buffers this step has swapped
         self.is_shared_on_host = False
         self.in_backward = False  # whether gradients computed now belong to a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
         self.weight_versions: WeightVersions | None = None
-        self.flat_sinks, self.param_sinks = self._find_flat_sinks(), self._find_param_sinks()
-        self.state_allocator: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # active while state is allocated
-        )
-
-    def keep_weight_versions(self, count: int) -> None:
-        """Keep this many versions of the weights, each in its own memory; all start equal to the current one."""
-        self.weight_versions = WeightVersions(self.params, list(self.flat_params()), count) if count > 1 else None
+        if num_weight_versions > 1:
+            self.weight_versions = WeightVersions(self.params, list(self.flat_params()), num_weight_versions)
+        self.state_allocator = state_allocator
         self.flat_sinks, self.param_sinks = self._find_flat_sinks(), self._find_param_sinks()
 
     def _find_flat_sinks(self) -> dict[int, FlatGradSink]:
@@ -181,6 +179,7 @@ class ParamStore:
 
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
+        self._swapped_units.clear()
         for unit_params in self.units.values():
             for flat_params in unit_params.flat_params:
                 flat_params.grads.begin_step()
@@ -305,6 +304,45 @@ class ParamStore:
         """Drop all gradients."""
         for unit_params in self.units.values():
             unit_params.clear_grads()
+
+    def drop_delayed_grads(self) -> None:
+        """Drop all delayed gradients."""
+        for flat_params in self.flat_params():
+            flat_params.drop_delayed_grad()
+
+    def swap_grad_buffers(self, unit: Unit) -> None:
+        """Exchange the gradient of a unit with the delayed one of the step before."""
+        self._swapped_units.append(unit)
+        for flat_params in self.units[unit].flat_params:
+            flat_params.swap_grad_buffers()
+
+    def rollback(self, summed_elsewhere: Sequence[FlatParams] = ()) -> None:
+        """Discard what a failed step has left, without communication; weights and optimizer states are unchanged.
+
+        Args:
+            summed_elsewhere: those whose delayed gradient is part of a sum that another replica keeps.
+        """
+        for unit in self._swapped_units:
+            for flat_params in self.units[unit].flat_params:
+                flat_params.undo_swap()
+        for flat_params in summed_elsewhere:
+            flat_params.zero_delayed_grad()
+        self.commit_error_feedback(applied=False)
+        for flat_params in self.flat_params():
+            flat_params.reshard_weights()
+        self.unshare(None)
+        self.clear_grads()
+        if self.weight_versions is not None:
+            self.weight_versions.reset()
+
+    @contextmanager
+    def accepting_grads(self) -> Iterator[None]:
+        """Let sinks take the gradients that are computed inside: they belong to a step."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
 
 
 def share_params(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> None:

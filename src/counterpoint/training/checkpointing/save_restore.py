@@ -332,7 +332,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
         checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
     )
     delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False})
-    local_ranks.has_delayed_grads = delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0
+    local_ranks.restore_delayed_grads(exist=delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0)
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
         warnings.warn(
             f"the gradient of step {state['step'] - 1}, which {state['plan']} had delayed, is dropped, "
@@ -356,7 +356,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
         )
         restore_error_feedback(rank, residuals, checkpoint.read)
         if local_ranks.has_delayed_grads:
-            rank.interpreter.state.skip_delayed_update = bool(delayed["skipped"])
+            rank.interpreter.state.restore_delayed(is_skipped=bool(delayed["skipped"]))
             count = delayed["replicas"]
             restore_delayed_grads(
                 shard_map,
