@@ -366,11 +366,15 @@ class SegmentExecutor:
 
     def run_autograd(self, roots: Sequence[Tensor], grads: OptionalGrads) -> None:
         """Run autograd; gradients are added to those of the parameters."""
-        with self.store.accepting_grads(), self.backward_thread():
-            if any(self.grad_sinks) or self.batch_norm is not None:
-                run_backward(roots, grads)
-            else:
-                torch.autograd.backward(roots, grads)
+        self.store.begin_backward()
+        try:
+            with self.backward_thread():
+                if any(self.grad_sinks) or self.batch_norm is not None:
+                    run_backward(roots, grads)
+                else:
+                    torch.autograd.backward(roots, grads)
+        finally:
+            self.store.end_backward()
 
     def backward_thread(self) -> AbstractContextManager[object]:
         """Return a context in which backward runs in this rank's thread if it waits for other ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
@@ -335,14 +335,13 @@ class ParamStore:
         if self.weight_versions is not None:
             self.weight_versions.reset()
 
-    @contextmanager
-    def accepting_grads(self) -> Iterator[None]:
-        """Let sinks take the gradients that are computed inside: they belong to a step."""
+    def begin_backward(self) -> None:
+        """Let sinks take the gradients that are computed from now on: they belong to a step."""
         self.in_backward = True
-        try:
-            yield
-        finally:
-            self.in_backward = False
+
+    def end_backward(self) -> None:
+        """Let sinks take no more gradients."""
+        self.in_backward = False
 
 
 def share_params(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> None:
