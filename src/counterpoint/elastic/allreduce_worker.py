@@ -276,7 +276,7 @@ class AllReduceWorker:
         """
         timeouts = self.session.job.timeouts
         if error is not None:
-            self.replica.progress.interruptions += 1
+            self.replica.progress.count_interruption()
             left_s = timeouts.failure_timeout_s + 2 * timeouts.heartbeat_s
         else:
             left_s = 0.0 if self.is_complete else timeouts.lease_s
@@ -387,7 +387,7 @@ class AllReduceWorker:
             JobStoppedError: it has failed too often.
         """
         progress, retry_policy = self.replica.progress, self.session.job.retry_policy
-        progress.failures += 1
+        progress.count_failure()
         own_error = "" if partial.error is None else f"{type(partial.error).__name__}: {partial.error}"
         if own_error:
             yield TaskEnded(self._step_task(progress.steps, progress.failures - 1), "failed", own_error)

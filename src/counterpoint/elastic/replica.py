@@ -46,6 +46,14 @@ class ReplicaProgress:
     failures: int = 0
     interruptions: int = 0
 
+    def count_failure(self) -> None:
+        """Count a failure of the next step."""
+        self.failures += 1
+
+    def count_interruption(self) -> None:
+        """Count an interruption of the next step."""
+        self.interruptions += 1
+
 
 class ModelReplica:
     """A worker's replica of the training state.

@@ -148,7 +148,7 @@ class MpiWork:
                 self._link.check_not_aborted()
                 look_s = now_s + ABORT_CHECK_S
             if now_s >= end:
-                self._link.is_aborted = self._link.is_aborted or self.is_message
+                self._link.on_timeout(self)
                 raise RuntimeError("not complete in time")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -198,6 +198,10 @@ class MpiConnection:
         if self._has_stopped():
             self.is_aborted = True
             raise RuntimeError("a rank has aborted")
+
+    def on_timeout(self, work: MpiWork) -> None:
+        """Abort the connection if a message was not complete in time."""
+        self.is_aborted = self.is_aborted or work.is_message
 
     def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int, /) -> MpiWork:
         """Start to send bytes."""

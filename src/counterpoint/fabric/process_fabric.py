@@ -40,6 +40,15 @@ class ProcessFabric(Fabric, ABC):
         self.linked_fabrics: tuple[ProcessFabric, ...] = ()
         self.while_waiting: AbstractContextManager[None] = nullcontext()
 
+    def link_to(self, fabric: ProcessFabric) -> None:
+        """Fail together with another part of a hierarchical fabric."""
+        self.linked_fabrics = (fabric,)
+
+    def become_subfabric(self, while_waiting: AbstractContextManager[None] | None = None) -> None:
+        """Become a part of a hierarchical fabric; ``while_waiting`` is entered around every wait."""
+        self.is_subfabric = True
+        self.while_waiting = while_waiting or nullcontext()
+
     @abstractmethod
     def broadcast_abort(self, reason: str) -> None:
         """Let the other ranks know why this one cannot continue."""

@@ -6,8 +6,9 @@ same wherever it runs. The second call of one module in one forward has the path
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -76,7 +77,7 @@ class SeedHooks:
 
     Args:
         model: the module whose submodules are seeded.
-        seed: the function to call; may be replaced between forwards.
+        seed: the function to call, until :meth:`begin_forward`.
     """
 
     def __init__(self, model: nn.Module, seed: SeedFn) -> None:
@@ -88,6 +89,11 @@ class SeedHooks:
             for path, module in model.named_modules()
             if path in seeded
         ]
+
+    def begin_forward(self, seed: SeedFn, num_calls: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Call another function from now on; ``num_calls`` are the calls that earlier layers of this forward made."""
+        self.seed = seed
+        self.call_paths.num_calls = dict(num_calls)
 
     def _enter(self, path: str, module: nn.Module, args: Any) -> None:  # noqa: ANN401
         self.seed(self.call_paths.next(path))

@@ -166,8 +166,7 @@ class SequentialPartition(PartitionedModel):
             if model.training is not training:
                 modes.set(training=training)
             if seed_hooks is not None:
-                seed_hooks.seed = seed
-                seed_hooks.call_paths.num_calls = dict(before.num_calls)
+                seed_hooks.begin_forward(seed, before.num_calls)
                 if first_layer == 0:
                     seed(seed_hooks.call_paths.next(""))
             original = _swap_in_tensors(param_slots, params), _swap_in_tensors(buffer_slots, buffers)

@@ -77,7 +77,7 @@ class WholeModel(PartitionedModel):
             if model.training is not training:
                 modes.set(training=training)
             if seed_hooks is not None:
-                seed_hooks.seed = seed
+                seed_hooks.begin_forward(seed)
             if has_only_tensor_args:
                 output = model(*values)
             else:

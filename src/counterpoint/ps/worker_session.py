@@ -226,6 +226,10 @@ class CoordinatorClient:
         """
         return self._call(make_request, 0.0)
 
+    def fail(self, error: CounterpointError) -> None:
+        """Fail the call that waits, and all later ones."""
+        self.error = error
+
     def start_call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> None:
         """Send a call."""
         with self._transport.lock:
@@ -332,7 +336,8 @@ class WorkerSession:
 
     def fail(self, error: CounterpointError) -> None:
         """End the session, and fail all pending requests."""
-        self._error = self._coordinator.error = self._error or error
+        self._error = self._error or error
+        self._coordinator.fail(self._error)
         for request, _ in (*self._writes.values(), *self._pulls.values()):
             request.fail(error)
         self._writes.clear()

@@ -119,6 +119,15 @@ class HandleTable:
         self._wait_for_work = wait_for_work
         self._handles: dict[HorovodHandle, float] = {}
 
+    def start_timeline(self, timeline: HorovodTimeline) -> None:
+        """Record operations from now on."""
+        self.timeline = timeline
+
+    def stop_timeline(self) -> HorovodTimeline | None:
+        """Record no more operations; return the timeline, if there was one."""
+        timeline, self.timeline = self.timeline, None
+        return timeline
+
     def add(self, handle: HorovodHandle) -> HorovodHandle:
         """Register a handle and return it."""
         self._handles[handle] = self.timeline.now_us() if self.timeline is not None else 0.0

@@ -179,7 +179,7 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     if outstanding.timeline is not None:
         raise PlanError("start_timeline: a timeline is active already; call stop_timeline first")
     if rank() == 0:
-        outstanding.timeline = HorovodTimeline(file_path, rank())
+        outstanding.start_timeline(HorovodTimeline(file_path, rank()))
 
 
 def stop_timeline() -> None:

@@ -139,7 +139,7 @@ class HorovodWorld:
 
     def close_timeline(self) -> None:
         """Complete the timeline, if there is one."""
-        timeline, self.handles.timeline = self.handles.timeline, None
+        timeline = self.handles.stop_timeline()
         if timeline is not None:
             timeline.close()
 
@@ -187,7 +187,7 @@ def open_process_world() -> HorovodWorld:
         )
         world = HorovodWorld(fabric, topology, fusion[0], open_store)
     if variables.timeline is not None and fabric.rank == 0:
-        world.handles.timeline = HorovodTimeline(variables.timeline, fabric.rank)
+        world.handles.start_timeline(HorovodTimeline(variables.timeline, fabric.rank))
     return world
 
 

@@ -110,11 +110,11 @@ class HierarchicalFabric(Fabric):
         self._shm = shm
         self._gloo = gloo
         self._routes: dict[Group, GroupRoutes] = {}
-        self._receive_thread: ReceiveThread | None = None
-        gloo.is_subfabric = True
+        self._receive_thread = None if shm is None else ReceiveThread(shm.drain_incoming)
+        gloo.become_subfabric(self._receive_thread)
         if shm is not None:
-            shm.linked_fabrics, gloo.linked_fabrics = (gloo,), (shm,)
-            self._receive_thread = gloo.while_waiting = ReceiveThread(shm.drain_incoming)
+            shm.link_to(gloo)
+            gloo.link_to(shm)
         gloo.progress_callbacks.append(self._advance)
 
     @property

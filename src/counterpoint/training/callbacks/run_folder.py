@@ -76,8 +76,8 @@ class RunFolder(Callback):
             require_unused_folder(self.folder)
         make_folder(self.folder)
         title = self.title or self.folder.name
-        self.summary = RunSummary(title, event.compiled, event.num_steps, event.batch_size, self.config)
-        self.summary.plan_comparison = build_comparison(event.choice) if event.choice is not None else None
+        comparison = build_comparison(event.choice) if event.choice is not None else None
+        self.summary = RunSummary(title, event.compiled, event.num_steps, event.batch_size, self.config, comparison)
         lines = list(read_lines_until(self.folder / METRICS, event.first_step))
         write_atomically(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in lines))
         for line in lines:
@@ -129,16 +129,16 @@ class RunFolder(Callback):
         """Write the traced step and a simulated one to one file."""
         compiled = self.summary.compiled
         assert compiled is not None, "the run has started"
-        self.summary.measured = event.trace
-        self.summary.simulated = simulate_calibrated(compiled, event.trace, event.step)
-        write_atomically(self.folder / "trace.json", format_perfetto(event.trace, self.summary.simulated))
+        simulated = simulate_calibrated(compiled, event.trace, event.step)
+        self.summary.add_trace(event.trace, simulated)
+        write_atomically(self.folder / "trace.json", format_perfetto(event.trace, simulated))
         self.write_report()
 
     def on_end(self, event: RunEnd) -> None:
         """Write how the run ended to the report, and close all files."""
         if self.metrics is None or self.events is None:  # the run failed before on_start, nothing is open
             return
-        self.summary.has_ended, self.summary.error = True, format_error(event.error)
+        self.summary.end(format_error(event.error))
         self.write_metrics({"event": "end", "step": event.num_steps, "error": self.summary.error})
         self.metrics.close()
         self.events.close()

@@ -120,6 +120,14 @@ class RunSummary:
             metrics = tuple((name, parse_number(value)) for name, value in line["metrics"].items())
             self.evaluations.append(EvaluationPoint(line["step"], metrics))
 
+    def add_trace(self, measured: Trace, simulated: Trace) -> None:
+        """Add a traced step, and the same one simulated."""
+        self.measured, self.simulated = measured, simulated
+
+    def end(self, error: str | None) -> None:
+        """End the run, with an error or without."""
+        self.has_ended, self.error = True, error
+
     @property
     def ended_early(self) -> str:
         """Why the run is not finished; empty if it is."""
