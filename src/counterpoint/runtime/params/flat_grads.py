@@ -15,6 +15,7 @@ completes it, and a reduce-scatter leaves (2). The other storage is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -323,7 +324,7 @@ def copy_small_grads(
         (tensor([1., 1., 2.]), ['one', 'other'], None)
     """
     for run in _contiguous_runs(
-        sorted((slot for slot in slots if _is_dense_grad(params[slot.name].grad)), key=_slot_start)
+        sorted((slot for slot in slots if _is_dense_grad(params[slot.name].grad)), key=attrgetter("start"))
     ):
         target = flat[run[0].start : run[-1].stop]
         grads = [params[slot.name].grad for slot in run]
@@ -332,10 +333,6 @@ def copy_small_grads(
             params[slot.name].grad = None
             for names in name_sets:
                 names.add(slot.name)
-
-
-def _slot_start(slot: ParamSlot) -> int:
-    return slot.start
 
 
 def _is_dense_grad(grad: Tensor | None) -> bool:

@@ -37,8 +37,8 @@ from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.sparse_grads import (
     RowGrad,
-    SparseSums,
     add_rows,
+    cached_sparse_sum,
     clear_rows,
     concat_row_grads,
     is_table,
@@ -322,7 +322,7 @@ class SharedGrads:
         self.shard_start, self.shard_stop = layout.shard_bounds(len(gradients))[exchange.replica :][:2]
         self.filled_names: set[str] = set()  # parameters whose slot in the own gradient is valid
         self.names_with_grad: set[str] = set()  # parameters with a gradient from autograd in this step
-        self._sparse_sums = SparseSums()
+        self._sparse_sums: dict[str, Tensor] = {}
         self._large_slots = [slot for slot in layout.slots if not is_small(slot, layout)]
         small_slots = [slot for slot in layout.slots if is_small(slot, layout)]
         self._small_names = frozenset(slot.name for slot in small_slots)
@@ -418,7 +418,7 @@ class SharedGrads:
         if not self.layout.may_split_params:
             for slot in self.exchange.tables.values():
                 if (slot.start, slot.stop) == (start, stop) and not self.exchange.dense_replicas(slot.name):
-                    sparse = self._sparse_sums.get(slot, self.exchange.row_grads(slot.name))
+                    sparse = cached_sparse_sum(self._sparse_sums, slot, self.exchange.row_grads(slot.name))
                     if sparse is not None:
                         return sparse
         self._reduce_shard()

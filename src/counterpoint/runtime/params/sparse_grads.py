@@ -170,23 +170,16 @@ def find_embedding_tables(model: nn.Module) -> dict[str, bool]:
     return tables
 
 
-class SparseSums:
-    """Sums of row gradients as sparse tensors, kept until the update, so that changes such as clipping reach it."""
+def cached_sparse_sum(cache: dict[str, Tensor], slot: ParamSlot, row_grads: Sequence[RowGrad]) -> Tensor | None:
+    """Return the sum of a table's row gradients as a sparse tensor; None if there are none, or not all are sparse.
 
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-
-    def get(self, slot: ParamSlot, row_grads: Sequence[RowGrad]) -> Tensor | None:
-        """Return the sum of a table's row gradients; None if there are none, or not all are sparse."""
-        if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
-            return None
-        if slot.name not in self._tensors:
-            self._tensors[slot.name] = coalesce_row_grads(row_grads, slot.shape)
-        return self._tensors[slot.name]
-
-    def clear(self) -> None:
-        """Drop all sums."""
-        self._tensors.clear()
+    It is the same tensor until the cache is cleared, so that changes such as clipping reach the update.
+    """
+    if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
+        return None
+    if slot.name not in cache:
+        cache[slot.name] = coalesce_row_grads(row_grads, slot.shape)
+    return cache[slot.name]
 
 
 class SparseGrads:
@@ -204,7 +197,7 @@ class SparseGrads:
         self.local: RowGradsByName = {}  # not gathered yet
         self.reduced: RowGradsByName = {}
         self.is_in_flat_grad = False  # whether add_to has added them
-        self.sparse_sums = SparseSums()
+        self._sparse_sums: dict[str, Tensor] = {}
 
     def require_dense(self) -> None:
         """Raise unless all gradients are dense, so that they can be delayed.
@@ -222,7 +215,7 @@ class SparseGrads:
         """Drop all rows."""
         self.local.clear()
         self.reduced.clear()
-        self.sparse_sums.clear()
+        self._sparse_sums.clear()
         self.is_in_flat_grad = False
 
     def add(self, name: str, grad: Tensor) -> None:
@@ -311,7 +304,7 @@ class SparseGrads:
     def sparse_tensor_at(self, start: int, stop: int) -> Tensor | None:
         """Return the gradient of the table at a range as a sparse tensor; None if it has none, or a dense one."""
         slot = next((slot for slot in self.slots.values() if (slot.start, slot.stop) == (start, stop)), None)
-        return None if slot is None else self.sparse_sums.get(slot, self.row_grads(slot.name))
+        return None if slot is None else cached_sparse_sum(self._sparse_sums, slot, self.row_grads(slot.name))
 
 
 def all_gather_ranges(fabric: Fabric, local: Tensor, bounds: Sequence[int], group: Group, label: str) -> Tensor:
