@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Final
 
 import torch
@@ -210,16 +209,8 @@ def decode_body(header: RpcFrameHeader, buffer: ReceiveBuffer, peer_buffers: Pee
     start = header.front_bytes
     if shared_buffer is not None and peer_buffers is not None:
         buffer, start = ReceiveBuffer(peer_buffers.view(shared_buffer, header.payload_bytes), header.payload_bytes), 0
-    end = start + header.payload_bytes
-    tensors: list[Tensor] = []
-    for dtype, shape in decode_tensor_meta(front_part[header.text_bytes :], header.num_tensors):
-        size = prod(shape) * dtype.itemsize
-        if start + padded_size(size) > end:
-            raise malformed_frame(f"tensor {len(tensors)}, {dtype} {shape}, ends after its payload")
-        tensors.append(decode_tensor(buffer, dtype, shape, start))
-        start += padded_size(size)
-    if start != end:
-        raise malformed_frame(f"its tensors take {end - start} bytes less than its payload")
+    metadata = decode_tensor_meta(front_part[header.text_bytes :], header.num_tensors, header.payload_bytes)
+    tensors = [decode_tensor(buffer, dtype, shape, start + offset) for dtype, shape, offset in metadata]
     return RpcMessage(kind, fields, tuple(tensors))
 
 
