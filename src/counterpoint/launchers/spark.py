@@ -186,8 +186,7 @@ def _supervise(
                 message = [running.result(), ago_s] if running.done() else None
                 _collect_exits(exits, context.allGather(json.dumps(message)))
                 now_s, exited = time.monotonic(), list(exits.values())
-                if find_root_cause(exited) is not None:
-                    stop_at_s = min(stop_at_s, now_s + wait_for_others_s(exited, ()))
+                stop_at_s = min(stop_at_s, now_s + wait_for_others_s(exited))
                 if stopped_s is None and stop_at_s <= now_s and not running.done():
                     stopped_s = now_s
                     agent.stop()
