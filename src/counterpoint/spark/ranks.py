@@ -53,7 +53,7 @@ def run_ranks(
         function: importable by another process: defined at module level in a file that the executors have.
         ranks: number of ranks; by default the number of partitions of the data, or 1. Data with another number of
             partitions is repartitioned.
-        args: as for :func:`counterpoint.launchers.function.launch`, the same for every rank.
+        args: as for ``launch``, the same for every rank.
         columns: of a DataFrame: input columns, then the target column.
         dtype: dtype that floating-point values are converted to.
 
