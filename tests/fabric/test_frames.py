@@ -88,7 +88,7 @@ def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, 
         (forged(2, 0, b"\xff\xfe"), "its label b'\\\\xff\\\\xfe' is not UTF-8"),
         (forged(0, 1, b"\x63\x00"), "tensor 0 is described by dtype 99 and 0 dims"),
         (forged(0, 1, b"\x01\x11" + bytes(200)), "tensor 0 is described by dtype 1 and 17 dims"),
-        (forged(0, 5, b"\x01\x00" * 4), "its head ends before tensor 4 of 5"),
+        (forged(0, 5, b"\x01\x00" * 4, bytes(64)), "its head ends before tensor 4 of 5"),
         (forged(0, 0, bytes(32)), r"its head has \d+ bytes too many"),
         (forged(0, 1, b"\x01\x01" + b"\xff" * 8, bytes(16)), "ends behind its payload"),
         (

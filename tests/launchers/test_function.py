@@ -83,8 +83,8 @@ def test_launching_such_a_function_says_what_to_do():
 
 
 def test_an_argument_that_cannot_travel_is_named_with_its_place():
-    with pytest.raises(LaunchError, match=r"args\[0\]\['model'\] is a set, which cannot be sent"):
-        launch(ranks.echo, ranks=2, args=[{"model": {1}}])
+    with pytest.raises(LaunchError, match=r"args\[0\]\['model'\] is a object, which cannot be sent"):
+        launch(ranks.echo, ranks=2, args=[{"model": object()}])
 
 
 def test_values_round_trip(tmp_path):

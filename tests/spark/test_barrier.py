@@ -9,7 +9,7 @@ import torch
 
 from counterpoint import DataError, LaunchError
 from counterpoint.launchers.spark import SparkRankSpec, run_task
-from counterpoint.spark.ranks import make_rank_spec, parse_results, to_file_rows
+from counterpoint.spark.ranks import make_rank_spec, parse_results, to_row
 from tests.spark import rank_functions as ranked
 
 pytestmark = pytest.mark.process
@@ -54,7 +54,7 @@ def run_tasks(order, count, prepare=lambda folder: None):
 
 
 def run_and_parse(order, count):
-    return parse_results([row for results in run_tasks(order, count) for row in to_file_rows(results)], count)
+    return parse_results(map(to_row, run_tasks(order, count)))
 
 
 def test_ranks_know_their_place_and_share_a_key_that_nobody_sees():
@@ -84,12 +84,12 @@ def test_samples_that_cannot_be_used_are_told_before_any_rank_starts():
     def prepare(folder):
         raise DataError("row 3 has nothing (null) in column label")
 
-    results = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 2), 2, prepare)
+    results = run_tasks(SparkRankSpec(("never",), "", (), b"", "job", 2), 2, prepare)
     assert {one.report for one in results} == {"rank 0 could not start: row 3 has nothing (null) in column label"}
 
 
 def test_another_number_of_tasks_than_ranks_is_refused():
-    results = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 3), 2)
+    results = run_tasks(SparkRankSpec(("never",), "", (), b"", "job", 3), 2)
     assert "Spark made 2 tasks of 3 partitions" in results[1].report
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
 from torch import nn
 
 from counterpoint import DataError
 from counterpoint.spark.barrier_fit import named_tensors
 from counterpoint.spark.predictor import Predictor
 from counterpoint.spark.training_spec import LocalBytes, meta_copy
+from counterpoint.value_codec import encode_value
 from tests.spark.models import Sum
 
 pd = pytest.importorskip("pandas", reason="there is no pandas; pip install 'counterpoint[spark]'")
@@ -23,7 +23,7 @@ class ReturnsPair(nn.Module):
 
 
 def predict(model, *columns, run):
-    values = LocalBytes(save(dict(named_tensors(model))))
+    values = LocalBytes(encode_value(named_tensors(model), "values"))
     names = tuple(f"column_{at}" for at in range(len(columns)))
     predictor = Predictor(run, meta_copy(model), values, names, torch.float64, batch_rows=2)
     return list(predictor(iter([tuple(map(pd.Series, columns))])))

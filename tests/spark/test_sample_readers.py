@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from counterpoint import DataError
 from counterpoint.spark.sample_readers import SAMPLES, ArrowReader, SampleColumn
+from counterpoint.value_codec import decode_value
 
 pa = pytest.importorskip("pyarrow", reason="there is no PyArrow; pip install 'counterpoint[spark]'")
 COLUMNS = (SampleColumn("x", "float32", 1), SampleColumn("y", "int64"))
@@ -17,18 +17,18 @@ def batch(x, y):
 
 def read_columns(tmp_path, *batches):
     ArrowReader(COLUMNS)(batches, tmp_path)
-    return load_file(tmp_path / SAMPLES)
+    return decode_value((tmp_path / SAMPLES).read_bytes())
 
 
 def test_batches_become_one_array_for_each_column(tmp_path):
     found = read_columns(tmp_path, batch([[1, 2]], [7]), batch([], []), batch([[3, 4], [5, 6]], [8, 9]).slice(1))
-    assert found["000"].tolist() == [[1, 2], [5, 6]]
-    assert found["001"].tolist() == [7, 9]
-    assert [found[name].dtype for name in sorted(found)] == [np.float32, np.int64]
+    assert found[0].tolist() == [[1, 2], [5, 6]]
+    assert found[1].tolist() == [7, 9]
+    assert [field.dtype for field in found] == [np.float32, np.int64]
 
 
 def test_a_partition_without_rows_has_no_samples(tmp_path):
-    assert len(read_columns(tmp_path)["001"]) == 0
+    assert len(read_columns(tmp_path)[1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_lists_of_lists_are_matrices(tmp_path):
     array = pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.float32())))
     columns = (SampleColumn.parse("x", "array<array<float>>", "float64"),)
     ArrowReader(columns)([pa.RecordBatch.from_arrays([array], ["x"])], tmp_path)
-    assert load_file(tmp_path / SAMPLES)["000"].tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    assert decode_value((tmp_path / SAMPLES).read_bytes())[0].tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]

@@ -1,6 +1,6 @@
-"""The worker process of a loader, and its messages: JSON, and tensors in shared memory that is never copied.
+"""The worker process of a loader, and its messages in shared memory, from which tensors are not copied.
 
-The memory is sent through the socket as a file descriptor, so that results can be read after the worker has ended::
+The memory is sent through a socket as a file descriptor, so that results can be read after the worker has ended::
 
     loader                         worker
       | --- MicrobatchIndex --------> |   requests pipe
@@ -13,24 +13,20 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
-import json
 import mmap
 import os
 import signal
 import traceback
 from dataclasses import asdict, dataclass
-from math import prod
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from counterpoint.data.fetch import Fields
 from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
+from counterpoint.value_codec import decode_value, encode_parts
 
-ALIGN_BYTES = 64
 STACK_SIGNAL = signal.SIGUSR1
 """A worker that gets it writes its stack."""
 
@@ -59,57 +55,38 @@ def send_result(result: WorkerReady | WorkerError | Fields, to: Connection, pid:
     """Send a result to process ``pid``."""
     match result:
         case WorkerReady():
-            to.send_bytes(b"{}")
+            parts = encode_parts(None, "ready")
         case WorkerError():
-            to.send_bytes(json.dumps(asdict(result)).encode())
+            parts = encode_parts(asdict(result), "error")
         case _:
-            _send_fields(result, to, pid)
-
-
-def receive_result(source: Connection) -> WorkerReady | WorkerError | Fields:
-    """Return the next result.
-
-    Raises:
-        EOFError: the sender has ended, and all its results were received.
-    """
-    content: Any = json.loads(source.recv_bytes())
-    if not content:
-        return WorkerReady()
-    if "what" in content:
-        return WorkerError(**content)
-    descriptor = recv_handle(source)
-    try:
-        memory = mmap.mmap(descriptor, content["num_bytes"])
-    finally:
-        os.close(descriptor)
-    return tuple(_map_tensor(memory, *entry) for entry in content["fields"])
-
-
-def _send_fields(fields: Fields, to: Connection, pid: int) -> None:
-    table: list[tuple[str, list[int], int]] = []
-    num_bytes = 0
-    for field in fields:
-        table.append((str(field.dtype).removeprefix("torch."), list(field.shape), num_bytes))
-        num_bytes += -(-field.numel() * field.element_size() // ALIGN_BYTES) * ALIGN_BYTES
+            parts = encode_parts(result, "fields")
     descriptor = os.memfd_create("counterpoint-samples")
     try:
-        os.ftruncate(descriptor, max(num_bytes, ALIGN_BYTES))
-        memory = mmap.mmap(descriptor, max(num_bytes, ALIGN_BYTES))
-        for field, entry in zip(fields, table, strict=True):
-            _map_tensor(memory, *entry).copy_(field.detach())
-        to.send_bytes(json.dumps({"fields": table, "num_bytes": max(num_bytes, ALIGN_BYTES)}).encode())
+        os.ftruncate(descriptor, sum(map(len, parts)))
+        memory, start = mmap.mmap(descriptor, 0), 0
+        for part in parts:
+            memory[start : start + len(part)] = part
+            start += len(part)
         send_handle(to, descriptor, pid)
     finally:
         os.close(descriptor)
 
 
-def _map_tensor(memory: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Tensor:
-    """Return a tensor that is a view of the memory and keeps it alive."""
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    count = prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=torch_dtype)
-    return torch.frombuffer(memory, dtype=torch_dtype, count=count, offset=offset).view(shape)
+def receive_result(source: Connection) -> WorkerReady | WorkerError | Fields:
+    """Return the next result; its fields are views of the memory, which they keep alive.
+
+    Raises:
+        EOFError: the sender has ended, and all its results were received.
+    """
+    descriptor = recv_handle(source)
+    try:
+        memory = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    content: Fields | dict[str, str] | None = decode_value(memoryview(memory))
+    if content is None:
+        return WorkerReady()
+    return WorkerError(**content) if isinstance(content, dict) else content
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,22 +236,22 @@ def decode(frame: Tensor) -> Frame:
         label = head[: prefix.label_bytes].decode()
     except UnicodeDecodeError as error:
         raise damaged_frame_error(f"its label {head[: prefix.label_bytes]!r} is not UTF-8") from error
-    tensors: list[Tensor] = []
-    for dtype, shape in decode_tensor_meta(head[prefix.label_bytes :], prefix.num_tensors):
-        size = prod(shape) * dtype.itemsize
-        if start + padded_size(size) > len(raw):
-            raise damaged_frame_error(f"tensor {len(tensors)}, {dtype} {shape}, ends behind its payload")
-        tensors.append(frame[start : start + size].view(dtype).view(shape))
-        start += padded_size(size)
-    if start != len(raw):
-        raise damaged_frame_error(f"its tensors take {len(raw) - start} bytes less than its payload")
+    payload = frame[start:]
+    tensors = [
+        payload[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for dtype, shape, offset in decode_tensor_meta(
+            head[prefix.label_bytes :], prefix.num_tensors, prefix.payload_bytes
+        )
+    ]
     return Frame(prefix.header, label, tuple(tensors))
 
 
-def decode_tensor_meta(head: bytes, num_tensors: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype and the shape of each tensor."""
-    tensors: list[tuple[torch.dtype, tuple[int, ...]]] = []
-    offset = 0
+def decode_tensor_meta(
+    head: bytes, num_tensors: int, payload_bytes: int
+) -> list[tuple[torch.dtype, tuple[int, ...], int]]:
+    """Return the dtype, the shape and the offset in the payload of each tensor; together they fill the payload."""
+    tensors: list[tuple[torch.dtype, tuple[int, ...], int]] = []
+    offset = start = 0
     for index in range(num_tensors):
         if offset + TENSOR_META.size > len(head):
             raise damaged_frame_error(f"its head ends before tensor {index} of {num_tensors}")
@@ -262,10 +262,15 @@ def decode_tensor_meta(head: bytes, num_tensors: int) -> list[tuple[torch.dtype,
         shape = struct.unpack_from(f"<{num_dims}Q", head, offset)
         if 0 in shape and prod(filter(None, shape)) > MAX_PAYLOAD_BYTES:  # no payload is too short for it
             raise damaged_frame_error(f"tensor {index} is described by shape {shape}")
-        tensors.append((DTYPES_BY_CODE[code], shape))
-        offset += 8 * num_dims
+        dtype = DTYPES_BY_CODE[code]
+        tensors.append((dtype, shape, start))
+        offset, start = offset + 8 * num_dims, start + padded_size(prod(shape) * dtype.itemsize)
+        if start > payload_bytes:
+            raise damaged_frame_error(f"tensor {index}, {dtype} {shape}, ends behind its payload")
     if len(head) - offset >= ALIGNMENT or any(head[offset:]):
         raise damaged_frame_error(f"its head has {len(head) - offset} bytes too many")
+    if start != payload_bytes:
+        raise damaged_frame_error(f"its tensors take {payload_bytes - start} bytes less than its payload")
     return tensors
 
 

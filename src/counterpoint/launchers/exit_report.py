@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, if all failed ranks only report a lost peer
@@ -116,16 +117,18 @@ def find_root_cause(exits: Sequence[RankExit]) -> RankExit | None:
     return min(exited_early, key=lambda outcome: outcome.ended_s, default=root_cause)
 
 
-def wait_for_others_s(exits: Sequence[RankExit], records: Sequence[ErrorRecord]) -> float:
-    """Return how many seconds to wait for running ranks of a failed run before stopping them.
+def wait_for_others_s(exits: Sequence[RankExit], records: Iterable[ErrorRecord] = ()) -> float:
+    """Return how many seconds to wait for running ranks before stopping them; infinity unless one has failed.
 
     If the error is an exception, all ranks may be about to raise it, sooner or later: the longer the first one ran, the
     later the last one. If a rank was killed, or has reported a lost peer, no more of the same kind is expected.
 
     Args:
-        exits: of the ranks that have ended; one of them failed.
+        exits: of the ranks that have ended.
         records: error records of running ranks.
     """
+    if find_root_cause(exits) is None:
+        return inf
     causes = [rank_exit for rank_exit in exits if severity(rank_exit) < 2]
     if not causes:
         return ROOT_CAUSE_WAIT_S

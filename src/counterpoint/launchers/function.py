@@ -2,86 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import OnLine, run_command, write_prefixed
+from counterpoint.value_codec import decode_value, encode_value
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def write_value(folder: Path, name: str, value: object) -> None:
-    """Write a value of JSON types and tensors to ``folder``, to be read with :func:`read_value`.
-
-    Raises a LaunchError that names the part that is neither JSON nor a tensor.
-    """
-    tensors: dict[str, Tensor] = {}
-    tree = _to_tree(value, name, tensors)
-    if tensors:
-        from safetensors.torch import save_file
-
-        save_file(tensors, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
+    """Write a value to ``folder``, to be read with :func:`read_value`; see ``format_value``."""
+    (folder / f"{name}.value").write_bytes(format_value(value, name))
 
 
 def read_value(folder: Path, name: str) -> Any:  # noqa: ANN401 - an argument or result of the user's function
     """Return the value that :func:`write_value` wrote."""
-    tree = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    path = folder / f"{name}.safetensors"
-    tensors: dict[str, Tensor] = {}
-    if path.exists():
-        from safetensors.torch import load_file
-
-        tensors = load_file(path)
-    return _from_tree(tree, tensors.__getitem__)
+    return decode_value((folder / f"{name}.value").read_bytes())
 
 
-def _to_tree(value: object, where: str, tensors: dict[str, Tensor]) -> object:
-    """Return JSON in which containers and tensors are tagged: ``["tuple", …]``, ``["tensor", key]``."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case list() | tuple():
-            items = [_to_tree(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
-            return ["tuple" if isinstance(value, tuple) else "list", *items]
-        case dict() if all(isinstance(key, str) for key in value):
-            return {key: _to_tree(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
-        case _ if _is_tensor(value):
-            key = f"tensor-{len(tensors)}"
-            tensors[key] = value.detach().cpu().contiguous().clone()  # type: ignore[attr-defined]
-            return ["tensor", key]
-        case _:
-            raise LaunchError(
-                f"{where} is a {type(value).__name__}, which cannot be sent to another process; "
-                f"arguments and results are JSON values (None, numbers, text, lists, tuples, dicts with text keys) "
-                f"and tensors; "
-                f"pass what it is made from, and build it inside the function"
-            )
+def format_value(value: object, name: str) -> bytes:
+    """Return an argument or a result as bytes; see :func:`~counterpoint.value_codec.encode_value`.
+
+    Raises:
+        LaunchError: a part of it cannot be encoded; the message names it.
+    """
+    return encode_value(value, name, _unsupported)
 
 
-def _from_tree(tree: object, tensor: Callable[[str], Tensor]) -> object:
-    if isinstance(tree, dict):
-        return {key: _from_tree(item, tensor) for key, item in tree.items()}
-    if not isinstance(tree, list):
-        return tree
-    kind, *items = tree
-    if kind == "tensor":
-        return tensor(items[0])
-    values = [_from_tree(item, tensor) for item in items]
-    return tuple(values) if kind == "tuple" else values
-
-
-def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")  # no tensor exists before it is imported
-    return torch is not None and isinstance(value, torch.Tensor)
+def _unsupported(name: str, part: object) -> LaunchError:
+    return LaunchError(
+        f"{name} is a {type(part).__name__}, which cannot be sent to another process; arguments and results are "
+        f"None, numbers, text, bytes, lists, tuples, sets, dicts, dense tensors and numpy arrays; pass what it is made "
+        f"from, and build it inside the function"
+    )
 
 
 def launch(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -99,7 +57,8 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
     Args:
         fn: a function that another process can import; see ``import_path``.
         ranks: number of processes.
-        args: JSON values and tensors, the same for every rank.
+        args: None, numbers, text, bytes, lists, tuples, sets, dicts, dense tensors and numpy arrays, the same for every
+            rank. Results may be of the same types.
         threads_per_rank: as ``run_command``.
         bind: as ``run_command``.
         timeout_s: as ``run_command``.

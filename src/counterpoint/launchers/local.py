@@ -12,14 +12,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import IO, Literal
 
 from counterpoint.errors import LaunchError
+from counterpoint.launchers.child_process import GRACE_S, ChildProcess, kill_processes
 from counterpoint.launchers.environment import ERROR_FILE, STORE_FD, TIMEOUT_S, RankEnvironment, rank_variables
 from counterpoint.launchers.exit_report import (
     ErrorRecord,
@@ -128,14 +130,8 @@ class OutputReader:
             self._on_line(OutputLine(rank, stream, part.decode(errors="replace")))
 
 
-GRACE_S = 2.0  # from SIGTERM to SIGKILL
 POLL_S = 0.02
-EXEC_WRAPPER = Path(__file__).with_name("exec_wrapper.py")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-#: Defaults in a rank's environment. torch's own warnings about lost connections would precede the report, which names
-#: the rank that was lost first.
-DEFAULT_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +213,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
                 environment = RankEnvironment(
                     rank, ranks, rank, ranks, LOOPBACK, bound_port, job, timeout_s, store_fd, transport=transport
                 )
-                placement_of_rank = placement.ranks[rank]
-                supervisor.start(
-                    argv, environment, _rank_environ(environment, folder, placement_of_rank.threads), placement_of_rank
-                )
+                supervisor.start(argv, environment, folder / f"rank-{rank}.json", placement.ranks[rank])
         return supervisor.run()
 
 
@@ -234,7 +227,7 @@ def _check_command(argv: Sequence[str], ranks: int) -> None:
 @dataclass(slots=True)
 class _RankProcess:
     rank: int
-    popen: subprocess.Popen[bytes]
+    process: ChildProcess
     error_file: Path
     started_s: float
     stopped_s: float | None = None
@@ -248,31 +241,27 @@ class _RankSupervisor:
     received: list[int]
     running: list[_RankProcess] = field(default_factory=list)
     exits: list[RankExit] = field(default_factory=list)
-    stop_s: float | None = None
-    kill_s: float | None = None
+    stop_s: float = inf
+    kill_s: float = inf
 
-    def start(
-        self, argv: Sequence[str], environment: RankEnvironment, variables: dict[str, str], place: RankPlacement
-    ) -> None:
-        """Start a rank in a session of its own, bound to its cores and tied to the life of this process."""
-        cpus = ",".join(map(str, place.cpus))
-        wrapped_argv = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), cpus, *argv]
-        popen = subprocess.Popen(
-            wrapped_argv,
-            env=variables,
-            stdin=subprocess.DEVNULL,
+    def start(self, argv: Sequence[str], environment: RankEnvironment, error_file: Path, place: RankPlacement) -> None:
+        """Start a rank, bound to its cores, and read its output."""
+        are_threads_set = THREADS_VARIABLE in os.environ and requested_threads() == place.threads
+        threads = {} if are_threads_set else {THREADS_VARIABLE: str(place.threads)}
+        process = ChildProcess(
+            argv,
+            rank_environ(environment, error_file, threads),
+            cpus=place.cpus,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=() if environment.store_fd is None else (environment.store_fd,),
+            inherited_fd=environment.store_fd,
         )
-        self.running.append(_RankProcess(environment.rank, popen, Path(variables[ERROR_FILE]), time.monotonic()))
-        assert popen.stdout is not None
-        assert popen.stderr is not None
-        self.lines.add(os.dup(popen.stdout.fileno()), environment.rank, "out")
-        self.lines.add(os.dup(popen.stderr.fileno()), environment.rank, "err")
-        popen.stdout.close()
-        popen.stderr.close()
+        self.running.append(_RankProcess(environment.rank, process, error_file, time.monotonic()))
+        pipes: list[tuple[IO[bytes] | None, OutputStream]] = [(process.stdout, "out"), (process.stderr, "err")]
+        for pipe, stream in pipes:
+            assert pipe is not None
+            self.lines.add(os.dup(pipe.fileno()), environment.rank, stream)
+            pipe.close()
 
     def run(self) -> RunResult:
         """Supervise until every rank has ended."""
@@ -292,47 +281,40 @@ class _RankSupervisor:
 
     def kill_all(self) -> None:
         """Kill and reap all running ranks."""
-        self._signal(signal.SIGKILL)
-        for child in self.running:
-            child.popen.wait()
+        kill_processes([child.process for child in self.running])
         self.running.clear()
 
     def _update_deadlines(self, now_s: float) -> None:
         """Decide when to stop the ranks: at once after a signal, soon after a certain failure, else a little later."""
-        if self.received and self.stop_s is None:
-            self.stop_s = now_s
-        if find_root_cause(self.exits) is not None:
-            records = [record for child in self.running if (record := ErrorRecord.read(child.error_file)) is not None]
-            limit_s = now_s + wait_for_others_s(self.exits, records)
-            self.stop_s = limit_s if self.stop_s is None else min(self.stop_s, limit_s)
-        if self.kill_s is None and self.stop_s is not None and self.stop_s <= now_s:
+        if self.received:
+            self.stop_s = min(self.stop_s, now_s)
+        records = (ErrorRecord.read(child.error_file) for child in self.running)
+        self.stop_s = min(self.stop_s, now_s + wait_for_others_s(self.exits, filter(None, records)))
+        if self.kill_s == inf and self.stop_s <= now_s:
             self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
             self.kill_s = now_s + GRACE_S
-        if self.kill_s is not None and (self.kill_s <= now_s or len(self.received) > 1):
+        if self.kill_s <= now_s or (self.kill_s < inf and len(self.received) > 1):
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self.running:
             child.stopped_s = child.stopped_s or time.monotonic()
-            with suppress(ProcessLookupError):
-                os.killpg(child.popen.pid, number)
+            child.process.send_signal(number)
 
     def _reap(self) -> None:
-        """Record ranks that have ended, and kill what they had started."""
+        """Record ranks that have ended."""
         for child in list(self.running):
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT  # not reaped yet: its process group id cannot be reused
-            if os.waitid(os.P_PID, child.popen.pid, options) is None:
+            code = child.process.poll()
+            if code is None:
                 continue
             ended_s = time.monotonic()
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.popen.pid, signal.SIGKILL)
             self.lines.finish(child.rank)
             self.running.remove(child)
             self.exits.append(
                 RankExit(
                     child.rank,
-                    child.popen.pid,
-                    child.popen.wait(),
+                    child.process.pid,
+                    code,
                     ended_s - child.started_s,
                     ended_s,
                     child.stopped_s,
@@ -341,14 +323,17 @@ class _RankSupervisor:
             )
 
 
-def _rank_environ(environment: RankEnvironment, folder: Path, threads: int) -> dict[str, str]:
-    """Return a rank's environment variables."""
-    variables = {**DEFAULT_VARIABLES, **os.environ}
-    if THREADS_VARIABLE not in os.environ or requested_threads() != threads:
-        variables[THREADS_VARIABLE] = str(threads)
-    for stale in ("TORCHELASTIC_USE_AGENT_STORE", STORE_FD, TIMEOUT_S):
-        variables.pop(stale, None)
-    return {**variables, **rank_variables(environment), ERROR_FILE: str(folder / f"rank-{environment.rank}.json")}
+def rank_environ(environment: RankEnvironment, error_file: Path, extra: Mapping[str, str]) -> dict[str, str]:
+    """Return a rank's environment variables: this process's, those of the rank, and extra ones.
+
+    Args:
+        environment: the rank's.
+        error_file: for its error record.
+        extra: further variables.
+    """
+    stale = {"TORCHELASTIC_USE_AGENT_STORE", STORE_FD, TIMEOUT_S}
+    inherited = {name: value for name, value in os.environ.items() if name not in stale}
+    return {**inherited, **rank_variables(environment), **extra, ERROR_FILE: str(error_file)}
 
 
 @contextmanager

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from counterpoint.launchers.environment import ERROR_FILE, STORE_FD, TIMEOUT_S, RankEnvironment, rank_variables
+from counterpoint.launchers.child_process import ChildProcess, stop_processes
+from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.launchers.exit_report import ErrorRecord, RankExit
-from counterpoint.launchers.local import DEFAULT_VARIABLES, EXEC_WRAPPER, GRACE_S
+from counterpoint.launchers.local import rank_environ
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
 from counterpoint.launchers.variables import THREADS_VARIABLE
 
@@ -43,7 +40,7 @@ class RankAgent:
 
     def __init__(self) -> None:
         self._port_socket: socket.socket | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._is_stopped = False
 
     def reserve(self, host: str | None = None) -> tuple[str, int]:
@@ -70,18 +67,14 @@ class RankAgent:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
             error_file = Path(folder) / "error.json"
-            self._child = self._start(
-                command,
-                replace(environment, store_fd=self._listener()),
-                {**extra_variables, ERROR_FILE: str(error_file)},
-            )
+            store_fd = None if self._port_socket is None else self._port_socket.fileno()
+            variables = rank_environ(replace(environment, store_fd=store_fd), error_file, extra_variables)
+            self._child = ChildProcess(command, variables, inherited_fd=store_fd)
             if self._port_socket is not None:
                 self._port_socket.close()  # inherited by the rank
             if self._is_stopped:
                 self.stop()
             code = self._child.wait()
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)
             return RankExitInfo(
                 pid=self._child.pid, returncode=code, seconds=time.monotonic() - began, error=_read_error(error_file)
             )
@@ -89,29 +82,8 @@ class RankAgent:
     def stop(self) -> None:
         """Ask the rank to end; kill it after the grace period."""
         self._is_stopped = True
-        child = self._child
-        if child is not None:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, number)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(GRACE_S)
-                    return
-
-    def _listener(self) -> int | None:
-        return None if self._port_socket is None else self._port_socket.fileno()
-
-    def _start(
-        self, command: Sequence[str], environment: RankEnvironment, extra_variables: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        inherited = {name: value for name, value in os.environ.items() if name not in {STORE_FD, TIMEOUT_S}}
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), "", *command],
-            env={**DEFAULT_VARIABLES, **inherited, **rank_variables(environment), **extra_variables},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=() if environment.store_fd is None else (environment.store_fd,),
-        )
+        if self._child is not None:
+            stop_processes([self._child])
 
 
 def outbound_address() -> str:

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.local import DEFAULT_VARIABLES, EXEC_WRAPPER, GRACE_S
+from counterpoint.launchers.child_process import ChildProcess, stop_processes
 from counterpoint.launchers.variables import THREADS_VARIABLE
 from counterpoint.ps.actions import COORDINATOR
 from counterpoint.ps.coordinator import COORDINATOR_LOG
@@ -39,12 +38,12 @@ class ServerProcess:
 
     Attributes:
         arguments: of ``counterpoint serve``.
-        popen: the process.
+        process: which.
         errors: its stderr.
     """
 
     arguments: list[str]
-    popen: subprocess.Popen[bytes]
+    process: ChildProcess
     errors: IO[bytes]
 
 
@@ -141,12 +140,12 @@ class ServerProcesses:
     def pids(self) -> dict[str, int]:
         """The process id of each member."""
         with self._lock:
-            return {name: child.popen.pid for name, child in self._children.items()}
+            return {name: child.process.pid for name, child in self._children.items()}
 
     def kill(self, name: str) -> None:
         """Kill a process, as a power failure would; it is restarted soon."""
         with self._lock:
-            self._children[name].popen.kill()
+            self._children[name].process.send_signal(signal.SIGKILL)
 
     def check(self) -> None:
         """Raise the error of a process that has exited by itself, and would again.
@@ -162,17 +161,8 @@ class ServerProcesses:
         self._is_closing.set()
         if self._watcher is not None:
             self._watcher.join()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            living = [child for child in self._children.values() if child.popen.poll() is None]
-            for child in living:
-                with suppress(ProcessLookupError):
-                    child.popen.send_signal(number)
-            end = time.monotonic() + GRACE_S
-            for child in living:
-                with suppress(subprocess.TimeoutExpired):
-                    child.popen.wait(max(0.0, end - time.monotonic()))
+        stop_processes([child.process for child in self._children.values()])
         for child in self._children.values():
-            child.popen.wait()
             child.errors.close()
         self._children.clear()
         self._stack.close()
@@ -180,7 +170,6 @@ class ServerProcesses:
     def _start(self, name: str, arguments: list[str]) -> None:
         read_fd, write_fd = os.pipe()
         try:
-            wrapper = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), ""]
             command = [*arguments, "--job", str(self.contact_path)]
             if self._folder is not None:
                 command += ["--folder", str(self._folder)]
@@ -188,16 +177,14 @@ class ServerProcesses:
                 os.write(write_fd, self._key.secret.hex().encode())
                 command += ["--key-fd", str(read_fd)]
             errors = tempfile.TemporaryFile(prefix="counterpoint-")  # noqa: SIM115 - closed with the process
-            popen = subprocess.Popen(
-                [*wrapper, sys.executable, "-m", "counterpoint", "serve", *command],
-                env={**DEFAULT_VARIABLES, **os.environ, THREADS_VARIABLE: str(self._threads)},
-                stdin=subprocess.DEVNULL,
+            process = ChildProcess(
+                [sys.executable, "-m", "counterpoint", "serve", *command],
+                {**os.environ, THREADS_VARIABLE: str(self._threads)},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                start_new_session=True,
-                pass_fds=(read_fd,) if self._key is not None else (),
+                inherited_fd=None if self._key is None else read_fd,
             )
-            self._children[name] = ServerProcess(arguments, popen, errors)
+            self._children[name] = ServerProcess(arguments, process, errors)
         finally:
             os.close(read_fd)
             os.close(write_fd)
@@ -207,7 +194,7 @@ class ServerProcesses:
         while not self._is_closing.wait(WATCH_INTERVAL_S):
             with self._lock:
                 for name, child in list(self._children.items()):
-                    code = child.popen.poll()
+                    code = child.process.poll()
                     if code is not None and code < 0:
                         child.errors.close()
                         self._start(name, child.arguments)

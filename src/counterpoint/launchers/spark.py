@@ -58,7 +58,7 @@ class SparkRankSpec:
         command: of every rank; its folder is appended.
         target: the function to call, as ``module:name`` or ``path.py:name``.
         path: additional module search path.
-        files: written to the rank's folder, by name.
+        args: the function's arguments, from ``format_value``.
         job: name of the run.
         num_ranks: required number of tasks.
         cpus: threads of each rank.
@@ -68,7 +68,7 @@ class SparkRankSpec:
     command: tuple[str, ...]
     target: str
     path: tuple[str, ...]
-    files: Mapping[str, bytes]
+    args: bytes
     job: str
     num_ranks: int
     cpus: int = 1
@@ -84,14 +84,14 @@ class SparkRankResult:
         report: why the run failed, the same from all tasks; empty if it did not.
         failed_rank: the rank at fault; -1 for none.
         traceback: the last lines of this rank's, if any.
-        files: the result, as ``write_value`` writes it, by name.
+        value: the result, from ``format_value``; empty if the run failed.
     """
 
     rank: int
     report: str = ""
     failed_rank: int = -1
     traceback: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    value: bytes = b""
 
 
 def run_task(
@@ -114,11 +114,9 @@ def run_task(
         _write_inputs(folder, spec)
         exits = _supervise(context, agent, [*spec.command, name], environment, spec.cpus, folder)
         root_cause, report = find_root_cause(exits), format_report(exits)
-        results = {path.name: path.read_bytes() for path in sorted(folder.glob(f"result-{rank}.*"))}
+        value = b"" if report else (folder / f"result-{rank}.value").read_bytes()
         traceback = _read_text_or_empty(folder / TRACEBACK)
-        return SparkRankResult(
-            rank, report, -1 if root_cause is None else root_cause.rank, traceback, {} if report else results
-        )
+        return SparkRankResult(rank, report, -1 if root_cause is None else root_cause.rank, traceback, value)
 
 
 def _prepare_failure(
@@ -158,8 +156,7 @@ def _rendezvous(
 
 def _write_inputs(folder: Path, spec: SparkRankSpec) -> None:
     """Write the call and the job's key, readable by the owner only, to the rank's folder."""
-    for name, content in spec.files.items():
-        (folder / name).write_bytes(content)
+    (folder / "args.value").write_bytes(spec.args)
     path = [*sys.path, *(place for place in spec.path if place not in sys.path)]
     write_value(folder, "call", {"target": spec.target, "path": path})
     if spec.key:
@@ -189,8 +186,7 @@ def _supervise(
                 message = [running.result(), ago_s] if running.done() else None
                 _collect_exits(exits, context.allGather(json.dumps(message)))
                 now_s, exited = time.monotonic(), list(exits.values())
-                if find_root_cause(exited) is not None:
-                    stop_at_s = min(stop_at_s, now_s + wait_for_others_s(exited, ()))
+                stop_at_s = min(stop_at_s, now_s + wait_for_others_s(exited))
                 if stopped_s is None and stop_at_s <= now_s and not running.done():
                     stopped_s = now_s
                     agent.stop()

@@ -18,9 +18,7 @@ from torch import Tensor
 from counterpoint.errors import ProtocolError
 from counterpoint.ps import consistency, messages, update_rules
 from counterpoint.ps.messages import MAX_NUMBER
-
-JsonValue: TypeAlias = Any
-"""None, a bool, an int, a float, a string, or a list or a mapping of these."""
+from counterpoint.value_codec import JsonValue
 
 FieldPath: TypeAlias = "str | tuple[FieldPath, str]"
 """Path of a field in a message, for errors: a message type, or a path and a field name."""

@@ -7,12 +7,10 @@ Layout::
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from counterpoint.fabric.frames import (
     payload_bytes,
 )
 from counterpoint.rpc.buffers import PeerBuffers, ReceiveBuffer
+from counterpoint.value_codec import JsonValue, format_json, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,6 @@ SHM_RELEASE: Final = 5  # of a shared buffer that the peer has mapped, or no lon
 FRAME_TYPES: Final = {MESSAGE, CLOSE, SHM_PAYLOAD, SHM_OFFER, SHM_RELEASE}
 MAX_KIND: Final = 64
 MAX_TENSORS: Final = (1 << 16) - 1
-
-JsonValue: TypeAlias = Any
-"""None, a bool, an int, a float, a string, or a list or a mapping of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,8 +160,8 @@ def encode_text(message: RpcMessage, shared_buffer: int | None = None) -> bytes:
             f"a message of kind {message.kind[:MAX_KIND]!r} cannot be sent: a kind has 1 to {MAX_KIND} characters"
         )
     try:
-        text = _JSON_ENCODER.encode(content)
-    except (TypeError, ValueError, RecursionError) as error:
+        text = format_json(content)
+    except (TypeError, ValueError) as error:
         raise PeerError(
             f"the fields of {message.kind[:MAX_KIND]!r} cannot be encoded as JSON: {error}; "
             "use finite numbers, strings, lists and mappings"
@@ -213,16 +209,8 @@ def decode_body(header: RpcFrameHeader, buffer: ReceiveBuffer, peer_buffers: Pee
     start = header.front_bytes
     if shared_buffer is not None and peer_buffers is not None:
         buffer, start = ReceiveBuffer(peer_buffers.view(shared_buffer, header.payload_bytes), header.payload_bytes), 0
-    end = start + header.payload_bytes
-    tensors: list[Tensor] = []
-    for dtype, shape in decode_tensor_meta(front_part[header.text_bytes :], header.num_tensors):
-        size = prod(shape) * dtype.itemsize
-        if start + padded_size(size) > end:
-            raise malformed_frame(f"tensor {len(tensors)}, {dtype} {shape}, ends after its payload")
-        tensors.append(decode_tensor(buffer, dtype, shape, start))
-        start += padded_size(size)
-    if start != end:
-        raise malformed_frame(f"its tensors take {end - start} bytes less than its payload")
+    metadata = decode_tensor_meta(front_part[header.text_bytes :], header.num_tensors, header.payload_bytes)
+    tensors = [decode_tensor(buffer, dtype, shape, start + offset) for dtype, shape, offset in metadata]
     return RpcMessage(kind, fields, tuple(tensors))
 
 
@@ -245,8 +233,8 @@ def decode_text(text: bytes) -> tuple[str, dict[str, JsonValue], int | None]:
         ProtocolError: the text is not what :func:`encode_text` writes.
     """
     try:
-        content = _JSON_DECODER.decode(text.decode())
-    except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers, too
+        content = parse_json(text)
+    except ValueError as error:
         raise malformed_frame(f"its text is no JSON ({ascii(str(error))[:80]})") from error
     match content:
         case [str(kind), dict(fields)] if 0 < len(kind) <= MAX_KIND:
@@ -267,21 +255,6 @@ def int_fields(message: RpcMessage, *names: str) -> list[int]:
     if len(message.fields) != len(names) or message.tensors or len(values) != len(names):
         raise malformed_frame(f"{message.kind!r} does not have exactly the integer fields {', '.join(names)}")
     return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return fields
-
-
-_JSON_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_reject_duplicates)
 
 
 def malformed_frame(problem: str) -> ProtocolError:

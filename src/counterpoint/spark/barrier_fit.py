@@ -7,29 +7,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from counterpoint.spark.module_codec import SerializedModule, deserialize_module
+from counterpoint.spark.module_codec import decode_module
 from counterpoint.spark.shard import SampleShard
 from counterpoint.training.trainer import Trainer
 
 
-def fit_as_rank(
-    shard: SampleShard,
-    tree: Any,  # noqa: ANN401 - JSON
-    tensors: Mapping[str, Tensor],
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
+def fit_as_rank(shard: SampleShard, what: bytes, options: Mapping[str, Any]) -> dict[str, Any]:
     """Train on the samples of all ranks; every rank of the stage calls this.
 
     Args:
         shard: the samples of this rank's partition.
-        tree: of the model, the loss and the optimizer factory, from ``serialize_module``.
-        tensors: from the same call.
+        what: the model, the loss and the optimizer factory, from ``encode_module``.
         options: ``trainer``, the options of a Trainer, and ``fit``, those of its ``fit``.
 
     Returns:
         the plan and the losses; on rank 0 also the trained values by name.
     """
-    model, loss, optimizer = deserialize_module(SerializedModule(tree, tensors))
+    model, loss, optimizer = decode_module(what)
     samples = shard.all_samples()
     trainer = Trainer(model, loss=loss, optimizer=optimizer, progress="off", **options["trainer"])
     history = trainer.fit(samples, **options["fit"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -13,18 +12,18 @@ from pyspark import keyword_only
 from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
-from safetensors.torch import load as read_tensors, save as write_tensors
 from torch import nn
 
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.spark.barrier_fit import fit_as_rank, load_named_tensors, named_tensors, with_learning_rate
-from counterpoint.spark.module_codec import SerializedModule, deserialize_module, serialize_module
+from counterpoint.spark.module_codec import decode_module, encode_module
 from counterpoint.spark.predictor import Predictor
 from counterpoint.spark.ranks import run_ranks
 from counterpoint.spark.samples import check_columns
 from counterpoint.spark.training import train
 from counterpoint.spark.training_loop import SparkOptions
 from counterpoint.spark.training_spec import Loss, meta_copy
+from counterpoint.value_codec import encode_value
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -144,9 +143,9 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
     def _fit_in_ranks(
         self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
     ) -> tuple[str, list[float]]:
-        serialized = serialize_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
+        what = encode_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
         trainer = {"strategy": self._param_value("strategy"), "seed": self._param_value("seed"), **self.options}
-        args = [serialized.tree, dict(serialized.tensors), {"trainer": trainer, "fit": self._fit_options()}]
+        args = [what, {"trainer": trainer, "fit": self._fit_options()}]
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         count = self._param_value("ranks") or None
         (first, *_) = run_ranks(dataset, fit_as_rank, ranks=count, args=args, columns=columns, dtype=dtype)
@@ -215,7 +214,7 @@ def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str])
     from pyspark.sql.functions import pandas_udf
 
     dtype = next((param.dtype for param in model.parameters()), torch.float32)
-    still = dataset.sparkSession.sparkContext.broadcast(write_tensors(dict(named_tensors(copy.deepcopy(model)))))
+    still = dataset.sparkSession.sparkContext.broadcast(encode_value(named_tensors(model), "the model"))
     predictor = Predictor(secrets.token_hex(8), meta_copy(model), still, tuple(names), dtype)
 
     def predict(batches):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 - below, as objects that Spark looks at
@@ -227,7 +226,7 @@ def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str])
 
 
 class _TorchModelWriter(MLWriter):  # type: ignore[misc]
-    """Writer of a model: Spark's metadata, and a table of two files."""
+    """Writer of a model: Spark's metadata, and a table of one row."""
 
     def __init__(self, instance: TorchModel) -> None:
         super().__init__()
@@ -236,14 +235,9 @@ class _TorchModelWriter(MLWriter):  # type: ignore[misc]
     def saveImpl(self, path: str) -> None:  # noqa: N802 - Spark's name
         """Write the model to the path."""
         model = self.instance
-        serialized = serialize_module(model.model, "the model")
+        row = (bytearray(encode_module(model.model, "the model")), model.plan, model.losses)
         DefaultParamsWriter.saveMetadata(model, path, self.sparkSession)
-        description = json.dumps({"tree": serialized.tree, "plan": model.plan, "losses": model.losses}).encode()
-        rows = [
-            ("model.json", bytearray(description)),
-            ("values.safetensors", bytearray(write_tensors(dict(serialized.tensors)))),
-        ]
-        frame = self.sparkSession.createDataFrame(rows, "name string, content binary")
+        frame = self.sparkSession.createDataFrame([row], "model binary, plan string, losses array<double>")
         frame.coalesce(1).write.parquet(f"{path}/files")
 
 
@@ -260,10 +254,8 @@ class _TorchModelReader(MLReader):  # type: ignore[misc]
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         if metadata["class"].rpartition(".")[2] != TorchModel.__name__:
             raise CheckpointError(f"{path} stores a {metadata['class']}, not a TorchModel; load it with that class")
-        files = {row[0]: bytes(row[1]) for row in self.sparkSession.read.parquet(f"{path}/files").collect()}
-        description = json.loads(files["model.json"])
-        model = deserialize_module(SerializedModule(description["tree"], read_tensors(files["values.safetensors"])))
-        loaded = TorchModel(model, description["plan"], description["losses"])
+        (row,) = self.sparkSession.read.parquet(f"{path}/files").collect()
+        loaded = TorchModel(decode_module(bytes(row["model"])), row["plan"], row["losses"])
         loaded._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's readers do
         DefaultParamsReader.getAndSetParams(loaded, metadata)
         return loaded

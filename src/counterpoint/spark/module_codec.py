@@ -1,48 +1,24 @@
-"""Serialization of modules as JSON and tensors: classes and functions by import path, never pickle."""
+"""Modules as bytes, with :mod:`counterpoint.value_codec`: classes and functions by import path, never pickle."""
 
 from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import PlanError
+from counterpoint.value_codec import JsonValue, ValueDecoder, ValueEncoder, decode_value
 
-Tree: TypeAlias = Any
-"""JSON: plain values as they are; everything else is a list that begins with its kind."""
-
-CONTAINERS: dict[str, type] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "size": torch.Size,
-}
-MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict}
+CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
 
 
-@dataclass(frozen=True, slots=True)
-class SerializedModule:
-    """A value that may contain modules, as JSON and tensors.
-
-    Args:
-        tree: structure of the value as JSON.
-        tensors: parameters and buffers by the keys used in the tree; a shared tensor has one key.
-    """
-
-    tree: Tree
-    tensors: Mapping[str, Tensor]
-
-
-def serialize_module(value: object, name: str) -> SerializedModule:
-    """Return a module, a function or plain data as JSON and tensors.
+def encode_module(value: object, name: str) -> bytes:
+    """Return a module, a function or plain data as bytes; an object that occurs twice is encoded once.
 
     Args:
         value: modules of importable classes with plain attributes, importable functions and classes, partials of them,
@@ -51,141 +27,127 @@ def serialize_module(value: object, name: str) -> SerializedModule:
 
     Raises:
         PlanError: a part of it could only be pickled; the first such part is named.
-
-    Example:
-        >>> serialize_module(partial(torch.optim.SGD, lr=0.1), "optimizer").tree
-        ['partial', ['name', 'torch.optim.sgd:SGD'], ['list'], ['dict', ['lr', 0.1]]]
     """
-    writer = _ModuleSerializer()
-    return SerializedModule(writer.tree(value, name), writer.tensors)
+    values = _ModuleEncoder().values
+    return b"".join(values.parts(values.encode(value, name)))
 
 
-def deserialize_module(serialized: SerializedModule) -> Any:  # noqa: ANN401 - whatever was written
-    """Return the value given to ``serialize_module``, with its own tensors; shared objects are shared again.
+def decode_module(data: bytes) -> Any:  # noqa: ANN401 - whatever was encoded
+    """Return the value given to ``encode_module``, with its own tensors; shared objects are shared again.
 
-    Names in the tree are imported, so read only trees from sources that you would run code from.
+    Names in the data are imported, so read only data from sources that you would run code from.
 
     Raises:
         PlanError: a name cannot be imported here, or is neither a function nor a class.
+        ProtocolError: the data is malformed.
 
     Example:
-        >>> found = deserialize_module(serialize_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "model"))
+        >>> found = decode_module(encode_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "model"))
         >>> found[0].out_features, type(found[1]).__name__
         (3, 'ReLU')
     """
-    return _ModuleDeserializer(serialized.tensors).value(serialized.tree)
+    decoder = _ModuleDecoder()
+    return decode_value(
+        data,
+        {
+            "module": decoder.module,
+            "tensor_of_module": decoder.tensor,
+            "shared": decoder.shared,
+            "partial": _decode_partial,
+            "name": lambda _, path: _import_object(path),
+            "device": lambda _, text: torch.device(text),
+            "size": lambda _, *lengths: torch.Size(lengths),
+        },
+    )
 
 
-@dataclass(slots=True)
-class _ModuleSerializer:
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    keys: dict[int, str] = field(default_factory=dict)
-    modules: dict[int, int] = field(default_factory=dict)
-    keep_alive: list[object] = field(default_factory=list)  # an id is unique only while its object is alive
+class _ModuleEncoder:
+    """Encode what only modules have."""
 
-    def tree(self, value: object, where: str) -> Tree:
-        """Return the JSON tree of a value; ``where`` names it in errors."""
+    def __init__(self) -> None:
+        self.values = ValueEncoder(_unsupported, self._encode)
+        self._numbers: dict[int, int] = {}
+        self._keep_alive: list[object] = []  # an id is unique only while its object is alive
+
+    def _encode(self, value: object, name: str) -> JsonValue:
         match value:
-            case None | bool() | int() | float() | str():
-                return value
-            case nn.Module():
-                return self._module(value, where)
-            case Tensor():
-                return ["tensor", self._key(value), isinstance(value, nn.Parameter), value.requires_grad]
-            case torch.dtype():
-                return ["dtype", str(value).removeprefix("torch.")]
+            case nn.Module() | Tensor():
+                return self._encode_once(value, name)
             case torch.device():
                 return ["device", str(value)]
+            case torch.Size():
+                return ["size", *value]
             case partial():
-                return ["partial", *(self.tree(part, where) for part in (value.func, list(value.args), value.keywords))]
+                parts = (value.func, list(value.args), value.keywords)
+                return ["partial", *(self.values.encode(part, name) for part in parts)]
+            case list() | tuple() | set() | frozenset() | dict() if type(value) in CONTAINERS:
+                return None
+            case None | bool() | int() | float() | str() | torch.dtype():
+                return None
             case _:
-                return self._other(value, where)
+                return ["name", _import_path(value, name)]
 
-    def _other(self, value: object, where: str) -> Tree:
-        for kind, container in (CONTAINERS | MAPPINGS).items():
-            if type(value) is container:
-                return [kind, *self._items(value, where)]
-        return ["name", _import_path(value, where)]
-
-    def _items(self, value: Any, where: str) -> list[Tree]:  # noqa: ANN401 - a container
-        if isinstance(value, dict):
-            return [[self.tree(key, where), self.tree(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        return [self.tree(item, f"{where}[{at}]") for at, item in enumerate(ordered)]
-
-    def _module(self, module: nn.Module, where: str) -> Tree:
-        if id(module) in self.modules:
-            return ["shared", self.modules[id(module)]]
-        name = _import_path(type(module), where)
-        self.modules[id(module)] = len(self.modules)
-        self.keep_alive.append(module)
-        state = module.__getstate__()  # type: ignore[no-untyped-call] # the state that pickle would have used
-        values = [[key, self.tree(value, _attribute_path(where, key))] for key, value in state.items()]
-        return ["module", name, values]
-
-    def _key(self, tensor: Tensor) -> str:
-        if id(tensor) not in self.keys:
-            self.keep_alive.append(tensor)
-            key = self.keys[id(tensor)] = f"{len(self.keys):04}"
-            self.tensors[key] = tensor.detach().cpu().clone().contiguous()
-        return self.keys[id(tensor)]
+    def _encode_once(self, value: nn.Module | Tensor, name: str) -> JsonValue:
+        if id(value) in self._numbers:
+            return ["shared", self._numbers[id(value)]]
+        self._numbers[id(value)] = len(self._numbers)
+        self._keep_alive.append(value)
+        if isinstance(value, Tensor):
+            tensor = self.values.encode_tensor(value, name)
+            return ["tensor_of_module", tensor, isinstance(value, nn.Parameter), value.requires_grad]
+        path = _import_path(type(value), name)
+        state = value.__getstate__()  # type: ignore[no-untyped-call] # the state that pickle would have used
+        attributes = {key: self.values.encode(part, _attribute_path(name, key)) for key, part in state.items()}
+        return ["module", path, attributes]
 
 
-@dataclass(slots=True)
-class _ModuleDeserializer:
-    tensors: Mapping[str, Tensor]
-    restored: dict[str, Tensor] = field(default_factory=dict)
-    modules: list[nn.Module] = field(default_factory=list)
+class _ModuleDecoder:
+    """Decode what only modules have."""
 
-    def value(self, tree: Tree) -> Any:  # noqa: ANN401 - whatever was written
-        """Return the value of a JSON tree."""
-        if not isinstance(tree, list):
-            return tree
-        kind, *parts = tree
-        if kind in CONTAINERS:
-            return CONTAINERS[kind](map(self.value, parts))
-        if kind in MAPPINGS:
-            return MAPPINGS[kind]((self.value(key), self.value(item)) for key, item in parts)
-        made = self._constructors().get(kind)
-        if made is None:
-            raise PlanError(f"unknown kind {kind!r} in a serialized module; read it with the version that wrote it")
-        return made(*parts)
+    def __init__(self) -> None:
+        self._objects: list[nn.Module | Tensor] = []  # in the order of their numbers
 
-    def _constructors(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "module": self._module,
-            "shared": self.modules.__getitem__,
-            "tensor": self._tensor,
-            "dtype": partial(getattr, torch),
-            "device": torch.device,
-            "partial": self._partial,
-            "name": _import_object,
-        }
-
-    def _partial(self, function: Tree, args: Tree, keywords: Tree) -> partial[Any]:
-        return partial(self.value(function), *self.value(args), **self.value(keywords))
-
-    def _module(self, name: str, values: Tree) -> nn.Module:
-        kind = _import_object(name)
+    def module(self, values: ValueDecoder, path: str, attributes: JsonValue) -> nn.Module:
+        """Return a module."""
+        kind = _import_object(path)
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise PlanError(f"{name} is not an nn.Module class; the data was not written by serialize_module")
+            raise PlanError(f"{path} is not an nn.Module class; the data was not written by encode_module")
         module: Any = kind.__new__(kind)
-        self.modules.append(module)
-        module.__setstate__({key: self.value(value) for key, value in values})
+        self._objects.append(module)
+        module.__setstate__(values.decode(attributes))
         return module  # type: ignore[no-any-return]
 
-    def _tensor(self, key: str, is_parameter: bool, requires_grad: bool) -> Tensor:  # noqa: FBT001 - as written
-        if key not in self.restored:
-            tensor = self.tensors[key].clone()
-            self.restored[key] = (
-                nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-            )
-        return self.restored[key]
+    def tensor(self, values: ValueDecoder, tree: JsonValue, is_parameter: bool, requires_grad: bool) -> Tensor:  # noqa: FBT001 - as encoded
+        """Return a tensor."""
+        tensor = values.decode(tree).clone()
+        self._objects.append(
+            nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+        )
+        return self._objects[-1]  # type: ignore[return-value]
+
+    def shared(self, values: ValueDecoder, number: int) -> nn.Module | Tensor:
+        """Return a module or a tensor that was decoded before."""
+        del values
+        return self._objects[number]
+
+
+def _decode_partial(values: ValueDecoder, *parts: JsonValue) -> partial[Any]:
+    function, args, keywords = map(values.decode, parts)
+    return partial(function, *args, **keywords)
 
 
 def _attribute_path(where: str, key: str) -> str:
     """Return the path of a module's attribute; submodules and tensors omit torch's own dictionaries."""
     return where if key in {"_modules", "_parameters", "_buffers"} else f"{where}.{key}"
+
+
+def _unsupported(name: str, part: object) -> PlanError:
+    shown = getattr(part, "__qualname__", None)
+    return PlanError(
+        f"{name} has {shown if isinstance(shown, str) else f'a {type(part).__name__}'}, which another process cannot "
+        "import; use functions and classes defined at module level in a file that the executors have, and plain "
+        "attributes (numbers, text, containers, tensors)"
+    )
 
 
 def _import_path(value: object, where: str) -> str:
@@ -201,11 +163,7 @@ def _import_path(value: object, where: str) -> str:
                 return f"{module}:{name}"
         except (ImportError, AttributeError, ValueError):
             pass
-    shown = name if isinstance(name, str) else f"a {type(value).__name__}"
-    raise PlanError(
-        f"{where} has {shown}, which another process cannot import; use functions and classes defined at module level "
-        "in a file that the executors have, and plain attributes (numbers, text, containers, tensors)"
-    )
+    raise _unsupported(where, value)
 
 
 def _import_object(name: str) -> Any:  # noqa: ANN401 - a function or a class
@@ -215,5 +173,5 @@ def _import_object(name: str) -> Any:  # noqa: ANN401 - a function or a class
     except (ImportError, AttributeError) as error:
         raise PlanError(f"{name} cannot be imported here ({error}); install the package that defines it") from error
     if not callable(target):
-        raise PlanError(f"{name} is neither a function nor a class; the data was not written by serialize_module")
+        raise PlanError(f"{name} is neither a function nor a class; the data was not written by encode_module")
     return target

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import load as read_tensors
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.spark.training_spec import BroadcastBytes, load_values
+from counterpoint.value_codec import decode_value
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,7 +97,7 @@ def _load_model(predictor: Predictor) -> nn.Module:
     slot = _model_slot(predictor.run_id)
     if not slot:
         model = predictor.model
-        load_values(model, read_tensors(predictor.constants.value))
+        load_values(model, decode_value(predictor.constants.value))
         slot.append(model.eval())
     return slot[0]
 

@@ -6,21 +6,21 @@ import json
 import os
 import secrets
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.function import import_path, read_value, write_value
+from counterpoint.launchers.function import format_value, import_path
 from counterpoint.launchers.spark import SparkRankResult, SparkRankSpec, run_task
 from counterpoint.spark.failures import translate_spark_errors
 from counterpoint.spark.sample_readers import ArrowReader, RowReader, SampleColumn
 from counterpoint.spark.samples import check_columns
 from counterpoint.spark.settings import warn_insecure_settings
+from counterpoint.value_codec import decode_value
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SampleReader: TypeAlias = Callable[[Iterable[Any], Path], None]
-SCHEMA = "rank int, name string, content binary"
+SCHEMA = "rank int, report string, value binary"
 EXECUTOR_STARTUP_S = 20.0  # time that executors may take to register after Spark's start
 
 
@@ -53,7 +53,7 @@ def run_ranks(
         function: importable by another process: defined at module level in a file that the executors have.
         ranks: number of ranks; by default the number of partitions of the data, or 1. Data with another number of
             partitions is repartitioned.
-        args: JSON values and tensors, the same for every rank.
+        args: as for ``launch``, the same for every rank.
         columns: of a DataFrame: input columns, then the target column.
         dtype: dtype that floating-point values are converted to.
 
@@ -73,15 +73,17 @@ def run_ranks(
     spec = make_rank_spec(function, args, count, int(settings.get("spark.task.cpus", "1")))
     with translate_spark_errors(f"the {count} ranks of {spec.target}"):
         if isinstance(source, SparkSession):
-            file_rows = context.parallelize(range(count), count).barrier().mapPartitions(RankTask(spec, None)).collect()
+            result_rows = (
+                context.parallelize(range(count), count).barrier().mapPartitions(RankTask(spec, None)).collect()
+            )
         else:
             data: Any = source if rows.getNumPartitions() == count else source.repartition(count)
             if isinstance(source, DataFrame):
                 frame, reader = select_columns(data, columns, dtype)
-                file_rows = frame.mapInArrow(ArrowRankTask(RankTask(spec, reader)), SCHEMA, barrier=True).collect()
+                result_rows = frame.mapInArrow(ArrowRankTask(RankTask(spec, reader)), SCHEMA, barrier=True).collect()
             else:
-                file_rows = data.barrier().mapPartitions(RankTask(spec, RowReader(dtype))).collect()
-    return parse_results(file_rows, count)
+                result_rows = data.barrier().mapPartitions(RankTask(spec, RowReader(dtype))).collect()
+    return parse_results(result_rows)
 
 
 def make_rank_spec(function: Callable[..., Any], args: Sequence[object], count: int, cpus: int) -> SparkRankSpec:
@@ -97,15 +99,11 @@ def make_rank_spec(function: Callable[..., Any], args: Sequence[object], count: 
             "bound method, or defined inside a function or a notebook cell; define it at module level in a file, "
             "and ship the file to the executors with spark.addArtifact or addPyFile"
         )
-    with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
-        folder = Path(name)
-        write_value(folder, "args", list(args))
-        files = {path.name: path.read_bytes() for path in folder.iterdir()}
     return SparkRankSpec(
         command=("python", "-m", "counterpoint.spark.task_main"),
         target=target,
         path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - an empty entry is the current folder
-        files=files,
+        args=format_value(list(args), "args"),
         job=f"spark-{secrets.token_hex(6)}",
         num_ranks=count,
         cpus=cpus,
@@ -173,15 +171,14 @@ class RankTask:
     reader: SampleReader | None
 
     def __call__(self, rows: Iterable[Any]) -> Iterator[tuple[int, str, bytes]]:
-        """Run the rank, and yield its result as files."""
+        """Run the rank, and yield its result as a row."""
         from pyspark import BarrierTaskContext, SparkFiles
 
         def prepare(folder: Path) -> None:
             if self.reader is not None:
                 self.reader(rows, folder)
 
-        result = run_task(BarrierTaskContext.get(), self.spec, prepare, SparkFiles.getRootDirectory())
-        yield from to_file_rows(result)
+        yield to_row(run_task(BarrierTaskContext.get(), self.spec, prepare, SparkFiles.getRootDirectory()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +186,7 @@ class ArrowRankTask:
     """The same task, from Arrow batches to Arrow batches.
 
     Args:
-        task: from batches to files.
+        task: from batches to rows.
     """
 
     task: RankTask
@@ -198,43 +195,30 @@ class ArrowRankTask:
         """Run the rank, and yield its result as one batch."""
         import pyarrow
 
-        ranks, names, contents = zip(*self.task(batches), strict=True)
+        ((rank, report, value),) = self.task(batches)
         arrays = [
-            pyarrow.array(ranks, pyarrow.int32()), pyarrow.array(names), pyarrow.array(contents, pyarrow.binary())
+            pyarrow.array([rank], pyarrow.int32()), pyarrow.array([report]), pyarrow.array([value], pyarrow.binary())
         ]  # fmt: skip
-        yield pyarrow.RecordBatch.from_arrays(arrays, ["rank", "name", "content"])
+        yield pyarrow.RecordBatch.from_arrays(arrays, ["rank", "report", "value"])
 
 
-def to_file_rows(result: SparkRankResult) -> list[tuple[int, str, bytes]]:
-    """Return the result of a rank as rows of (rank, file name, content)."""
-    fields = {key: value for key, value in asdict(result).items() if key != "files"}
-    return [
-        (result.rank, "result", json.dumps(fields).encode()),
-        *((result.rank, *pair) for pair in result.files.items()),
-    ]
+def to_row(result: SparkRankResult) -> tuple[int, str, bytes]:
+    """Return the result of a rank as a row of (rank, report as JSON, value)."""
+    fields = asdict(result)
+    value = fields.pop("value")
+    return result.rank, json.dumps(fields), value
 
 
-def parse_results(rows: Iterable[Sequence[Any]], count: int) -> list[Any]:
+def parse_results(rows: Iterable[tuple[int, str, bytes]]) -> list[Any]:
     """Return what each rank returned.
 
     Raises:
         LaunchError: a rank failed.
     """
-    files_by_rank: dict[int, dict[str, bytes]] = {}
-    for rank, name, content in rows:
-        files_by_rank.setdefault(rank, {})[name] = bytes(content)
-    results = [SparkRankResult(**json.loads(files_by_rank[rank]["result"])) for rank in sorted(files_by_rank)]
+    results = [SparkRankResult(**json.loads(report), value=bytes(value)) for _, report, value in sorted(rows)]
     failed = next((result for result in results if result.report), None)
     if failed is not None:
         traceback = results[failed.failed_rank].traceback if failed.failed_rank >= 0 else ""
         details = f"\nthe traceback of rank {failed.failed_rank} ends:\n{traceback}" if traceback else ""
         raise LaunchError(failed.report + details)
-    return [_read_result(files_by_rank[rank], rank) for rank in range(count)]
-
-
-def _read_result(files: Mapping[str, bytes], rank: int) -> Any:  # noqa: ANN401 - whatever the function returned
-    with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
-        folder = Path(name)
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        return read_value(folder, f"result-{rank}")
+    return [decode_value(result.value) for result in results]

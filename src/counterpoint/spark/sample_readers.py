@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from counterpoint.errors import DataError
+from counterpoint.value_codec import encode_value
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
 
-SAMPLES = "samples.safetensors"
+SAMPLES = "samples.value"
 NUMPY_DTYPES = {
     "tinyint": "int8",
     "smallint": "int16",
@@ -82,11 +82,11 @@ class ArrowReader:
             for index, column in enumerate(self.columns):
                 parts[index].append(column_values(batch.column(index), column, start))
             start += batch.num_rows
-        fields = {
-            f"{index:03}": concat_column([part for part in parts[index] if len(part)], column)
-            for index, column in enumerate(self.columns)
-        }
-        save_file(fields, folder / SAMPLES)
+        fields = tuple(
+            concat_column([part for part in arrays if len(part)], column)
+            for arrays, column in zip(parts, self.columns, strict=True)
+        )
+        (folder / SAMPLES).write_bytes(encode_value(fields, "samples"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from isal import isal_zlib
-from safetensors.torch import load as read_tensors, save as write_tensors
 
 from counterpoint.data.fetch import Fields, fetch
 from counterpoint.errors import DataError, LaunchError
@@ -23,6 +22,7 @@ from counterpoint.spark.shuffle import (
     identity_partitioner,
     parse_message,
 )
+from counterpoint.value_codec import decode_value, encode_value
 
 if TYPE_CHECKING:
     from pyspark import RDD
@@ -169,23 +169,19 @@ def encode_samples(rows: Sequence[Any], dtype: torch.dtype) -> bytes:
         [[[1.0, 2.0], [3.0, 4.0]], [0, 1]]
     """
     if not rows:
-        return write_tensors({})
+        return encode_value((), "samples")
     samples = [
         tuple(_to_numeric(value, index, position) for index, value in enumerate(_check_row(row, position)))
         for position, row in enumerate(rows)
     ]
     fields = fetch(samples, range(len(samples)))
-    return write_tensors(
-        {
-            f"{index:03}": (field.to(dtype) if field.is_floating_point() else field).contiguous()
-            for index, field in enumerate(fields)
-        }
-    )
+    return encode_value(tuple(field.to(dtype) if field.is_floating_point() else field for field in fields), "samples")
 
 
 def decode_samples(text: bytes) -> Fields:
     """Return the fields written by ``encode_samples``; none if there was no row."""
-    return tuple(value for _, value in sorted(read_tensors(text).items()))
+    fields: Fields = decode_value(text)
+    return fields
 
 
 def sample_digest(text: bytes) -> str:

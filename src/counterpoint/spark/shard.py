@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -14,6 +13,7 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.training.distributed_world import DistributedWorld, open_world
+from counterpoint.value_codec import decode_value
 
 
 class SampleShard:
@@ -135,6 +135,6 @@ def format_fields(fields: list[Any]) -> str:
 
 def read_shard(path: Path) -> SampleShard:
     """Return the samples that a task has written to a file, and delete the file."""
-    shard = SampleShard(tuple(value.clone() for _, value in sorted(load_file(path).items())))
+    shard = SampleShard(tuple(map(torch.as_tensor, decode_value(path.read_bytes()))))
     path.unlink()
     return shard

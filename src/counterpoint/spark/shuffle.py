@@ -39,8 +39,8 @@ class ShuffleMessage:
         kind: of the content.
         sender: partition that sent it.
         step: in which it was sent.
-        payload: safetensors for samples and state, raw values for weights and gradients, JSON for reports; never
-            pickle.
+        payload: of :mod:`counterpoint.value_codec` for samples and state, raw values for weights and gradients, JSON
+            for reports; never pickle.
 
     Example:
         >>> parse_message(format_message(ShuffleMessage(ShuffleMessageKind.REPORT, 2, 7, b"{}")))

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-from safetensors.torch import load as read_tensors, save as write_tensors
 from torch import Tensor, nn
 
 from counterpoint.errors import PlanError
@@ -22,6 +21,7 @@ from counterpoint.partitioning.sample_independence import modules_with_running_s
 from counterpoint.runtime.params.flat_layout import FlatLayout
 from counterpoint.spark.failures import serialization_error
 from counterpoint.spark.weight_slices import SliceCodec, SliceOptimizer
+from counterpoint.value_codec import decode_value, encode_value
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -85,8 +85,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 def serialize_constants(model: nn.Module, trained: Mapping[str, int]) -> bytes:
     """Return buffers and frozen parameters, which no step changes, as bytes."""
-    constants = {name: tensor.detach().clone() for name, tensor in _all_tensors(model) if name not in trained}
-    return write_tensors(constants)
+    return encode_value({name: tensor for name, tensor in _all_tensors(model) if name not in trained}, "constants")
 
 
 def check_no_running_stats(model: nn.Module) -> None:
@@ -111,7 +110,7 @@ class SparkReplica:
         layout = spec.layout
         self.flat = torch.empty(layout.num_elements, dtype=layout.dtype)
         views = {slot.name: self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots}
-        load_values(self.model, {**read_tensors(spec.constants.value), **views}, trained=views)
+        load_values(self.model, {**decode_value(spec.constants.value), **views}, trained=views)
         self.model.train()
         known = dict(self.model.named_parameters())
         self.params = [known[slot.name] for slot in layout.slots]

@@ -8,18 +8,16 @@ from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 import torch
-from safetensors.torch import load as read_tensors, save as write_tensors
 from torch import Tensor, nn, optim
 
 from counterpoint.errors import PlanError
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, argument_names, without_dynamo_import
 from counterpoint.runtime.params.flat_layout import FlatLayout, ShardSpan, build_layouts
+from counterpoint.value_codec import decode_value, encode_value
 
 SliceCodec: TypeAlias = Literal["", "bf16"]
 MAX_SLICE_BYTES = 1 << 30
 """Maximum size of one message: a Java array is smaller than 2 GiB."""
-
-WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +100,19 @@ def encode_slice(weights: Tensor, states: Sequence[Mapping[str, Any]] = ()) -> b
         >>> weights, states
         (tensor([1., 1.]), {0: {'step': tensor(3.)}})
     """
-    tensors = {WEIGHTS: weights}
-    for index, state in enumerate(states):
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.contiguous()
-            elif value is not None:
-                raise PlanError(
-                    f"the optimizer keeps {key!r} as a {type(value).__name__}, but slices hold tensors; use one of "
-                    "torch's own optimizers"
-                )
-    return write_tensors(tensors)
+    tensors_of = [{key: value for key, value in state.items() if value is not None} for state in states]
+    for key, value in (item for tensors in tensors_of for item in tensors.items()):
+        if not isinstance(value, Tensor):
+            raise PlanError(
+                f"the optimizer keeps {key!r} as a {type(value).__name__}, but slices hold tensors; use one of "
+                "torch's own optimizers"
+            )
+    return encode_value((weights, {index: tensors for index, tensors in enumerate(tensors_of) if tensors}), "a slice")
 
 
 def decode_slice(text: bytes) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
     """Return the weights, and the optimizer state by part, given to ``encode_slice``."""
-    states: dict[int, dict[str, Tensor]] = {}
-    tensors = read_tensors(text)
-    weights = tensors.pop(WEIGHTS)
-    for name, value in tensors.items():
-        index, _, key = name.partition(".")
-        states.setdefault(int(index), {})[key] = value
+    weights, states = decode_value(text)
     return weights, states
 
 

@@ -1,20 +1,16 @@
-"""Optimizer states in a file: tensors as safetensors, everything else as JSON in its header; no pickle."""
+"""Optimizer states in a file, as :mod:`counterpoint.value_codec` encodes them; no pickle."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
-from torch import Tensor
-
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, write_file
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointError, ProtocolError
+from counterpoint.value_codec import decode_value, encode_value
 
-FORMAT = "counterpoint kvstore states 1"
+FORMAT = "counterpoint kvstore states 2"
 
 
 def save_states(path: Path, states: Mapping[Any, dict[str, Any]], *, with_options: bool) -> None:
@@ -25,18 +21,10 @@ def save_states(path: Path, states: Mapping[Any, dict[str, Any]], *, with_option
         states: by key, from :meth:`TorchUpdater.states`.
         with_options: also save the learning rate and other options.
     """
-    tensors: dict[str, Tensor] = {}
-    entries = []
-    for index, (key, saved) in enumerate(states.items()):
-        scalars = {}
-        for name, value in saved["state"].items():
-            if isinstance(value, Tensor):
-                tensors[f"{index} {name}"] = value.detach().cpu().contiguous().clone()
-            else:
-                scalars[name] = value
-        options = {name: value for name, value in saved["options"].items() if _is_plain(value)} if with_options else {}
-        entries.append({"key": key, "numbers": scalars, "options": options})
-    data = to_bytes(tensors, {"form": FORMAT, "keys": json.dumps(entries)})
+    content = {
+        key: {**saved, "options": _plain_options(saved) if with_options else {}} for key, saved in states.items()
+    }
+    data = encode_value({FORMAT: content}, "states", _unsupported)
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     try:
@@ -57,24 +45,19 @@ def load_states(path: Path) -> dict[Any, dict[str, Any]]:
         CheckpointError: it cannot be read, or has another format.
     """
     try:
-        with safe_open(path, framework="pt") as opened:
-            header = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-        if header.get("form") != FORMAT:
-            raise CheckpointError(f"{path} has no kvstore states; give a file written by save_optimizer_states")
-        entries = json.loads(header["keys"])
-    except (OSError, SafetensorError, ValueError) as error:
+        content = decode_value(path.read_bytes())
+    except (OSError, ProtocolError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}; give a file written by save_optimizer_states"
         ) from error
-    states: dict[Any, dict[str, Any]] = {
-        entry["key"]: {"state": dict(entry["numbers"]), "options": _options(entry["options"])} for entry in entries
-    }
-    keys = [entry["key"] for entry in entries]
-    for name, tensor in tensors.items():
-        index, state_name = name.split(" ", 1)
-        states[keys[int(index)]]["state"][state_name] = tensor
+    if not isinstance(content, dict) or content.keys() != {FORMAT}:
+        raise CheckpointError(f"{path} has no kvstore states; give a file written by save_optimizer_states")
+    states: dict[Any, dict[str, Any]] = content[FORMAT]
     return states
+
+
+def _plain_options(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in saved["options"].items() if _is_plain(value)}
 
 
 def _is_plain(value: object) -> bool:
@@ -85,5 +68,7 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(number, int | float) for number in value)
 
 
-def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+def _unsupported(name: str, part: object) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is a {type(part).__name__}, which cannot be saved; convert it to numbers or a tensor"
+    )

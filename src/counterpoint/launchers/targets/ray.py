@@ -20,7 +20,6 @@ from counterpoint.launchers.exit_report import (
     ErrorRecord,
     RankExit,
     exit_code,
-    find_root_cause,
     format_report,
     wait_for_others_s,
 )
@@ -133,8 +132,7 @@ class RayAttempt:
             self._start(seats)
             while self.running:
                 self._collect_exits(began)
-                if find_root_cause(self.exits) is not None:
-                    stop_s = min(stop_s, time.monotonic() + wait_for_others_s(self.exits, ()))
+                stop_s = min(stop_s, time.monotonic() + wait_for_others_s(self.exits))
                 if self.stopped_s is None and stop_s <= time.monotonic():
                     self.stopped_s = time.monotonic()
                     for rank in self.running.values():

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from counterpoint.errors import ProtocolError
 from counterpoint.fabric.frames import payload_bytes
-from counterpoint.ps.message_codec import JsonValue, PsMessage, decode_message, encode_message, malformed_message
+from counterpoint.ps.message_codec import PsMessage, decode_message, encode_message, malformed_message
 from counterpoint.ps.messages import Ack, InstallSnapshot, PullReply, PullRequest, PushReply, PushRequest
 from counterpoint.ps.write_ahead_log import decode_one, encode_chunks
 from counterpoint.rpc.frame import RpcMessage, int_fields
+from counterpoint.value_codec import JsonValue
 
 BATCH_KIND: Final = "batch"
 BATCH_BYTES: Final = 1 << 19
