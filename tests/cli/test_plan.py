@@ -243,7 +243,7 @@ def test_a_profile_is_planned_for_and_the_stages_of_its_best_pipeline_are_named(
 def test_a_profile_that_is_not_there_or_stands_beside_a_job_is_refused():
     for words, message in (
         (["--graph", "missing.txt"], "missing.txt cannot be read: No such file or directory; give a graph.txt"),
-        (["digits", "--graph", "graph.txt"], "graph.txt has layers of its own; leave out digits"),
+        (["digits", "--graph", "graph.txt"], "graph.txt has layers of its own; omit digits"),
     ):
         result = plan(*words, "-n", "2")
         assert result.exit_code == 1

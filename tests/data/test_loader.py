@@ -131,7 +131,7 @@ def test_an_error_says_which_sample_and_where_in_the_users_code():
     [
         (
             "die",
-            "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; if nobody sent it, the kernel",
+            "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; unless a user sent it, the kernel",
         ),
         ("leave", "ended with exit code 3 while reading microbatch 0 of batch 1 in epoch 0; see its last"),
     ],

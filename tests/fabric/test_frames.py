@@ -90,7 +90,7 @@ def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, 
         (forged(0, 1, b"\x01\x11" + bytes(200)), "tensor 0 is described by dtype 1 and 17 dims"),
         (forged(0, 5, b"\x01\x00" * 4), "its head ends before tensor 4 of 5"),
         (forged(0, 0, bytes(32)), r"its head has \d+ bytes too many"),
-        (forged(0, 1, b"\x01\x01" + b"\xff" * 8, bytes(16)), "ends behind its payload"),
+        (forged(0, 1, b"\x01\x01" + b"\xff" * 8, bytes(16)), "extends beyond the payload"),
         (
             forged(0, 1, b"\x01\x02" + b"\xff" * 8 + bytes(8)),
             r"tensor 0 is described by shape \(18446744073709551615, 0\)",

@@ -26,7 +26,7 @@ def raised(kind, at, *, peer=False, text="went wrong"):
 def test_a_killed_rank_explains_the_peers_that_failed_before_it_was_seen():
     outcomes = [ended(0, error=raised("PeerError", 1.0, peer=True)), ended(1, -9, at=3.0), ended(2, -15, stopped_s=2.0)]
     assert format_report(outcomes).splitlines() == [
-        "rank 1 was killed by SIGKILL (pid 101, after 4.2 s); if nobody sent it, the kernel ran out of memory: "
+        "rank 1 was killed by SIGKILL (pid 101, after 4.2 s); unless a user sent it, the kernel ran out of memory: "
         "see dmesg, use fewer ranks or smaller batches",
         "ranks 0 and 2 stopped because of rank 1",
     ]

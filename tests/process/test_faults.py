@@ -79,7 +79,9 @@ def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(tmp_path):
         os.kill(pids[1], signal.SIGKILL)
         code, lines = ended(process, began)
         assert code == 128 + signal.SIGKILL
-        assert re.match(rf"rank 1 was killed by SIGKILL \(pid {pids[1]}, after [\d.]+ s\); if nobody sent it", lines[0])
+        assert re.match(
+            rf"rank 1 was killed by SIGKILL \(pid {pids[1]}, after [\d.]+ s\); unless a user sent it", lines[0]
+        )
         assert gone(pids)
 
 

@@ -48,7 +48,7 @@ def with_worker():
 def test_a_second_member_of_one_name_is_refused_while_the_first_is_heard():
     (refused,) = sent(with_worker().on_event(hello(token=8), 1.0), Rejected)
     assert refused.reason == "identity"
-    assert "worker already belongs to the job, as incarnation 1, last heard 1.0 s ago" in refused.text
+    assert "worker already belongs to the job, as incarnation 1; its last message was 1.0 s ago" in refused.text
 
 
 def test_a_hello_that_is_repeated_is_answered_again_and_nobody_joins_twice():

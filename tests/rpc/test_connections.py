@@ -112,7 +112,7 @@ def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret
 
 
 def test_a_server_that_nobody_started_is_an_error_that_says_to_call_again(loop, secret):
-    with pytest.raises(ConnectionLostError, match=r"nobody listens at unix:nobody; .* reconnect"):
+    with pytest.raises(ConnectionLostError, match=r"no process listens at unix:nobody; .* reconnect"):
         RpcClient(loop, parse_address("unix:nobody"), secret)
     with pytest.raises(
         ConnectionLostError, match=r"tcp:127.0.0.1:1 is unreachable \(connection refused\); .* reconnect"

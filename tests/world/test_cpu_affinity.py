@@ -76,7 +76,7 @@ def test_more_threads_than_cores_are_the_users_choice_and_told():
     found = place_ranks(machine(2), 2, threads=2)
     assert [where.threads for where in found.ranks] == [2, 2]
     assert found.note == (
-        "2 ranks x 2 threads on 2 cores: threads share cores, as requested; leave out --threads and OMP_NUM_THREADS "
+        "2 ranks x 2 threads on 2 cores: threads share cores, as requested; omit --threads and OMP_NUM_THREADS "
         "for 1 each"
     )
     assert place_ranks(machine(2), 2).note == ""

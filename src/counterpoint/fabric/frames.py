@@ -240,7 +240,7 @@ def decode(frame: Tensor) -> Frame:
     for dtype, shape in decode_tensor_meta(head[prefix.label_bytes :], prefix.num_tensors):
         size = prod(shape) * dtype.itemsize
         if start + padded_size(size) > len(raw):
-            raise damaged_frame_error(f"tensor {len(tensors)}, {dtype} {shape}, ends behind its payload")
+            raise damaged_frame_error(f"tensor {len(tensors)}, {dtype} {shape}, extends beyond the payload")
         tensors.append(frame[start : start + size].view(dtype).view(shape))
         start += padded_size(size)
     if start != len(raw):

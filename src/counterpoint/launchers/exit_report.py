@@ -17,7 +17,9 @@ MESSAGE_MAX_CHARS = 4000
 RECORD_MAX_BYTES = 65536
 
 REMEDIES = {
-    signal.SIGKILL: "if nobody sent it, the kernel ran out of memory: see dmesg, use fewer ranks or smaller batches",
+    signal.SIGKILL: (
+        "unless a user sent it, the kernel ran out of memory: see dmesg, use fewer ranks or smaller batches"
+    ),
     signal.SIGTERM: "something outside this run sent it: a scheduler or a person",
     signal.SIGINT: "something outside this run sent it: a scheduler or a person",
 }
@@ -224,7 +226,7 @@ def _format_exit(rank_exit: RankExit) -> str:
         return f"{who} was killed by {name} {run}; {remedy}"
     if rank_exit.returncode == 0:
         return f"{who} ended with exit code 0 {run}, but others waited for it; every rank has to do all of the steps"
-    return f"{who} ended with exit code {rank_exit.returncode} {run}; what it wrote last says why"
+    return f"{who} ended with exit code {rank_exit.returncode} {run}; its last output shows the cause"
 
 
 def _describe_signal(number: int) -> tuple[str, str]:

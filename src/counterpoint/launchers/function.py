@@ -63,7 +63,7 @@ def _to_tree(value: object, where: str, tensors: dict[str, Tensor]) -> object:
                 f"{where} is a {type(value).__name__}, which cannot be sent to another process; "
                 f"arguments and results are JSON values (None, numbers, text, lists, tuples, dicts with text keys) "
                 f"and tensors; "
-                f"pass what it is made from, and build it inside the function"
+                f"pass the values from which it is built, and build it inside the function"
             )
 
 

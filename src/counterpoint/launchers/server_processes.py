@@ -149,7 +149,7 @@ class ServerProcesses:
             self._children[name].popen.kill()
 
     def check(self) -> None:
-        """Raise the error of a process that has exited by itself, and would again.
+        """Raise the error of a process that has exited on its own, and would exit again after a restart.
 
         Raises:
             LaunchError: with the end of its stderr.

@@ -109,7 +109,7 @@ def test_a_rank_that_waits_for_long_says_for_whom(num_ranks, transport):
     (text, afterwards), *_ = ranks_of(states.stalled, num_ranks, transport)
     missing = "rank 1 is" if num_ranks == 2 else "ranks 1, 2 are"
     assert text.startswith("rank 0 has waited 0 s for allreduce of loss; ")
-    assert f"{missing} not waiting for it: look at what they do instead" in text
+    assert f"{missing} not waiting for it: check what they wait for instead" in text
     assert afterwards is None
 
 

@@ -120,7 +120,7 @@ def test_a_worker_with_another_job_is_reported(threads, tmp_path):
 def test_a_job_without_its_coordinator_is_not_waited_for_forever(threads):
     servers = threads(job())
     servers.stop("coordinator")
-    with pytest.raises(LaunchError, match=r"waited 0\.5 s for job hosted: nobody listens"):
+    with pytest.raises(LaunchError, match=r"waited 0\.5 s for job hosted: no process listens"):
         join(servers.contact, "worker-0", servers.key, timeout_s=0.5)
 
 

@@ -189,7 +189,7 @@ class SparseGradExchange:
 
 
 class GradRange(NamedTuple):
-    """A range of a flat gradient, and what it is the sum of: tensors of its length, or rows of a table.
+    """A range of a flat gradient, and the terms of its sum: tensors of its length, or rows of a table.
 
     Args:
         start: its first element.
@@ -370,7 +370,7 @@ class SharedParams:
         return self.small_names
 
     def drop_grad_pages(self) -> None:
-        """Free the memory of the own gradient; nobody reads it after the updates of a step."""
+        """Free the memory of the own gradient; no rank reads it after the updates of a step."""
         discard_shared_pages(self.local_grad.data_ptr(), self.local_grad.numel() * self.local_grad.element_size())
 
     def detach(self) -> None:
