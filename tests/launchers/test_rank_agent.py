@@ -38,7 +38,7 @@ def test_an_error_is_reported_with_its_location_in_the_supervisors_clock(tmp_pat
     outcome = to_rank_exit(3, ended, now_s=1000.0, stopped_s=None)
     assert outcome.error is not None
     assert (outcome.rank, outcome.error.kind, outcome.error.message) == (3, "ValueError", "too wide")
-    assert outcome.error.place.endswith("script.py:1")
+    assert outcome.error.location.endswith("script.py:1")
     assert 990 < outcome.error.time_s < 1000
 
 
