@@ -34,8 +34,8 @@ def probe(
 ) -> None:
     """Measure compute speed and messages of ranks, and write them as a cluster file.
 
-    Starts ranks on this host, or measures those that a launcher has started: `counterpoint run`, torchrun. Nothing else
-    should run meanwhile.
+    Starts ranks on this host, or measures those that a launcher has started: `counterpoint run`, torchrun. No other
+    program should run.
     """
     environment = detect()
     if environment is not None and (threads is not None or ranks not in {None, environment.world_size}):

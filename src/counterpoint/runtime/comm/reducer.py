@@ -98,7 +98,7 @@ class ToggledGradHooks:
             entry.hooks.pop(entry.number, None)
 
 
-def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs leave out these members
+def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs omit these members
     handle = param.register_post_accumulate_grad_hook(hook)
     return _HookEntry(param._post_accumulate_grad_hooks, handle.id, hook)  # noqa: SLF001 - it has no public name
 

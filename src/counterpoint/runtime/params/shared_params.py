@@ -352,7 +352,7 @@ class SharedParams:
                 self._small_params.append((params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)))
             else:
                 self.large_slots.append(slot)
-                param: Any = params[slot.name]  # torch's stubs leave out the type of this method
+                param: Any = params[slot.name]  # torch's stubs omit the type of this method
                 self._hooks.append(
                     param.register_post_accumulate_grad_hook(partial(_collect_in_hook, collect_grad, slot))
                 )
