@@ -77,9 +77,9 @@ void HostContext::notify(const std::vector<int>& ranks) {
 }
 
 void HostContext::notify_all() {
-  std::vector<int> everybody(num_ranks_);
-  std::iota(everybody.begin(), everybody.end(), 0);
-  notify(everybody);
+  std::vector<int> all_ranks(num_ranks_);
+  std::iota(all_ranks.begin(), all_ranks.end(), 0);
+  notify(all_ranks);
 }
 
 bool HostContext::advance() {
@@ -145,8 +145,8 @@ void HostContext::remove(Group* group) {
 }
 
 void HostContext::stop(const char* reason, size_t num_bytes) {
-  uint32_t nobody = 0;
-  if (!header_->stop.compare_exchange_strong(nobody, 1)) return;
+  uint32_t not_stopped = 0;
+  if (!header_->stop.compare_exchange_strong(not_stopped, 1)) return;
   size_t length = std::min(num_bytes, REASON_BYTES - 1);
   std::memcpy(header_->reason, reason, length);
   header_->reason[length] = 0;

@@ -22,7 +22,7 @@ struct OptimizerStep {
   uint64_t count;
   double lr, weight_decay;
   double beta1, beta2;        // SGD: momentum and dampening
-  double eps, turn;           // Adam: turn is the step number, from 1
+  double eps, step_number;    // Adam: step_number counts from 1
 };
 
 void optimizer_step(const OptimizerStep& step);

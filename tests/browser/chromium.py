@@ -40,11 +40,11 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self.write_end, json.dumps(message).encode() + b"\0")
         while True:
-            found = self.next_message()
-            if found.get("id") == self.number:
-                assert "result" in found, found
-                return found["result"]
-            self.events.append(found)
+            result = self.next_message()
+            if result.get("id") == self.number:
+                assert "result" in result, result
+                return result["result"]
+            self.events.append(result)
 
     def next_message(self):
         """The next message of the browser."""

@@ -29,17 +29,17 @@ def seen(page, tmp_path):
     """Headings and timelines of a page that was opened, captured, and found to be valid and self-contained."""
     with browsing(tmp_path / "profile") as browser:
         browser.open(page.as_uri())
-        found = browser.value(HEADINGS), browser.value(SHOWN)
+        actual = browser.value(HEADINGS), browser.value(SHOWN)
         browser.photograph(tmp_path / "report.png")
         assert (browser.requests(), browser.complaints()) == ([page.as_uri()], [])
     assert (tmp_path / "report.png").stat().st_size > 10_000
     assert find_html_errors(page.read_text()) == []
-    return found
+    return actual
 
 
 def drawn(timelines, title):
-    found = [one for one in timelines if one["title"] == title]
-    return bool(found) and all(one["wide"] > 300 and one["high"] > 60 and one["bars"] > 4 for one in found)
+    actual = [one for one in timelines if one["title"] == title]
+    return bool(actual) and all(one["wide"] > 300 and one["high"] > 60 and one["bars"] > 4 for one in actual)
 
 
 def test_the_report_of_a_planned_run_shows_its_step_twice_and_the_best_plans(tmp_path):

@@ -128,16 +128,16 @@ def test_a_byte_that_changes_after_opening_is_found_on_reading(tmp_path):
         checkpoint.read("fc.bias")
 
 
-def test_the_newest_intact_checkpoint_loads_and_damaged_newer_ones_are_told(tmp_path):
+def test_the_newest_intact_checkpoint_loads_and_damaged_newer_ones_are_reported(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path, step)
     flip(tmp_path / "step-00000003" / SHARD, -1)
     (tmp_path / "step-00000002" / "manifest.json").unlink()
-    found = Checkpoint.open(tmp_path)
-    assert holds_exactly(found, 1)
-    assert [skip.folder.name for skip in found.skipped] == ["step-00000003", "step-00000002"]
-    assert "is damaged: tensor" in found.skipped[0].reason
-    assert "cannot be read" in found.skipped[1].reason
+    result = Checkpoint.open(tmp_path)
+    assert holds_exactly(result, 1)
+    assert [skip.folder.name for skip in result.skipped] == ["step-00000003", "step-00000002"]
+    assert "is damaged: tensor" in result.skipped[0].reason
+    assert "cannot be read" in result.skipped[1].reason
 
 
 def test_a_folder_with_only_damaged_checkpoints_lists_each(tmp_path):
@@ -238,9 +238,9 @@ json_values = st.recursive(
 def test_the_state_comes_back_as_it_was(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "manifest.json"
     path.write_bytes(format_manifest(CheckpointManifest("counterpoint-checkpoint", 1, 3, {}, {}, state, ())))
-    found = parse_manifest(path).state
-    assert found == state
-    assert repr(found) == repr(state)
+    result = parse_manifest(path).state
+    assert result == state
+    assert repr(result) == repr(state)
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_however_far_each_rank_has_come_the_newest_step_of_all_is_read(tmp_path_
     for rank in turns:
         done[rank] += 1
         add(root, done[rank], rank)
-    found = latest(root)
-    assert (found.step if found else 0) == min(done)
+    result = latest(root)
+    assert (result.step if result else 0) == min(done)
 
 
 def test_of_two_ranks_that_find_all_parts_there_one_commits(tmp_path):
@@ -125,9 +125,9 @@ def test_whatever_operation_the_last_rank_stops_at_the_old_or_the_new_state_is_l
         if end == "power cut":
             files.drop_unsynced()
         recover_drafts(root)
-        found = Checkpoint.open(root)
-        assert holds_exactly(found, found.step), f"a mixture after a stop at operation {at}"
-        seen.append(found.step)
+        result = Checkpoint.open(root)
+        assert holds_exactly(result, result.step), f"a mixture after a stop at operation {at}"
+        seen.append(result.step)
         save_step(root, 3)
         assert not list(root.glob("*.tmp-*")), f"leftovers after a stop at operation {at}"
         shutil.rmtree(root)

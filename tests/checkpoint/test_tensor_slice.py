@@ -81,9 +81,9 @@ def test_every_listed_dtype_comes_back_bit_for_bit_from_us_and_from_safetensors(
     assert tensors["empty"].shape == (0, 4)
     assert tensors["scalar"].shape == ()
     file = load_file(folder / "shard-00000.safetensors")
-    for found in (tensors["x"], file["tensor-00000"]):
-        assert found.dtype == value.dtype
-        assert torch.equal(found.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8))
+    for result in (tensors["x"], file["tensor-00000"]):
+        assert result.dtype == value.dtype
+        assert torch.equal(result.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8))
 
 
 def test_views_and_gradients_are_saved_as_values(tmp_path):

@@ -50,7 +50,7 @@ def test_a_claim_that_holds_ends_with_0_and_its_figures_are_kept(folder):
     assert {"cores", "torch", "load"} <= set(kept["machine"])
 
 
-def test_a_missed_bar_is_told_and_ends_with_1(folder):
+def test_a_missed_bar_is_reported_and_exits_with_1(folder):
     seen = run("bench", "sum", "--rounds", "2", "--json", str(folder / "sum.json"))
     assert seen.exit_code == 1
     assert "missed: the sum is 3, not 2" in seen.output

@@ -35,10 +35,10 @@ def refused(layers):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("word", "value"), [("1e-3", 1e-3), ("2E4", 2e4), ("1.5e-3", 1.5e-3), (".5", 0.5)])
-def test_a_number_may_have_an_exponent_and_no_point(word, value, tmp_path):
-    file = file_layer(written(tmp_path, f"training:\n  lr: {word}\n"))
-    for layer in (file, set_layer([f"training.lr={word}"])):
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("2E4", 2e4), ("1.5e-3", 1.5e-3), (".5", 0.5)])
+def test_a_number_may_have_an_exponent_and_no_point(text, value, tmp_path):
+    file = file_layer(written(tmp_path, f"training:\n  lr: {text}\n"))
+    for layer in (file, set_layer([f"training.lr={text}"])):
         assert build_config(merge_layers([default_layer(), layer])).training.lr == value
     assert set_layer(["plan.strategy='1e-3'"])["plan.strategy"].value == "1e-3"
 
@@ -62,14 +62,14 @@ def test_the_jobs_that_a_file_may_name_are_those_of_the_table():
 
 
 def test_the_schema_refuses_what_the_command_refuses():
-    found = json.loads(json_schema())
-    assert found["additionalProperties"] is False
-    assert all(section["additionalProperties"] is False for section in found["$defs"].values())
-    assert "Learning rate" in found["$defs"]["TrainingSection"]["properties"]["lr"]["description"]
+    result = json.loads(json_schema())
+    assert result["additionalProperties"] is False
+    assert all(section["additionalProperties"] is False for section in result["$defs"].values())
+    assert "Learning rate" in result["$defs"]["TrainingSection"]["properties"]["lr"]["description"]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("training:\n  batchsize: 3\n", "run.yaml:2: training.batchsize is not a key of a run; did you mean"),
         ("batch_size: 3\n", "run.yaml:1: batch_size is not a key of a run; did you mean training.batch_size?"),
@@ -78,13 +78,13 @@ def test_the_schema_refuses_what_the_command_refuses():
         ("a: [1\n", "run.yaml is not YAML"),
     ],
 )  # fmt: skip
-def test_a_file_with_a_mistake_is_refused_at_its_line(tmp_path, text, told):
+def test_a_file_with_a_mistake_is_refused_at_its_line(tmp_path, text, message):
     with pytest.raises(PlanError) as caught:
         file_layer(written(tmp_path, text))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told_by_its_name(tmp_path):
+def test_a_missing_file_is_reported_by_its_name(tmp_path):
     with pytest.raises(PlanError, match=r"nowhere\.yaml cannot be read: No such file"):
         file_layer(tmp_path / "nowhere.yaml")
 
@@ -93,29 +93,29 @@ def test_a_section_whose_keys_are_all_commented_out_is_empty(tmp_path):
     assert file_layer(written(tmp_path, "training:\n  # epochs: 3\n")) == {}
 
 
-def test_a_value_of_the_wrong_kind_is_told_with_who_gave_it(tmp_path):
+def test_a_value_of_the_wrong_type_is_reported_with_its_source(tmp_path):
     path = written(tmp_path, "training:\n  epochs: many\n")
     assert "run.yaml:2: training.epochs is 'many'; it must be a valid integer" in refused([file_layer(path)])
 
 
-def test_a_word_that_is_not_allowed_is_told_with_the_nearest():
-    told = refused([set_layer(["output.progress=plian"])])
-    assert told.startswith("--set: output.progress is 'plian'; it must be 'auto', 'rich', 'plain'")
-    assert told.endswith("did you mean plain?")
+def test_a_value_that_is_not_allowed_is_reported_with_the_nearest_one():
+    message = refused([set_layer(["output.progress=plian"])])
+    assert message.startswith("--set: output.progress is 'plian'; it must be 'auto', 'rich', 'plain'")
+    assert message.endswith("did you mean plain?")
 
 
 @pytest.mark.parametrize(
-    ("assignment", "told"),
+    ("assignment", "message"),
     [
         ("training.epochs", "is not an assignment; write --set KEY=VALUE"),
         ("training.epoch=3", "did you mean training.epochs?"),
         ("training=3", "training is not a key of a run"),
     ],
 )
-def test_an_assignment_that_means_nothing_is_refused(assignment, told):
+def test_an_assignment_that_means_nothing_is_refused(assignment, message):
     with pytest.raises(PlanError) as caught:
         set_layer([assignment])
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_later_layers_win_and_each_value_says_who_gave_it(tmp_path):
@@ -136,7 +136,7 @@ def test_every_value_there_is_has_a_line_of_its_own():
     assert len(format_sources(layer, build_config(layer)).splitlines()) == 1 + len(layer)
 
 
-def test_a_job_fills_in_what_nobody_said():
+def test_a_job_fills_in_options_that_were_not_given():
     layer = apply_job_defaults(
         merge_layers([default_layer(), set_layer(["training.lr=0.5"])]), job_defaults(find_job("digits")), "job digits"
     )

@@ -52,7 +52,7 @@ def test_every_strategy_of_the_comparison_trains_what_one_rank_trains():
     assert max(example("strategies").main().values()) < 1e-12
 
 
-def test_a_lost_message_is_named_by_the_law_it_breaks():
+def test_a_lost_message_is_reported_with_the_broken_rule():
     assert "verifier rule 2 violated: deadlock" in example("read_a_program").main()
 
 

@@ -63,7 +63,7 @@ def test_every_command_in_the_list_exists_and_its_help_does_not_load_torch(name)
     assert "torch" not in python(LOADED, name, "--help").splitlines()[-1].split()
 
 
-def test_bare_words_show_the_list():
+def test_the_command_without_arguments_shows_the_list():
     result = CliRunner().invoke(build_app([]), [])
     assert "Commands:" in result.output
 

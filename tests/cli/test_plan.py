@@ -73,10 +73,10 @@ def test_one_rank_has_one_plan():
 
 
 def test_a_job_is_traced_and_its_microbatches_divide_its_batch():
-    found = json.loads(plan("digits", "-n", "2", "--json").output)
-    assert all(64 % one["num_microbatches"] == 0 for one in found["plans"])
-    assert {"data(2)", "pipeline(2)", "zero(2, level=3)"} <= {one["plan"] for one in found["plans"]}
-    times = [one["step_s"] for one in found["plans"]]
+    actual = json.loads(plan("digits", "-n", "2", "--json").output)
+    assert all(64 % one["num_microbatches"] == 0 for one in actual["plans"])
+    assert {"data(2)", "pipeline(2)", "zero(2, level=3)"} <= {one["plan"] for one in actual["plans"]}
+    times = [one["step_s"] for one in actual["plans"]]
     assert times == sorted(times)
 
 
@@ -114,11 +114,11 @@ def test_the_plan_that_is_taken_is_written_to_a_file_that_reads_back(tmp_path):
     }  # fmt: skip
 
 
-def test_memory_of_ranks_that_hold_different_amounts_is_told_from_the_least_to_the_most():
-    found = json.loads(plan("-n", "2", "--blocks", "2", "--json").stdout)["plans"]
-    uneven = [one for one in found if len(set(one["rank_bytes"])) > 1]
+def test_memory_of_ranks_with_different_amounts_is_shown_from_least_to_most():
+    actual = json.loads(plan("-n", "2", "--blocks", "2", "--json").stdout)["plans"]
+    uneven = [one for one in actual if len(set(one["rank_bytes"])) > 1]
     assert uneven
-    assert all(one["memory_bytes"] == max(one["rank_bytes"]) for one in found)
+    assert all(one["memory_bytes"] == max(one["rank_bytes"]) for one in actual)
     assert " - " in next(row for row in rows_of(plan("-n", "2", "--blocks", "2")) if uneven[0]["plan"] in row)
 
 
@@ -150,16 +150,16 @@ def test_measuring_needs_a_job():
 def test_passes_are_those_that_training_has_unless_others_are_asked_for():
     ways = {words: json.loads(plan("-n", "2", "--blocks", "2", "--json", *words).stdout) for words in (
         (), ("--pass", "none"), ("--pass", "recompute"))}  # fmt: skip
-    assert [found["plans"][0]["passes"] for found in ways.values()] == [["overlap"], [], ["recompute"]]
+    assert [actual["plans"][0]["passes"] for actual in ways.values()] == [["overlap"], [], ["recompute"]]
 
 
 @pytest.mark.process
 def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(tmp_path):
     result = plan("digits", "-n", "2", "--measure", "1", "--json", "--report", tmp_path / "report.html")
-    found = json.loads(result.stdout)
-    times = {one["plan"]: one["step_s"] for one in found["measured"]}
+    actual = json.loads(result.stdout)
+    times = {one["plan"]: one["step_s"] for one in actual["measured"]}
     assert len(times) == 2
-    assert times[found["taken"]["plan"]] <= times["data(2)"]
+    assert times[actual["taken"]["plan"]] <= times["data(2)"]
     page = (tmp_path / "report.html").read_text()
     assert "Predicted and measured" in page
     assert find_html_errors(page) == []
@@ -167,10 +167,12 @@ def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(
 
 def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
     listed = json.loads(plan("-n", "4", "--blocks", "4", "--json").stdout)
-    found = [json.loads(plan("-n", "4", "--blocks", "4", "--json", "--search", "--seed", "3").stdout) for _ in range(2)]
-    assert found[0] == found[1]
-    assert len(found[0]["plans"]) >= len(listed["plans"])
-    names = [(one["plan"], one["num_microbatches"], *one["passes"]) for one in found[0]["plans"]]
+    actual = [
+        json.loads(plan("-n", "4", "--blocks", "4", "--json", "--search", "--seed", "3").stdout) for _ in range(2)
+    ]
+    assert actual[0] == actual[1]
+    assert len(actual[0]["plans"]) >= len(listed["plans"])
+    names = [(one["plan"], one["num_microbatches"], *one["passes"]) for one in actual[0]["plans"]]
     assert len(names) == len(set(names)), "every plan stands once"
 
 
@@ -179,13 +181,13 @@ def test_a_budget_that_is_no_time_is_refused():
     assert result.output == "PlanError: --time-budget soon is not a time; give seconds, as 10s\n"
 
 
-def test_a_budget_of_time_ends_the_list_too_and_what_was_not_looked_at_is_told():
+def test_a_time_budget_ends_the_list_too_and_plans_that_were_not_evaluated_are_reported():
     words = ("-n", "8", "--blocks", "8", "--time-budget", "0.0s")
-    told, found = plan(*words), json.loads(plan(*words, "--json").stdout)
-    assert "the time budget ended before " in told.output
-    assert " more plans of the list were evaluated; a larger --time-budget evaluates all of them" in told.output
-    assert found["plans"]
-    assert len(found["unseen"]) > len(found["plans"])
+    listing, actual = plan(*words), json.loads(plan(*words, "--json").stdout)
+    assert "the time budget ended before " in listing.output
+    assert " more plans of the list were evaluated; a larger --time-budget evaluates all of them" in listing.output
+    assert actual["plans"]
+    assert len(actual["unseen"]) > len(actual["plans"])
 
 
 def test_a_cluster_file_says_where_the_plans_would_run(tmp_path):
@@ -220,8 +222,8 @@ def timing_in(folder, width):
 
 def test_plans_are_predicted_by_the_seconds_of_a_timing(tmp_path):
     words = ("-n", 1, "--blocks", 3, "--width", 8, "--batch-size", 4, "--json")
-    told = json.loads(plan(*words, "--profile", timing_in(tmp_path, 8)).output)
-    assert told["plans"][0]["compute_s"] == 12.0
+    listing = json.loads(plan(*words, "--profile", timing_in(tmp_path, 8)).output)
+    assert listing["plans"][0]["compute_s"] == 12.0
 
 
 @pytest.mark.parametrize("words", [(), ("--search", "--time-budget", "0s")])
@@ -240,10 +242,10 @@ def test_a_profile_is_planned_for_and_the_stages_of_its_best_pipeline_are_named(
     assert any(line.startswith("  stage 0 on rank 0: node2 Conv2d(3, 64, ") for line in lines)
 
 
-def test_a_profile_that_is_not_there_or_stands_beside_a_job_is_refused():
+def test_a_missing_profile_or_one_given_with_a_job_is_refused():
     for words, message in (
         (["--graph", "missing.txt"], "missing.txt cannot be read: No such file or directory; give a graph.txt"),
-        (["digits", "--graph", "graph.txt"], "graph.txt has layers of its own; leave out digits"),
+        (["digits", "--graph", "graph.txt"], "graph.txt has layers of its own; omit digits"),
     ):
         result = plan(*words, "-n", "2")
         assert result.exit_code == 1
@@ -259,10 +261,10 @@ def test_a_plan_is_written_with_its_timing_and_predicted_alike_where_it_is_read_
     assert f"{tmp_path}/plan.yaml:7: the profile is of Chain, but this is another model" in other.output
 
 
-def test_an_edited_plan_is_ranked_beside_the_others(tmp_path):
+def test_an_edited_plan_is_ranked_with_the_others(tmp_path):
     edited = Plan.parse("pipeline(2, balance=(1,2))", num_microbatches=2)
     (tmp_path / "plan.yaml").write_text(edited.to_yaml(), encoding="utf-8")
-    found = json.loads(plan("-n", 2, "--blocks", 3, "--plan", tmp_path / "plan.yaml", "--json").stdout)
+    actual = json.loads(plan("-n", 2, "--blocks", 3, "--plan", tmp_path / "plan.yaml", "--json").stdout)
     assert {"plan": str(edited), "num_microbatches": 2, "passes": []} in [
-        {name: one[name] for name in ("plan", "num_microbatches", "passes")} for one in found["plans"]
+        {name: one[name] for name in ("plan", "num_microbatches", "passes")} for one in actual["plans"]
     ]

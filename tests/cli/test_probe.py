@@ -27,10 +27,10 @@ def test_ranks_of_this_host_write_a_cluster_that_can_be_planned_with(tmp_path):
 
 
 def test_one_rank_is_measured_here_and_all_figures_are_json():
-    found = json.loads(run("probe", "-n", "1", "--json").output)
-    assert (found["num_ranks"], found["links"]) == (1, [])
-    assert {one["size"] for one in found["matmuls"]} == {256, 512, 1024}
-    assert parse_cluster(found["cluster"]).device.memory_bytes > 0
+    actual = json.loads(run("probe", "-n", "1", "--json").output)
+    assert (actual["num_ranks"], actual["links"]) == (1, [])
+    assert {one["size"] for one in actual["matmuls"]} == {256, 512, 1024}
+    assert parse_cluster(actual["cluster"]).device.memory_bytes > 0
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):

@@ -30,10 +30,10 @@ def test_profiles_are_cached_and_written_to_files(profile, tmp_path):
 
 def test_a_profile_is_written_as_pipedream_reads_it(profile, tmp_path):
     profile("--samples", "4", "--roofline", "--graph", str(tmp_path / "graph.txt"))
-    found = parse_graph((tmp_path / "graph.txt").read_text())
-    assert [layer.description for layer in found.nodes] == ["0", "1", "3", "4", "8", "10"]
-    assert found.edges[0] == ("node1", "node2")
-    assert found.nodes[0].activation_bytes == 4 * 4 * 16 * 64
+    result = parse_graph((tmp_path / "graph.txt").read_text())
+    assert [layer.description for layer in result.nodes] == ["0", "1", "3", "4", "8", "10"]
+    assert result.edges[0] == ("node1", "node2")
+    assert result.nodes[0].activation_bytes == 4 * 4 * 16 * 64
 
 
 def test_a_file_holds_one_profile(profile, tmp_path):

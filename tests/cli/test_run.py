@@ -48,7 +48,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_and_the_report_names_it(s
     assert report[1:] == ["rank 0 stopped because of rank 1"]
 
 
-def test_a_killed_rank_is_told_by_its_signal(script):
+def test_a_killed_rank_is_reported_with_its_signal(script):
     result = command("run", "-n", 2, script("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else signal.pause()"))
     assert result.returncode == 137
     assert result.stderr.startswith("rank 0 was killed by SIGKILL")

@@ -18,8 +18,8 @@ def serve(tmp_path):
     write_key(new_key(), tmp_path / "key")
 
     def run(*words):
-        told = [*words, "--job", str(tmp_path / "job.json"), "--key-file", str(tmp_path / "key")]
-        return CliRunner().invoke(build_app(["serve", *told]), ["serve", *told]).output
+        message = [*words, "--job", str(tmp_path / "job.json"), "--key-file", str(tmp_path / "key")]
+        return CliRunner().invoke(build_app(["serve", *message]), ["serve", *message]).output
 
     return run
 
@@ -38,13 +38,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
-def test_what_cannot_be_meant_is_refused_with_a_remedy(serve, words, told):
-    said = serve(*words)
-    assert said.startswith("LaunchError: ")
-    assert told in said
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_invalid_arguments_are_refused_with_a_remedy(serve, words, message):
+    output = serve(*words)
+    assert output.startswith("LaunchError: ")
+    assert message in output
 
 
 def test_a_job_without_a_cut_cannot_be_gone_on_from(serve, tmp_path):
-    said = serve("resume", "--folder", str(tmp_path))
-    assert said.startswith(f"CheckpointError: there is no complete snapshot in {tmp_path}")
+    output = serve("resume", "--folder", str(tmp_path))
+    assert output.startswith(f"CheckpointError: there is no complete snapshot in {tmp_path}")

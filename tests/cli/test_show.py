@@ -32,7 +32,7 @@ def test_the_instructions_of_each_rank_are_shown():
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         ("data(4, compress=topk:0.01)", "codec topk:0.01: the largest 1% of each parameter's elements, with their indices; "
          "50 times smaller, all-gathered, with error feedback"),
@@ -42,8 +42,8 @@ def test_the_instructions_of_each_rank_are_shown():
          "ones added; 1 times smaller, all-gathered"),
     ],
 )  # fmt: skip
-def test_a_codec_is_described(plan, said):
-    assert said in " ".join(run("show", plan, "--blocks", "1").output.split())
+def test_a_codec_is_described(plan, message):
+    assert message in " ".join(run("show", plan, "--blocks", "1").output.split())
 
 
 def test_the_plan_is_shown_as_yaml():
@@ -58,17 +58,17 @@ def test_the_drawing_is_written_as_svg(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["gpip(4)"], "did you mean gpipe?"),
         (["pipeline(4)", "-n", "3"], "pipeline(4) needs 4 ranks (stage=4), but there are 3"),
         (["data(2) * pipeline(2)"], "write pipeline(2) * data(...)"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_in_words(words, said):
+def test_a_plan_that_cannot_be_is_refused_in_words(words, message):
     shown = run("show", *words)
     assert shown.exit_code == 1
-    assert said in " ".join(shown.output.split())
+    assert message in " ".join(shown.output.split())
 
 
 def test_showing_a_program_never_loads_torch():
@@ -76,7 +76,7 @@ def test_showing_a_program_never_loads_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_cuts_by_the_names_of_another_model_are_told_those_of_the_one_that_is_shown():
+def test_split_points_of_another_model_are_refused_with_the_names_of_the_shown_one():
     shown = run("show", "placement(2, modules=embed:0+blocks.0:1+head:0)", "-n", "2")
     assert shown.exit_code == 1
     assert "names embed, blocks.0, head, but show uses a model of its own, whose modules are block0 to" in shown.output

@@ -26,7 +26,7 @@ def losses(folder):
     return [line["loss"] for line in lines if line["event"] == "step"]
 
 
-def test_a_run_ends_with_its_figure_beside_the_bar_and_names_its_report(tmp_path):
+def test_a_run_ends_with_its_figure_and_the_bar_and_names_its_report(tmp_path):
     result = train("digits", "--steps", 3, "--folder", "run", *SHORT)
     assert result.exit_code == 0
     *_, final_metric, report = result.output.splitlines()
@@ -75,7 +75,7 @@ def test_a_run_from_a_single_checkpoint_leaves_the_saved_run_as_it_was(tmp_path)
     assert losses(tmp_path / "two") == losses(tmp_path / "one")[2:]
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path):
+def test_a_run_whose_folder_was_moved_continues_there(tmp_path):
     train("digits", "--steps", 2, "--folder", "before", *SHORT)
     (tmp_path / "before").rename(tmp_path / "after")
     train("--resume", "after", "--steps", 3)
@@ -84,7 +84,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["digts"], "PlanError: NAME: job is 'digts'; it must be 'text', 'digits' or 'lines'; did you mean digits?"),
         (["--strategy", "dta"], "PlanError: there is no strategy 'dta'; did you mean data?"),
@@ -94,10 +94,10 @@ def test_a_run_that_was_moved_goes_on_where_it_is_now(tmp_path):
         (["digits", "--clip-norm", "-1"], "PlanError: --clip-norm: training.clip_norm is -1.0; it must be"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_told_in_one_block_and_nothing_is_written(tmp_path, words, told):
+def test_an_impossible_run_is_refused_in_one_message_and_writes_no_files(tmp_path, words, message):
     result = train(*words)
     assert result.exit_code == 1
-    assert result.output.startswith(told)
+    assert result.output.startswith(message)
     assert "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
 
@@ -147,7 +147,7 @@ def test_the_schema_is_json():
     assert json.loads(train("--config-schema").output)["title"] == "RunConfig"
 
 
-def test_a_run_that_cannot_go_on_leaves_a_report_that_says_why(tmp_path):
+def test_a_run_that_cannot_continue_leaves_a_report_with_the_reason(tmp_path):
     result = train("digits", "--lr", "1e30", "--steps", 9, "--folder", "run", *SHORT)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == "report: run/report.html"

@@ -48,23 +48,23 @@ def test_values_of_a_plan_file_are_shown_with_their_lines():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "micros", "said"),
+    ("strategy", "micros", "message"),
     [
         ("datta(2)", 1, "plan.yaml:2: there is no strategy 'datta'; did you mean data?"),
         ("pipeline(40)", 1, "plan.yaml:2: the pipeline has 40 stages, but the model has only"),
         ("data(2)", 3, "plan.yaml:3: a batch of 16 samples cannot be split into the 6 equal microbatches of data(2)"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_with_its_line(strategy, micros, said):
+def test_a_plan_that_cannot_be_is_refused_with_its_line(strategy, micros, message):
     result = train(strategy, micros)
     assert result.exit_code == 1
-    assert f"PlanError: {said}" in result.output
+    assert f"PlanError: {message}" in result.output
 
 
 def test_a_plan_file_and_a_strategy_exclude_each_other():
     result = train("data(2)", 1, "--strategy", "zero(2)")
-    said = "PlanError: --plan plan.yaml has a strategy, and --strategy is zero(2); give one of the two"
-    assert (result.exit_code, result.output.strip()) == (1, said)
+    message = "PlanError: --plan plan.yaml has a strategy, and --strategy is zero(2); give one of the two"
+    assert (result.exit_code, result.output.strip()) == (1, message)
 
 
 def test_measuring_needs_a_plan_that_is_left_open():

@@ -41,16 +41,16 @@ def training(folder):
 
 def ranks_of(parent):
     """The process numbers of the ranks that a process has started, by rank."""
-    found: dict[int, int] = {}
+    actual: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if path.read_text().rpartition(")")[2].split()[1] == str(parent):
                 variables = (path.parent / "environ").read_text().split("\0")
-                found |= {int(v[5:]): int(path.parent.name) for v in variables if v.startswith("RANK=")}
-    return found
+                actual |= {int(v[5:]): int(path.parent.name) for v in variables if v.startswith("RANK=")}
+    return actual
 
 
-def told(run, began_s):
+def check_run(run, began_s):
     """What a run said about its end, its exit code, and whether it came within 5 s."""
     _, errors = run.communicate(timeout=20)
     report = [line for line in errors.splitlines() if not line.startswith("[rank")]
@@ -70,9 +70,9 @@ def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     short = ("--steps", 4, "--progress", "plain", "--folder")
     apart = subprocess.run(words(*short, "apart"), capture_output=True, text=True, check=True).stdout
-    found = CliRunner().invoke(build_app(["train"]), words(*short, "together", "--local", "--strategy", "data(2)")[3:])
+    actual = CliRunner().invoke(build_app(["train"]), words(*short, "together", "--local", "--strategy", "data(2)")[3:])
     plan = "data(2, update=sharded)" if native().library is not None else "data(2)"  # they share memory if they can
-    for name, output, expected in [("apart", apart, plan), ("together", found.output, "data(2, update=sharded)")]:
+    for name, output, expected in [("apart", apart, plan), ("together", actual.output, "data(2, update=sharded)")]:
         assert output.startswith(f"digits: {expected} on 2 ranks")
         assert output.splitlines()[-1] == f"report: {name}/report.html"
     assert losses_in(tmp_path / "apart") == pytest.approx(losses_in(tmp_path / "together"), rel=1e-5)
@@ -82,7 +82,7 @@ def test_a_killed_rank_ends_the_run_and_the_report_begins_with_its_name(tmp_path
     with training(tmp_path) as (run, ranks):
         began_s = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
-        report, code, soon = told(run, began_s)
+        report, code, soon = check_run(run, began_s)
     assert report[0].startswith(f"rank 1 was killed by SIGKILL (pid {ranks[1]}, ")
     assert report[1:] == ["rank 0 stopped because of rank 1", "report: run/report.html"]
     assert (code, soon) == (137, True)
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_all_ranks_with_130(tmp_path):
     with training(tmp_path) as (run, ranks):
         began_s = time.monotonic()
         run.send_signal(signal.SIGINT)
-        report, code, soon = told(run, began_s)
+        report, code, soon = check_run(run, began_s)
     assert report == ["stopped by SIGINT; all 2 ranks have ended", "report: run/report.html"]
     assert (code, soon) == (130, True)
     assert not any(map(is_alive, ranks.values()))
@@ -108,12 +108,12 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
     assert not any(map(is_alive, ranks.values()))
 
 
-def test_what_is_wrong_on_all_ranks_is_told_once(tmp_path):
+def test_an_error_on_all_ranks_is_reported_once(tmp_path):
     result = subprocess.run(words("--batch-size", 7), cwd=tmp_path, capture_output=True, text=True)
     first, second = result.stderr.splitlines()
     named = re.match(
         r"rank ([01]) failed: PlanError: a batch of 7 samples cannot be split into the 2 equal microb", first
     )
-    assert named, first  # both fail at the same moment: either may be told first
+    assert named, first  # both fail at the same moment: either may be reported first
     assert second == f"rank {1 - int(named[1])} failed in the same way"
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])

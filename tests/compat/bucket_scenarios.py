@@ -40,8 +40,8 @@ def is_shared(tensor):
 def moves_to_shared_memory(rank, _):
     """Return whether the bucket is shared after each step, and the sum of the gradients of a last one."""
     module = replicas()
-    found = [is_shared(backward(module, rank, 1)) for _ in range(4)]
-    return found, backward(module, rank).double().sum().item()
+    result = [is_shared(backward(module, rank, 1)) for _ in range(4)]
+    return result, backward(module, rank).double().sum().item()
 
 
 def reuses_memory(rank, _):

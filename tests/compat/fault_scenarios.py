@@ -70,7 +70,7 @@ def aborts(rank, _):
 
 def comes_and_goes(rank, size):
     """Return what the process has before and after many groups, with work of each kind in them."""
-    store, found = dist.distributed_c10d._get_default_store(), []
+    store, result = dist.distributed_c10d._get_default_store(), []
     dist.destroy_process_group()
     num_threads = count_proc_entries("task")
     for _ in range(4):
@@ -85,12 +85,12 @@ def comes_and_goes(rank, size):
         received.wait()
         dist.all_reduce(torch.ones(3), async_op=True)
         dist.destroy_process_group()
-        found.append(count_resources(num_threads))
-    return found
+        result.append(count_resources(num_threads))
+    return result
 
 
 def leaves_with_a_receive(rank, _):
-    """A receive that nobody answers does not keep its thread."""
+    """A receive without a send does not keep its thread."""
     dist.irecv(torch.empty(3), 1 - rank)
     dist.barrier()
     began = time.monotonic()

@@ -16,8 +16,8 @@ functional_scatter = getattr(functional, "reduce_scatter_single", None) or funct
 def numbers(rank, *shape, dtype=torch.float32):
     """Return what rank ``rank`` has: other numbers on every rank, small ones."""
     count = torch.Size(shape).numel()
-    found = torch.arange(count) * 7 % 13 + 3 * rank - 2
-    return (found > 3 if dtype == torch.bool else found.to(dtype)).view(shape)
+    result = torch.arange(count) * 7 % 13 + 3 * rank - 2
+    return (result > 3 if dtype == torch.bool else result.to(dtype)).view(shape)
 
 
 def all_reduce(op, dtype, rank, _):
@@ -110,18 +110,18 @@ def all_to_all_uneven(rank, size):
 
 
 def objects(rank, size):
-    found: list[dict[str, object]] = [{}] * size
-    dist.all_gather_object(found, {"rank": rank, "text": "x" * (10 * rank)})
-    return [torch.tensor([each["rank"], len(str(each["text"]))]) for each in found]
+    result: list[dict[str, object]] = [{}] * size
+    dist.all_gather_object(result, {"rank": rank, "text": "x" * (10 * rank)})
+    return [torch.tensor([each["rank"], len(str(each["text"]))]) for each in result]
 
 
 def messages(rank, size):
     """Everybody sends first, more than a pipe holds, and receives afterwards."""
-    own, found = numbers(rank, 600_000), torch.empty(600_000)
-    ends = [dist.P2POp(dist.isend, own, (rank + 1) % size), dist.P2POp(dist.irecv, found, (rank - 1) % size)]
+    own, result = numbers(rank, 600_000), torch.empty(600_000)
+    ends = [dist.P2POp(dist.isend, own, (rank + 1) % size), dist.P2POp(dist.irecv, result, (rank - 1) % size)]
     for work in dist.batch_isend_irecv(ends):
         work.wait()
-    return [found.sum()]
+    return [result.sum()]
 
 
 def tags(rank, size):
@@ -201,11 +201,11 @@ NAMES = [
 
 def run_all(rank, size):
     """Return what each operation returns, by its name, as lists."""
-    found = {scenario.__name__: scenario(rank, size) for scenario in SCENARIOS}
+    result = {scenario.__name__: scenario(rank, size) for scenario in SCENARIOS}
     for op, dtypes in OPS.items():
         for dtype in dtypes:
-            found[f"{op} {str(dtype)[6:]}"] = all_reduce(getattr(dist.ReduceOp, op.upper()), dtype, rank, size)
-    return {name: [tensor.tolist() for tensor in tensors] for name, tensors in found.items()}
+            result[f"{op} {str(dtype)[6:]}"] = all_reduce(getattr(dist.ReduceOp, op.upper()), dtype, rank, size)
+    return {name: [tensor.tolist() for tensor in tensors] for name, tensors in result.items()}
 
 
 def no_gloo_has(rank, _):

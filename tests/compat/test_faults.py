@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])
         (faults.other_shape_of_a_future, "all_reduce sum of a tensor, float32 (20,)", "float32 (19,)"),
     ],
 )
-def test_ranks_that_disagree_are_both_told_what_each_does(scenario, mine, theirs, backend):
+def test_both_ranks_that_disagree_get_an_error_with_the_operation_of_each(scenario, mine, theirs, backend):
     first, second = on_ranks(scenario, 2, backend)
     assert first == second
     assert first.startswith("PeerError: ranks 0 and 1 disagree on collective ")
@@ -65,9 +65,9 @@ def test_an_aborted_group_is_an_error_of_the_others(backend):
 
 
 def test_a_destroyed_group_leaves_no_thread_no_file_and_no_memory():
-    for found in on_ranks(faults.comes_and_goes, 2):
-        assert all(late <= early for early, late in zip(found[0], found[-1], strict=True))
+    for result in on_ranks(faults.comes_and_goes, 2):
+        assert all(late <= early for early, late in zip(result[0], result[-1], strict=True))
 
 
-def test_a_receive_that_nobody_answers_does_not_outlive_its_group():
+def test_a_receive_without_a_send_does_not_outlive_its_group():
     assert on_ranks(faults.leaves_with_a_receive, 2) == [(True, 0)] * 2

@@ -31,7 +31,7 @@ def installed(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counterpoint\nVersion: 0.1.0\n")
     lines = [
-        line for group, found in entries.items() for line in (f"[{group}]", *(" = ".join(e) for e in found.items()))
+        line for group, result in entries.items() for line in (f"[{group}]", *(" = ".join(e) for e in result.items()))
     ]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return tmp_path

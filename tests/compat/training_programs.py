@@ -85,8 +85,8 @@ PROGRAMS: list[Callable[..., object]] = [ddp, ddp_views, ddp_on_half, zero, fsdp
 
 
 def run_all(rank, size):
-    found = {}
+    result = {}
     for program in PROGRAMS:
-        found[program.__name__] = program(rank, size)
+        result[program.__name__] = program(rank, size)
         dist.barrier()
-    return found
+    return result

@@ -81,7 +81,7 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
 
 
 @pytest.mark.parametrize(
-    ("text", "passes", "said"),
+    ("text", "passes", "message"),
     [
         (
             "solo",
@@ -95,8 +95,8 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
         ("solo", ("overlap:1",), "there is no pass 'overlap:1'; the passes are overlap, recompute"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text, passes, said):
-    with pytest.raises(PlanError, match=said):
+def test_what_makes_no_sense_is_refused(text, passes, message):
+    with pytest.raises(PlanError, match=message):
         compile_text(text, passes=passes)
 
 
@@ -118,12 +118,12 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "words", "instead", "said"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
+    ("rule", "words", "instead", "message"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
 )
-def test_a_block_that_is_recomputed_wrongly_is_found(rule, words, instead, said):
+def test_a_block_that_is_recomputed_wrongly_is_found(rule, words, instead, message):
     compiled = compile_text("gpipe(2, checkpoint=always)", m=2)
     program = parse_program(edit(format_program(compiled.program), ((0, words, instead),)))
-    with pytest.raises(ProgramError, match=said) as caught:
+    with pytest.raises(ProgramError, match=message) as caught:
         verify(program, bounds_from(compiled.cost), compiled.model.units, count_bytes(program, compiled.model, 1))
     assert caught.value.rule == rule
 
@@ -136,10 +136,10 @@ def test_an_async_pipeline_that_recomputes_with_newer_weights_is_found():
     assert caught.value.rule == 5
 
 
-@pytest.mark.parametrize("order", ["gpipe", "one_f_one_b"])
-def test_the_activations_of_one_microbatch_are_there_at_once(order):
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_the_activations_of_one_microbatch_are_there_at_once(schedule):
     for recompute, saved in [("never", [6, 3]), ("except_last", [3, 3]), ("always", [3, 3])]:
-        compiled = compile_text(f"pipeline(2, schedule={order}, recompute={recompute})", m=2, blocks=6)
+        compiled = compile_text(f"pipeline(2, schedule={schedule}, recompute={recompute})", m=2, blocks=6)
         first = peak_saved_activations(compiled.program.rank_programs[0].body)
         assert first == saved[0]
     assert (

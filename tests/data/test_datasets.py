@@ -31,7 +31,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_tests_installed_packages_and_unreadable_files_are_left_out(folder):
+def test_tests_installed_packages_and_unreadable_files_are_skipped(folder):
     sources = read_sources(folder)
     assert len(sources) == 60
     assert {source.top_level for source in sources} == {"alpha", "beta", "gamma"}
@@ -191,7 +191,7 @@ def test_an_empty_folder_is_no_standard_library(tmp_path):
         read_sources(tmp_path)
 
 
-def test_one_package_alone_cannot_be_told_apart(folder):
+def test_one_package_alone_cannot_be_classified(folder):
     sources = [source for source in read_sources(folder) if source.top_level == "alpha"]
     with pytest.raises(DataError, match="only 1 of the top-level packages have files in both splits;"):
         most_frequent_classes(sources, sources)

@@ -21,7 +21,7 @@ class Listed(Dataset[object]):
 
 
 class Quick(Listed):
-    """A dataset whose fetch returns what it was told to."""
+    """A dataset whose fetch returns given samples."""
 
     def __init__(self, fields):
         super().__init__()

@@ -94,7 +94,7 @@ def test_drawing_for_many_samples_at_once_is_warned_of():
     reader_of(Drawn()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
 
 
-def test_a_run_that_goes_on_in_mid_epoch_reads_nothing_again(tmp_path):
+def test_a_run_that_resumes_in_mid_epoch_reads_no_sample_again(tmp_path):
     reader = reader_of(Noted(tmp_path / "read"))
     with loading(reader, first=(0, 2), num_batches=2) as (loader, indices):
         read_all(loader, indices)
@@ -111,7 +111,7 @@ def test_no_more_is_read_ahead_than_was_asked_for(tmp_path):
     assert len(read_by_workers(tmp_path / "read")) <= 8 + 2 * 3
 
 
-def test_what_nobody_asks_for_is_left_behind():
+def test_unrequested_microbatches_are_discarded():
     with loading(reader_of(Numbers())) as (loader, indices):
         for index in indices[1::2]:
             assert loader.get_fields(index)[1].tolist() == reader_of(Numbers()).indices(index).tolist()
@@ -131,7 +131,7 @@ def test_an_error_says_which_sample_and_where_in_the_users_code():
     [
         (
             "die",
-            "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; if nobody sent it, the kernel",
+            "was killed by SIGKILL while reading microbatch 0 of batch 1 in epoch 0; unless a user sent it, the kernel",
         ),
         ("leave", "ended with exit code 3 while reading microbatch 0 of batch 1 in epoch 0; see its last"),
     ],

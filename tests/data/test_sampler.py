@@ -69,7 +69,7 @@ def test_the_order_of_a_seed_never_changes_between_releases():
     assert sampler.batch(1, 0).tolist() == [6, 1, 2, 9, 7, 0, 5, 3, 4, 8]
 
 
-def test_every_sample_stands_at_every_position_equally_often():
+def test_every_sample_is_at_every_position_equally_often():
     num_samples, num_epochs = 12, 2400
     orders = np.stack([Sampler(num_samples, 12, seed=1).batch(epoch, 0) for epoch in range(num_epochs)])
     counts = np.stack([np.bincount(orders[:, position], minlength=12) for position in range(12)])
@@ -90,7 +90,7 @@ def test_epochs_and_seeds_have_unrelated_orders():
     assert max(same) < 10
 
 
-def test_the_last_batch_is_smaller_or_left_out():
+def test_the_last_batch_is_smaller_or_dropped():
     kept = Sampler(10, batch_size=4, shuffle="sequential")
     assert [kept.batch(0, index).tolist() for index in range(kept.num_batches)][-1] == [8, 9]
     assert kept.batch_len(2) == 2

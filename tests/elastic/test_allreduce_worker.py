@@ -43,26 +43,26 @@ def circle(fabric):
 def summed(parts, num_members):
     """The sum of the parts, as each of so many members has it that have computed a run of them."""
 
-    def scene(fabric):
+    def run_rank(fabric):
         trees: list[PartialSum] = []
         for part in range(*split_batch(len(parts), num_members)[fabric.rank]):
             add_partial_sum(trees, PartialSum(part, 1, parts[part].clone()))
         return tree_all_reduce(circle(fabric), trees, len(parts), parts.shape[1], parts.dtype)
 
     with LocalWorld(num_members) as world:
-        return world.run(scene)
+        return world.run(run_rank)
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 5, 9])
 def test_a_sum_is_the_same_bits_for_any_number_of_members(num_members):
     parts = torch.randn(7, 11) * 10 ** torch.randn(7, 1)
     (expected,) = summed(parts, 1)
-    assert all(torch.equal(found, expected) for found in summed(parts, num_members))
+    assert all(torch.equal(result, expected) for result in summed(parts, num_members))
 
 
 def test_a_sum_may_be_shorter_than_there_are_members():
-    (found, *_) = summed(torch.ones(4, 2), 3)
-    assert found.tolist() == [4.0, 4.0]
+    (result, *_) = summed(torch.ones(4, 2), 3)
+    assert result.tolist() == [4.0, 4.0]
 
 
 def stepped(replica, num_steps):
@@ -85,13 +85,13 @@ def test_all_have_the_copy_of_who_has_taken_most_steps():
 def test_a_worker_with_another_model_is_reported_so_and_the_others_wait_until_it_has_left():
     models = [mlp(), nn.Linear(4, 2), mlp()]
     with LocalWorld(3) as world:
-        found = world.run(
+        result = world.run(
             lambda fabric: result_or_error(
                 lambda fabric: broadcast_state(ModelReplica(models[fabric.rank], ADAM), circle(fabric), 0), fabric
             )
         )
-    assert found[1].startswith("PlanError: the model or the optimizer differs from that of worker-0")
-    assert found[0] == found[2] == "PeerError: worker-1 trains another model and has to leave"
+    assert result[1].startswith("PlanError: the model or the optimizer differs from that of worker-0")
+    assert result[0] == result[2] == "PeerError: worker-1 trains another model and has to leave"
 
 
 def job_of(slices, *, retry_policy=TWO_FAILURES, epochs=2):
@@ -220,16 +220,16 @@ def test_a_job_continues_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "of the optimizer Adam, and this is SGD"),
         ({"slices": make_slices(make_numeric_data(), Bsp(3), batch_size=4)}, "batch_size=8.*batch_size=4"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(tmp_path, options, told):
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, options, message):
     config = WorkerConfig(checkpoint_every_slices=3)
     worker(job_of(SLICES), "a", mlp(), folder=tmp_path, config=config).run()
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         worker(job_of(options.get("slices", SLICES)), "b", mlp(), folder=tmp_path, **options)
 
 

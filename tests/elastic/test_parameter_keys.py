@@ -1,4 +1,4 @@
-"""Which parameters are one key is the first worker's word: whoever comes later finds them, or is told why not."""
+"""The first worker decides which parameters form a key; later workers use these keys, or get an error that says why not."""
 
 import pytest
 import torch
@@ -31,50 +31,52 @@ def two_groups(parameters):
 @pytest.mark.parametrize(("first", "second"), [(APART, TOGETHER), (TOGETHER, APART)])
 def test_workers_that_ask_for_other_keys_train_those_of_the_first(first, second):
     data = make_numeric_data()
-    crew = InterleavedWorkers(make_slices(data, Bsp(4)))
-    crew.join("a", mlp(), key_bytes=first)
-    keys = [one.key for one in crew.remote_modules["a"].weights]
-    crew.join("b", mlp(), key_bytes=second)
-    assert [one.key for one in crew.remote_modules["b"].weights] == keys
-    crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12
+    workers = InterleavedWorkers(make_slices(data, Bsp(4)))
+    workers.join("a", mlp(), key_bytes=first)
+    keys = [one.key for one in workers.remote_modules["a"].weights]
+    workers.join("b", mlp(), key_bytes=second)
+    assert [one.key for one in workers.remote_modules["b"].weights] == keys
+    workers.run_rounds()
+    assert max_relative_difference(workers.model(), train_single_process(mlp(), data, workers.slices)) < 1e-12
 
 
 def test_keys_of_several_modules_are_no_matter_for_a_code():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), key_bytes=TOGETHER)
-    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', but compress='int8' compresses each"
-    with pytest.raises(PlanError, match=told):
-        crew.join("b", mlp(), compress="int8")
+    workers = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    workers.join("a", mlp(), key_bytes=TOGETHER)
+    message = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', but compress='int8' compresses each"
+    with pytest.raises(PlanError, match=message):
+        workers.join("b", mlp(), compress="int8")
 
 
 def test_a_code_continues_with_keys_of_one_module_each():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), compress="int8")
-    assert len(crew.join("b", mlp(), key_bytes=TOGETHER).weights) == 2
+    workers = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    workers.join("a", mlp(), compress="int8")
+    assert len(workers.join("b", mlp(), key_bytes=TOGETHER).weights) == 2
 
 
 def test_another_model_is_reported_what_differs():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), key_bytes=TOGETHER)
+    workers = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    workers.join("a", mlp(), key_bytes=TOGETHER)
     deeper = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)))
-    told = r"another model: only there none, only here 2\.bias, 2\.weight; use the model that the job was started with"
-    with pytest.raises(PlanError, match=told):
-        crew.join("b", deeper, key_bytes=TOGETHER)
+    message = (
+        r"another model: only there none, only here 2\.bias, 2\.weight; use the model that the job was started with"
+    )
+    with pytest.raises(PlanError, match=message):
+        workers.join("b", deeper, key_bytes=TOGETHER)
 
 
 def test_another_optimizer_of_a_part_is_reported_where_it_differs():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), key_bytes=TOGETHER)
+    workers = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    workers.join("a", mlp(), key_bytes=TOGETHER)
     with pytest.raises(PlanError, match=r"has 0\.weight and 0\.bias in one key, but here their rules or dtypes differ"):
-        crew.join("b", mlp(), two_groups, key_bytes=APART)
+        workers.join("b", mlp(), two_groups, key_bytes=APART)
 
 
 def test_another_rate_is_reported_with_both():
-    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
-    crew.join("a", mlp(), SGD)
+    workers = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    workers.join("a", mlp(), SGD)
     with pytest.raises(PlanError, match=r"Sgd\(lr=0\.3.*, but b defines it as .*Sgd\(lr=0\.1"):
-        crew.join("b", mlp(), lambda parameters: optim.SGD(parameters, lr=0.1))
+        workers.join("b", mlp(), lambda parameters: optim.SGD(parameters, lr=0.1))
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])

@@ -28,28 +28,28 @@ TABLE = {"0.weight": START}
 
 def trained(consistency, build=embedding_bag_model, *, config=None, minibatches=1):
     sync_policy = SyncPolicy(push_every=minibatches)
-    crew = InterleavedWorkers(
+    workers = InterleavedWorkers(
         make_slices(make_lookup_data(40), consistency, batch_size=8, minibatches_per_slice=minibatches), num_servers=1
     )
-    crew.join("a", build(), tables=TABLE, config=config, sync_policy=sync_policy)
-    crew.run_rounds()
-    return crew
+    workers.join("a", build(), tables=TABLE, config=config, sync_policy=sync_policy)
+    workers.run_rounds()
+    return workers
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """Every pull and push of a table that is made, as whether it is one of sums."""
-    found = []
+    result = []
     for kind in (PullRequest, PushRequest):
         check = kind.__post_init__
 
         def noted(self, check=check):
             check(self)
             if self.rows is not None and self.key != layout.LAYOUT_KEY:
-                found.append((type(self), self.pooling is not None))
+                result.append((type(self), self.pooling is not None))
 
         monkeypatch.setattr(kind, "__post_init__", noted)
-    return found
+    return result
 
 
 def test_where_bags_are_fewer_than_rows_only_sums_travel(asked):
@@ -58,9 +58,11 @@ def test_where_bags_are_fewer_than_rows_only_sums_travel(asked):
 
 
 def test_a_push_of_sums_has_a_value_for_each_bag_and_rows_that_were_looked_up(asked):
-    crew = trained(Asp())
+    workers = trained(Asp())
     pushes = [
-        entry for entry in crew.job.journals[0].values() if isinstance(entry, PushRequest) and entry.pooling is not None
+        entry
+        for entry in workers.job.journals[0].values()
+        if isinstance(entry, PushRequest) and entry.pooling is not None
     ]
     assert {len(push.values) for push in pushes} == {8}
     assert all(push.rows is not None and len(push.rows) > 8 for push in pushes)
@@ -69,10 +71,10 @@ def test_a_push_of_sums_has_a_value_for_each_bag_and_rows_that_were_looked_up(as
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
 def test_sums_train_as_rows_do(consistency, minibatches, monkeypatch):
-    found = [trained(consistency, minibatches=minibatches).model()]
+    result = [trained(consistency, minibatches=minibatches).model()]
     monkeypatch.setattr(lookups, "make_pooled_lookup", lambda *_: None)
-    found.append(trained(consistency, minibatches=minibatches).model())
-    assert max_relative_difference(*found) < 1e-12
+    result.append(trained(consistency, minibatches=minibatches).model())
+    assert max_relative_difference(*result) < 1e-12
 
 
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
@@ -96,15 +98,15 @@ class Pair(nn.Module):
 
 
 def test_modules_that_share_a_table_push_one_gradient(monkeypatch):
-    found = []
+    result = []
     for is_summed in (True, False):
         if not is_summed:
             monkeypatch.setattr(lookups, "make_pooled_lookup", lambda *_: None)
-        crew = InterleavedWorkers(make_slices(make_lookup_data(40), Asp(), batch_size=8), epochs=1, num_servers=1)
-        crew.join("a", build_seeded(Pair), tables={"first.weight": START})
-        crew.run_rounds()
-        found.append(crew.model())
-    assert max_relative_difference(*found) < 1e-12
+        workers = InterleavedWorkers(make_slices(make_lookup_data(40), Asp(), batch_size=8), epochs=1, num_servers=1)
+        workers.join("a", build_seeded(Pair), tables={"first.weight": START})
+        workers.run_rounds()
+        result.append(workers.model())
+    assert max_relative_difference(*result) < 1e-12
 
 
 @pytest.mark.parametrize("options", [{"mode": "max"}, {"scale_grad_by_freq": True}], ids=str)
@@ -122,19 +124,19 @@ def test_few_rows_of_many_bags_are_looked_up_as_rows(asked):
         def forward(self, rows):
             return self.last(self.table(rows % 2))
 
-    crew = InterleavedWorkers(make_slices(make_lookup_data(40), Asp(), batch_size=8), epochs=1, num_servers=1)
-    crew.join("a", build_seeded(Same), tables={"table.weight": START})
-    crew.run_rounds()
+    workers = InterleavedWorkers(make_slices(make_lookup_data(40), Asp(), batch_size=8), epochs=1, num_servers=1)
+    workers.join("a", build_seeded(Same), tables={"table.weight": START})
+    workers.run_rounds()
     assert set(asked) == {(PullRequest, False), (PushRequest, False)}
 
 
 def test_a_model_that_is_measured_looks_up_rows():
-    crew = trained(Asp())
-    served = crew.remote_modules["a"]
+    workers = trained(Asp())
+    served = workers.remote_modules["a"]
     with served.latest_weights() as model:
-        found = model(make_lookup_data(4).tensors[0])
+        result = model(make_lookup_data(4).tensors[0])
     expected = served.export_weights(tables=True)(make_lookup_data(4).tensors[0])
-    assert float((found - expected).detach().abs().max()) < 1e-12
+    assert float((result - expected).detach().abs().max()) < 1e-12
 
 
 def test_the_table_of_bags_is_what_torch_would_make_of_it():
@@ -154,13 +156,13 @@ def test_the_table_of_bags_is_what_torch_would_make_of_it():
 @pytest.mark.parametrize("count", [0, 1, 2, 3000])
 def test_numbers_are_put_in_order_the_same_with_the_native_part_and_without(low, count, monkeypatch):
     numbers = low + np.random.default_rng(count).integers(0, 40, count)
-    found = []
+    result = []
     for library in (native(), NativeLibrary(None, "left out")):
         monkeypatch.setattr("counterpoint.elastic.row_ids.native", lambda library=library: library)
         order, rows, places = unique_sorted(numbers)
-        found.append([one.tolist() for one in (order.permutation, order.group_starts, rows, places)])
-    assert found[0] == found[1]
-    assert found[0][2] == sorted(set(numbers.tolist()))
+        result.append([one.tolist() for one in (order.permutation, order.group_starts, rows, places)])
+    assert result[0] == result[1]
+    assert result[0][2] == sorted(set(numbers.tolist()))
 
 
 def test_numbers_of_several_digits_are_put_in_order():

@@ -44,16 +44,16 @@ def with_rows(model: nn.Module, padding: int | None = None) -> nn.Module:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_workers_that_come_and_go_equal_one_loop(optimizer):
     data = make_numeric_data()
-    crew = InterleavedWorkers(make_slices(data, Bsp(4)), epochs=3)
-    crew.join("a", mlp(), optimizer)
-    crew.run_rounds(3)
-    crew.join("b", mlp(), optimizer)
-    crew.join("c", mlp(), optimizer)
-    crew.run_rounds(3)
-    crew.gone.add("a")
-    crew.run_rounds()
+    workers = InterleavedWorkers(make_slices(data, Bsp(4)), epochs=3)
+    workers.join("a", mlp(), optimizer)
+    workers.run_rounds(3)
+    workers.join("b", mlp(), optimizer)
+    workers.join("c", mlp(), optimizer)
+    workers.run_rounds(3)
+    workers.gone.add("a")
+    workers.run_rounds()
     assert (
-        max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices, optimizer, epochs=3))
+        max_relative_difference(workers.model(), train_single_process(mlp(), data, workers.slices, optimizer, epochs=3))
         < 1e-12
     )
 
@@ -67,69 +67,69 @@ def goes(_moment):
 )
 def test_a_slice_of_which_one_key_has_been_pushed_is_repeated_from_the_weights_of_its_step(build, data):
     """The key that had the last slice of a step from a worker that died went on without the others."""
-    crew = InterleavedWorkers(make_slices(data, Bsp(4)))
+    workers = InterleavedWorkers(make_slices(data, Bsp(4)))
     tables = {"0.weight": START} if build is embedding_bag_model else {}
-    crew.join("before", build(), tables=tables)
-    crew.run_rounds(6)
-    crew.gone.add("before")
-    crew.run_rounds()
-    dying = crew.join("dying", build(), tables=tables)
+    workers.join("before", build(), tables=tables)
+    workers.run_rounds(6)
+    workers.gone.add("before")
+    workers.run_rounds()
+    dying = workers.join("dying", build(), tables=tables)
     (dying.tables["0.weight"] if tables else dying.weights[0]).push = goes if build is mlp else partial(goes, None)
     with pytest.raises(KeyboardInterrupt):
-        crew.run_rounds()
-    crew.gone.add("dying")
-    crew.join("after", build(), tables=tables)
-    crew.run_rounds()
-    expected = train_single_process(with_rows(build()) if tables else build(), data, crew.slices)
-    assert max_relative_difference(crew.model(), expected) < 1e-12
+        workers.run_rounds()
+    workers.gone.add("dying")
+    workers.join("after", build(), tables=tables)
+    workers.run_rounds()
+    expected = train_single_process(with_rows(build()) if tables else build(), data, workers.slices)
+    assert max_relative_difference(workers.model(), expected) < 1e-12
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("padding", [None, 4])
 def test_rows_on_servers_equal_a_whole_table(num_workers, padding):
     data = make_lookup_data()
-    crew = InterleavedWorkers(make_slices(data, Bsp(4)), task_slices=2)
+    workers = InterleavedWorkers(make_slices(data, Bsp(4)), task_slices=2)
     for index in range(num_workers):
-        crew.join(f"w{index}", embedding_bag_model(padding), tables={"0.weight": START})
-    crew.run_rounds()
-    expected = train_single_process(with_rows(embedding_bag_model(padding), padding), data, crew.slices)
-    assert max_relative_difference(crew.model(), expected) < 1e-12
+        workers.join(f"w{index}", embedding_bag_model(padding), tables={"0.weight": START})
+    workers.run_rounds()
+    expected = train_single_process(with_rows(embedding_bag_model(padding), padding), data, workers.slices)
+    assert max_relative_difference(workers.model(), expected) < 1e-12
 
 
 def test_a_batch_that_is_snapshot_unevenly_is_the_mean_over_its_samples():
     data = make_numeric_data(13)
-    crew = InterleavedWorkers(make_slices(data, Bsp(5), batch_size=7, minibatches_per_slice=2))
-    crew.join("a", mlp())
-    crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12
+    workers = InterleavedWorkers(make_slices(data, Bsp(5), batch_size=7, minibatches_per_slice=2))
+    workers.join("a", mlp())
+    workers.run_rounds()
+    assert max_relative_difference(workers.model(), train_single_process(mlp(), data, workers.slices)) < 1e-12
 
 
 def test_the_same_bits_come_out_for_any_number_of_workers():
-    found = []
+    result = []
     for num_workers in (1, 3):
-        crew = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(4)))
+        workers = InterleavedWorkers(make_slices(make_numeric_data(), Bsp(4)))
         for index in range(num_workers):
-            crew.join(f"w{index}", mlp(dropout=0.5))
-        crew.run_rounds()
-        found.append(crew.model())
-    assert max_relative_difference(*found) == 0
+            workers.join(f"w{index}", mlp(dropout=0.5))
+        workers.run_rounds()
+        result.append(workers.model())
+    assert max_relative_difference(*result) == 0
 
 
 def test_what_is_fetched_ahead_is_what_would_have_been_fetched():
     for consistency in (Bsp(2), Ssp(1), Asp()):
-        found = []
+        result = []
         for prefetch in (False, True):
-            crew = InterleavedWorkers(make_slices(make_lookup_data(40), consistency, batch_size=4), task_slices=2)
-            crew.join("a", embedding_bag_model(), tables={"0.weight": START}, config=WorkerConfig(prefetch=prefetch))
-            crew.run_rounds()
-            found.append(crew.model())
-        assert max_relative_difference(*found) == 0
+            workers = InterleavedWorkers(make_slices(make_lookup_data(40), consistency, batch_size=4), task_slices=2)
+            workers.join("a", embedding_bag_model(), tables={"0.weight": START}, config=WorkerConfig(prefetch=prefetch))
+            workers.run_rounds()
+            result.append(workers.model())
+        assert max_relative_difference(*result) == 0
 
 
 def test_keys_of_several_modules_equal_one_loop():
     data = make_numeric_data()
-    crew = InterleavedWorkers(make_slices(data, Bsp(4)))
-    crew.join("a", mlp(), key_bytes=1 << 16)
-    crew.join("b", mlp(), key_bytes=1 << 16)
-    crew.run_rounds()
-    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.slices)) < 1e-12
+    workers = InterleavedWorkers(make_slices(data, Bsp(4)))
+    workers.join("a", mlp(), key_bytes=1 << 16)
+    workers.join("b", mlp(), key_bytes=1 << 16)
+    workers.run_rounds()
+    assert max_relative_difference(workers.model(), train_single_process(mlp(), data, workers.slices)) < 1e-12

@@ -16,7 +16,7 @@ def test_a_job_that_cannot_have_its_least_waits():
     }
 
 
-def test_workers_that_nobody_can_use_stay_idle():
+def test_workers_that_no_job_can_use_stay_idle():
     assert fair_shares([JobDemand("first", max_workers=2)], 6) == {"first": 2}
 
 

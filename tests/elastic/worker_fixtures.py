@@ -70,7 +70,7 @@ class InterleavedWorkers:
     ) -> None:
         self.slices = slices
         work = slices.data_config(epochs, slices_per_task=task_slices)
-        job = JobConfig("crew", slices.consistency, num_servers, work, retry_policy)
+        job = JobConfig("workers", slices.consistency, num_servers, work, retry_policy)
         self.job = LocalJob(job, is_journaled=True)
         self.event_streams: dict[str, Iterator[WorkerEvent]] = {}
         self.events: list[tuple[str, WorkerEvent]] = []
@@ -115,7 +115,7 @@ class InterleavedWorkers:
         return shard
 
     def model(self) -> nn.Module:
-        """The model as the servers have it, told by a worker that is still there."""
+        """The model with the servers' weights, pulled by a worker that has not left."""
         name = next(name for name in self.remote_modules if name not in self.gone)
         return self.remote_modules[name].export_weights(tables=True)
 

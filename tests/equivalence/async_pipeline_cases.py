@@ -58,12 +58,12 @@ class Case:
 
     @property
     def strategy(self):
-        order = "pipedream_2bw" if self.rule == "double_buffer" else "pipedream"
+        schedule = "pipedream_2bw" if self.rule == "double_buffer" else "pipedream"
         synced = ", vertical_sync=on" if self.rule == "vertical_sync" else ""
         again = f", recompute={self.recompute}" if self.recompute != "never" else ""
         count = len(self.replicas)
         replicas = f", replicas=({','.join(map(str, self.replicas))})" if max(self.replicas) > 1 else ""
-        return f"pipeline({count}, schedule={order}{replicas}, balance=({','.join(['2'] * count)}){synced}{again})"
+        return f"pipeline({count}, schedule={schedule}{replicas}, balance=({','.join(['2'] * count)}){synced}{again})"
 
     @property
     def plan(self):
@@ -75,12 +75,12 @@ class Case:
     def batches(self):
         """Inputs and targets of each step; the last sample of a spoilt one is not finite."""
         draw = torch.Generator().manual_seed(1)
-        found = [
+        actual = [
             [torch.randn(size, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2)] for size in self.sizes
         ]
         if self.spoilt is not None:
-            found[self.spoilt][0][-1] = torch.nan
-        return [tuple(batch) for batch in found]
+            actual[self.spoilt][0][-1] = torch.nan
+        return [tuple(batch) for batch in actual]
 
     @property
     def segments(self):
@@ -99,21 +99,23 @@ class Case:
 
 
 def train(case, world=None, **options):
-    """Return the parameters and the loss of every batch, as the ranks of a team come to them."""
+    """Return the parameters and the loss of every batch, as computed by the ranks of one process."""
     model, losses = case.build(), []
     own = LocalWorld(case.plan.num_ranks) if world is None else None
     options |= {"clip_norm": case.clip, "clip_by": "stage"} if case.clip is not None else {}
-    face = OptimizerSpec(OPTIMIZERS[case.optimizer], dict(model.named_parameters()))
-    team = LocalRanks(own or world, case.plan, model, F.mse_loss, face, TrainingOptions(**options))
+    optimizer_spec = OptimizerSpec(OPTIMIZERS[case.optimizer], dict(model.named_parameters()))
+    local_ranks = LocalRanks(own or world, case.plan, model, F.mse_loss, optimizer_spec, TrainingOptions(**options))
     feeds = [SlicedBatch(batch, tuple(split_batch(len(batch[0]), case.num_micros))) for batch in case.batches()]
-    team.build(feeds[0].inputs(0), feeds[0].sizes[0])
-    flight = team.in_flight
+    local_ranks.build(feeds[0].inputs(0), feeds[0].sizes[0])
+    flight = local_ranks.in_flight
     for start, stop in case.segments:
         flight.batches = {at: feeds[at] for at in range(start, stop)}
-        found = [team.step(number, flight.batch_source(number)) for number in range(start - flight.lookahead, stop)]
-        losses += [result.loss for result in found[flight.lookahead :]]
+        actual = [
+            local_ranks.step(number, flight.batch_source(number)) for number in range(start - flight.lookahead, stop)
+        ]
+        losses += [result.loss for result in actual[flight.lookahead :]]
     flight.batches.clear()
-    team.export_weights()
+    local_ranks.export_weights()
     if own is not None:
         own.close()
     return {name: param.detach().clone() for name, param in model.named_parameters()}, losses
@@ -134,18 +136,18 @@ def train_reference(case):
     ]
     for start, stop in case.segments:
         parts = [part for batch in micros[start:stop] for part in batch]
-        found = async_pipeline.async_pipeline(model, updates=updates, batches=parts, loss=F.mse_loss, read=case.read(),
+        actual = async_pipeline.async_pipeline(model, updates=updates, batches=parts, loss=F.mse_loss, read=case.read(),
                                interval=case.interval, clip=case.clip or math.inf)[1]  # fmt: skip
         for at in range(stop - start):
             own = slice(at * case.num_micros, (at + 1) * case.num_micros)
             sizes = [len(inputs) for inputs, _ in parts[own]]
-            losses.append(sum(loss * size for loss, size in zip(found[own], sizes, strict=True)) / sum(sizes))
+            losses.append(sum(loss * size for loss, size in zip(actual[own], sizes, strict=True)) / sum(sizes))
     return {name: param.detach() for name, param in named.items()}, losses
 
 
-def max_error(case, found=None):
+def max_error(case, actual=None):
     """Return the largest relative difference of any parameter or loss."""
-    params, losses = train(case) if found is None else found
+    params, losses = train(case) if actual is None else actual
     theirs, their_losses = train_reference(case)
     return max(
         *(relative_difference(params[name], value) for name, value in theirs.items()),

@@ -70,6 +70,6 @@ def parameter_error(strategy, world=None):
 def parameter_errors_as_rank(rows):
     """The distance of every row, as one of the processes that a launcher started."""
     world = open_world(detect(), 1, 60.0)
-    found = [parameter_error(row, world) for row in rows]
+    result = [parameter_error(row, world) for row in rows]
     world.close()
-    return found
+    return result

@@ -96,17 +96,17 @@ def test_replicas_normalize_as_the_global_batch_does(strategy, build):
 @pytest.mark.parametrize("strategy", ["data(4)", "pipeline(2) * data(2)"])
 def test_one_option_has_every_norm_do_so(strategy):
     """In the third batch a replica has no sample."""
-    found = trained(chain, strategy, convert=False, batch_norm="sync")
-    assert max_difference(found, alone(chain)) <= 1e-12
+    result = trained(chain, strategy, convert=False, batch_norm="sync")
+    assert max_difference(result, alone(chain)) <= 1e-12
 
 
 @pytest.mark.parametrize("convert", [True, False])
 def test_running_statistics_of_several_microbatches_are_those_of_the_whole_batch(convert):
     """Each is normalized with that of the other replica; what is kept is what one call on everything would see."""
-    found = trained(chain, "data(2)", convert=convert, num_batches=1, num_microbatches=2, batch_norm="sync")
+    result = trained(chain, "data(2)", convert=convert, num_batches=1, num_microbatches=2, batch_norm="sync")
     x, model = batches(chain)[0][0], build_seeded(chain)
     model[:2](x)
-    assert max_difference(found, {f"1.{name}": value for name, value in model[1].named_buffers()}) <= 1e-12
+    assert max_difference(result, {f"1.{name}": value for name, value in model[1].named_buffers()}) <= 1e-12
 
 
 def test_replicas_without_one_copy_normalize_together_too():
@@ -122,7 +122,7 @@ def test_replicas_keep_equal_running_statistics():
     assert all(torch.equal(stores[0][name], other[name]) for other in stores[1:] for name in other)
 
 
-def test_with_several_microbatches_each_is_normalized_with_those_that_other_replicas_run_beside_it():
+def test_each_microbatch_is_normalized_with_those_that_other_replicas_run_concurrently():
     """Of four, replicas run 0 and 1, and 2 and 3: 0 is normalized with 2, and 1 with 3."""
     x, y = batches(chain)[0]
     model, expected = nn.SyncBatchNorm.convert_sync_batchnorm(build_seeded(chain)), build_seeded(chain)
@@ -167,7 +167,7 @@ def test_replicas_that_would_wait_for_ever_are_refused():
         require_no_deadlock(program, [SyncBatchNormModule("norm", "norm.weight", ())])
 
 
-def test_a_norm_that_cannot_be_told_from_others_is_refused():
+def test_a_norm_that_cannot_be_distinguished_from_others_is_refused():
     norm = nn.SyncBatchNorm(6, affine=False, track_running_stats=False)
     with pytest.raises(cp.PlanError, match=r"^0 is a SyncBatchNorm with affine=False and track_running_stats=False,"):
         cp.parallelize(nn.Sequential(norm, nn.Linear(6, 3)), SGD, F.cross_entropy, strategy="data(2)")(
@@ -177,8 +177,8 @@ def test_a_norm_that_cannot_be_told_from_others_is_refused():
 
 @pytest.mark.process
 def test_processes_normalize_as_the_global_batch_does():
-    found = launch(on_processes, ranks=2)
-    assert all(max_difference(mine, alone(chain)) <= 1e-12 for states in found for mine in states)
+    result = launch(on_processes, ranks=2)
+    assert all(max_difference(mine, alone(chain)) <= 1e-12 for states in result for mine in states)
 
 
 def on_processes():

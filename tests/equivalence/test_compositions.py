@@ -13,10 +13,10 @@ from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
 from tests.training.trainers import build_seeded, fit, max_difference
 
-ORDERS = ["gpipe(2)", "pipeline(2)", "interleaved(2)", "gpipe(2, chunks_per_stage=2)", "zero_bubble(2)",
+SCHEDULES = ["gpipe(2)", "pipeline(2)", "interleaved(2)", "gpipe(2, chunks_per_stage=2)", "zero_bubble(2)",
           "zero_bubble(2, chunks_per_stage=2)"]  # fmt: skip
 SLICED = [
-    *(f"tensor(2) * {order}" for order in ORDERS),
+    *(f"tensor(2) * {schedule}" for schedule in SCHEDULES),
     "tensor(2) * gpipe(2) * data(2)", "tensor(2) * pipeline(2) * zero(2, level=2)",
     "tensor(2) * interleaved(2) * zero(2, level=1)", "tensor(2) * zero_bubble(2, chunks_per_stage=2) * zero(2, level=2)",
 ]  # fmt: skip
@@ -74,15 +74,15 @@ def test_slices_inside_the_stages_of_every_order_train_the_same(strategy):
 @st.composite
 def compositions(draw):
     """A pipeline of some order with something around it, microbatches, and batches of any size."""
-    stages, order = draw(st.integers(2, 4)), draw(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]))
+    stages, schedule = draw(st.integers(2, 4)), draw(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]))
     chunks = draw(st.sampled_from([1, 1, 2])) if stages == 2 else 1
     if chunks == 2:
-        order = draw(st.sampled_from(["gpipe", "interleaved", "zero_bubble"]))
+        schedule = draw(st.sampled_from(["gpipe", "interleaved", "zero_bubble"]))
     around = draw(st.sampled_from(["", "data(2)", "data(3)", "zero(2, level=1)", "zero(2, level=2)",
                                    "zero(2, level=1) * data(2)"]))  # fmt: skip
     micros = Plan.parse(around or "solo").global_num_microbatches * draw(st.integers(1, 4))
     lengths = tuple(draw(st.lists(st.integers(1, 2 * micros), min_size=1, max_size=2)))
-    text = f"pipeline({stages}, schedule={order}" + (", chunks_per_stage=2)" if chunks == 2 else ")")
+    text = f"pipeline({stages}, schedule={schedule}" + (", chunks_per_stage=2)" if chunks == 2 else ")")
     recipe = TrainConfig(MOMENTUM, micros, draw(st.sampled_from([None, 0.2])), draw(st.booleans()))
     return " * ".join(part for part in (text, around) if part), recipe, (2 * micros, *lengths)
 
@@ -94,10 +94,10 @@ def test_any_composition_trains_the_same_on_batches_of_any_size(case):
 
 
 @pytest.mark.parametrize("around", ["", " * data(2)", " * zero(2, level=2)"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_clipped_numbers_and_a_schedule_of_rates_come_out_the_same(order, around):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_clipped_numbers_and_a_schedule_of_rates_come_out_the_same(schedule, around):
     how = {"clip_norm": 0.5, "clip_value": 0.02, "lr_scheduler": partial(optim.lr_scheduler.StepLR, step_size=2)}
-    mine, history = fit(f"{order}{around}", deep(), epochs=2, progress="off", optimizer=MOMENTUM, **how)
+    mine, history = fit(f"{schedule}{around}", deep(), epochs=2, progress="off", optimizer=MOMENTUM, **how)
     theirs, expected = fit("solo", deep(), epochs=2, progress="off", optimizer=MOMENTUM, **how)
     assert max_difference(mine, theirs) <= parity.TOLERANCE
     assert [step.options["lr"] for step in history.steps] == [step.options["lr"] for step in expected.steps]

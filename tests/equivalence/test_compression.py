@@ -52,6 +52,6 @@ def test_two_processes_sum_in_codes_as_the_reference_does():
         "data(2, compress=powersgd:2)",
         "data(2, reduce=adasum)",
     ]
-    found = run_forked(parameter_errors_as_rank, ranks=2, args=[rows])
-    assert len(found) == 2
-    assert not [(row, far) for one in found for row, far in zip(rows, one, strict=True) if not far <= parity.TOLERANCE]
+    result = run_forked(parameter_errors_as_rank, ranks=2, args=[rows])
+    assert len(result) == 2
+    assert not [(row, far) for one in result for row, far in zip(rows, one, strict=True) if not far <= parity.TOLERANCE]

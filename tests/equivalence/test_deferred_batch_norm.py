@@ -112,8 +112,8 @@ def trained(build, strategy, *, num_micros=4, **options):
 
 def expected(build, *, num_micros=4):
     model = build_seeded(build)
-    cut = [[(x[a:b], y[a:b]) for a, b in split_batch(len(x), num_micros)] for x, y in batches()]
-    losses = batch_norm.train(model, batches=cut, loss=F.cross_entropy, optimizer=SGD)
+    microbatches = [[(x[a:b], y[a:b]) for a, b in split_batch(len(x), num_micros)] for x, y in batches()]
+    losses = batch_norm.train(model, batches=microbatches, loss=F.cross_entropy, optimizer=SGD)
     return {**state_of(model), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
@@ -157,7 +157,7 @@ def test_the_step_says_what_was_computed_again():
 
 
 def test_batch_statistics_are_sent_before_the_step_reports(monkeypatch):
-    """So that nobody waits for one round of messages after the other."""
+    """So that no rank waits for several rounds of messages."""
     labels, start = [], LocalFabric.all_gather
 
     def noted(fabric, label, *rest):
@@ -170,7 +170,7 @@ def test_batch_statistics_are_sent_before_the_step_reports(monkeypatch):
     assert own[:4] == ["running statistics", "commit"] * 2
 
 
-def test_a_step_that_fails_after_it_was_told_leaves_the_statistics_as_they_were():
+def test_a_step_that_fails_after_its_commit_leaves_the_statistics_unchanged():
     model = build_seeded(kinds)
     with cp.parallelize(model, SGD, F.cross_entropy, strategy="data(2)", batch_norm="deferred") as step:
         step(*batches()[0])
@@ -188,14 +188,14 @@ def test_a_fit_of_several_epochs_has_them_too(strategy):
     options: dict[str, Any] = {"strategy": plan_for(strategy, 4), "batch_norm": "deferred", "progress": "off"}
     with cp.Trainer(model, loss=F.cross_entropy, optimizer=SGD, **options) as trainer:
         trainer.fit(data, batch_size=12, epochs=2)
-    order = [Sampler(19, 12, 0).batch(epoch, number) for epoch in range(2) for number in range(2)]
-    given = [[data[list(one[a:b])] for a, b in split_batch(len(one), 4)] for one in order]
+    batch_positions = [Sampler(19, 12, 0).batch(epoch, number) for epoch in range(2) for number in range(2)]
+    given = [[data[list(one[a:b])] for a, b in split_batch(len(one), 4)] for one in batch_positions]
     batch_norm.train(plain, batches=given, loss=F.cross_entropy, optimizer=SGD)
     assert max_difference(state_of(model), state_of(plain)) <= 1e-12
 
 
 @pytest.mark.parametrize("num_micros", [1, 4])
-def test_a_step_that_is_left_out_is_left_out_of_running_statistics(num_micros):
+def test_a_skipped_step_does_not_change_running_statistics(num_micros):
     (x, y), model = batches()[0], build_seeded(resnet)
     options: dict[str, Any] = {"num_microbatches": num_micros, "batch_norm": "deferred", "nonfinite": "skip"}
     with cp.parallelize(model, SGD, F.cross_entropy, strategy="pipeline(2)", **options) as step:
@@ -215,20 +215,22 @@ def stream(strategy, **options):
 
 
 def test_a_stream_defers_to_the_update_of_a_stage():
-    found, model = stream("pipedream_2bw(2)", num_microbatches=4), build_seeded(resnet)
-    cut = [[(x[a:b], y[a:b]) for a, b in split_batch(len(x), 4)] for x, y in batches()]
-    batch_norm.train(model, batches=cut, loss=F.cross_entropy, optimizer=partial(optim.SGD, lr=0.0))
-    assert max_difference(found, state_of(model)) <= 1e-12
+    result, model = stream("pipedream_2bw(2)", num_microbatches=4), build_seeded(resnet)
+    microbatches = [[(x[a:b], y[a:b]) for a, b in split_batch(len(x), 4)] for x, y in batches()]
+    batch_norm.train(model, batches=microbatches, loss=F.cross_entropy, optimizer=partial(optim.SGD, lr=0.0))
+    assert max_difference(result, state_of(model)) <= 1e-12
 
 
 def test_replicas_that_train_apart_defer_apart_and_have_their_mean():
-    found, models = stream("data(2, sync_every=2)", num_microbatches=2), [build_seeded(resnet) for _ in range(2)]
+    result, models = stream("data(2, sync_every=2)", num_microbatches=2), [build_seeded(resnet) for _ in range(2)]
     for at, model in enumerate(models):
-        cut = [[(x[a:b], y[a:b]) for a, b in split_batch(len(x), 4)[2 * at : 2 * at + 2]] for x, y in batches()]
-        batch_norm.train(model, batches=cut, loss=F.cross_entropy, optimizer=partial(optim.SGD, lr=0.0))
+        microbatches = [
+            [(x[a:b], y[a:b]) for a, b in split_batch(len(x), 4)[2 * at : 2 * at + 2]] for x, y in batches()
+        ]
+        batch_norm.train(model, batches=microbatches, loss=F.cross_entropy, optimizer=partial(optim.SGD, lr=0.0))
     states = [state_of(model) for model in models]
     assert (
-        max_difference(found, {name: (states[0][name] + states[1][name]) / 2 for name in found if "running" in name})
+        max_difference(result, {name: (states[0][name] + states[1][name]) / 2 for name in result if "running" in name})
         <= 1e-12
     )
 
@@ -244,14 +246,14 @@ def test_norms_that_do_not_see_the_whole_batch_are_refused_where_that_is_an_erro
 
 def test_norms_that_see_the_whole_batch_are_not():
     """A replica of SyncBatchNorm does, and so does one rank with one microbatch."""
-    found = []
+    result = []
     for strategy, build in (("data(2)", nn.SyncBatchNorm.convert_sync_batchnorm), ("solo", lambda model: model)):
         model = build(build_seeded(resnet))
         plan = replace(Plan.parse(strategy), num_microbatches=1)
         with cp.parallelize(model, SGD, F.cross_entropy, strategy=plan, batch_norm="error") as step:
             step(*batches()[0])
-        found.append(state_of(model))
-    assert max_difference(*found) <= 1e-12
+        result.append(state_of(model))
+    assert max_difference(*result) <= 1e-12
 
 
 def test_a_rule_that_is_none_is_refused():
@@ -261,8 +263,8 @@ def test_a_rule_that_is_none_is_refused():
 
 @pytest.mark.process
 def test_processes_have_them_too():
-    found = run_forked(on_processes, ranks=2, threads_per_rank=1)
-    assert all(max_difference(mine, expected(resnet)) <= 1e-12 for states in found for mine in states)
+    result = run_forked(on_processes, ranks=2, threads_per_rank=1)
+    assert all(max_difference(mine, expected(resnet)) <= 1e-12 for states in result for mine in states)
 
 
 def on_processes():

@@ -23,7 +23,7 @@ PLANS = [
 ]
 
 
-def came_to(strategy, optimizer, per_worker=1):
+def train_easgd(strategy, optimizer, per_worker=1):
     """What a plan has come to, and what the reference makes of its journal; the last two batches fill all workers."""
     plan = plan_for(strategy, 6)
     elastic = plan.strategies[-1]
@@ -46,7 +46,7 @@ def came_to(strategy, optimizer, per_worker=1):
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_an_elastic_plan_equals_the_papers_loop(strategy, optimizer):
-    run, center = came_to(strategy, optimizer)
+    run, center = train_easgd(strategy, optimizer)
     error = parity.max_difference(
         parity.relative_difference(run.params[name], value.detach()) for name, value in center.items()
     )
@@ -70,7 +70,7 @@ def test_one_worker_with_one_microbatch_plays_back_bit_for_bit():
 
 def test_a_worker_may_be_a_group_of_ranks():
     """Three workers of two ranks each: the group's gradient is that of the mean over its samples."""
-    run, center = came_to("mxnet_mpi(6, groups=3, mode=esgd, alpha=0.25, tau=2)", SGD, per_worker=2)
+    run, center = train_easgd("mxnet_mpi(6, groups=3, mode=esgd, alpha=0.25, tau=2)", SGD, per_worker=2)
     error = parity.max_difference(
         parity.relative_difference(run.params[name], value.detach()) for name, value in center.items()
     )

@@ -35,8 +35,8 @@ def parts_of(trained, num_replicas):
 def max_error(strategy, num_batches, recipe, expected, losses):
     run = parity.train(taking(num_batches), plan_for(strategy, MICROS), recipe)
     assert len(run.losses) == num_batches
-    found = [parity.relative_difference(run.params[name], value) for name, value in expected.items()]
-    return max(*found, *(abs(mine / theirs - 1) for mine, theirs in zip(run.losses, losses, strict=True)))
+    result = [parity.relative_difference(run.params[name], value) for name, value in expected.items()]
+    return max(*result, *(abs(mine / theirs - 1) for mine, theirs in zip(run.losses, losses, strict=True)))
 
 
 def off_local(strategy, num_batches, num_replicas, recipe, **rule):

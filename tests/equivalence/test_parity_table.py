@@ -13,8 +13,8 @@ CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(
 APART = ["data(2)", "data(4)", "zero(2, level=1)", "pipeline(2) * data(2)", "data(2) + overlap"]
 ISSUE = {
     "data(2)", "data(4)", *(f"zero({n}, level={level})" for n in (2, 4) for level in (1, 2, 3)),
-    *(f"pipeline(2, schedule={order})" for order in ("interleaved, chunks_per_stage=2", "zero_bubble", "zero_bubble, chunks_per_stage=2")),
-    *(f"pipeline({n}{order})" for n in (2, 4) for order in ("", ", schedule=gpipe")), "pipeline(2, replicas=(2,1))",
+    *(f"pipeline(2, schedule={schedule})" for schedule in ("interleaved, chunks_per_stage=2", "zero_bubble", "zero_bubble, chunks_per_stage=2")),
+    *(f"pipeline({n}{schedule})" for n in (2, 4) for schedule in ("", ", schedule=gpipe")), "pipeline(2, replicas=(2,1))",
     "server(2)", "tensor(2)", "pipeline(2) * data(2)", "pipeline(2) * zero(2, level=1)",
     "pipeline(2) * zero(2, level=2)", "tensor(2) * data(2)", "zero(2, level=3) * data(2)",
 }  # fmt: skip

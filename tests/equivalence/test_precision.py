@@ -75,8 +75,8 @@ def test_an_autocast_around_many_steps_computes_with_the_newest_weights(strategy
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    found = trained(chain, strategy, casts=True)[1]
-    assert found == pytest.approx(expected, rel=1e-2)
+    result = trained(chain, strategy, casts=True)[1]
+    assert result == pytest.approx(expected, rel=1e-2)
     assert expected[0] - expected[3] > 0.05
 
 

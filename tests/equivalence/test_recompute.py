@@ -39,9 +39,9 @@ def test_sliced_layers_are_recomputed_without_their_sums(strategy):
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 def test_running_statistics_do_not_change_when_a_block_is_computed_again(recompute):
-    found = parity.check_parity("cnn", f"pipeline(2, schedule=gpipe, recompute={recompute})")
-    assert found.buffers <= TOLERANCE
-    assert found.worst <= TOLERANCE
+    result = parity.check_parity("cnn", f"pipeline(2, schedule=gpipe, recompute={recompute})")
+    assert result.buffers <= TOLERANCE
+    assert result.worst <= TOLERANCE
 
 
 @pytest.mark.slow

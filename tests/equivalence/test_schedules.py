@@ -9,7 +9,7 @@ from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig
 from tests.equivalence.single_process import SingleProcessBaseline
 
-ORDERS = [
+SCHEDULES = [
     "schedule=gpipe, chunks_per_stage=2",
     "schedule=interleaved, chunks_per_stage=2",
     "schedule=zero_bubble",
@@ -39,15 +39,15 @@ alone, difference, trained = WORDS.baseline, WORDS.difference, WORDS.train
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_trains_the_same_with_replicas_around_it(order, around):
-    assert difference(trained(f"pipeline(2, {order}) * {around}")) <= parity.TOLERANCE
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_the_same_with_replicas_around_it(schedule, around):
+    assert difference(trained(f"pipeline(2, {schedule}) * {around}")) <= parity.TOLERANCE
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        *(f"pipeline(4, {order})" for order in ORDERS),
+        *(f"pipeline(4, {schedule})" for schedule in SCHEDULES),
         "pipeline(2, schedule=interleaved, chunks_per_stage=5)",
         "pipeline(3, schedule=interleaved, chunks_per_stage=3)",
         "pipeline(2, schedule=zero_bubble, replicas=(2,1))",
@@ -59,17 +59,17 @@ def test_deep_and_uneven_pipelines_train_the_same(strategy):
     assert difference(trained(strategy)) <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_clipping_by_the_norm_over_all_chunks_trains_the_same(order):
-    assert difference(trained(f"pipeline(2, {order}) * zero(2, level=2)", CLIPPED), CLIPPED) <= parity.TOLERANCE
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_clipping_by_the_norm_over_all_chunks_trains_the_same(schedule):
+    assert difference(trained(f"pipeline(2, {schedule}) * zero(2, level=2)", CLIPPED), CLIPPED) <= parity.TOLERANCE
     assert parity.relative_difference(alone().params["0.weight"], alone(CLIPPED).params["0.weight"]) > 1e-3
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        *(f"pipeline(2{order}) * {around}" for order in (", schedule=gpipe", "") for around in AROUND[:2]),
-        *(f"pipeline(2, {order}) * data(2)" for order in ORDERS),
+        *(f"pipeline(2{schedule}) * {around}" for schedule in (", schedule=gpipe", "") for around in AROUND[:2]),
+        *(f"pipeline(2, {schedule}) * data(2)" for schedule in SCHEDULES),
         "pipeline(3, schedule=gpipe, replicas=(2,1,1))",
     ],
 )
@@ -78,7 +78,7 @@ def test_clipping_by_the_norm_over_all_stages_trains_the_same_whatever_is_around
     assert difference(trained(strategy, CLIPPED), CLIPPED) <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_fewer_microbatches_than_stages_train_the_same(order):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fewer_microbatches_than_stages_train_the_same(schedule):
     two = TrainConfig(num_microbatches=2)
-    assert difference(trained(f"pipeline(4, {order})", two), two) <= parity.TOLERANCE
+    assert difference(trained(f"pipeline(4, {schedule})", two), two) <= parity.TOLERANCE

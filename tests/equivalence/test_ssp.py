@@ -39,7 +39,7 @@ def run_of(strategy, num_workers, optimizer=ADAMW):
     return trained, recipe, parity.train(trained, plan_for(strategy, num_workers), recipe)
 
 
-def played_back(trained, recipe, run, num_workers, **said):
+def replay_journal(trained, recipe, run, num_workers, **options):
     """What the reference makes of the journals; a worker's part of a batch is what its microbatch holds."""
     parts: dict[Any, Any] = {worker: [] for worker in range(num_workers)}
     for inputs, targets in trained.batches:
@@ -47,7 +47,7 @@ def played_back(trained, recipe, run, num_workers, **said):
             parts[worker].append((inputs[start:stop], targets[start:stop]))
     journals = [[(entry.unit, entry.worker) for entry in journal] for journal in run.server_updates]
     model, oldest = ssp(trained.build(), units=run.compiled.model.units, journals=journals, parts=parts,
-                        loss=trained.loss, optimizer=recipe.optimizer, **said)  # fmt: skip
+                        loss=trained.loss, optimizer=recipe.optimizer, **options)  # fmt: skip
     return {name: param.detach() for name, param in model.named_parameters()}, oldest
 
 
@@ -56,16 +56,16 @@ def test_a_bounded_server_equals_its_journal_played_back_bit_for_bit(strategy):
     num_workers, server = int(strategy[4]), plan_for(strategy, int(strategy[4])).strategies[0]
     assert isinstance(server, Server)
     trained, recipe, run = run_of(strategy, num_workers, partial(optim.SGD, lr=0.1))
-    expected, oldest = played_back(trained, recipe, run, num_workers, staleness=server.staleness)
+    expected, oldest = replay_journal(trained, recipe, run, num_workers, staleness=server.staleness)
     assert all(torch.equal(run.params[name], value) for name, value in expected.items())
     assert 0 < oldest <= server.max_intervening_updates
 
 
 @pytest.mark.parametrize(("strategy", "pull_every"), [("asp(2, pull_every=3)", 3), ("asp(3, pull_every=2)", 2)])
-def test_a_worker_that_fetches_now_and_then_goes_on_with_the_weights_that_it_has(strategy, pull_every):
+def test_a_worker_that_pulls_rarely_continues_with_the_weights_that_it_has(strategy, pull_every):
     num_workers = int(strategy[4])
     trained, recipe, run = run_of(strategy, num_workers, partial(optim.SGD, lr=0.1))
-    expected, oldest = played_back(trained, recipe, run, num_workers, pull_every=pull_every)
+    expected, oldest = replay_journal(trained, recipe, run, num_workers, pull_every=pull_every)
     assert all(torch.equal(run.params[name], value) for name, value in expected.items())
     assert oldest >= num_workers * (pull_every - 1)
 
@@ -83,7 +83,7 @@ def test_a_worker_that_fetches_now_and_then_goes_on_with_the_weights_that_it_has
 def test_an_asynchronous_system_equals_its_journal_played_back(strategy, optimizer, pull_every):
     num_workers = plan_for(strategy, 12).strategies[0].degree
     trained, recipe, run = run_of(strategy, num_workers, optimizer)
-    expected, _ = played_back(trained, recipe, run, num_workers, pull_every=pull_every)
+    expected, _ = replay_journal(trained, recipe, run, num_workers, pull_every=pull_every)
     assert (
         parity.max_difference(parity.relative_difference(run.params[name], value) for name, value in expected.items())
         <= parity.TOLERANCE
@@ -96,7 +96,7 @@ def test_groups_that_push_apart_equal_their_journal_played_back():
     run = parity.train(trained, plan_for("mxnet_mpi(4, groups=2, mode=asgd)", 4), recipe)
     journals = tuple(tuple(replace(one, worker=one.worker // 2) for one in journal) for journal in run.server_updates)
     half = TrainConfig(num_microbatches=2)
-    expected, _ = played_back(trained, half, replace(run, server_updates=journals), 2)
+    expected, _ = replay_journal(trained, half, replace(run, server_updates=journals), 2)
     short = [batch for batch in trained.batches if len(batch[1]) % 4]
     assert len(short) == 2  # of 7 and 3 samples: their halves are of 4 and 3, and of 2 and 1, with groups as without
     assert (
@@ -109,7 +109,7 @@ def test_groups_that_push_apart_equal_their_journal_played_back():
 def test_an_asynchronous_server_applies_what_has_been_sent_in_the_code(strategy):
     trained, recipe, run = run_of(strategy, int(strategy[4]))
     sent = Sent(strategy.partition("compress=")[2].rstrip(")"))
-    expected, _ = played_back(trained, recipe, run, int(strategy[4]), sent=sent)
+    expected, _ = replay_journal(trained, recipe, run, int(strategy[4]), sent=sent)
     assert (
         parity.max_difference(parity.relative_difference(run.params[name], value) for name, value in expected.items())
         <= parity.TOLERANCE

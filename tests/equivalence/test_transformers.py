@@ -25,14 +25,14 @@ ORDERS = {
 @pytest.mark.timeout(180)  # five plans of each, traced one by one
 @pytest.mark.parametrize("name", transformer_models.KINDS)
 def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
-    found = {strategy: transformer_models.max_error(name, strategy) for strategy in PLANS + ORDERS[name]}
-    assert not {strategy: off for strategy, off in found.items() if not off <= TOLERANCE}
+    result = {strategy: transformer_models.max_error(name, strategy) for strategy in PLANS + ORDERS[name]}
+    assert not {strategy: off for strategy, off in result.items() if not off <= TOLERANCE}
 
 
 @pytest.mark.parametrize(
     ("name", "layer"), [("gpt2", "transformer.h.{}.ln_2"), ("llama", "{}.post_attention_layernorm")]
 )
-def test_a_stage_may_begin_behind_the_attention_of_every_layer(name, layer):
+def test_a_stage_may_begin_after_the_attention_of_every_layer(name, layer):
     spec = partition_model(
         transformer_models.build(name), transformer_models.batches(name)[0][0], granularity="blocks"
     ).spec

@@ -87,7 +87,7 @@ KINDS = {
 
 def build(name, **options):
     """Return a model in float64, the same one every time; biases begin with random numbers, not with zeros."""
-    import transformers  # takes seconds, and whoever collects these tests need not run them
+    import transformers  # takes seconds, which collecting these tests should not
 
     kind = KINDS[name]
     with torch.random.fork_rng(devices=[]):
@@ -104,13 +104,13 @@ def batches(name):
     """Return the inputs and the targets of every step."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        found = []
+        result = []
         for _ in range(STEPS):
             inputs = {key: value.double() if value.is_floating_point() else value
                       for key, value in KINDS[name].inputs().items()}  # fmt: skip
             shape = inputs.get("decoder_input_ids", inputs.get("input_ids", torch.zeros(SAMPLES))).shape
-            found.append((inputs, torch.randint(0, TOKENS, shape)))
-        return found
+            result.append((inputs, torch.randint(0, TOKENS, shape)))
+        return result
 
 
 def loss(output, targets):
@@ -134,7 +134,10 @@ alone = cache(partial(train, strategy="solo"))
 def count_stages(step, model):
     """Return the parameters of each stage by name."""
     compiled, named = step.local_ranks.compiled, dict(model.named_parameters())
-    blocks = [{word.block for word in row.body if isinstance(word, Forward)} for row in compiled.program.rank_programs]
+    blocks = [
+        {instruction.block for instruction in row.body if isinstance(instruction, Forward)}
+        for row in compiled.program.rank_programs
+    ]
     return [{key: named[key] for block in sorted(own) for key in compiled.model.blocks[block].params} for own in blocks]
 
 

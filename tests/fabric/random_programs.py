@@ -35,7 +35,7 @@ class RandomProgram:
 
     def __call__(self, fabric):
         """Return what this rank holds after every step; up to five collectives are under way at once."""
-        found, under_way = {}, []
+        actual, under_way = {}, []
         for step in self.steps:
             if fabric.rank in step.group:
                 work, result = KINDS[step.kind](step, fabric)
@@ -43,11 +43,11 @@ class RandomProgram:
             for _ in range(len(under_way) - step.ahead):
                 index, work, result = under_way.pop(0)
                 work.wait()
-                found[index] = plain(result())
+                actual[index] = plain(result())
         for index, work, result in reversed(under_way):
             work.wait()
-            found[index] = plain(result())
-        return found
+            actual[index] = plain(result())
+        return actual
 
 
 def plain(tensor):
@@ -151,11 +151,11 @@ KINDS = {
 }  # fmt: skip
 
 
-def differing(found, expected, *, is_exact):
+def differing(actual, expected, *, is_exact):
     """The steps of which a rank holds other than it should; sums of floats only nearly where they are not exact."""
     wrong = []
     for index, (dtype, numbers) in expected.items():
-        its_dtype, its_numbers = found[index]
+        its_dtype, its_numbers = actual[index]
         nearly = 0.0 if is_exact else {"torch.bfloat16": 2e-2, "torch.float16": 2e-3}.get(dtype, 1e-4)
         same = (dtype, numbers.shape) == (its_dtype, its_numbers.shape) and np.allclose(
             numbers, its_numbers, rtol=nearly, atol=100 * nearly, equal_nan=True

@@ -14,22 +14,22 @@ GATHERED = ["int8", "sign", "twobit:0.5", "topk:0.3"]
 DTYPES = [torch.float64, torch.float32]
 numbers = st.floats(-1e6, 1e6) | st.floats(-1e-6, 1e-6) | st.sampled_from([0.0, 0.5, -0.5, 1.0, 3.0])
 vectors = st.lists(numbers, min_size=1, max_size=40)
-LAWS = settings(max_examples=60)
+PROPERTY = settings(max_examples=60)
 
 
 def sent(code, total):
     """What a rank's own gradient has become for all members."""
     if code in CAST_DTYPES:
         return cast_clamped(total, CAST_DTYPES[code], 2).to(total.dtype)
-    found = find_codec(code)
-    return decompress(found, compress(found, total), total)
+    result = find_codec(code)
+    return decompress(result, compress(result, total), total)
 
 
 def exact(tensor):
     return [Fraction(number) for number in tensor.tolist()]
 
 
-@LAWS
+@PROPERTY
 @given(vectors, st.sampled_from(["fp16", "bf16", "int8", "twobit:0.5", "topk:0.3"]), st.sampled_from(DTYPES))
 def test_what_was_sent_and_what_stays_are_what_there_was_bit_for_bit(values, code, dtype):
     total = torch.tensor(values, dtype=dtype)
@@ -38,7 +38,7 @@ def test_what_was_sent_and_what_stays_are_what_there_was_bit_for_bit(values, cod
     assert [a + b for a, b in zip(exact(own), exact(residual), strict=True)] == exact(total)
 
 
-@LAWS
+@PROPERTY
 @given(vectors, st.sampled_from(["sign", "twobit:0.3"]))
 def test_where_the_difference_is_rounded_it_is_rounded_once(values, code):
     total = torch.tensor(values, dtype=torch.float64)
@@ -48,8 +48,8 @@ def test_where_the_difference_is_rounded_it_is_rounded_once(values, code):
         assert abs(before - a - b) <= Fraction(math.ulp(float(b))) / 2
 
 
-@LAWS
-@given(st.lists(vectors.filter(lambda found: len(found) > 2), min_size=1, max_size=6), st.sampled_from(GATHERED))
+@PROPERTY
+@given(st.lists(vectors.filter(lambda result: len(result) > 2), min_size=1, max_size=6), st.sampled_from(GATHERED))
 def test_over_many_steps_all_is_sent_or_still_there(steps, code):
     length = min(map(len, steps))
     residual, all_sent = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
@@ -66,10 +66,10 @@ def test_over_many_steps_all_is_sent_or_still_there(steps, code):
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1023, 1024, 1025, 3000])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 def test_the_bytes_are_those_of_the_formula(code, count, dtype):
-    found, values = find_codec(code), torch.linspace(-1, 1, count).to(dtype)
-    written = compress(found, values)
-    assert written.numel() == found.encoded_bytes((count,), dtype.itemsize)
-    back = decompress(found, written, values)
+    result, values = find_codec(code), torch.linspace(-1, 1, count).to(dtype)
+    written = compress(result, values)
+    assert written.numel() == result.encoded_bytes((count,), dtype.itemsize)
+    back = decompress(result, written, values)
     assert (back.dtype, len(back)) == (dtype, count)
 
 
@@ -89,14 +89,14 @@ def test_every_code_says_what_it_says_it_does():
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 7, 8])
-def test_numbers_too_large_for_a_narrow_sum_are_cut_off_and_stay_behind(num_members):
-    cut = cast_clamped(torch.tensor([1e6, -1e6, 3.0]), torch.float16, num_members)
-    total = cut.clone()
+def test_values_too_large_for_a_narrow_sum_are_clamped_and_the_rest_is_the_residual(num_members):
+    clamped = cast_clamped(torch.tensor([1e6, -1e6, 3.0]), torch.float16, num_members)
+    total = clamped.clone()
     for _ in range(num_members - 1):
-        total += cut
+        total += clamped
     assert total.isfinite().all()
-    assert float(cut[2]) == 3.0
-    assert 65504 / 2 / num_members <= float(cut[0]) == -float(cut[1])
+    assert float(clamped[2]) == 3.0
+    assert 65504 / 2 / num_members <= float(clamped[0]) == -float(clamped[1])
 
 
 def test_a_basis_is_orthonormal_and_leaves_out_columns_that_add_nothing():

@@ -53,11 +53,11 @@ WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum:
 def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()
     text = processes(partial(wait, "is late"), 2, timeout_s=0.6)[1]
-    found = re.match(
+    result = re.match(
         rf"PeerError: rank 1 waited (\d\.\d) s for {WAITS[wait]}: the timeout of 0\.6 s has passed; ", text
     )
-    assert found is not None, text
-    assert 0.6 <= float(found[1]) < 5  # as long as it was: later than asked for where a core is late
+    assert result is not None, text
+    assert 0.6 <= float(result[1]) < 5  # as long as it was: later than asked for where a core is late
     assert time.monotonic() - began < 10
 
 
@@ -83,7 +83,7 @@ def add_up_for_ever(rank, address, transport):
 
 
 def killed_in_a_handshake(transport, after_s, fabric):
-    """Rank 0 is killed so long after all have begun to connect; what the others are told, and how long they waited."""
+    """Rank 0 is killed so long after all have begun to connect; the errors of the others, and how long they waited."""
     port = fabric.gather_values("port", free_port(), TRIO)[0]
     if fabric.rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -99,9 +99,9 @@ def killed_in_a_handshake(transport, after_s, fabric):
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_a_rank_that_is_killed_while_all_connect_is_an_error_that_names_it(transport, after_s):
     """An error of torch's store came out where the one that kept it was killed."""
-    dead, *told = on_gloo(partial(killed_in_a_handshake, transport, after_s), 3)
+    dead, *errors = on_gloo(partial(killed_in_a_handshake, transport, after_s), 3)
     assert dead is None
-    assert all("rank 0" in text and seconds < 8 for text, seconds in told), told
+    assert all("rank 0" in text and seconds < 8 for text, seconds in errors), errors
 
 
 def cascade(fabric):
@@ -112,7 +112,7 @@ def cascade(fabric):
     return fabric.recv(fabric.rank + 1, "x")
 
 
-def test_the_reason_of_the_first_that_stops_reaches_those_behind_it(processes):
+def test_the_first_error_reaches_ranks_that_wait_indirectly(processes):
     texts = processes(cascade, 3, timeout_s=10.0)
     assert texts[0].startswith("PeerError: rank 0 waited ")
     assert all("stopped because of rank 2: the loss is nan in step 7" in text for text in texts[:2])
@@ -229,9 +229,9 @@ def nobody(fabric):
     return str(failure.value), time.monotonic() - began
 
 
-def test_an_address_where_nobody_listens_is_named(processes):
+def test_an_address_without_a_listener_is_named(processes):
     """It took torch's store up to three times as long to see it."""
     text, seconds = processes(nobody, 2)[1]
     assert seconds < 1.5
-    assert text.startswith("rank 1 found nobody at 127.0.0.1:")
+    assert text.startswith("rank 1 could not connect to 127.0.0.1:")
     assert " within 0.5 s; rank 0 serves the rendezvous store there" in text

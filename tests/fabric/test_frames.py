@@ -55,7 +55,7 @@ def test_a_frame_with_any_flipped_bit_is_rejected(data):
 
 
 @given(st.binary(max_size=300))
-def test_bytes_that_nobody_wrote_are_refused(noise):
+def test_random_bytes_are_refused(noise):
     with pytest.raises(PeerError, match=r"damaged frame: "):
         decode(torch.tensor(list(noise), dtype=torch.uint8))
 
@@ -80,7 +80,7 @@ def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, 
 
 
 @pytest.mark.parametrize(
-    ("frame", "found"),
+    ("frame", "message"),
     [
         (forged(0, 0, b"", version=9), "it has version 9, and this rank reads version 1"),
         (forged(0, 0, b"", kind=77), "its kind 77.0 does not exist"),
@@ -90,7 +90,7 @@ def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, 
         (forged(0, 1, b"\x01\x11" + bytes(200)), "tensor 0 is described by dtype 1 and 17 dims"),
         (forged(0, 5, b"\x01\x00" * 4, bytes(64)), "its head ends before tensor 4 of 5"),
         (forged(0, 0, bytes(32)), r"its head has \d+ bytes too many"),
-        (forged(0, 1, b"\x01\x01" + b"\xff" * 8, bytes(16)), "ends behind its payload"),
+        (forged(0, 1, b"\x01\x01" + b"\xff" * 8, bytes(16)), "extends beyond the payload"),
         (
             forged(0, 1, b"\x01\x02" + b"\xff" * 8 + bytes(8)),
             r"tensor 0 is described by shape \(18446744073709551615, 0\)",
@@ -98,8 +98,8 @@ def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, 
         (forged(0, 1, b"\x01\x01" + bytes(8), bytes(16)), "its tensors take 16 bytes less than its payload"),
     ],
 )
-def test_a_frame_that_contradicts_itself_is_refused(frame, found):
-    with pytest.raises(PeerError, match=f"damaged frame: .*{found}"):
+def test_a_frame_that_contradicts_itself_is_refused(frame, message):
+    with pytest.raises(PeerError, match=f"damaged frame: .*{message}"):
         decode(frame)
 
 

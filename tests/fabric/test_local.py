@@ -58,7 +58,7 @@ def test_each_rank_draws_its_own_random_numbers(world):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_random_numbers_go_on_from_run_to_run(world):
+def test_random_numbers_continue_from_run_to_run(world):
     torch.manual_seed(5)
     drawn = [world.run(lambda fabric: torch.rand(1).item()) for _ in range(2)]
     torch.manual_seed(5)
@@ -125,7 +125,7 @@ def test_a_rank_that_stops_says_why(world):
         world.run(work)
 
 
-def test_what_is_under_way_goes_on_in_the_next_run(world):
+def test_a_collective_in_flight_continues_in_the_next_run(world):
     started = {}
 
     def begin(fabric):

@@ -162,10 +162,10 @@ def wrong_message(fabric):
 
 def test_a_message_with_another_label_is_refused(run_scenario):
     sender, receiver = run_scenario(wrong_message, 2, timeout_s=3.0)
-    story = "rank 1 expects x1.0 from rank 0, but its next message is x1.1; messages arrive in the order in which"
-    assert receiver.startswith(f"PeerError: {story}")
+    message = "rank 1 expects x1.0 from rank 0, but its next message is x1.1; messages arrive in the order in which"
+    assert receiver.startswith(f"PeerError: {message}")
     assert "stopped because of rank 1: " in sender
-    assert story in sender
+    assert message in sender
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ def asks(fabric):
         fabric.recv(0, "rank 0 has asked")
     tensor = torch.ones(40_000, 3).T
     work = fabric.all_reduce("x", tensor, everybody)
-    found = []
+    result = []
     if fabric.rank == 0:
-        found.append(work.completes_within(0.01))
+        result.append(work.completes_within(0.01))
         fabric.send(1, "rank 0 has asked", [])
     while not work.completes_within(0.5):
         pass
-    return [*found, work.completes_within(0.0), tensor.unique().tolist()]
+    return [*result, work.completes_within(0.0), tensor.unique().tolist()]
 
 
 def disagrees(fabric):

@@ -11,9 +11,12 @@ def run(run_scenario, seeds):
     for seed in seeds:
         num_ranks = 2 + seed % 4
         program = RandomProgram(seed, num_ranks)
-        expected, found = on_local(program, num_ranks), run_scenario(program, num_ranks)
-        assert all(isinstance(one, dict) for one in found), (seed, [one for one in found if not isinstance(one, dict)])
-        for mine, theirs in zip(found, expected, strict=True):
+        expected, result = on_local(program, num_ranks), run_scenario(program, num_ranks)
+        assert all(isinstance(one, dict) for one in result), (
+            seed,
+            [one for one in result if not isinstance(one, dict)],
+        )
+        for mine, theirs in zip(result, expected, strict=True):
             wrong = differing(mine, theirs, is_exact=run_scenario is not on_gloo)
             assert not wrong, (seed, [vars(step) for step in program.steps if step.index in wrong])
 

@@ -15,7 +15,7 @@ TRIO = (0, 1, 2)
 ONE_HOST = [on_local, *PROCESSES]
 
 
-def letters(fabric):
+def send_messages(fabric):
     """Every dtype, an empty tensor, a scalar, a transposed one; rank 0 overwrites what it has sent."""
     if fabric.rank == 0:
         tensors = [torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=dtype).T for dtype in DTYPES]
@@ -28,13 +28,13 @@ def letters(fabric):
 
 
 def test_a_message_arrives_as_it_was_sent(run_scenario):
-    dtypes, values, empty, scalar = run_scenario(letters, 2)[1]
+    dtypes, values, empty, scalar = run_scenario(send_messages, 2)[1]
     assert dtypes == DTYPES
     assert values == [[[0, 1], [1, 0], [1, 0]]] * len(DTYPES)
     assert (empty, scalar) == ([0, 3], 7)
 
 
-def many_letters(fabric):
+def send_many_messages(fabric):
     """More messages than may be under way, some longer than the first piece of one."""
     if fabric.rank == 0:
         for index in range(200):
@@ -44,7 +44,7 @@ def many_letters(fabric):
 
 
 def test_two_hundred_messages_arrive_in_order(run_scenario):
-    assert run_scenario(many_letters, 2)[1] == sum(7 * index * index for index in range(200))
+    assert run_scenario(send_many_messages, 2)[1] == sum(7 * index * index for index in range(200))
 
 
 def cross(fabric):
@@ -88,29 +88,29 @@ def wait_for_another(fabric, wait):
 
 
 def in_a_message(fabric):
-    wait_for_another(fabric, lambda found: found.send(0, "then", []) if found.rank else found.recv(1, "then"))
+    wait_for_another(fabric, lambda actual: actual.send(0, "then", []) if actual.rank else actual.recv(1, "then"))
     return fabric.rank
 
 
 def in_a_sum(fabric):
     ones = torch.ones(3)
-    wait_for_another(fabric, lambda found: found.all_reduce("sum", ones, (0, 1)).wait())
+    wait_for_another(fabric, lambda actual: actual.all_reduce("sum", ones, (0, 1)).wait())
     return ones.tolist()
 
 
 @pytest.mark.parametrize("run_scenario", ONE_HOST)
-def test_whoever_waits_for_a_message_takes_in_what_others_send(run_scenario):
+def test_a_rank_that_waits_for_a_message_receives_those_of_others(run_scenario):
     """In shared memory all three waited until the deadline."""
     assert run_scenario(in_a_message, 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("run_scenario", ONE_HOST)
-def test_whoever_waits_for_a_sum_takes_in_what_others_send(run_scenario):
+def test_a_rank_that_waits_for_an_all_reduce_receives_messages(run_scenario):
     assert run_scenario(in_a_sum, 3) == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
 def serve(fabric):
-    """Rank 0 answers whoever comes, then hears from one peer only while the other has written first."""
+    """Rank 0 answers any peer, then receives from one peer although another one has sent first."""
     if fabric.rank:
         fabric.send(0, f"push{fabric.rank}", [torch.tensor(fabric.rank)])
         (answer,) = fabric.recv(0, "pull")
@@ -216,9 +216,9 @@ def test_gathered_values_are_in_group_order(run_scenario):
 def groups(fabric):
     """All are started before any is waited for, in orders that would block if starting did."""
     fabric.connect_groups([(0, 1), (1, 2), (0, 2), (2,)])
-    order = {0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]}[fabric.rank]
-    tensors = {group: torch.tensor(float(fabric.rank)) for group in order}
-    works = [fabric.all_reduce(f"grad{group}", tensors[group], group) for group in order]
+    ordered_groups = {0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]}[fabric.rank]
+    tensors = {group: torch.tensor(float(fabric.rank)) for group in ordered_groups}
+    works = [fabric.all_reduce(f"grad{group}", tensors[group], group) for group in ordered_groups]
     for work in works:
         work.wait()
         work.wait()
@@ -267,14 +267,14 @@ def test_a_group_of_one_does_nothing(run_scenario):
 
 def verbs(fabric):
     """Three ranks with 1, 2 and 6, NaN on rank 1 in the last place."""
-    found = {}
+    actual = {}
     for verb in ("sum", "mean", "max", "min"):
         own = torch.tensor([[1.0, 2.0, 6.0][fabric.rank]] * 3 + [math.nan if fabric.rank == 1 else 0.0])
         fabric.all_reduce("loss", own, TRIO, verb).wait()
         whole = torch.full((3,), [1.0, 2.0, 6.0][fabric.rank], dtype=torch.float16)
         fabric.reduce_scatter("grad", whole, [0, 1, 2, 3], TRIO, verb).wait()
-        found[verb] = (own[0].item(), own[3].isnan().item(), whole[fabric.rank].item())
-    return found
+        actual[verb] = (own[0].item(), own[3].isnan().item(), whole[fabric.rank].item())
+    return actual
 
 
 def test_all_four_reductions(run_scenario):
@@ -302,14 +302,14 @@ def test_nan_wins_on_whichever_rank_it_is(run_scenario):
 
 def narrow(fabric):
     """In steps of 16 bits, 2048 + 1 + 1 would stay 2048, and 3 times 40000 is no number."""
-    found = []
+    actual = []
     for ask in ("sum", "mean"):
         own = torch.tensor([[2048.0, 1.0, 1.0][fabric.rank]] if ask == "sum" else [40000.0], dtype=torch.float16)
         whole = own.repeat(3)
         fabric.all_reduce("a", own, TRIO, ask).wait()
         fabric.reduce_scatter("b", whole, [0, 1, 2, 3], TRIO, ask).wait()
-        found += [own.item(), whole[fabric.rank].item()]
-    return found
+        actual += [own.item(), whole[fabric.rank].item()]
+    return actual
 
 
 def test_16_bit_numbers_are_added_up_in_32_bits_and_rounded_once(run_scenario):

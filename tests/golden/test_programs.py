@@ -185,7 +185,7 @@ def test_a_schedule_is_drawn_as_in_its_paper(golden, name):
 
 
 def test_a_u_net_is_drawn_as_gpipe_draws_any_model(golden):
-    """Two blocks per stage; what skips stages comes before it is read, so that nobody waits longer for it."""
+    """Two blocks per stage; skip connections are received before they are needed, so that no stage waits longer for them."""
     trace = simulate(compile_text("gpipe(4)", m=2, blocks=8, skips=True).program, unit_costs(backward_ticks=2))
     golden("gpipe_4_skips_drawn.txt", draw_ascii_timeline(trace, tick_s=1, width=250) + "\n")
 

@@ -38,14 +38,14 @@ def test_a_test_shows_one_behaviour():
 
 def test_a_test_uses_the_real_thing_and_does_not_sleep():
     """Fakes with behaviour of their own live in counterpoint.testing."""
-    found = [
+    result = [
         f"{name_of(path)}:{node.lineno}"
         for path in TEST_FILES
         for node in ast.walk(parsed(path))
         if (isinstance(node, ast.Name) and node.id in NOT_THE_REAL_THING)
         or (isinstance(node, ast.Attribute) and node.attr in NOT_THE_REAL_THING)
     ]
-    assert not found
+    assert not result
 
 
 def asserts(function):

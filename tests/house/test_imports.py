@@ -47,7 +47,7 @@ def test_importing_the_pure_packages_never_loads_torch():
 
 
 def test_no_pure_package_imports_torch_inside_a_function():
-    assert not [name for name in LIGHT if any(found.split(".")[0] == "torch" for found in imports(MODULES[name]))]
+    assert not [name for name in LIGHT if any(result.split(".")[0] == "torch" for result in imports(MODULES[name]))]
 
 
 def test_the_import_contracts_name_every_pure_package():

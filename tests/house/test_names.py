@@ -106,19 +106,19 @@ def strings(path):
 
 def test_no_retired_word_is_left_in_a_docstring_or_a_message():
     left = [
-        f"{name_of(path)}:{line}: {found[0]} ({RETIRED[found[0].lower()]})"
+        f"{name_of(path)}:{line}: {result[0]} ({RETIRED[result[0].lower()]})"
         for path in FILES
         for text, line in strings(path)
-        for found in RETIRED_TEXT.finditer(text)
+        for result in RETIRED_TEXT.finditer(text)
     ]
     assert not left
 
 
 def test_no_retired_word_is_left_in_a_page():
     left = [
-        f"{name_of(page)}: {found[0]} ({RETIRED[found[0].lower()]})"
+        f"{name_of(page)}: {result[0]} ({RETIRED[result[0].lower()]})"
         for page in PAGES
-        for found in RETIRED_TEXT.finditer(page.read_text(encoding="utf-8"))
+        for result in RETIRED_TEXT.finditer(page.read_text(encoding="utf-8"))
     ]
     assert not left
 
@@ -129,7 +129,7 @@ def test_no_program_text_has_a_retired_instruction():
         (name_of(path), path.read_text(encoding="utf-8")) for path in (ROOT / "tests" / "golden").rglob("*.program")
     ]
     texts += [(f"{name_of(path)}:{line}", text) for path in FILES for text, line in strings(path)]
-    assert not [f"{place}: {found[0]}" for place, text in texts for found in RETIRED_INSTRUCTION.finditer(text)]
+    assert not [f"{place}: {result[0]}" for place, text in texts for result in RETIRED_INSTRUCTION.finditer(text)]
 
 
 def test_every_term_of_the_glossary_says_where_it_comes_from():
@@ -155,9 +155,9 @@ def test_nothing_is_announced_instead_of_done():
         r"ME|XXX|HACK)\b|raise NotImplementedError|(?i:#.*\b(?:placeholder|for now|stub|not implemented)\b)"
     )
     left = [
-        f"{name_of(path)}: {found[0]}"
+        f"{name_of(path)}: {result[0]}"
         for path in [*FILES, *PAGES]
-        for found in pattern.finditer(path.read_text(encoding="utf-8"))
+        for result in pattern.finditer(path.read_text(encoding="utf-8"))
     ]
     assert not left
 

@@ -55,7 +55,9 @@ def test_a_decision_has_context_decision_and_consequences():
     headings = {
         path: re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE) for path in DECISIONS
     }
-    assert not [name_of(path) for path, found in headings.items() if [one for one in found if one in wanted] != wanted]
+    assert not [
+        name_of(path) for path, result in headings.items() if [one for one in result if one in wanted] != wanted
+    ]
 
 
 def test_every_relative_link_of_a_page_leads_somewhere():

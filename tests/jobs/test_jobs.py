@@ -67,7 +67,7 @@ def test_the_lines_model_fits_the_lines():
 def test_two_epochs_of_digits_are_learnt_beyond_the_bar_and_twice_the_same():
     job = find_job("digits")
     train, held_out = job.build_data()
-    found = []
+    result = []
     for _ in range(2):
         model = job.build_model(0)
         optimizer, sampler = job.optimizer(model.parameters()), Sampler(len(train), job.batch_size)
@@ -76,9 +76,9 @@ def test_two_epochs_of_digits_are_learnt_beyond_the_bar_and_twice_the_same():
             optimizer.zero_grad()
             job.loss(model(x), y).backward()
             optimizer.step()
-        found.append(evaluate(job, model, held_out)["accuracy"])
-    assert found[0].mean > 0.9
-    assert found[0] == found[1]
+        result.append(evaluate(job, model, held_out)["accuracy"])
+    assert result[0].mean > 0.9
+    assert result[0] == result[1]
 
 
 def test_tallies_of_uneven_batches_add_up_to_that_of_all_samples():

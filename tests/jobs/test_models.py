@@ -70,7 +70,7 @@ def test_attention_split_by_columns_is_the_sum_of_its_halves():
     assert torch.allclose(total + whole.proj.bias, whole(x), rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_stands_on_the_embeddings_and_on_both_branches_of_every_block():
+def test_dropout_is_applied_to_the_embeddings_and_both_branches_of_every_block():
     model = GPT(GPTShape(num_layers=3, width=16, head_dim=4, dropout=0.25))
     assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.25] * 7
     tokens = torch.randint(0, 256, (1, 8))

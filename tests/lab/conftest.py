@@ -29,6 +29,6 @@ def lab(permitted):
 
 
 @pytest.fixture
-def talk():
+def peer_command():
     """Return ``command(*words)``, the command line of tests/lab/network_peer.py."""
     return lambda *words: [sys.executable, "-I", str(HERE / "network_peer.py"), *map(str, words)]

@@ -27,15 +27,15 @@ def main(folder, *scenarios):
     torch.set_num_threads(1)
     world = open_world(environment, environment.world_size, 20.0)
     (fabric,) = world.fabrics
-    found = {scenario: as_text(getattr(test_transports, scenario)(fabric)) for scenario in scenarios}
+    result = {scenario: as_text(getattr(test_transports, scenario)(fabric)) for scenario in scenarios}
     try:
         if fabric.rank == 1:
             fabric.abort("the disk is full")
         else:
             fabric.recv(1, "never sent")
     except PeerError as error:
-        found["told"] = str(error)
-    text = "\n".join(f"{scenario}\t{value}" for scenario, value in found.items())
+        result["told"] = str(error)
+    text = "\n".join(f"{scenario}\t{value}" for scenario, value in result.items())
     Path(folder, f"{fabric.rank}.txt").write_text(text)
     end = time.monotonic() + 20  # mpirun ends all with the first that leaves after an error
     while len(list(Path(folder).glob("*.txt"))) < fabric.num_ranks and time.monotonic() < end:

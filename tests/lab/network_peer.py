@@ -72,17 +72,17 @@ def count(patience_s=PATIENCE_S):
         mine.bind(("", PORT))
         mine.settimeout(float(patience_s))
         say("ready")
-        heard = 0
+        num_received = 0
         with contextlib.suppress(TimeoutError):
             while mine.recv(100) != b"last":
-                heard += 1
-    say(heard)
+                num_received += 1
+    say(num_received)
 
 
 def throw(host, number):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
-        for word in [b"word"] * int(number) + [b"last"] * 20:
-            mine.sendto(word, (host, PORT))
+        for datagram in [b"datagram"] * int(number) + [b"last"] * 20:
+            mine.sendto(datagram, (host, PORT))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from counterpoint.testing.rpc_client import RpcClient
 
 secret = JobCredentials(new_key())
 with EventLoop() as loop:
-    echo = request_handler(lambda letter: RpcMessage("echo", letter.fields, letter.tensors))
+    echo = request_handler(lambda message: RpcMessage("echo", message.fields, message.tensors))
     outside = listen(loop, TcpAddress(sys.argv[1], 0), secret, echo)
     inside = [
         listen(loop, place, JobCredentials(None), echo) for place in (TcpAddress("127.0.0.1", 0), UnixAddress("lab"))

@@ -9,7 +9,7 @@ import sys
 
 AT_ONCE, PATIENCE_S, SILENCE_S = 500, 5.0, 0.5
 HELLO = b"CPWS\1\1\0\0" + bytes(32)
-SAID = {
+REQUESTS = {
     "nothing": b"",
     "http": b"GET / HTTP/1.1\r\nHost: job\r\n\r\n" * 4,
     "tls": b"\x16\x03\x01\x02\x00" + bytes(512),
@@ -23,8 +23,8 @@ SAID = {
 
 
 def open_ports(host):
-    """Ports where somebody listens, or nobody says that he does not."""
-    found: list[int] = []
+    """Ports that accept a connection, or do not refuse it."""
+    result: list[int] = []
     waiting, ports = selectors.DefaultSelector(), iter(range(1, 1 << 16))
     while True:
         for port in ports:
@@ -37,28 +37,30 @@ def open_ports(host):
             if len(waiting.get_map()) >= AT_ONCE:
                 break
         if not waiting.get_map():
-            return sorted(found)
+            return sorted(result)
         ready = waiting.select(PATIENCE_S)
         for key, _ in ready or [(key, 0) for key in list(waiting.get_map().values())]:
             plain, port = key.data
             if not ready or plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                found.append(port)
+                result.append(port)
             waiting.unregister(plain)
             plain.close()
 
 
-def heard(host, port, said):
+def response(host, port, request):
     """What a port answers to somebody who says this, and then is silent."""
     answer = b""
     with socket.create_connection((host, port), PATIENCE_S) as plain:
         plain.settimeout(SILENCE_S)
         with contextlib.suppress(OSError):
-            plain.sendall(said)
+            plain.sendall(request)
             while chunk := plain.recv(1 << 16):
                 answer += chunk
     return answer.hex()
 
 
 host = sys.argv[1]
-answers = {port: {name: heard(host, port, said) for name, said in SAID.items()} for port in open_ports(host)}
+answers = {
+    port: {name: response(host, port, request) for name, request in REQUESTS.items()} for port in open_ports(host)
+}
 sys.stdout.write(json.dumps(answers) + "\n")

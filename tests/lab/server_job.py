@@ -27,8 +27,8 @@ class FarJob:
     def serve(self, host: str, role: str, *words: str, name: str = "") -> None:
         """A coordinator or a server listens on a host."""
         server = ("--name", name, "--listen", f"tcp:{host}:0") if name else ()
-        told = ("--job", str(self.path), "--key-file", str(self.key_path), *server, *words)
-        self.running[name or role] = self.lab.start(host, [*COUNTERPOINT, "serve", role, *told])
+        arguments = ("--job", str(self.path), "--key-file", str(self.key_path), *server, *words)
+        self.running[name or role] = self.lab.start(host, [*COUNTERPOINT, "serve", role, *arguments])
 
     def wait_for_servers(self) -> None:
         for name, one in self.running.items():
@@ -57,12 +57,12 @@ COUNTERPOINT = (sys.executable, "-m", "counterpoint")
 
 def says_nothing_but_the_greeting(answers: dict[str, str]) -> bool:
     """Whether a port has answered what begins as a greeting, with nothing but its own, and nothing else at all."""
-    said = {name: bytes.fromhex(answer) for name, answer in answers.items()}
+    replies = {name: bytes.fromhex(answer) for name, answer in answers.items()}
     return all(
         answer[:8] == b"CPWS\1\1\0\0"
         and len(answer) == HELLO_BYTES + PROOF_BYTES * ("proof" in name)
         and not any(answer[HELLO_BYTES:])
         if name.startswith("a greeting")
         else not answer
-        for name, answer in said.items()
+        for name, answer in replies.items()
     )

@@ -29,12 +29,12 @@ SAY = "import os; print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'G
 
 def dwellers(networks):
     """The processes that are in one of these network namespaces."""
-    found = []
+    result = []
     for namespace in Path("/proc").glob("[0-9]*/ns/net"):
         with contextlib.suppress(OSError):
             if namespace.readlink() in networks:
-                found.append(int(namespace.parts[2]))
-    return found
+                result.append(int(namespace.parts[2]))
+    return result
 
 
 def networks_of(pids):
@@ -73,16 +73,16 @@ def test_the_machine_keeps_its_own_name_files_and_interfaces(permitted):
 
 
 @pytest.mark.parametrize(
-    ("interleaved", "said"),
+    ("interleaved", "expected"),
     [
         (False, ["0 0 0 h0", "1 1 0 h0", "2 0 1 h1", "3 1 1 h1"]),
         (True, ["0 0 0 h0", "1 0 1 h1", "2 1 0 h0", "3 1 1 h1"]),
     ],
     ids=["in-host-order", "interleaved"],
 )
-def test_each_rank_gets_its_environment(lab, interleaved, said):
+def test_each_rank_gets_its_environment(lab, interleaved, expected):
     ended = lab.run_ranks([*PYTHON, SAY], per_host=2, interleaved=interleaved)
-    assert [one.text().strip() for one in ended] == said
+    assert [one.text().strip() for one in ended] == expected
 
 
 def test_two_gloo_ranks_on_two_hosts_add_up_over_the_wire(lab):
@@ -141,5 +141,5 @@ def test_nothing_is_left_after_the_lab_itself_is_killed(permitted):
 
 def test_without_root_the_reason_says_so(permitted):
     ask = "import os; from benchmarks.lab import Lab; os.setuid(65534); print(Lab.unavailable_reason())"
-    told = subprocess.run([*PYTHON, ask], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert "needs root, and this process has user id 65534" in told
+    output = subprocess.run([*PYTHON, ask], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert "needs root, and this process has user id 65534" in output

@@ -56,10 +56,10 @@ def test_the_same_script_on_a_cluster_of_ray(tmp_path):
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("who", "told"),
+    ("who", "message"),
     [("pid", "rank 1 was killed by SIGKILL"), ("ppid", "rank 1 failed: LaunchError: Ray has lost its actor")],
 )
-def test_all_ranks_start_again_where_one_has_died_or_lost_its_actor(tmp_path, who, told):
+def test_all_ranks_start_again_where_one_has_died_or_lost_its_actor(tmp_path, who, message):
     dies = f"""import os
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     os.kill(os.get{who}(), 9)
@@ -69,7 +69,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
     script.write_text(dies + script.read_text())
     result = started(["launch", "--on", "ray", "-n", 2, "--restarts", 1, script, tmp_path / "ranks"], RAY)
     assert result.returncode == 0, result.stderr
-    assert told in result.stderr
+    assert message in result.stderr
     assert "counterpoint: restart 1 of 1" in result.stderr
     assert losses_of(tmp_path / "ranks")[1] == 2
 

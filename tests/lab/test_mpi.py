@@ -18,17 +18,17 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
-SCENES = [
+SCENARIOS = [
     "round_about", "in_a_message", "in_a_sum", "serve", "pick", "sums", "shares", "ballots", "casts", "values",
     "groups", "verbs", "nans", "narrow", "swap",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     """What each of three ranks got in each scenario, as text."""
     folder = tmp_path_factory.mktemp("mpi")
-    command = ["mpirun", "-np", "3", sys.executable, "-m", "tests.lab.mpi_scenarios", str(folder), *SCENES]
+    command = ["mpirun", "-np", "3", sys.executable, "-m", "tests.lab.mpi_scenarios", str(folder), *SCENARIOS]
     environ = {**variables(), **AS_ROOT, "COUNTERPOINT_TRANSPORT": "mpi"}
     result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
     files = [folder / f"{rank}.txt" for rank in range(3)]
@@ -36,11 +36,11 @@ def found(tmp_path_factory):
     return [dict(line.split("\t") for line in file.read_text().splitlines()) for file in files]
 
 
-@pytest.mark.parametrize("scenario", SCENES)
-def test_mpi_does_what_ranks_of_one_process_do(found, scenario):
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_mpi_does_what_ranks_of_one_process_do(results, scenario):
     expected = on_local(getattr(test_transports, scenario), 3)
-    assert [rank[scenario] for rank in found] == [as_text(value) for value in expected]
+    assert [rank[scenario] for rank in results] == [as_text(value) for value in expected]
 
 
-def test_a_wait_for_an_aborted_rank_raises_its_reason(found):
-    assert all("stopped because of rank 1: the disk is full" in found[rank]["told"] for rank in (0, 2))
+def test_a_wait_for_an_aborted_rank_raises_its_reason(results):
+    assert all("stopped because of rank 1: the disk is full" in results[rank]["told"] for rank in (0, 2))

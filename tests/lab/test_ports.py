@@ -24,6 +24,6 @@ def scan(lab):
 
 
 def test_a_scan_finds_the_port_of_the_job_and_nothing_but_the_greeting(scan):
-    port, found = scan
-    assert list(found) == [port]
-    assert says_nothing_but_the_greeting(found[port])
+    port, result = scan
+    assert list(result) == [port]
+    assert says_nothing_but_the_greeting(result[port])

@@ -53,10 +53,10 @@ def test_a_scan_finds_the_ports_of_coordinator_and_servers_and_nothing_but_the_g
     worker.wait_for("joined", READY_S)
     hosts = ("h0", "h1", "h2", "h3")
     scans = [far.lab.start("h5", [sys.executable, "-I", str(SCAN), far.lab.addresses[host]]) for host in hosts]
-    found = {host: json.loads(one.text()) for host, one in zip(hosts, wait_all(scans, LONG_S), strict=True)}
-    assert {host: len(ports) for host, ports in found.items()} == {"h0": 1, "h1": 1, "h2": 1, "h3": 0}
-    assert list(found["h0"]) == [str(PORT)]
-    assert all(says_nothing_but_the_greeting(answers) for ports in found.values() for answers in ports.values())
+    result = {host: json.loads(one.text()) for host, one in zip(hosts, wait_all(scans, LONG_S), strict=True)}
+    assert {host: len(ports) for host, ports in result.items()} == {"h0": 1, "h1": 1, "h2": 1, "h3": 0}
+    assert list(result["h0"]) == [str(PORT)]
+    assert all(says_nothing_but_the_greeting(answers) for ports in result.values() for answers in ports.values())
     (tmp_path / "gate").touch()
     assert is_as_one_loop(wait_all([worker], LONG_S)[0].text())
 
@@ -78,7 +78,7 @@ def test_a_member_without_a_key_does_not_leave_its_host(far):
         assert "is beyond loopback and there is no job key" in ended.out + ended.err
 
 
-def test_a_job_goes_on_when_the_host_of_a_server_is_unplugged(far):
+def test_a_job_continues_when_the_host_of_a_server_is_unplugged(far):
     far.serve("h4", "server", name="spare")
     far.wait_for_servers()
     worker = far.work("h3", "worker-0")
@@ -87,16 +87,16 @@ def test_a_job_goes_on_when_the_host_of_a_server_is_unplugged(far):
     assert is_as_one_loop(wait_all([worker], LONG_S)[0].text())
 
 
-def test_a_job_goes_on_from_its_cut_when_all_hosts_have_died(far, tmp_path):
+def test_a_job_resumes_from_its_snapshot_when_all_hosts_have_died(far, tmp_path):
     worker = far.work("h3", "worker-0")
     worker.wait_for("portion 60\n", READY_S)
     wait_until(lambda: complete_snapshots(tmp_path / "run", plan().job), LONG_S)
     worker.kill()
     far.kill()
     command = [*COUNTERPOINT, "serve", "resume", "--job", str(far.path), "--folder", str(tmp_path / "run")]
-    told = far.lab.run({"h0": command}, deadline_s=60)["h0"].text()
-    cut = told.split("--snapshot ")[1].strip()
-    far.begin("--folder", str(tmp_path / "run"), "--snapshot", cut)
+    output = far.lab.run({"h0": command}, deadline_s=60)["h0"].text()
+    snapshot = output.split("--snapshot ")[1].strip()
+    far.begin("--folder", str(tmp_path / "run"), "--snapshot", snapshot)
     last = wait_all([far.work("h4", "worker-1")], LONG_S)[0]
     assert is_as_one_loop(last.text())
     assert last.text().count("portion") < plan().job.data.num_slices * plan().epochs

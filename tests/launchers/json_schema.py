@@ -21,8 +21,8 @@ def faults(value, schema, named, place):
     schema = {**schema, **named[schema["$ref"].rpartition("/")[2]]} if "$ref" in schema else schema
     choices = schema.get("anyOf", schema.get("oneOf"))
     if choices is not None:
-        found = [list(faults(value, choice, named, place)) for choice in choices]
-        yield from min(found, key=len)
+        result = [list(faults(value, choice, named, place)) for choice in choices]
+        yield from min(result, key=len)
     wanted = schema.get("type", [])
     kinds = [KINDS[kind] for kind in ([wanted] if isinstance(wanted, str) else wanted) if kind != "null"]
     if kinds and not any(isinstance(value, kind) and not (kind is int and value is True) for kind in kinds):

@@ -22,15 +22,15 @@ def test_no_launcher_is_no_rank():
 
 
 def test_what_torchrun_sets_is_read():
-    found = detect({**WHOLE, "TORCHELASTIC_RUN_ID": "job-7"})
-    assert found == RankEnvironment(1, 4, 1, 2, "10.0.0.1", 29500, "job-7")
+    result = detect({**WHOLE, "TORCHELASTIC_RUN_ID": "job-7"})
+    assert result == RankEnvironment(1, 4, 1, 2, "10.0.0.1", 29500, "job-7")
     assert detect(WHOLE) == RankEnvironment(1, 4, 1, 2, "10.0.0.1", 29500, "10.0.0.1:29500")
 
 
 @pytest.mark.parametrize(("store_fd", "timeout_s"), [(None, None), (5, 12.5)])
 def test_what_the_supervisor_sets_is_what_a_rank_finds(store_fd, timeout_s):
-    told = RankEnvironment(0, 3, 0, 3, "127.0.0.1", 4000, "job", timeout_s, store_fd)
-    assert detect(rank_variables(told)) == told
+    environment = RankEnvironment(0, 3, 0, 3, "127.0.0.1", 4000, "job", timeout_s, store_fd)
+    assert detect(rank_variables(environment)) == environment
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE))

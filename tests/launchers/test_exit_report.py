@@ -26,7 +26,7 @@ def raised(kind, at, *, peer=False, text="went wrong"):
 def test_a_killed_rank_explains_the_peers_that_failed_before_it_was_seen():
     outcomes = [ended(0, error=raised("PeerError", 1.0, peer=True)), ended(1, -9, at=3.0), ended(2, -15, stopped_s=2.0)]
     assert format_report(outcomes).splitlines() == [
-        "rank 1 was killed by SIGKILL (pid 101, after 4.2 s); if nobody sent it, the kernel ran out of memory: "
+        "rank 1 was killed by SIGKILL (pid 101, after 4.2 s); unless a user sent it, the kernel ran out of memory: "
         "see dmesg, use fewer ranks or smaller batches",
         "ranks 0 and 2 stopped because of rank 1",
     ]
@@ -85,7 +85,7 @@ def test_the_wait_for_the_same_exception_on_other_ranks_depends_on_the_run_time(
     assert wait_for_others_s([ended(0, seconds=seconds, error=raised("PlanError", 10.0))], []) == wait_s
 
 
-def test_nobody_is_waited_for_long_once_one_has_noticed_that_another_is_gone():
+def test_the_supervisor_waits_briefly_after_a_rank_reports_a_lost_peer():
     peer = raised("PeerError", 11.0, peer=True)
     cause = ended(0, error=raised("ValueError", 10.0))
     assert wait_for_others_s([cause], [peer]) == wait_for_others_s([cause, ended(1, error=peer)], []) == 0.25
@@ -122,7 +122,7 @@ def test_a_rank_that_ended_well_and_is_not_waited_for_explains_nothing():
     assert find_root_cause(outcomes) is outcomes[0]
 
 
-def test_a_run_in_which_nobody_failed_has_no_culprit():
+def test_a_run_without_a_failure_has_no_root_cause():
     assert find_root_cause([ended(0, 0), ended(1, 0)]) is None
     assert format_report([ended(0, 0)]) == ""
     assert exit_code([ended(0, 0)]) == 0

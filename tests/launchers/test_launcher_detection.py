@@ -24,7 +24,7 @@ KUBEFLOW = {
     "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "t-node-0-0.t",
     "PET_MASTER_PORT": "29500",
 }  # fmt: skip
-SAID = [
+VARIABLES = [
     (TORCHRUN, (1, 4, 1, 2, "10.0.0.1", 29500, "10.0.0.1:29500")),
     (OPEN_MPI, (1, 2, 1, 2, "127.0.0.1", derived_port("363003905"), "363003905")),
     (MPICH, (1, 2, 1, 2, "127.0.0.1", derived_port(""), f"127.0.0.1:{derived_port('')}")),
@@ -32,33 +32,35 @@ SAID = [
     (SAGEMAKER, (2, 3, 0, 1, "algo-1", derived_port("t7"), "t7")),
     (KUBEFLOW, (1, 2, 0, 1, "t-node-0-0.t", 29500, "trainjob")),
 ]
-NAMES = [dialect.name for dialect in LAUNCHERS]
+NAMES = [launcher.name for launcher in LAUNCHERS]
 
 
 def test_every_launcher_of_the_table_is_here():
-    at_work = [[dialect.name for dialect in LAUNCHERS if dialect.is_present(told)] for told, _ in SAID]
+    at_work = [
+        [launcher.name for launcher in LAUNCHERS if launcher.is_present(variables)] for variables, _ in VARIABLES
+    ]
     assert at_work == [[name] for name in NAMES]
 
 
-@pytest.mark.parametrize(("told", "expected"), SAID, ids=NAMES)
-def test_what_a_launcher_sets_is_read(told, expected):
-    assert detect(told) == RankEnvironment(*expected)
+@pytest.mark.parametrize(("variables", "expected"), VARIABLES, ids=NAMES)
+def test_what_a_launcher_sets_is_read(variables, expected):
+    assert detect(variables) == RankEnvironment(*expected)
 
 
 HALVES = [
-    (said, dialect, name)
-    for (said, _), dialect in zip(SAID, LAUNCHERS, strict=True)
-    for name in dialect.required_variables
-    if {name} != set(dialect.marker_variables)  # of a lone sign nothing is left
+    (variables, launcher, name)
+    for (variables, _), launcher in zip(VARIABLES, LAUNCHERS, strict=True)
+    for name in launcher.required_variables
+    if {name} != set(launcher.marker_variables)  # of a lone sign nothing is left
 ]
 
 
-@pytest.mark.parametrize(("told", "dialect", "name"), HALVES, ids=[name for _, _, name in HALVES])
-def test_half_of_it_is_refused_with_what_is_missing(told, dialect, name):
+@pytest.mark.parametrize(("variables", "launcher", "name"), HALVES, ids=[name for _, _, name in HALVES])
+def test_half_of_it_is_refused_with_what_is_missing(variables, launcher, name):
     with pytest.raises(LaunchError, match=f"but {name} is not set; a rank needs all of") as caught:
-        detect({key: value for key, value in told.items() if key != name})
-    rest = [other for other in dialect.required_variables if other != name]
-    assert all(f"{other}={told[other]}" in str(caught.value) for other in rest)
+        detect({key: value for key, value in variables.items() if key != name})
+    rest = [other for other in launcher.required_variables if other != name]
+    assert all(f"{other}={variables[other]}" in str(caught.value) for other in rest)
 
 
 WRONG = [
@@ -75,10 +77,10 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("told", "change", "text"), WRONG)
-def test_what_does_not_fit_is_refused_with_the_values(told, change, text):
+@pytest.mark.parametrize(("variables", "change", "text"), WRONG)
+def test_what_does_not_fit_is_refused_with_the_values(variables, change, text):
     with pytest.raises(LaunchError, match=text):
-        detect({**told, **change})
+        detect({**variables, **change})
 
 
 ALONE = [
@@ -91,22 +93,22 @@ ALONE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("told", ALONE, ids=["mpirun -n 1", "srun --pty", "one host", "a batch script"])
-def test_a_single_process_or_a_launcher_is_not_a_rank(told):
-    assert detect(told) is None
+@pytest.mark.parametrize("variables", ALONE, ids=["mpirun -n 1", "srun --pty", "one host", "a batch script"])
+def test_a_single_process_or_a_launcher_is_not_a_rank(variables):
+    assert detect(variables) is None
 
 
 def test_a_user_says_where_ranks_meet_whose_launcher_does_not():
     several = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "4000"}
-    found = detect(several)
-    assert found is not None
-    assert (found.master_addr, found.master_port, found.world_size) == ("a", 4000, 4)
+    result = detect(several)
+    assert result is not None
+    assert (result.master_addr, result.master_port, result.world_size) == ("a", 4000, 4)
 
 
 def test_torchrun_inside_of_srun_is_torchrun():
-    found = detect({**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "t"})
-    assert found is not None
-    assert (found.rank, found.job) == (1, "t")
+    result = detect({**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "t"})
+    assert result is not None
+    assert (result.rank, result.job) == (1, "t")
 
 
 @pytest.mark.parametrize("outer", [OPEN_MPI, SRUN], ids=["mpirun", "srun"])
@@ -119,9 +121,9 @@ def test_ranks_that_somebody_has_set_for_all_tasks_alike_contradict_the_launcher
 
 
 def test_ranks_that_a_script_has_copied_from_srun_are_taken():
-    found = detect({**SRUN, **TORCHRUN, "RANK": "3"})
-    assert found is not None
-    assert (found.rank, found.master_addr) == (3, "10.0.0.1")
+    result = detect({**SRUN, **TORCHRUN, "RANK": "3"})
+    assert result is not None
+    assert (result.rank, result.master_addr) == (3, "10.0.0.1")
 
 
 @pytest.mark.parametrize(

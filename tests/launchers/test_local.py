@@ -24,7 +24,7 @@ def open_files():
 
 
 def read_to_the_end(descriptor):
-    """Return what is left in the pipe, once nobody holds its other end any more."""
+    """Return what is left in the pipe, once its other end is closed in all processes."""
     os.set_blocking(descriptor, True)
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
@@ -164,7 +164,7 @@ def test_a_signal_to_the_supervisor_ends_all_ranks_and_removes_its_files(tmp_pat
     assert list((tmp_path / "files").iterdir()) == []
 
 
-def test_a_supervisor_killed_by_kill_9_leaves_no_rank_behind(tmp_path):
+def test_no_rank_outlives_a_supervisor_killed_by_kill_9(tmp_path):
     path, alive = fifo(tmp_path)
     job = script(tmp_path, alive + "while True: signal.pause()")
     with supervisor(tmp_path, job) as process, wait_for(path, 2) as ranks:

@@ -63,8 +63,8 @@ def test_a_quota_of_half_a_core_still_lets_one_thread_compute(tmp_path):
 
 
 def test_this_host_has_the_hyperthreads_that_this_process_may_use():
-    found = [cpu for core in this_host().cores for cpu in core.cpus]
-    assert sorted(found) == sorted(os.sched_getaffinity(0))
+    result = [cpu for core in this_host().cores for cpu in core.cpus]
+    assert sorted(result) == sorted(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(

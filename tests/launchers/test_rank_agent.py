@@ -12,8 +12,8 @@ from counterpoint.launchers.rank_agent import RankAgent, to_rank_exit
 pytestmark = pytest.mark.process
 
 
-def found_at(seat):
-    host, port = seat.reserve()
+def found_at(agent):
+    host, port = agent.reserve()
     return RankEnvironment(0, 2, 0, 1, host, port, "job")
 
 
@@ -24,28 +24,28 @@ def script(tmp_path, text):
 
 
 def test_an_agent_runs_a_rank_with_its_environment(tmp_path):
-    seat = RankAgent()
-    told = found_at(seat)
-    out = tmp_path / "told"
+    agent = RankAgent()
+    rank_env = found_at(agent)
+    out = tmp_path / "rank_env"
     text = f"import pathlib, counterpoint.launchers as l; pathlib.Path({str(out)!r}).write_text(repr(l.detect()))"
-    assert seat.run(script(tmp_path, text), told, {"TORCHELASTIC_RESTART_COUNT": "1"})["returncode"] == 0
-    assert f"world_size=2, local_rank=0, local_world_size=1, master_addr='{told.master_addr}'" in out.read_text()
+    assert agent.run(script(tmp_path, text), rank_env, {"TORCHELASTIC_RESTART_COUNT": "1"})["returncode"] == 0
+    assert f"world_size=2, local_rank=0, local_world_size=1, master_addr='{rank_env.master_addr}'" in out.read_text()
 
 
 def test_an_error_is_reported_with_its_location_in_the_supervisors_clock(tmp_path):
-    seat = RankAgent()
-    ended = seat.run(script(tmp_path, "raise ValueError('too wide')"), found_at(seat), {})
+    agent = RankAgent()
+    ended = agent.run(script(tmp_path, "raise ValueError('too wide')"), found_at(agent), {})
     outcome = to_rank_exit(3, ended, now_s=1000.0, stopped_s=None)
     assert outcome.error is not None
     assert (outcome.rank, outcome.error.kind, outcome.error.message) == (3, "ValueError", "too wide")
-    assert outcome.error.place.endswith("script.py:1")
+    assert outcome.error.location.endswith("script.py:1")
     assert 990 < outcome.error.time_s < 1000
 
 
 def test_a_rank_that_is_asked_to_end_ends(tmp_path):
-    seat = RankAgent()
-    threading.Timer(0.5, seat.stop).start()
-    ended = seat.run([sys.executable, "-c", "import signal; signal.pause()"], found_at(seat), {})
+    agent = RankAgent()
+    threading.Timer(0.5, agent.stop).start()
+    ended = agent.run([sys.executable, "-c", "import signal; signal.pause()"], found_at(agent), {})
     assert ended["returncode"] == -15
 
 

@@ -42,8 +42,8 @@ def run_rank(pipe, scripts, rank_args, listener, port):
     torch.manual_seed(0)
     rank, num_ranks, deadline_s = rank_args
     listen_fd = None if listener is None else listener.detach()
-    found = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
-    os.environ.update(rank_variables(found))
+    result = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
+    os.environ.update(rank_variables(result))
     with cp.parallelize(nn.Linear(1, 1), partial(optim.SGD, lr=0.0), F.mse_loss, strategy=f"data({num_ranks})") as step:
         step(torch.zeros(num_ranks, 1), torch.zeros(num_ranks, 1))  # all have started and connected
     pipe.send({script.__name__: run_script(script) for script in scripts})

@@ -104,7 +104,7 @@ def weights_changed_in_place():
     step(*dataset(12).tensors)
 
 
-GO_ON = (
+CONTINUING_SCRIPTS = (
     more_threads_than_cores, workers_that_are_forked_late, noise_for_many_samples_at_once, an_optimizer_from_before,
     the_same_samples_under_horovod, weights_changed_unseen,
 )  # fmt: skip

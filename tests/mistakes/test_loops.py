@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where not
 
 def check_disagreement(script):
     """Check that all ranks raise the same error within two seconds, and return its text."""
-    found = run_on_ranks((script,), mistake_scripts.NUM_RANKS)
-    answers, seconds, _ = zip(*(one[script.__name__] for one in found), strict=True)
+    result = run_on_ranks((script,), mistake_scripts.NUM_RANKS)
+    answers, seconds, _ = zip(*(one[script.__name__] for one in result), strict=True)
     assert len(set(answers)) == 1
     assert max(seconds) < 2
     return answers[0]

@@ -28,8 +28,8 @@ REFUSED = [
 
 def collect_answers(script):
     """Return the answers, the seconds and the warnings of all ranks for a script."""
-    found = run_on_ranks(mistake_scripts.ALIKE, mistake_scripts.NUM_RANKS)
-    return [list(column) for column in zip(*(one[script.__name__] for one in found), strict=True)]
+    result = run_on_ranks(mistake_scripts.ALIKE, mistake_scripts.NUM_RANKS)
+    return [list(column) for column in zip(*(one[script.__name__] for one in result), strict=True)]
 
 
 @pytest.mark.parametrize(("script", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
@@ -51,7 +51,7 @@ def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
     assert caught_warnings == [documented_messages("Different initial weights")[:1], [], []]
 
 
-def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
+def test_batch_norm_by_microbatches_warns_once_unless_it_is_requested():
     """The numbers are the same in either case."""
     (losses, _, caught_warnings), (meant, _, silence) = map(
         collect_answers,
@@ -61,7 +61,7 @@ def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
     assert losses == meant
 
 
-def test_a_gradient_that_only_some_ranks_have_is_told_once():
+def test_a_gradient_that_only_some_ranks_have_warns_once():
     """The losses are those of all ranks; there are two steps, and one notice."""
     answers, _, caught_warnings = collect_answers(mistake_scripts.a_branch_that_one_rank_does_not_take)
     assert answers[0] == answers[1] == answers[2]
@@ -77,14 +77,14 @@ def test_a_gradient_that_no_rank_has_is_refused_on_all():
 @pytest.mark.parametrize("strategy", ["solo", "data(2)"])
 def test_a_model_that_was_left_in_evaluation_mode_trains_as_in_training_mode(strategy):
     """It has dropout and batch norm."""
-    found = []
+    result = []
     for model in (batch_norm_mlp(), batch_norm_mlp().eval()):
         with mistake_scripts.step_of(model, strategy) as step:
             step(*dataset(12).tensors)
             model.eval()
             step(*dataset(12).tensors)
-        found.append(params_of(model))
-    assert equal_bits(*found)
+        result.append(params_of(model))
+    assert equal_bits(*result)
 
 
 def test_one_parameter_of_two_names_is_no_mistake():
@@ -104,7 +104,7 @@ def test_one_parameter_of_two_names_is_no_mistake():
         ([["a", "x"]], [["a", "x"]], ""),
     ],
 )
-def test_the_first_difference_of_two_models_is_told(mine, theirs, text):
-    found = first_difference([mine, theirs])
-    assert found.startswith(text)
-    assert bool(found) is bool(text)
+def test_the_first_difference_of_two_models_is_reported(mine, theirs, text):
+    result = first_difference([mine, theirs])
+    assert result.startswith(text)
+    assert bool(result) is bool(text)

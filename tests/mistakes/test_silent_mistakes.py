@@ -21,9 +21,9 @@ CORES = Topology((Core((0, 2)), Core((1, 3))))
 
 def collect_answers(script):
     """Return the answers, seconds and warnings of all ranks; scripts after which ranks continue run in one start."""
-    scripts = silent_mistakes.GO_ON if script in silent_mistakes.GO_ON else (script,)
-    found = run_on_ranks(scripts, silent_mistakes.NUM_RANKS)
-    answers, seconds, caught_warnings = zip(*(one[script.__name__] for one in found), strict=True)
+    scripts = silent_mistakes.CONTINUING_SCRIPTS if script in silent_mistakes.CONTINUING_SCRIPTS else (script,)
+    result = run_on_ranks(scripts, silent_mistakes.NUM_RANKS)
+    answers, seconds, caught_warnings = zip(*(one[script.__name__] for one in result), strict=True)
     return list(answers), max(seconds), list(caught_warnings)
 
 
@@ -32,7 +32,7 @@ def masked(text):
     return re.sub(r"pid \d+|\d+ threads?", "N", text)
 
 
-def test_workers_that_are_forked_with_threads_are_told_of_once_on_each_rank():
+def test_workers_forked_with_threads_cause_one_warning_on_each_rank():
     """Not in every epoch, though each starts other workers."""
     _, _, caught_warnings = collect_answers(silent_mistakes.workers_that_are_forked_late)
     assert [[masked(text) for text in texts] for texts in caught_warnings] == [
@@ -40,7 +40,7 @@ def test_workers_that_are_forked_with_threads_are_told_of_once_on_each_rank():
     ] * silent_mistakes.NUM_RANKS
 
 
-def test_noise_that_depends_on_the_number_of_ranks_is_told():
+def test_noise_that_depends_on_the_number_of_ranks_causes_a_warning():
     _, seconds, caught_warnings = collect_answers(silent_mistakes.noise_for_many_samples_at_once)
     assert (
         caught_warnings
@@ -55,13 +55,13 @@ def test_an_optimizer_of_another_model_is_refused_on_all_ranks():
     assert seconds < 2
 
 
-def test_samples_that_all_of_horovods_ranks_are_fed_are_told_of_once():
+def test_samples_that_all_horovod_ranks_get_cause_one_warning():
     _, seconds, caught_warnings = collect_answers(silent_mistakes.the_same_samples_under_horovod)
     assert caught_warnings == [documented_messages("The same samples under Horovod"), []]
     assert seconds < 2
 
 
-def test_replicas_that_differ_are_told_of_in_the_next_step_on_all_ranks():
+def test_replicas_that_differ_are_reported_in_the_next_step_on_all_ranks():
     answers, seconds, _ = collect_answers(silent_mistakes.weights_changed_unseen)
     assert answers == documented_messages("Replicas that differ")[:1] * silent_mistakes.NUM_RANKS
     assert seconds < 2
@@ -69,10 +69,10 @@ def test_replicas_that_differ_are_told_of_in_the_next_step_on_all_ranks():
 
 def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
     answers, seconds, _ = collect_answers(silent_mistakes.weights_changed_in_place)
-    told = documented_messages("Weights changed in a loop")[0]
-    assert answers[1] == told
+    expected_message = documented_messages("Weights changed in a loop")[0]
+    assert answers[1] == expected_message
     assert answers[0].startswith("PeerError: ")
-    assert f"stopped because of rank 1: {told}" in answers[0]
+    assert f"stopped because of rank 1: {expected_message}" in answers[0]
     assert seconds < 2
 
 
@@ -89,8 +89,8 @@ def test_ranks_with_more_threads_than_cores_have_fewer_now():
 )
 def test_threads_that_were_asked_for_stay_unless_ranks_alone_are_too_many(threads, is_wanted, num_ranks, expected):
     ranks = [RankThreads("host", (0, 1, 2, 3), threads, is_wanted)] * num_ranks
-    found, note = recommend_threads(ranks, CORES, num_cpus=4)
-    assert found == expected
+    result, note = recommend_threads(ranks, CORES, num_cpus=4)
+    assert result == expected
     assert bool(note) is (threads * num_ranks > 2)
 
 
@@ -119,10 +119,10 @@ with step_of():
 def test_ranks_of_another_launcher_have_fewer_threads_too(tmp_path):
     (tmp_path / "script.py").write_text(STARTED)
     torchrun = Path(sys.executable).with_name("torchrun")
-    found = subprocess.run(
+    result = subprocess.run(
         [torchrun, "--nproc-per-node", "2", tmp_path / "script.py"],
         env=variables(), capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    notes = [line for line in found.stderr.splitlines() if line.startswith("counterpoint: 2 ranks x ")]
+    notes = [line for line in result.stderr.splitlines() if line.startswith("counterpoint: 2 ranks x ")]
     assert len(notes) == 1
-    assert found.stdout.split() == [re.search(r"setting (\d+)", notes[0])[1], "threads"] * 2  # type: ignore[index]
+    assert result.stdout.split() == [re.search(r"setting (\d+)", notes[0])[1], "threads"] * 2  # type: ignore[index]

@@ -48,8 +48,8 @@ def test_beyond_all_sizes_times_are_in_proportion():
 
 
 def test_below_all_sizes_times_are_on_the_line_of_the_two_smallest_and_never_less_than_in_proportion():
-    found = [one.forward_s for one in with_point(8, 1.5, 2.0, 9.0).at_microbatch_size(2).layers]
-    assert found == [0.75, 2.0, 2.0], "rising by half, not at all, and by more than in proportion"
+    result = [one.forward_s for one in with_point(8, 1.5, 2.0, 9.0).at_microbatch_size(2).layers]
+    assert result == [0.75, 2.0, 2.0], "rising by half, not at all, and by more than in proportion"
 
 
 def test_a_size_that_was_measured_is_as_measured():
@@ -63,8 +63,8 @@ def test_a_model_weighed_by_its_times_costs_seconds_of_a_sample_both_ways():
 def test_another_cut_of_the_model_gets_the_times_of_its_part_of_the_work():
     whole = replace(MODEL.blocks[0], layers=(replace(MODEL.layers[0], name="a", cost=1.5),))
     rest = replace(MODEL.blocks[1], layers=(replace(MODEL.layers[2], name="b", cost=1.5),))
-    found = TIMING.match_to(replace(MODEL, blocks=(whole, rest))).batch_sizes[0].layers
-    assert [one.forward_s for one in found] == [2.0, 5.0]
+    result = TIMING.match_to(replace(MODEL, blocks=(whole, rest))).batch_sizes[0].layers
+    assert [one.forward_s for one in result] == [2.0, 5.0]
 
 
 @pytest.mark.parametrize(

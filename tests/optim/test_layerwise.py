@@ -78,10 +78,10 @@ def test_lamb_is_algorithm_2_of_its_paper(correction, clamp):
 @pytest.mark.parametrize(("exclude", "rule"), [("nothing", lambda _: False), ("everything", lambda _: True)])
 def test_what_is_excluded_is_a_rule_or_a_group(exclude, rule):
     options = {**LARS_OPTIONS, "nesterov": False}
-    found = trained(partial(LARS, **options, exclude=exclude))
-    assert off(found, expected(lars, options, rule)) < 1e-13
+    result = trained(partial(LARS, **options, exclude=exclude))
+    assert off(result, expected(lars, options, rule)) < 1e-13
     grouped = trained(lambda params: LARS([{"params": params, "exclude": exclude}], **options))
-    assert off(found, grouped) == 0
+    assert off(result, grouped) == 0
 
 
 def test_excluded_lamb_without_decay_is_adam():

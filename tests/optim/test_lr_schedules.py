@@ -30,12 +30,12 @@ def rates(num_steps=STOP, made=None, **changes):
     """Return the learning rate of every step of a run."""
     made = made or optimizer()
     schedule = large_batch_schedule(made, **{**RECIPE, **changes})
-    found = []
+    result = []
     for _ in range(num_steps):
-        found.append(made.param_groups[-1]["lr"])
+        result.append(made.param_groups[-1]["lr"])
         made.step()
         schedule.step()
-    return found
+    return result
 
 
 def share(step):
@@ -55,9 +55,9 @@ CURVES = {
 
 @pytest.mark.parametrize("decay", CURVES, ids=lambda decay: decay[0])
 def test_a_rate_warms_up_in_a_line_and_falls_along_its_curve(decay):
-    found = rates(decay=decay[0], **dict(decay[1:]))
+    result = rates(decay=decay[0], **dict(decay[1:]))
     rise = [LR + (FULL - LR) * step / START for step in range(START)]
-    assert found == pytest.approx(rise + [FULL * CURVES[decay](step) for step in range(START, STOP)])
+    assert result == pytest.approx(rise + [FULL * CURVES[decay](step) for step in range(START, STOP)])
 
 
 def test_the_warm_up_is_that_of_horovod():
@@ -68,9 +68,9 @@ def test_the_warm_up_is_that_of_horovod():
 
 
 def test_one_cycle_is_full_when_the_warm_up_ends_and_lowest_at_the_end():
-    found = rates(decay="one-cycle", final_div_factor=10.0)
-    assert [found[0], found[START], found[-1]] == pytest.approx([LR, FULL, LR / 10])
-    assert max(found) == found[START]
+    result = rates(decay="one-cycle", final_div_factor=10.0)
+    assert [result[0], result[START], result[-1]] == pytest.approx([LR, FULL, LR / 10])
+    assert max(result) == result[START]
 
 
 def test_one_cycle_takes_the_momentum_along_when_asked():
@@ -89,7 +89,7 @@ def test_every_group_keeps_its_own_rate():
     assert rates(made=optimizer(LR, 0.01))[START] == pytest.approx(0.08)
 
 
-def test_a_warm_up_starts_where_it_is_told_and_may_be_left_out():
+def test_a_warm_up_starts_at_the_given_rate_and_is_optional():
     assert rates(rule="none", warmup_from=0.01)[0] == pytest.approx(LR / 100)
     assert rates(warmup_epochs=0)[0] == pytest.approx(FULL)
 

@@ -34,12 +34,12 @@ def clone_tensors(model) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return params, {name: value.clone() for name, value in model.named_buffers()}
 
 
-def forward(cut, bounds, inputs, params, buffers, *, training):
+def forward(partitioned, bounds, inputs, params, buffers, *, training):
     """Return, for each segment, itself, what it took (detached from what others made) and what it gave."""
-    values = dict(enumerate(cut.flatten_inputs(inputs, training=training)))
+    values = dict(enumerate(partitioned.flatten_inputs(inputs, training=training)))
     steps = []
     for first, stop in pairwise(bounds):
-        part = cut.segment(first, stop, training=training)
+        part = partitioned.segment(first, stop, training=training)
         taken = [values[at].detach() for at in part.inputs]
         taken = [value.requires_grad_() if value.is_floating_point() else value for value in taken]
         torch.manual_seed(first)  # whatever ran before on this rank must not matter
@@ -66,12 +66,12 @@ def backward(steps, loss):
                 gradients[at] = gradients[at] + value.grad if at in gradients else value.grad
 
 
-def in_segments(cut, model, inputs, bounds=None, *, training=True):
+def in_segments(partitioned, model, inputs, bounds=None, *, training=True):
     """Return loss, gradients, buffers and output values of the model run layer by layer."""
     params, buffers = clone_tensors(model)
-    bounds = bounds or range(len(cut.spec.layers) + 1)
-    steps = forward(cut, bounds, inputs, params, buffers, training=training)
-    loss = compute_loss(cut.unflatten_output(steps[-1][2], training=training))
+    bounds = bounds or range(len(partitioned.spec.layers) + 1)
+    steps = forward(partitioned, bounds, inputs, params, buffers, training=training)
+    loss = compute_loss(partitioned.unflatten_output(steps[-1][2], training=training))
     if loss.requires_grad:
         backward(steps, loss)
     grads = {name: param.grad for name, param in params.items()}
@@ -95,9 +95,9 @@ def difference(ours, theirs):
     return worst
 
 
-def worst_of(cut, model, inputs, bounds=None, *, training=True):
+def worst_of(partitioned, model, inputs, bounds=None, *, training=True):
     """Return the largest relative difference of loss, gradients and buffers between segments and the model."""
-    ours = in_segments(cut, model, inputs, bounds, training=training)
+    ours = in_segments(partitioned, model, inputs, bounds, training=training)
     loss, grads = run_eagerly(model, inputs, training=training)
     buffers = {name: value.double() for name, value in model.named_buffers()}
     return max(

@@ -31,10 +31,10 @@ def test_any_run_of_layers_may_be_one_segment(bounds):
 
 def test_a_model_that_is_not_split_runs_unchanged():
     model, inputs = gpt()
-    cut = partition_model(model, inputs, granularity="whole")
+    partitioned = partition_model(model, inputs, granularity="whole")
     model.zero_grad()
     seed("")
-    values = cut.segment(0, 1, training=True)(cut.flatten_inputs(inputs), {}, {}, seed)
+    values = partitioned.segment(0, 1, training=True)(partitioned.flatten_inputs(inputs), {}, {}, seed)
     assert torch.equal(values[0].detach(), in_segments(TracedPartition(model, inputs), model, inputs, (0, 16))[3][0])
 
 
@@ -46,24 +46,24 @@ def test_batch_norm_counts_its_batches_in_the_buffers_it_was_given():
 
 
 def test_a_layer_takes_only_what_it_reads_itself():
-    cut = TracedPartition(*long_skip())
-    made = cut.values(training=True)
-    parts = [cut.segment(index, index + 1, training=True) for index in range(5)]
+    partitioned = TracedPartition(*long_skip())
+    made = partitioned.values(training=True)
+    parts = [partitioned.segment(index, index + 1, training=True) for index in range(5)]
     assert [[made[at].producer for at in part.inputs] for part in parts] == [[-1], [0], [1], [2], [-1, -1, 0, 3]]
     assert [[made[at].consumers for at in part.outputs] for part in parts] == [[(1, 4)], [(2,)], [(3,)], [(4,)], []]
 
 
 def test_a_tied_parameter_has_its_first_name_in_both_of_its_layers():
-    cut = TracedPartition(*gpt())
-    assert "tok.weight" in cut.spec.blocks[0].params
-    assert "tok.weight" in cut.spec.blocks[-1].params
-    assert cut.spec.units[0, 3] == ("tok.weight",)
+    partitioned = TracedPartition(*gpt())
+    assert "tok.weight" in partitioned.spec.blocks[0].params
+    assert "tok.weight" in partitioned.spec.blocks[-1].params
+    assert partitioned.spec.units[0, 3] == ("tok.weight",)
 
 
 def test_the_output_gets_back_its_nesting():
     model, inputs = long_skip()
-    *_, values = in_segments(cut := TracedPartition(model, inputs), model, inputs)
-    output = cut.unflatten_output(values)
+    *_, values = in_segments(partitioned := TracedPartition(model, inputs), model, inputs)
+    output = partitioned.unflatten_output(values)
     assert list(output) == ["z", "late", "nothing", "three"]
     assert (output["nothing"], output["three"]) == (None, 3)
 
@@ -71,8 +71,8 @@ def test_the_output_gets_back_its_nesting():
 @pytest.mark.parametrize("samples", [1, 3, 9])
 def test_another_number_of_samples_is_traced_when_it_comes(samples):
     model, (tokens,) = gpt()
-    cut = TracedPartition(model, (tokens,))
-    assert worst_of(cut, model, (torch.randint(0, 11, (samples, tokens.shape[1])),)) <= 1e-12
+    partitioned = TracedPartition(model, (tokens,))
+    assert worst_of(partitioned, model, (torch.randint(0, 11, (samples, tokens.shape[1])),)) <= 1e-12
 
 
 def test_partitioning_leaves_no_mark_on_the_model():
@@ -97,6 +97,6 @@ def test_a_chain_may_do_what_cannot_be_traced():
             return self.layer(x) if x.sum() > 0 else self.layer(x * 2)
 
     model, inputs = nn.Sequential(Odd(), Odd(), nn.Sequential(nn.ReLU(), Odd())), (torch.randn(3, 4),)
-    cut = partition_model(model, inputs, granularity="blocks")
-    assert [block.name for block in cut.spec.blocks] == ["0", "1", "2.1"]
-    assert worst_of(cut, model, inputs) <= 1e-12
+    partitioned = partition_model(model, inputs, granularity="blocks")
+    assert [block.name for block in partitioned.spec.blocks] == ["0", "1", "2.1"]
+    assert worst_of(partitioned, model, inputs) <= 1e-12

@@ -52,11 +52,11 @@ def test_a_transformer_may_be_parted_between_attention_and_feed_forward():
 
 
 def test_all_traces_have_the_same_places():
-    cut = TracedPartition(*gpt())
+    partitioned = TracedPartition(*gpt())
     ways = [(training, samples) for training in (True, False) for samples in (1, 4)]
-    found = [cut.split_trace(training=training, num_samples=samples) for training, samples in ways]
-    assert len({layout.structure for layout in found}) == 1
-    assert [len(layout.intra_block_starts) for layout in found] == [4] * 4
+    result = [partitioned.split_trace(training=training, num_samples=samples) for training, samples in ways]
+    assert len({layout.structure for layout in result}) == 1
+    assert [len(layout.intra_block_starts) for layout in result] == [4] * 4
 
 
 def test_a_block_of_two_steps_may_be_parted_between_them():

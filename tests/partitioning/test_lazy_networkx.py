@@ -1,4 +1,4 @@
-"""A model is traced without networkx, which nobody notices who wants it."""
+"""A model is traced without loading networkx, which other code can import as usual."""
 
 import subprocess
 import sys
@@ -28,9 +28,9 @@ def library(tmp_path, monkeypatch):
 
 def read(name):
     """Return what a module of this name has that reads the library's class in an annotation."""
-    found = {"__name__": name}
-    exec(READING, found)
-    return found
+    result = {"__name__": name}
+    exec(READING, result)
+    return result
 
 
 def test_torch_is_loaded_without_it(library):
@@ -41,28 +41,28 @@ def test_torch_is_loaded_without_it(library):
 
 def test_what_torch_has_of_it_becomes_the_library(library):
     with without_networkx():
-        found = read("torch.part")[LIBRARY]
-    assert found.NUMBER == 3
-    assert found.DiGraph is sys.modules[LIBRARY].DiGraph
+        result = read("torch.part")[LIBRARY]
+    assert result.NUMBER == 3
+    assert result.DiGraph is sys.modules[LIBRARY].DiGraph
     assert library()
 
 
 @pytest.mark.parametrize("name", ["user.part", "torchlike"])
 def test_others_get_the_library_meanwhile(library, name):
     with without_networkx():
-        found = read(name)["Reader"]
+        result = read(name)["Reader"]
         assert library()
-    assert found.read.__annotations__["graph"] is sys.modules[LIBRARY].DiGraph
+    assert result.read.__annotations__["graph"] is sys.modules[LIBRARY].DiGraph
 
 
 def test_another_thread_gets_the_library_meanwhile(library):
-    found = {}
+    result = {}
     with without_networkx():
-        thread = threading.Thread(target=lambda: found.update(read("user.part")))
+        thread = threading.Thread(target=lambda: result.update(read("user.part")))
         thread.start()
         thread.join(10)
         assert read("torch.part")["Reader"].read.__annotations__
-    assert found["Reader"].read.__annotations__["graph"] is sys.modules[LIBRARY].DiGraph
+    assert result["Reader"].read.__annotations__["graph"] is sys.modules[LIBRARY].DiGraph
 
 
 def test_asking_every_module_for_its_file_loads_nothing(library):

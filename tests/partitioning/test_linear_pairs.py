@@ -11,8 +11,8 @@ from tests.partitioning.models import FusedAttention, fixed_heads, gpt, perceptr
 from tests.partitioning.segment_runs import clone_tensors, forward, seed
 
 
-def splits(cut):
-    return {layer.name: layer.tp for layer in cut.spec.layers if layer.tp}
+def splits(partitioned):
+    return {layer.name: layer.tp for layer in partitioned.spec.layers if layer.tp}
 
 
 def run(part, values, params, buffers):
@@ -23,12 +23,12 @@ def run(part, values, params, buffers):
 
 
 def test_attention_and_feed_forward_of_a_gpt_are_found():
-    found = splits(TracedPartition(*gpt(num_layers=1)))
-    assert [(name, split.dim, split.dim_size) for name, split in found.items()] == [
+    result = splits(TracedPartition(*gpt(num_layers=1)))
+    assert [(name, split.dim, split.dim_size) for name, split in result.items()] == [
         ("blocks.0.attention.q..proj", "heads", 4),
         ("blocks.0.mlp.fc..proj", "hidden", 64),
     ]
-    assert found["blocks.0.mlp.fc..proj"].sharded_dims == (
+    assert result["blocks.0.mlp.fc..proj"].sharded_dims == (
         ("blocks.0.mlp.fc.weight", 0),
         ("blocks.0.mlp.fc.bias", 0),
         ("blocks.0.mlp.proj.weight", 1),
@@ -44,11 +44,11 @@ def test_a_pair_over_the_end_of_a_block_is_taken_only_where_pairs_go_first():
 @pytest.mark.parametrize(("make", "num_slices"), [(gpt, 2), (gpt, 4), (fixed_heads, 2), (perceptron, 4)])
 def test_shards_add_up_forward_and_backward(make, num_slices):
     model, inputs = make()
-    cut, (params, buffers) = TracedPartition(model, inputs, prefer="pairs"), clone_tensors(model)
-    verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads", "hidden"), num_slices), params)
-    steps = forward(cut, range(len(cut.spec.layers) + 1), inputs, params, buffers, training=True)
+    partitioned, (params, buffers) = TracedPartition(model, inputs, prefer="pairs"), clone_tensors(model)
+    verify_tensor_parallel(partitioned, partitioned.spec.split_out_tp_blocks(("heads", "hidden"), num_slices), params)
+    steps = forward(partitioned, range(len(partitioned.spec.layers) + 1), inputs, params, buffers, training=True)
     checked = 0
-    for layer, (part, values, _) in zip(cut.spec.layers, steps, strict=True):
+    for layer, (part, values, _) in zip(partitioned.spec.layers, steps, strict=True):
         if layer.tp:
             whole = run(part, values, params, buffers)
             parts = [shard_params(params, layer.tp, place, num_slices) for place in range(num_slices)]
@@ -59,11 +59,11 @@ def test_shards_add_up_forward_and_backward(make, num_slices):
 
 
 def test_what_is_also_used_elsewhere_enters_a_region_under_a_name_of_its_own():
-    cut = TracedPartition(*fixed_heads(), prefer="pairs")
-    index = next(place for place, layer in enumerate(cut.spec.layers) if layer.tp)
-    part = cut.segment(index, index + 1, training=True)
+    partitioned = TracedPartition(*fixed_heads(), prefer="pairs")
+    index = next(place for place, layer in enumerate(partitioned.spec.layers) if layer.tp)
+    part = partitioned.segment(index, index + 1, training=True)
     assert part.inputs == part.partial_inputs
-    assert cut.values(training=True)[part.inputs[0]].consumers == (index,)
+    assert partitioned.values(training=True)[part.inputs[0]].consumers == (index,)
 
 
 def test_the_bias_of_the_row_layer_belongs_to_the_next_layer():
@@ -79,8 +79,8 @@ def test_bytes_of_a_split_are_those_of_one_sample():
 
 def test_the_user_may_name_the_dim():
     dims = {"blocks.*.mlp.fc": ("wide", "model"), "blocks.*.mlp.proj": ("model", "wide")}
-    found = splits(TracedPartition(*gpt(num_layers=1), dims=dims))
-    assert [split.dim for split in found.values()] == ["heads", "wide"]
+    result = splits(TracedPartition(*gpt(num_layers=1), dims=dims))
+    assert [split.dim for split in result.values()] == ["heads", "wide"]
 
 
 def test_one_dim_with_two_names_is_refused():
@@ -102,23 +102,29 @@ def test_a_weight_used_twice_is_not_sharded():
 
 def test_one_layer_for_query_key_and_value_is_refused_with_the_remedy():
     model, inputs = FusedAttention(), (torch.randn(3, 5, 8),)
-    cut = TracedPartition(model, inputs, prefer="pairs")
+    partitioned = TracedPartition(model, inputs, prefer="pairs")
     with pytest.raises(PlanError, match=r"qkv..out does not run on shard 0 of 2 along heads: .* write separate"):
-        verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters()))
+        verify_tensor_parallel(
+            partitioned, partitioned.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters())
+        )
 
 
 def test_features_that_are_mixed_do_not_add_up():
     model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4))
-    cut = TracedPartition(model, (torch.randn(3, 4),), prefer="pairs")
+    partitioned = TracedPartition(model, (torch.randn(3, 4),), prefer="pairs")
     with pytest.raises(PlanError, match=r"2 shards of 0..2 along heads do not add up: the sum is off by"):
-        verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters()))
+        verify_tensor_parallel(
+            partitioned, partitioned.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters())
+        )
 
 
 def test_shards_that_do_not_divide_the_heads_are_refused():
     model, inputs = gpt()
-    cut = TracedPartition(model, inputs)
+    partitioned = TracedPartition(model, inputs)
     with pytest.raises(PlanError, match=r"has 4 heads, which 3 ranks do not divide; .* use 2, 4 ranks"):
-        verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 3), dict(model.named_parameters()))
+        verify_tensor_parallel(
+            partitioned, partitioned.spec.split_out_tp_blocks(("heads",), 3), dict(model.named_parameters())
+        )
 
 
 class Scaled(nn.Module):
@@ -138,7 +144,7 @@ class Scaled(nn.Module):
 
 def test_a_float32_model_is_checked_in_float64():
     model = Scaled().float()
-    cut = TracedPartition(model, (torch.randn(3, 4, dtype=torch.float32),), prefer="pairs")
+    partitioned = TracedPartition(model, (torch.randn(3, 4, dtype=torch.float32),), prefer="pairs")
     params = dict(model.named_parameters())
-    verify_tensor_parallel(cut, (refined := cut.spec.split_out_tp_blocks(("hidden",), 2)), params)
+    verify_tensor_parallel(partitioned, (refined := partitioned.spec.split_out_tp_blocks(("hidden",), 2)), params)
     assert [block.tp_degree for block in refined.blocks if block.tp_degree > 1] == [2]

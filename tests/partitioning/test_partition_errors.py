@@ -47,8 +47,8 @@ def test_a_branch_on_values_is_named_with_its_module_and_line():
 
 def test_a_model_that_cannot_be_split_runs_whole():
     model, inputs = Branching(), (torch.randn(3, 4),)
-    cut = partition_model(model, inputs, granularity="whole")
-    (output,) = cut.segment(0, 1, training=True)(inputs, *clone_tensors(model), seed)
+    partitioned = partition_model(model, inputs, granularity="whole")
+    (output,) = partitioned.segment(0, 1, training=True)(inputs, *clone_tensors(model), seed)
     assert torch.equal(output, model(*inputs))
 
 
@@ -82,9 +82,9 @@ def test_an_error_of_the_model_itself_is_raised_unchanged(granularity):
 
 def test_another_sequence_length_is_refused():
     model, inputs = gpt()
-    cut = TracedPartition(model, inputs)
+    partitioned = TracedPartition(model, inputs)
     with pytest.raises(PlanError, match="only the number of samples may differ"):
-        cut.segment(0, 1, training=True)((torch.zeros(4, 5, dtype=torch.int64),), *clone_tensors(model), seed)
+        partitioned.segment(0, 1, training=True)((torch.zeros(4, 5, dtype=torch.int64),), *clone_tensors(model), seed)
 
 
 def test_a_model_that_runs_other_modules_in_evaluation_is_refused_there():
@@ -98,15 +98,15 @@ def test_a_model_that_runs_other_modules_in_evaluation_is_refused_there():
                 x = layer(x)
             return x
 
-    cut = TracedPartition(Early(), (torch.randn(3, 4),))
+    partitioned = TracedPartition(Early(), (torch.randn(3, 4),))
     with pytest.raises(PlanError, match=r"does not run layers\.1, layers\.2 in this mode"):
-        cut.segment(0, 1, training=False)
+        partitioned.segment(0, 1, training=False)
 
 
 def test_a_whole_model_has_one_layer():
-    cut = partition_model(*perceptron(), granularity="whole")
+    partitioned = partition_model(*perceptron(), granularity="whole")
     with pytest.raises(PlanError, match=r"which has only layer 0; ask for segment\(0, 1\)"):
-        cut.segment(0, 2, training=True)
+        partitioned.segment(0, 2, training=True)
 
 
 class Normed(nn.Module):

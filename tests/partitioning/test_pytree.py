@@ -44,10 +44,10 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("granularity", ["whole", "blocks"])
 def test_a_cache_in_an_output_is_none_and_all_else_unchanged(granularity):
     model, x = Decoder(), torch.randn(3, 4)
-    cut = partition_model(model, (x,), granularity=granularity)
-    values = cut.flatten_inputs((x,))
-    output = cut.unflatten_output(
-        cut.segment(0, len(cut.spec.layers), training=True)(values, *clone_tensors(model), seed)
+    partitioned = partition_model(model, (x,), granularity=granularity)
+    values = partitioned.flatten_inputs((x,))
+    output = partitioned.unflatten_output(
+        partitioned.segment(0, len(partitioned.spec.layers), training=True)(values, *clone_tensors(model), seed)
     )
     expected = model(x)
     assert output["cache"] is None
@@ -57,8 +57,8 @@ def test_a_cache_in_an_output_is_none_and_all_else_unchanged(granularity):
 
 
 def test_what_was_only_kept_in_a_cache_is_not_computed():
-    cut = TracedPartition(Decoder(), (torch.randn(3, 4),))
-    targets = [str(node.target) for node in cut.split_trace(training=True).order]
+    partitioned = TracedPartition(Decoder(), (torch.randn(3, 4),))
+    targets = [str(node.target) for node in partitioned.split_trace(training=True).order]
     assert [target for target in targets if "mul" in target] == []
 
 

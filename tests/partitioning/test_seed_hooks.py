@@ -35,9 +35,11 @@ def test_each_call_of_one_module_has_a_path_of_its_own():
 
 def test_the_graph_seeds_only_what_something_is_drawn_from():
     model, inputs = gpt(num_layers=1)
-    cut = TracedPartition(model, inputs)
+    partitioned = TracedPartition(model, inputs)
     seen: list[str] = []
-    cut.segment(0, len(cut.spec.layers), training=True)(cut.flatten_inputs(inputs), *clone_tensors(model), seen.append)
+    partitioned.segment(0, len(partitioned.spec.layers), training=True)(
+        partitioned.flatten_inputs(inputs), *clone_tensors(model), seen.append
+    )
     assert seen == ["drop", "blocks.0.drop1", "blocks.0.drop2"]
 
 
@@ -61,13 +63,15 @@ def test_a_chain_gives_a_layer_that_it_has_twice_two_masks():
     drop = nn.Dropout(0.5)
     model = nn.Sequential(nn.Linear(4, 4), drop, nn.Linear(4, 4), drop, nn.Linear(4, 4))
     inputs = (torch.randn(3, 4),)
-    cut = partition_model(model, inputs, granularity="blocks")
+    partitioned = partition_model(model, inputs, granularity="blocks")
     seen: list[str] = []
-    cut.segment(1, 3, training=True)(
-        cut.segment(0, 1, training=True)(inputs, *clone_tensors(model), seed), *clone_tensors(model), seen.append
+    partitioned.segment(1, 3, training=True)(
+        partitioned.segment(0, 1, training=True)(inputs, *clone_tensors(model), seed),
+        *clone_tensors(model),
+        seen.append,
     )
     assert seen == ["2", "1#1", "4"]
-    assert worst_of(cut, model, inputs) <= 1e-12
+    assert worst_of(partitioned, model, inputs) <= 1e-12
 
 
 def test_a_chain_with_seeds_attached_is_still_a_chain():

@@ -17,13 +17,15 @@ def sequential():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), inner, nn.Linear(4, 4)), (torch.randn(3, 4),)
 
 
-def by_layers(cut, model, values):
-    *_, (_, _, gave) = forward(cut, range(len(cut.spec.layers) + 1), values, *clone_tensors(model), training=True)
+def by_layers(partitioned, model, values):
+    *_, (_, _, gave) = forward(
+        partitioned, range(len(partitioned.spec.layers) + 1), values, *clone_tensors(model), training=True
+    )
     return gave[0]
 
 
-def starts(cut):
-    return [block.layers[0].modules_started for block in cut.spec.blocks]
+def starts(partitioned):
+    return [block.layers[0].modules_started for block in partitioned.spec.blocks]
 
 
 @pytest.mark.parametrize(
@@ -37,15 +39,22 @@ def starts(cut):
     ],
 )
 def test_a_chain_is_split_before_any_child_that_is_named(cuts, expected):
-    cut = partition_model(*sequential(), granularity="blocks", split_points=cuts)
-    assert isinstance(cut, SequentialPartition)
-    assert starts(cut) == expected
+    partitioned = partition_model(*sequential(), granularity="blocks", split_points=cuts)
+    assert isinstance(partitioned, SequentialPartition)
+    assert starts(partitioned) == expected
 
 
 def test_a_graph_is_split_inside_a_block_where_a_module_is_named():
     model, inputs = gpt()
-    cut = partition_model(model, inputs, granularity="blocks", split_points=("blocks.0.mlp", "head"))
-    assert [names[0] for names in starts(cut)] == ["tok", "blocks.0", "blocks.0.mlp", "blocks.1", "norm", "head"]
+    partitioned = partition_model(model, inputs, granularity="blocks", split_points=("blocks.0.mlp", "head"))
+    assert [names[0] for names in starts(partitioned)] == [
+        "tok",
+        "blocks.0",
+        "blocks.0.mlp",
+        "blocks.1",
+        "norm",
+        "head",
+    ]
 
 
 class Wide(nn.Module):
@@ -60,15 +69,17 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("granularity", ["blocks", "tensor_parallel"])
 def test_a_child_of_a_sequential_is_opened_for_a_split_inside_it(granularity):
     model, inputs = nn.Sequential(Wide(), Wide()), (torch.randn(3, 4),)
-    cut = partition_model(model, inputs, granularity=granularity, split_points=("1.act",))
-    assert ("1.act",) in starts(cut)
-    assert torch.equal(by_layers(cut, model, inputs), model(*inputs))
+    partitioned = partition_model(model, inputs, granularity=granularity, split_points=("1.act",))
+    assert ("1.act",) in starts(partitioned)
+    assert torch.equal(by_layers(partitioned, model, inputs), model(*inputs))
 
 
 def test_every_layer_of_a_split_model_gives_the_output_of_the_whole():
     model, (x,) = gpt(dropout=0.0)
-    cut = partition_model(model, (x,), granularity="blocks", split_points=("blocks.0.drop1", "blocks.1.attention.proj"))
-    assert torch.allclose(by_layers(cut, model, (x,)), model(x))
+    partitioned = partition_model(
+        model, (x,), granularity="blocks", split_points=("blocks.0.drop1", "blocks.1.attention.proj")
+    )
+    assert torch.allclose(by_layers(partitioned, model, (x,)), model(x))
 
 
 class Passing(nn.Module):
@@ -82,13 +93,13 @@ class Passing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("cut", "said"),
+    ("partitioned", "message"),
     [
         ("frist", "split_points names 'frist', but Passing has no such module; did you mean 'first'"),
         ("mark", "split_points names 'mark', which runs no operation of its own"),
     ],
 )
-def test_a_split_that_cannot_be_is_named(cut, said):
+def test_an_impossible_split_point_is_named(partitioned, message):
     with pytest.raises(PlanError) as caught:
-        partition_model(Passing(), (torch.randn(3, 4),), granularity="blocks", split_points=(cut,))
-    assert said in str(caught.value)
+        partition_model(Passing(), (torch.randn(3, 4),), granularity="blocks", split_points=(partitioned,))
+    assert message in str(caught.value)

@@ -56,8 +56,10 @@ def test_a_forward_inside_autocast_is_refused_by_that_name(granularity):
 def test_query_key_and_value_from_one_layer_are_not_taken_for_three_heads():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    cut = TracedPartition(model, (torch.randn(3, 5, 8),), prefer="pairs")
-    split = next(layer.tp for layer in cut.spec.layers if layer.tp is not None)
+    partitioned = TracedPartition(model, (torch.randn(3, 5, 8),), prefer="pairs")
+    split = next(layer.tp for layer in partitioned.spec.layers if layer.tp is not None)
     assert (split.dim, split.dim_size) == ("heads", 2)
     with pytest.raises(PlanError, match=r"as one fused layer for query, key and value does, .* write separate"):
-        verify_tensor_parallel(cut, cut.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters()))
+        verify_tensor_parallel(
+            partitioned, partitioned.spec.split_out_tp_blocks(("heads",), 2), dict(model.named_parameters())
+        )

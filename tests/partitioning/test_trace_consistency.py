@@ -22,8 +22,8 @@ from tests.partitioning.segment_runs import clone_tensors, forward, seed, worst_
 @pytest.mark.parametrize("prefer", ["blocks", "pairs"])
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_values_cross_every_split_for_another_number_of_samples(name, prefer):
-    cut = TracedPartition(*ALL[name](), prefer=prefer)
-    layouts = cut.split_trace(training=True), cut.split_trace(training=True, num_samples=2)
+    partitioned = TracedPartition(*ALL[name](), prefer=prefer)
+    layouts = partitioned.split_trace(training=True), partitioned.split_trace(training=True, num_samples=2)
     first, other = (
         [(one.node.name, one.producer, one.consumers) for one in layout.boundary_values] for layout in layouts
     )
@@ -40,9 +40,9 @@ def test_a_pair_that_a_block_ends_in_runs_for_another_number_of_samples(samples)
 @pytest.mark.parametrize("make", [residual, fixed_heads])
 def test_no_value_is_twice_between_two_blocks(make, prefer):
     model, inputs = make()
-    cut = TracedPartition(model, inputs, prefer=prefer)
-    bounds = [block.first_layer for block in cut.spec.blocks] + [len(cut.spec.layers)]
-    for _, _, gave in forward(cut, bounds, inputs, *clone_tensors(model), training=True):
+    partitioned = TracedPartition(model, inputs, prefer=prefer)
+    bounds = [block.first_layer for block in partitioned.spec.blocks] + [len(partitioned.spec.layers)]
+    for _, _, gave in forward(partitioned, bounds, inputs, *clone_tensors(model), training=True):
         assert not [pair for pair in combinations(gave, 2) if torch.equal(*pair)]
 
 
@@ -100,9 +100,9 @@ class TwoPairs(nn.Module):
 
 def test_two_pairs_in_one_module_are_two_layers():
     model, inputs = TwoPairs(), (torch.randn(3, 6),)
-    cut = TracedPartition(model, inputs)
-    assert [layer.params for layer in cut.spec.layers if layer.tp] == [("a", "b"), ("c", "d")]
-    assert worst_of(cut, model, inputs) <= 1e-12
+    partitioned = TracedPartition(model, inputs)
+    assert [layer.params for layer in partitioned.spec.layers if layer.tp] == [("a", "b"), ("c", "d")]
+    assert worst_of(partitioned, model, inputs) <= 1e-12
 
 
 def test_random_numbers_drawn_between_the_layers_keep_a_pair_from_being_sharded():
@@ -117,13 +117,13 @@ def test_random_numbers_drawn_between_the_layers_keep_a_pair_from_being_sharded(
             return torch.tanh(self.layers[2](inner)) + beside
 
     model, inputs = Draws(), (torch.randn(6, 6),)
-    cut = TracedPartition(model, inputs, prefer="pairs")
-    assert not [layer for layer in cut.spec.layers if layer.tp]
-    assert worst_of(cut, model, inputs) <= 1e-12
+    partitioned = TracedPartition(model, inputs, prefer="pairs")
+    assert not [layer for layer in partitioned.spec.layers if layer.tp]
+    assert worst_of(partitioned, model, inputs) <= 1e-12
 
 
 class Wide(nn.Module):
-    """What goes around the pair does so only when told to."""
+    """A model that passes a value around the pair only on request."""
 
     def __init__(self, skips):
         super().__init__()
@@ -137,12 +137,12 @@ class Wide(nn.Module):
 
 
 def test_other_layers_in_evaluation_are_refused():
-    cut = TracedPartition(Wide(lambda model, x: model.training), (torch.randn(3, 6),), prefer="pairs")
+    partitioned = TracedPartition(Wide(lambda model, x: model.training), (torch.randn(3, 6),), prefer="pairs")
     with pytest.raises(PlanError, match="other layers in evaluation with 3 samples than in training with 3"):
-        cut.segment(0, 1, training=False)
+        partitioned.segment(0, 1, training=False)
 
 
 def test_a_model_that_hands_on_other_values_for_a_batch_of_one_is_refused():
-    cut = TracedPartition(model := Wide(lambda model, x: len(x) > 1), (torch.randn(3, 6),))
+    partitioned = TracedPartition(model := Wide(lambda model, x: len(x) > 1), (torch.randn(3, 6),))
     with pytest.raises(PlanError, match=r"for 1 samples the model passes other values between layers than for 3: tanh"):
-        cut.segment(2, 3, training=True)((torch.randn(1, 6), torch.randn(1, 6)), *clone_tensors(model), seed)
+        partitioned.segment(2, 3, training=True)((torch.randn(1, 6), torch.randn(1, 6)), *clone_tensors(model), seed)

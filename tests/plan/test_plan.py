@@ -79,7 +79,7 @@ def test_a_plan_file_needs_no_more_than_a_strategy():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "error_text"),
     [
         ("plan: [", "the plan file is not YAML: while parsing"),
         ("", "a plan file has 'plan:' with 'strategy:',"),
@@ -92,10 +92,10 @@ def test_a_plan_file_needs_no_more_than_a_strategy():
         ("plan: {strategy: datta(2)}", "there is no strategy 'datta'; did you mean data?"),
     ],
 )
-def test_a_plan_file_that_cannot_be_read_says_why(text, said):
+def test_a_plan_file_that_cannot_be_read_says_why(text, error_text):
     with pytest.raises(PlanError) as caught:
         Plan.from_yaml(text)
-    assert said in str(caught.value)
+    assert error_text in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_bare_name_takes_the_ranks_it_is_given(text, num_ranks, read):
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "said"),
+    ("text", "given", "error_text"),
     [
         ("data * zero", {"num_ranks": 4}, "'data * zero' omits the ranks of data and zero; give a number"),
         ("data", {}, "'data' omits the ranks of data; write data(2), or give num_ranks"),
@@ -139,8 +139,8 @@ def test_a_bare_name_takes_the_ranks_it_is_given(text, num_ranks, read):
         ("solo(2)", {}, "solo is one rank and has no arguments; write solo, not solo(2)"),
     ],
 )
-def test_a_plan_that_cannot_be_meant_says_what_to_write(text, given, said):
-    assert said in refusal(text, **given)
+def test_an_invalid_plan_is_refused_with_the_text_to_write(text, given, error_text):
+    assert error_text in refusal(text, **given)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_plan_knows_its_ranks_and_its_mesh():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "error_text"),
     [
         (lambda: Plan(num_microbatches=0), "a plan needs at least 1 microbatch, not 0"),
         (lambda: Plan(passes=("fuse",)), "there is no pass 'fuse'; the passes are overlap, recompute"),
@@ -191,10 +191,10 @@ def test_a_plan_knows_its_ranks_and_its_mesh():
         (lambda: Plan((Zero(-1),)), "zero(-1, level=1) has -1 ranks; give 1 or more"),
     ],
 )
-def test_a_plan_made_of_values_is_checked_like_one_made_of_text(make, said):
+def test_a_plan_made_of_values_is_checked_like_one_made_of_text(make, error_text):
     with pytest.raises(PlanError) as caught:
         make()
-    assert str(caught.value) == said
+    assert str(caught.value) == error_text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plan files, edited by hand: whatever is wrong with one is told with its line, when it is read and later."""
+"""Plan files, edited by hand: every mistake is reported with its line, when the file is read and later."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def edited(strategy="pipeline(2) * data(2)", micros=4, passed="overlap", ranks=4
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("plan: [\n", "plan.yaml:2: the plan file is not YAML"),
         ("plans:\n  strategy: solo\n", "plan.yaml:1: a plan file has 'plan:'"),
@@ -42,28 +42,28 @@ def edited(strategy="pipeline(2) * data(2)", micros=4, passed="overlap", ranks=4
         (edited(ranks=8), "plan.yaml:6: num_ranks is 8, but pipeline(2) * data(2) in plan.yaml:2 needs 4; change the"),
     ],
 )
-def test_a_file_that_is_no_plan_is_refused_with_the_line(text, said):
+def test_a_file_that_is_no_plan_is_refused_with_the_line(text, message):
     with pytest.raises(PlanError) as caught:
         Plan.from_yaml(text, "plan.yaml")
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"strategy": "pipeline(8)", "ranks": 8}, "plan.yaml:2: the pipeline has 8 stages, but the model has only 4"),
         ({"strategy": "tensor(3)", "ranks": 3}, "plan.yaml:2: tensor(3) cannot shard hidden of block0: 256 is not"),
         ({"passed": "recompute:*.attn"}, "plan.yaml:4: no block of the model matches recompute:*.attn"),
     ],
 )
-def test_a_plan_that_a_model_does_not_go_along_with_is_refused_with_the_line(changes, said):
+def test_a_plan_that_a_model_does_not_go_along_with_is_refused_with_the_line(changes, message):
     plan = Plan.from_yaml(edited(**changes), "plan.yaml")
     with pytest.raises(PlanError) as caught:
         compile(plan, linear_chain(4))
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_ranks_and_batches_that_a_plan_does_not_go_along_with_are_told_with_its_lines():
+def test_unsuitable_ranks_and_batches_are_reported_with_the_lines_of_the_plan():
     plan = Plan.from_yaml(edited(), "plan.yaml")
     with pytest.raises(PlanError, match=r"^plan\.yaml:2: pipeline\(2\) \* data\(2\) needs 4 ranks"):
         plan.require_ranks(3)
@@ -71,14 +71,14 @@ def test_ranks_and_batches_that_a_plan_does_not_go_along_with_are_told_with_its_
         plan.require_batch(9)
 
 
-def test_a_broken_law_is_told_with_its_number_and_the_line():
+def test_a_broken_rule_is_reported_with_its_number_and_the_line():
     with pytest.raises(ProgramError) as caught, PlanSource("plan.yaml", (("strategy", 2),)).error_at("strategy"):
         raise ProgramError("a gradient is missing", rule=6)
     assert str(caught.value) == "plan.yaml:2: verifier rule 6 violated: a gradient is missing"
     assert caught.value.rule == 6
 
 
-def test_a_place_is_told_once():
+def test_the_line_of_a_plan_is_reported_once():
     written = PlanSource("plan.yaml", (("strategy", 2), ("passes", 4)))
     with pytest.raises(PlanError) as caught, written.error_at("strategy"), written.error_at("passes"):
         raise PlanError("no such block")
@@ -113,9 +113,9 @@ def kept(folder, plan):
 
 def test_a_plan_with_its_profile_is_predicted_as_before_where_it_is_read_again(tmp_path):
     plan = Plan.parse("pipeline(2)", num_microbatches=2)
-    found = predict_plan(plan, TIMED, Cluster(), batch_size=4, profile=TIMING)
-    assert predict_plan(kept(tmp_path, found.plan), TIMED, Cluster(), batch_size=4) == found
-    assert str(found.plan) == "pipeline(2, balance=(1,2))"
+    result = predict_plan(plan, TIMED, Cluster(), batch_size=4, profile=TIMING)
+    assert predict_plan(kept(tmp_path, result.plan), TIMED, Cluster(), batch_size=4) == result
+    assert str(result.plan) == "pipeline(2, balance=(1,2))"
 
 
 def test_a_plan_with_the_profile_of_another_model_is_refused_with_its_line_and_what_differs(tmp_path):
@@ -126,7 +126,7 @@ def test_a_plan_with_the_profile_of_another_model_is_refused_with_its_line_and_w
     assert "it has block0.weight with 256 bytes, where this model has block0.weight with 64" in str(caught.value)
 
 
-def test_a_profile_that_is_not_there_is_told_with_the_line_that_names_it(tmp_path):
+def test_a_missing_profile_is_reported_with_the_line_that_names_it(tmp_path):
     (tmp_path / "plan.yaml").write_text(Plan.parse("data(2)").to_yaml("gone.json"), encoding="utf-8")
     with pytest.raises(PlanError, match=r"plan.yaml:6: .*gone.json cannot be read: No such file or directory; give"):
         Plan.from_file(tmp_path / "plan.yaml")

@@ -31,7 +31,7 @@ class Odd(nn.Module):
         return self.layer(x) if float(x.sum()) > -1e9 else x
 
 
-def face_of(model, optimizer=ADAMW):
+def make_optimizer_spec(model, optimizer=ADAMW):
     return OptimizerSpec(optimizer, dict(model.named_parameters()))
 
 
@@ -81,7 +81,9 @@ def test_the_choice_does_not_depend_on_the_weights_nor_touch_them():
         next(two.parameters()).normal_()
     before = params_of(one)
     plans = {
-        AutoStrategy(4, None, ()).choose_plan(model, face_of(model), torch.randn(8, 6).double(), TrainingOptions(), 48)
+        AutoStrategy(4, None, ()).choose_plan(
+            model, make_optimizer_spec(model), torch.randn(8, 6).double(), TrainingOptions(), 48
+        )
         for model in (one, two)
     }
     assert len(plans) == 1
@@ -93,7 +95,7 @@ def test_an_optimizer_that_needs_whole_tensors_never_gets_shards():
     inputs = torch.randn(4, 64)
     plans = {
         kind: AutoStrategy(2, None, ()).choose_plan(
-            sliced, face_of(sliced, partial(kind, lr=0.1)), inputs, TrainingOptions(), 4
+            sliced, make_optimizer_spec(sliced, partial(kind, lr=0.1)), inputs, TrainingOptions(), 4
         )
         for kind in (optim.SGD, optim.Adafactor)
     }
@@ -107,7 +109,7 @@ def test_the_choice_is_for_the_cluster_that_is_given():
     plans = [
         str(
             AutoStrategy(2, None, ()).choose_plan(
-                sliced, face_of(sliced, partial(optim.SGD, lr=0.1)), torch.randn(4, 64), given, 4
+                sliced, make_optimizer_spec(sliced, partial(optim.SGD, lr=0.1)), torch.randn(4, 64), given, 4
             )
         )
         for given in (TrainingOptions(), TrainingOptions(cluster=far))
@@ -134,7 +136,7 @@ def test_a_value_that_is_not_a_cluster_is_rejected():
 
 def test_a_model_that_cannot_be_traced_still_gets_a_plan():
     model = build_seeded(Odd)
-    spec = trace_model_spec(model, face_of(model), torch.randn(8, 6).double(), None)
+    spec = trace_model_spec(model, make_optimizer_spec(model), torch.randn(8, 6).double(), None)
     assert spec.num_blocks == 1
     _, history = fit(cp.Plan.parse("solo"), build_seeded(Odd))
     with cp.Trainer(build_seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(2)") as trainer:
@@ -145,7 +147,10 @@ def test_a_model_that_cannot_be_traced_still_gets_a_plan():
 def test_frozen_parameters_are_not_planned_with():
     model = mlp()
     model[0].weight.requires_grad_(False)
-    names = [param.name for param in trace_model_spec(model, face_of(model), torch.randn(8, 6).double(), None).params]
+    names = [
+        param.name
+        for param in trace_model_spec(model, make_optimizer_spec(model), torch.randn(8, 6).double(), None).params
+    ]
     assert "0.weight" not in names
     assert "2.weight" in names
 
@@ -173,7 +178,9 @@ def test_a_gpt_is_planned_for_eight_hosts_in_less_than_twenty_seconds_of_cpu_tim
     options = TrainingOptions(cluster=Cluster(levels=(Level("host", per_host, Link(5e-6, 5e9)), network)))
     inputs = torch.randint(0, 4096, (8, 128))
     began = time.process_time()
-    plan = AutoStrategy(8 * per_host, None, DEFAULT_PASSES).choose_plan(model, face_of(model), inputs, options, 64)
+    plan = AutoStrategy(8 * per_host, None, DEFAULT_PASSES).choose_plan(
+        model, make_optimizer_spec(model), inputs, options, 64
+    )
     took_s = time.process_time() - began
     with capsys.disabled():
         sys.stdout.write(f"\nauto plans GPT B for 8 hosts of {per_host} in {took_s:.1f} s: {plan}\n")

@@ -36,8 +36,8 @@ def test_the_explanation_names_the_choice_and_the_reason():
 
 
 def test_ranks_with_different_memory_are_named():
-    (said, held) = explain_choice(chosen([Plan.parse("pipeline(2)", num_microbatches=2)]))
-    assert said.startswith("pipeline(2) with 2 microbatches was chosen")
+    (choice_text, held) = explain_choice(chosen([Plan.parse("pipeline(2)", num_microbatches=2)]))
+    assert choice_text.startswith("pipeline(2) with 2 microbatches was chosen")
     first, second = predict_plan(
         Plan.parse("pipeline(2)", num_microbatches=2), layers(4), Cluster(), batch_size=16
     ).rank_bytes

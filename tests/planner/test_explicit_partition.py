@@ -46,10 +46,10 @@ def test_pipelines_of_a_profiled_model_are_partitioned_by_its_seconds_explicitly
 
 
 def test_a_plan_that_was_ranked_by_seconds_has_the_same_partition_after_parsing():
-    for found in rank_and_choose(enumerate_plans(2, MODEL), QUESTION, tolerance=None).ranking.predictions:
-        read = Plan.from_yaml(found.plan.to_yaml())
-        assert runs(read) == runs(compile_for(found.plan, MODEL, FREE, 8, LATE)[0].plan)
-        assert predict_plan(read, MODEL, FREE, batch_size=8, profile=LATE) == found
+    for result in rank_and_choose(enumerate_plans(2, MODEL), QUESTION, tolerance=None).ranking.predictions:
+        read = Plan.from_yaml(result.plan.to_yaml())
+        assert runs(read) == runs(compile_for(result.plan, MODEL, FREE, 8, LATE)[0].plan)
+        assert predict_plan(read, MODEL, FREE, batch_size=8, profile=LATE) == result
         assert all(one.balance == (5, 1) for one in read.strategies if isinstance(one, Pipeline))
 
 
@@ -57,7 +57,7 @@ def test_resolved_plans_are_ranked_once_and_simpler_plans_still_win_within_two_p
     choice = rank_and_choose(
         [*enumerate_plans(2, MODEL), Plan.parse("pipeline(2, balance=(5,1))", num_microbatches=2)], QUESTION
     )
-    plans = [found.plan for found in choice.ranking.predictions]
+    plans = [result.plan for result in choice.ranking.predictions]
     assert len(plans) == len(set(plans))
     assert set(choice.by_simplicity) <= set(plans)
     assert choice.plan == Plan.parse("data(2)")
@@ -85,19 +85,19 @@ def test_other_schedules_are_tried_of_a_pipeline_with_its_default_partition():
 )
 def test_a_split_inside_a_block_is_written_by_the_module_that_starts_there(text, costs, written):
     model, plan = parted(*costs), Plan.parse(text, num_microbatches=4)
-    found = with_explicit_partition(plan, model)
-    assert str(found) == written
-    assert compile_plan(found, model).program == compile_plan(plan, model).program
+    result = with_explicit_partition(plan, model)
+    assert str(result) == written
+    assert compile_plan(result, model).program == compile_plan(plan, model).program
 
 
 def test_another_plan_for_fewer_ranks_is_partitioned_by_the_seconds_of_a_profile():
     plan = Plan.parse("pipeline(4)", num_microbatches=4)
-    found = replan(plan, MODEL, ranks(4, 1e3), ranks(2, 1e3), 8, profile=LATE)
-    assert runs(found.plan)[0] == (range(5), range(5, 6))
+    result = replan(plan, MODEL, ranks(4, 1e3), ranks(2, 1e3), 8, profile=LATE)
+    assert runs(result.plan)[0] == (range(5), range(5, 6))
 
 
 def test_another_plan_may_have_stages_with_unequal_replicas():
-    found = replan(Plan.parse("data(4)"), uneven(2e8, 1e8, width=64), ranks(4, 1e5), ranks(3, 1e5), 24)
-    (pipeline,) = found.plan.strategies
+    result = replan(Plan.parse("data(4)"), uneven(2e8, 1e8, width=64), ranks(4, 1e5), ranks(3, 1e5), 24)
+    (pipeline,) = result.plan.strategies
     assert isinstance(pipeline, Pipeline)
     assert pipeline.replicas == (2, 1)

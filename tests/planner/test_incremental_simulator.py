@@ -25,17 +25,17 @@ def listed(model, num_ranks, every=1):
 @pytest.mark.parametrize("name", ["transformer", "tied"])
 def test_a_plan_of_a_list_is_predicted_as_by_itself(cluster, name):
     model = MODELS[name]
-    found = rank_plans(listed(model, 8, every=9), model, cluster, batch_size=48).predictions
-    assert len(found) > 4
-    assert list(found) == [predict_plan(one.plan, model, cluster, batch_size=48) for one in found]
+    result = rank_plans(listed(model, 8, every=9), model, cluster, batch_size=48).predictions
+    assert len(result) > 4
+    assert list(result) == [predict_plan(one.plan, model, cluster, batch_size=48) for one in result]
 
 
 @pytest.mark.parametrize("text", UNCUT)
 def test_bucketed_reductions_of_an_unpartitioned_model_use_cached_rank_programs(text):
     model = MODELS["layers"]
     sizes = "bucket=4KiB, first_bucket=1KiB, tune=off"
-    told = text.replace("data(8)", f"data(8, {sizes})").replace("data(4)", f"data(4, {sizes})")
-    plan = replace(Plan.parse(told), passes=DEFAULT_PASSES)
+    with_sizes = text.replace("data(8)", f"data(8, {sizes})").replace("data(4)", f"data(4, {sizes})")
+    plan = replace(Plan.parse(with_sizes), passes=DEFAULT_PASSES)
     replay = IncrementalSimulator(model, (HOSTS,), 48)
     assert replay.simulate(plan) is not None
     assert replay.summary(plan) == summarize_step(plan, model, HOSTS, batch_size=48)
@@ -53,7 +53,7 @@ def test_plans_that_were_not_evaluated_before_the_deadline_are_named():
     model = MODELS["layers"]
     plans = listed(model, 4)
     ranking = rank_plans(plans, model, FLAT, batch_size=48, deadline=Deadline.after(0.0))
-    assert [found.plan for found in ranking.predictions] == plans[:1]
+    assert [result.plan for result in ranking.predictions] == plans[:1]
     assert list(ranking.not_evaluated) == plans[1:]
 
 

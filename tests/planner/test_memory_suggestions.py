@@ -23,11 +23,11 @@ def heavy_between(num_blocks=4, output_bytes=64_000):
     return replace(model, blocks=tuple(Block((piece,), at) for at, piece in enumerate(pieces)))
 
 
-def suggestions(model, room, plans, batch_size=16):
-    problem = PlanningProblem(model, memory(room), batch_size)
-    found = [predict_plan(plan, model, memory(room), batch_size=batch_size) for plan in plans]
-    assert not any(one.fits for one in found)
-    return problem, list(suggest_changes(found, plans, problem))
+def suggestions(model, limit_bytes, plans, batch_size=16):
+    problem = PlanningProblem(model, memory(limit_bytes), batch_size)
+    result = [predict_plan(plan, model, memory(limit_bytes), batch_size=batch_size) for plan in plans]
+    assert not any(one.fits for one in result)
+    return problem, list(suggest_changes(result, plans, problem))
 
 
 def test_the_error_names_the_excess_of_the_smallest_plan():
@@ -36,45 +36,47 @@ def test_the_error_names_the_excess_of_the_smallest_plan():
     )
     with pytest.raises(PlanError) as caught:
         choose_plan_from([Plan.parse("data(2)"), Plan.parse("zero3(2)")], WEIGHTS, memory(5000), batch_size=16)
-    said = (
+    expected = (
         f"no plan fits: zero(2, level=3) needs least, {least} of 5000 bytes on the rank with most, {least - 5000} bytes"
     )
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(expected)
 
 
 def test_every_suggestion_fits():
-    for model, room in ((WEIGHTS, 120_000), (heavy_between(), 1_200_000)):
-        problem, found = suggestions(model, room, [Plan.parse("data(2)")])
-        assert found
-        for suggestion in found:
+    for model, limit_bytes in ((WEIGHTS, 120_000), (heavy_between(), 1_200_000)):
+        problem, result = suggestions(model, limit_bytes, [Plan.parse("data(2)")])
+        assert result
+        for suggestion in result:
             held = predict_rank_bytes(suggestion.plan, model, problem.cluster, batch_size=suggestion.batch_size)
-            assert max(held) == suggestion.memory_bytes <= room
+            assert max(held) == suggestion.memory_bytes <= limit_bytes
 
 
 def test_another_level_of_zero_comes_first_where_only_data_was_asked_for():
-    _, found = suggestions(WEIGHTS, 200_000, [Plan.parse("data(2)")])
-    assert found[0].change == "another plan"
-    assert "zero" in str(found[0].plan) or "pipeline" in str(found[0].plan)
+    _, result = suggestions(WEIGHTS, 200_000, [Plan.parse("data(2)")])
+    assert result[0].change == "another plan"
+    assert "zero" in str(result[0].plan) or "pipeline" in str(result[0].plan)
 
 
 def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
-    _, found = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
-    changes = [suggestion.change for suggestion in found]
+    _, result = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
+    changes = [suggestion.change for suggestion in result]
     assert "activation recomputation" in changes
     assert "2 microbatches instead of 1" in changes
     assert "a batch of 12 samples instead of 16" in changes
 
 
 def test_the_batch_that_fits_is_the_largest_one():
-    problem, found = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
-    smaller = next(suggestion for suggestion in found if suggestion.change.startswith("a batch of"))
+    problem, result = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
+    smaller = next(suggestion for suggestion in result if suggestion.change.startswith("a batch of"))
     more = smaller.batch_size + smaller.plan.global_num_microbatches
     assert max(predict_rank_bytes(smaller.plan, problem.model, problem.cluster, batch_size=more)) > 1_600_000
 
 
 def test_where_weights_do_not_fit_the_fewest_ranks_that_hold_them_are_named():
-    said = r"the smallest change that fits: 4 ranks instead of 2 \(pipeline\(4\) with 16 microbatches: 66560 bytes\)"
-    with pytest.raises(PlanError, match=said):
+    expected = (
+        r"the smallest change that fits: 4 ranks instead of 2 \(pipeline\(4\) with 16 microbatches: 66560 bytes\)"
+    )
+    with pytest.raises(PlanError, match=expected):
         choose_plan(2, WEIGHTS, memory(100_000), 16)
 
 

@@ -42,8 +42,8 @@ def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(cluster, name):
     asked, plans = problem(name, cluster), listed(name)
     every, near = (rank_and_choose(plans, asked, within) for within in (None, PREDICTED_TOLERANCE))
     assert near.plan == every.plan
-    seconds = {found.plan: found.step_s for found in every.ranking.predictions}
-    assert all(seconds[found.plan] == found.step_s for found in near.ranking.predictions)
+    seconds = {actual.plan: actual.step_s for actual in every.ranking.predictions}
+    assert all(seconds[actual.plan] == actual.step_s for actual in near.ranking.predictions)
     best_s = every.ranking.eligible[0].step_s
     assert all(seconds[plan] > PREDICTED_TOLERANCE * best_s for plan in near.ranking.pruned if plan in seconds)
 
@@ -72,7 +72,7 @@ def test_the_lower_bound_adds_the_traffic_of_the_ranks_of_a_host():
 def test_plans_are_ranked_alike_in_whatever_order_they_are_asked_for():
     asked, plans = problem("layers", "cards"), listed("layers")
     there, back = (rank_and_choose(given, asked).ranking for given in (plans, plans[::-1]))
-    assert [found.step_s for found in there.eligible] == [found.step_s for found in back.eligible]
+    assert [actual.step_s for actual in there.eligible] == [actual.step_s for actual in back.eligible]
     assert set(there.pruned) == set(back.pruned)
 
 
@@ -102,7 +102,7 @@ def test_time_that_is_attributed_later_is_attributed_equally():
     asked, plans = problem("tied", "hosts"), listed("tied")[:20]
     simulator = simulator_for_problem(asked)
     near = rank_with_simulator(plans, simulator, tolerance=PREDICTED_TOLERANCE).predictions
-    assert any(found.free_links_s is None for found in near)
-    assert [attribute_time(found, simulator) for found in near] == [
-        one for one in rank_with_simulator(plans, simulator).predictions if one.plan in {found.plan for found in near}
+    assert any(actual.free_links_s is None for actual in near)
+    assert [attribute_time(actual, simulator) for actual in near] == [
+        one for one in rank_with_simulator(plans, simulator).predictions if one.plan in {actual.plan for actual in near}
     ]

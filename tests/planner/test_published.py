@@ -25,7 +25,7 @@ def test_zero_leaves_so_many_gigabytes_on_each_of_64_ranks(level, published):
     assert round(states_gb(level, 64, 7.5e9), 1) == published
 
 
-def test_a_program_holds_one_block_besides_its_states():
+def test_a_program_holds_one_block_in_addition_to_its_states():
     """Level 3 has one block's whole weights and its gradient, in addition to the rank's own shards."""
     whole = 4 * 7.5 / 8 * (1 - 1 / 64)
     assert peak_gb(3, 64, 7.5e9, 8) == pytest.approx(states_gb(3, 64, 7.5e9) + whole, abs=1e-6)

@@ -161,7 +161,7 @@ def test_local_sgd_is_predicted_as_the_mean_of_all_steps():
     assert (every.is_synchronous, eighth.is_synchronous) == (True, False)
 
 
-def test_delayed_all_reduces_are_hidden_behind_the_next_step():
+def test_delayed_all_reduces_overlap_with_the_next_step():
     plans = (Plan.parse(text) for text in ("data(4)", "data(4, staleness=1)"))
     now, late = (predict_plan(plan, HEAVY, Cluster(), batch_size=16) for plan in plans)
     assert late.communication_s < now.communication_s / 2

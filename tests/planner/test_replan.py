@@ -64,23 +64,23 @@ def test_shards_of_other_sizes_move_only_where_they_do_not_overlap():
 
 def test_the_plan_stays_where_the_ranks_stay_and_nothing_is_faster():
     plan = rank_and_choose(enumerate_plans(4, MODEL), PlanningProblem(MODEL, ranks(4), 48)).plan
-    found = replan(plan, MODEL, ranks(4), ranks(4), 48)
-    assert (found.plan, found.moved_bytes) == (plan, 0)
+    result = replan(plan, MODEL, ranks(4), ranks(4), 48)
+    assert (result.plan, result.moved_bytes) == (plan, 0)
 
 
 @pytest.mark.parametrize(("before", "count"), [("zero(4, level=1)", 3), ("zero(4, level=3)", 2)])
 def test_the_chosen_plan_is_nearly_fastest_and_no_other_such_plan_is_cheaper_to_move_to(before, count):
     plan = Plan.parse(before)
-    found = replan(plan, MODEL, ranks(4), ranks(count), 48)
+    result = replan(plan, MODEL, ranks(4), ranks(count), 48)
     choice = rank_and_choose(enumerate_plans(count, MODEL), PlanningProblem(MODEL, ranks(count), 48))
     kept = [one for one in choice.ranking.predictions if one.is_synchronous and one.fits]
-    assert found.plan.num_ranks == count
-    assert found.step_s <= MEASURED_TOLERANCE * kept[0].step_s
+    assert result.plan.num_ranks == count
+    assert result.step_s <= MEASURED_TOLERANCE * kept[0].step_s
     old = find_owned_state(compile_for(plan, MODEL, ranks(4), 48)[0])
     for other in (one.plan for one in kept if one.step_s <= MEASURED_TOLERANCE * kept[0].step_s):
         new = find_owned_state(compile_for(other, MODEL, ranks(count), 48)[0])
         moved = sum(missing_bytes(needs, old[at] if at < 4 else None) for at, needs in enumerate(new))
-        assert found.moved_bytes <= moved
+        assert result.moved_bytes <= moved
 
 
 def test_a_rank_that_is_new_gets_all_that_it_needs():
@@ -89,9 +89,9 @@ def test_a_rank_that_is_new_gets_all_that_it_needs():
 
 
 def test_it_says_what_the_plan_was_preferred_to():
-    found = replan(Plan.parse("zero(4, level=1)"), MODEL, ranks(4), ranks(3), 48)
-    assert f"{found.moved_bytes} bytes to move; " in found.reason
-    assert "bytes would move" in found.reason or "no other plan is within 2 %" in found.reason
+    result = replan(Plan.parse("zero(4, level=1)"), MODEL, ranks(4), ranks(3), 48)
+    assert f"{result.moved_bytes} bytes to move; " in result.reason
+    assert "bytes would move" in result.reason or "no other plan is within 2 %" in result.reason
 
 
 def test_a_cluster_without_a_number_of_ranks_is_rejected():

@@ -14,13 +14,13 @@ PIPELINE = Plan.parse("pipeline(4)", num_microbatches=8)
 
 
 @cache
-def found():
+def list_schedules():
     ranking = rank_with_schedules([PIPELINE], build_simulator(DEEP, Cluster(), 16))
     return {str(one.plan): one.step_s for one in ranking.predictions}
 
 
 def test_a_pipeline_with_a_bubble_is_tried_with_schedules_that_have_less():
-    assert list(found()) == [
+    assert list(list_schedules()) == [
         "pipeline(4, schedule=zero_bubble, chunks_per_stage=2)",
         "pipeline(4, schedule=zero_bubble)",
         "pipeline(4, schedule=interleaved, chunks_per_stage=2)",

@@ -37,8 +37,8 @@ def run_rank(pipe, folder, rank_args, listener, port):
     rank, num_ranks, num_threads = rank_args
     torch.set_num_threads(num_threads)
     listen_fd = None if listener is None else listener.detach()
-    found = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", DEADLINE_S, listen_fd)
-    os.environ.update(rank_variables(found))
+    result = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", DEADLINE_S, listen_fd)
+    os.environ.update(rank_variables(result))
     pipe.send(result_or_error(call, Path(folder)) or "")
     for fabric in connected_fabrics(detect()):  # such a process does not do what is left for its exit
         fabric.close()

@@ -28,49 +28,49 @@ def plan_of(text, num_microbatches):
 
 def stream(cases):
     """Return what came of each case on this process's ranks."""
-    found = []
+    result = []
     for fields in cases:
         case = streamed.Case(**fields)
         with closing(open_world(detect(), case.plan.num_ranks, 30.0)) as world:
-            found.append(streamed.train(case, world))
-    return found
+            result.append(streamed.train(case, world))
+    return result
 
 
 def train(rows, expected, folder, served, saved, periods):
     """Return what came of all plans of one start of the processes."""
-    apart = [compare([row], came_to)[0] for row, came_to in periods]
+    apart = [compare([row], expected_run)[0] for row, expected_run in periods]
     compared = compare(rows, expected)
-    return {"compared": compared, "served": serve(served), "saved": go_on(folder, saved), "periods": apart}
+    return {"compared": compared, "served": serve(served), "saved": resume_saved(folder, saved), "periods": apart}
 
 
 def compare(rows, expected):
     """Return for each plan how far its parameters, losses and metric are from what solo came to."""
     params, losses, metric = expected
-    found = []
+    result = []
     for text, num_microbatches in rows:
         with make_trainer(plan_of(text, num_microbatches)) as one:
             history = one.fit(dataset(), batch_size=12, epochs=2, eval_dataset=dataset(7))
             mine = params_of(one.model)
         worst = max(relative_difference(mine[name], value) for name, value in params.items())
         off = max(abs(own / other - 1) for own, other in zip(history.losses, losses, strict=True))
-        found.append([worst, off, abs(history.evaluations[-1].metrics["loss"] / metric - 1)])
-    return found
+        result.append([worst, off, abs(history.evaluations[-1].metrics["loss"] / metric - 1)])
+    return result
 
 
 def serve(rows):
     """Return for each plan with an asynchronous server the first and the last loss, and the weights."""
-    found = []
+    result = []
     for text in rows:
         with make_trainer(plan_of(text, 2)) as one:
             history = one.fit(dataset(48), batch_size=12, epochs=8, eval_dataset=dataset(48))
             losses = [event.metrics["loss"] for event in history.evaluations]
-            found.append((losses[0], losses[-1], params_of(one.model)))
-    return found
+            result.append((losses[0], losses[-1], params_of(one.model)))
+    return result
 
 
-def go_on(folder, rows):
+def resume_saved(folder, rows):
     """Return for each plan whether a run that was saved in mid-epoch continues bit for bit."""
-    found = []
+    result = []
     for at, (text, num_microbatches) in enumerate(rows):
         states = []
         for name, resume, steps in [("a", None, 8), ("b", None, 2), ("b", f"{folder}/{at}b", 8)]:
@@ -78,8 +78,8 @@ def go_on(folder, rows):
                 one.fit(dataset(), batch_size=12, epochs=2, max_steps=steps, checkpoint_dir=f"{folder}/{at}{name}",
                         save_every=2, resume=resume)  # fmt: skip
                 states.append(state_of(one.model))
-        found.append([equal_bits(states[0], states[2]), equal_bits(states[0], states[1])])
-    return found
+        result.append([equal_bits(states[0], states[2]), equal_bits(states[0], states[1])])
+    return result
 
 
 class Dies(cp.Callback):
@@ -104,7 +104,7 @@ def text_of(run):
     """Return the error that a run ends with, as text."""
     try:
         run()
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # noqa: BLE001 - reported to the test
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -131,9 +131,9 @@ def fail():
     model = mlp() if rank() == 0 else deeper
     tell(text_of(lambda: make_trainer("data(2)", model).fit(dataset(), batch_size=12)))
     failing = make_trainer("data(2)", callbacks=[ListensBadly()])
-    told = text_of(lambda: failing.fit(dataset(), batch_size=12))
-    tell(told)
-    raise cp.PeerError("rank 1 has failed") if rank() == 0 else OSError(told)
+    error_text = text_of(lambda: failing.fit(dataset(), batch_size=12))
+    tell(error_text)
+    raise cp.PeerError("rank 1 has failed") if rank() == 0 else OSError(error_text)
 
 
 def shard_by_hand(*sizes):

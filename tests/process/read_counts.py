@@ -30,7 +30,7 @@ def build_deep_model():
 
 def count_reads(strategies):
     """Return for each strategy what this rank has read: to build, in three batches, and to measure 10 samples."""
-    found = []
+    result = []
     for text in strategies:
         data, held_out = CountingDataset(12), CountingDataset(10)
         plan = cp.Plan.parse(text).with_microbatches_for(12)
@@ -39,5 +39,5 @@ def count_reads(strategies):
             built, data.read_indices = data.read_indices, []
             one.fit(data, batch_size=12, epochs=3)
             one.evaluate(held_out, batch_size=12)
-        found.append([sorted(set(built)), sorted(data.read_indices), sorted(held_out.read_indices)])
-    return found
+        result.append([sorted(set(built)), sorted(data.read_indices), sorted(held_out.read_indices)])
+    return result

@@ -27,8 +27,8 @@ def every(replicas, **more):
 
 def worst(cases):
     """Return the largest difference on the first rank of processes that train all of these."""
-    found = run_forked(ranks.stream, ranks=sum(cases[0].replicas), args=[[asdict(case) for case in cases]])
-    return max(max_error(case, come) for case, come in zip(cases, found[0], strict=True))
+    result = run_forked(ranks.stream, ranks=sum(cases[0].replicas), args=[[asdict(case) for case in cases]])
+    return max(max_error(case, come) for case, come in zip(cases, result[0], strict=True))
 
 
 def test_two_processes_that_do_not_wait_for_each_other_equal_the_sequential_loop():
@@ -50,12 +50,12 @@ def test_three_and_four_processes_equal_the_sequential_loop_under_every_rule_and
 def test_a_run_with_a_killed_stage_continues_from_the_last_step_that_all_stages_had_saved(replicas, tmp_path):
     """Behind its ninth step stage 1 has saved after six, and stage 0, which is ahead of it, too."""
     case, count = Fitted("stashing", replicas, (6,) * 12, optimizer=ADAMW), sum(replicas)
-    told = run_forked(ranks.save_apart, ranks=count, args=[asdict(case), str(tmp_path), 8, False])
-    assert told[1] is None  # killed before it could say anything
-    assert str(told[0]).startswith("PeerError")
+    results = run_forked(ranks.save_apart, ranks=count, args=[asdict(case), str(tmp_path), 8, False])
+    assert results[1] is None  # killed before it could say anything
+    assert str(results[0]).startswith("PeerError")
     stopped = Checkpoint.open(tmp_path).step
     assert stopped == 6
-    found = run_forked(ranks.save_apart, ranks=count, args=[asdict(case), str(tmp_path), 99, True])
+    result = run_forked(ranks.save_apart, ranks=count, args=[asdict(case), str(tmp_path), 99, True])
     expected, _ = streamed.train_reference(replace(case, flushes=(stopped,)))
-    assert max(relative_difference(found[0][name], value) for name, value in expected.items()) <= TOLERANCE
+    assert max(relative_difference(result[0][name], value) for name, value in expected.items()) <= TOLERANCE
     assert not list(tmp_path.glob("*.tmp-*"))

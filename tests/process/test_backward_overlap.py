@@ -49,25 +49,30 @@ def train(strategy, num_microbatches=1, **options):
         sites = step.local_ranks.ranks[
             step.local_ranks.world.fabrics[0].rank
         ].interpreter.communication.overlap.reducers
-        cuts = [len(site.bucket_plan.assignment) for group in sites.values() for site in group]
-    return [param.detach() for param in model.parameters()], cuts
+        num_buckets = [len(site.bucket_plan.assignment) for group in sites.values() for site in group]
+    return [param.detach() for param in model.parameters()], num_buckets
 
 
 def compare(num_ranks, transport):
     """Return for each row how far it is from solo, and how many buckets there were."""
     torch.set_num_threads(1)
-    told, found = detect(), []
-    assert told is not None, "a rank has been told who it is"
-    environment = replace(told, transport=transport)
+    detected, result = detect(), []
+    assert detected is not None, "a rank has been told who it is"
+    environment = replace(detected, transport=transport)
     for text, micros in ROWS:
-        mine, cuts = train(text.format(n=num_ranks), micros, environment=environment)
+        mine, num_buckets = train(text.format(n=num_ranks), micros, environment=environment)
         theirs, _ = train("solo", micros * num_ranks, environment=replace(environment, world_size=1, rank=0))
-        found.append([max(map(relative_difference, mine, theirs)), cuts])
-    return found
+        result.append([max(map(relative_difference, mine, theirs)), num_buckets])
+    return result
 
 
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "gloo"), pytest.param(3, "auto", marks=pytest.mark.slow)])
 def test_whatever_begins_early_ends_where_solo_ends(num_ranks, transport):
     for one in cp.launch(compare, ranks=num_ranks, args=[num_ranks, transport]):
         assert all(worst <= 1e-12 for worst, _ in one)
-        assert [cuts for _, cuts in one] == [[4], [2], [4], [1]]  # rank 0 does not take the rare branch at first
+        assert [num_buckets for _, num_buckets in one] == [
+            [4],
+            [2],
+            [4],
+            [1],
+        ]  # rank 0 does not take the rare branch at first

@@ -1,4 +1,4 @@
-"""Custom loops in real processes: every rank passes the same batch, and one that does not is told."""
+"""Custom loops in real processes: every rank passes the same batch; otherwise all get an error."""
 
 import pytest
 
@@ -10,33 +10,33 @@ from tests.process.test_faults import variables
 pytestmark = pytest.mark.process
 
 
-def told(fn, *args):
+def run_ranks(fn, *args):
     """Return the error of each of two ranks that run the function."""
     return run_forked(fn, ranks=2, args=args)
 
 
 def test_ranks_with_batches_of_different_sizes_do_not_train():
     """They did, each on a part of its own, and the losses looked well."""
-    first, second = told(ranks.shard_by_hand, [12, 16])
+    first, second = run_ranks(ranks.shard_by_hand, [12, 16])
     assert first.startswith("DataError: rank 0 was given a batch of 12 samples, rank 1 one of 16; ")
     assert second.startswith("DataError: rank 1 was given a batch of 16 samples, rank 0 one of 12; ")
 
 
 def test_a_batch_that_is_another_on_one_rank_later_ends_the_run():
-    first, second = told(ranks.shard_by_hand, [12, 12], [12, 16])
+    first, second = run_ranks(ranks.shard_by_hand, [12, 12], [12, 16])
     assert first.startswith("DataError: rank 0 counts 12 samples in step 1, but the ranks together 14, ")
     assert second.startswith("DataError: rank 1 counts 16 samples in step 1, but the ranks together 14, ")
 
 
 def test_ranks_whose_batches_differ_in_content_do_not_train():
     """A DistributedSampler gave each rank samples of its own, and each trained on a part of them: half were lost."""
-    first, second = told(ranks.pass_own_batches)
+    first, second = run_ranks(ranks.pass_own_batches)
     assert first.startswith("DataError: rank 0 and rank 1 were given different batches of 23 samples; ")
     assert second.startswith("DataError: rank 1 and rank 0 were given different batches of 23 samples; ")
 
 
 def test_ranks_that_shard_the_dataset_themselves_do_not_train():
-    first, second = told(ranks.shard_the_dataset)
+    first, second = run_ranks(ranks.shard_the_dataset)
     assert first.startswith("DataError: rank 0 and rank 1 were given different datasets, ")
     assert second.startswith("DataError: rank 1 and rank 0 were given different datasets, ")
 

@@ -25,7 +25,7 @@ PERIODS = [("data(2, sync_every=3)", 2), ("data(2, staleness=1)", 2)]
 SAVED = {2: [*(ROWS[2][index] for index in (3, 5)), *PERIODS], 3: [ROWS[3][8], ROWS[3][-1]]}
 
 
-def came_to(plan):
+def train_plan(plan):
     """What a plan computes with all ranks in this process: parameters, losses and metric."""
     params, history = fit(plan, epochs=2, fit_options={"eval_dataset": dataset(7)})
     return [params, history.losses, history.evaluations[-1].metrics["loss"]]
@@ -35,7 +35,7 @@ def came_to(plan):
 def expected():
     """What solo computes: its parameters, losses and metric."""
     torch.set_num_threads(1)
-    return came_to("solo")
+    return train_plan("solo")
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -43,30 +43,30 @@ def came(request, expected, tmp_path_factory):
     """The number of ranks, and what each of them has found."""
     num_ranks = request.param
     folder = str(tmp_path_factory.mktemp("saved"))
-    periods = [[row, came_to(cp.Plan.parse(row[0], num_microbatches=row[1]))] for row in PERIODS if num_ranks == 2]
+    periods = [[row, train_plan(cp.Plan.parse(row[0], num_microbatches=row[1]))] for row in PERIODS if num_ranks == 2]
     arguments = [ROWS[num_ranks], expected, folder, SERVED[num_ranks], SAVED[num_ranks], periods]
     return num_ranks, run_forked(ranks.train, ranks=num_ranks, args=arguments)
 
 
 def test_every_strategy_trains_and_measures_as_solo_does(came):
-    num_ranks, found = came
-    assert len(found) == num_ranks
-    for one in found:
+    num_ranks, result = came
+    assert len(result) == num_ranks
+    for one in result:
         assert [row for row, offs in zip(ROWS[num_ranks], one["compared"], strict=True) if not max(offs) <= 1e-12] == []
 
 
 def test_plans_that_skip_or_delay_sums_come_to_what_they_do_in_one_process(came):
     """There, they equal their sequential references."""
-    num_ranks, found = came
-    offs = [max(one) for rank in found for one in rank["periods"]]
+    num_ranks, result = came
+    offs = [max(one) for rank in result for one in rank["periods"]]
     assert len(offs) == (2 * num_ranks if num_ranks == 2 else 0)
     assert max(offs, default=0.0) <= 1e-12
 
 
 def test_a_run_continues_bit_for_bit_from_what_every_rank_has_saved(came):
     """And it has come further than where it was saved."""
-    num_ranks, found = came
-    assert [one["saved"] for one in found] == [[[True, False]] * len(SAVED[num_ranks])] * num_ranks
+    num_ranks, result = came
+    assert [one["saved"] for one in result] == [[[True, False]] * len(SAVED[num_ranks])] * num_ranks
 
 
 def test_an_asynchronous_server_learns_and_gives_every_rank_its_weights(came):

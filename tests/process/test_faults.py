@@ -79,7 +79,9 @@ def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(tmp_path):
         os.kill(pids[1], signal.SIGKILL)
         code, lines = ended(process, began)
         assert code == 128 + signal.SIGKILL
-        assert re.match(rf"rank 1 was killed by SIGKILL \(pid {pids[1]}, after [\d.]+ s\); if nobody sent it", lines[0])
+        assert re.match(
+            rf"rank 1 was killed by SIGKILL \(pid {pids[1]}, after [\d.]+ s\); unless a user sent it", lines[0]
+        )
         assert gone(pids)
 
 
@@ -99,8 +101,8 @@ def test_ranks_that_differ_or_fail_are_named_on_all_ranks():
         cp.LaunchError, match=r"^rank 1 failed: OSError: OSError: the disk is full at .*rank_functions\.py:\d+"
     ):
         launch(ranks.fail, ranks=2, on_line=lambda line: lines[line.rank].append(line.text))
-    told = [[text for text in texts if re.match(r"\w+Error: ", text)] for texts in lines.values()]
-    (mine, failed, *_), (theirs, own, *_) = told
+    error_lines = [[text for text in texts if re.match(r"\w+Error: ", text)] for texts in lines.values()]
+    (mine, failed, *_), (theirs, own, *_) = error_lines
     assert mine == theirs
     assert mine.startswith(
         "PlanError: the ranks do not train the same model: 2.weight is float64 (8, 8) on cpu on rank 0, "

@@ -24,9 +24,9 @@ with make_trainer("data(2)") as one:
 
 def losses_of(folder):
     """The losses that every rank has written, which are the same on all of them."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
-    assert all(losses == found[0] for losses in found)
-    return found[0], len(found)
+    result = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+    assert all(losses == result[0] for losses in result)
+    return result[0], len(result)
 
 
 def test_one_script_under_three_launchers(tmp_path, monkeypatch):

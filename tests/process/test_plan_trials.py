@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 def test_ranks_agree_on_what_measured_best_and_train_as_solo_does():
     torch.set_num_threads(1)
     expected, history = fit("solo")
-    found = cp.launch(ranks.measure_and_train, ranks=2)
-    assert found[0]["trials"] == found[1]["trials"]
-    assert "data(2)" in found[0]["trials"]
-    assert found[0]["plan"] == found[1]["plan"]
-    assert found[0]["trials"][found[0]["plan"]] <= NOISY_TOLERANCE * min(found[0]["trials"].values())
-    for one in found:
+    result = cp.launch(ranks.measure_and_train, ranks=2)
+    assert result[0]["trials"] == result[1]["trials"]
+    assert "data(2)" in result[0]["trials"]
+    assert result[0]["plan"] == result[1]["plan"]
+    assert result[0]["trials"][result[0]["plan"]] <= NOISY_TOLERANCE * min(result[0]["trials"].values())
+    for one in result:
         assert max_difference(one["params"], expected) < 1e-12
         assert one["losses"] == pytest.approx(history.losses, rel=1e-12)

@@ -21,14 +21,14 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def counts_by_rank():
     return run_forked(reading.count_reads, ranks=3, args=[list(READERS)])
 
 
 @pytest.mark.parametrize("strategy", READERS)
-def test_stages_in_the_middle_read_no_sample_and_the_ends_each_one_once(found, strategy):
+def test_stages_in_the_middle_read_no_sample_and_the_ends_each_one_once(counts_by_rank, strategy):
     """All ranks look at the first and the last sample to see that they were given the same dataset."""
-    built, trained, measured = zip(*(one[list(READERS).index(strategy)] for one in found), strict=True)
+    built, trained, measured = zip(*(one[list(READERS).index(strategy)] for one in counts_by_rank), strict=True)
     looked_at = Counter(trained[1])
     assert set(looked_at) <= {0, 11}
     for rank in range(3):
@@ -40,8 +40,8 @@ def test_stages_in_the_middle_read_no_sample_and_the_ends_each_one_once(found, s
 
 def test_replicas_of_a_stage_read_their_own_microbatches():
     """The first stage has two, which take turns; the last one has the labels of all."""
-    found = run_forked(reading.count_reads, ranks=3, args=[["pipeline(2, replicas=(2,1))"]])
-    first, second, last = (Counter(one[0][1]) for one in found)
+    counts_by_rank = run_forked(reading.count_reads, ranks=3, args=[["pipeline(2, replicas=(2,1))"]])
+    first, second, last = (Counter(one[0][1]) for one in counts_by_rank)
     looked_at = (last - EVERYTHING) + Counter()
     assert set(looked_at) <= {0, 11}
     assert (first - looked_at) + (second - looked_at) == EVERYTHING

@@ -42,9 +42,9 @@ def layers():
 
 
 def subject(model, targets=4) -> ProfileTarget:
-    face = OptimizerSpec(partial(optim.SGD, lr=0.1), dict(model.named_parameters()))
+    optimizer_spec = OptimizerSpec(partial(optim.SGD, lr=0.1), dict(model.named_parameters()))
     batch = (torch.randn(6, 8),), torch.randn(6, targets)
-    return build_profile_target(model, *batch, loss=F.mse_loss, optimizer_spec=face)
+    return build_profile_target(model, *batch, loss=F.mse_loss, optimizer_spec=optimizer_spec)
 
 
 @cache

@@ -47,16 +47,16 @@ def on_ranks(num_ranks, hosts=None):
 
 
 def test_one_rank_has_a_device_and_no_link():
-    (found,) = on_ranks(1)
-    assert found.cluster.device.cost_per_s > 1e6
-    assert found.cluster.device.memory_bytes == 4 * GIB
-    assert (found.link_timings, found.cluster.levels, found.cluster.link, found.cluster.compute_contention) == (
+    (result,) = on_ranks(1)
+    assert result.cluster.device.cost_per_s > 1e6
+    assert result.cluster.device.memory_bytes == 4 * GIB
+    assert (result.link_timings, result.cluster.levels, result.cluster.link, result.cluster.compute_contention) == (
         (),
         (),
         Link(),
         (1.0,),
     )
-    assert "# one rank has no link" in found.to_json_dict()["cluster"]
+    assert "# one rank has no link" in result.to_json_dict()["cluster"]
 
 
 def test_what_was_found_is_the_same_on_all_ranks_and_reads_as_the_same_cluster():
@@ -138,8 +138,8 @@ def test_the_lower_rank_of_a_pair_has_the_figures():
 
 def test_the_median_over_rounds_counts_for_sizes_that_were_sent_in_each():
     rounds = [((8, 1e-5), (64, 3e-5)), ((8, 9e-5), (64, 2e-5), (128, 1.0)), ((8, 2e-5), (64, 9e-5))]
-    found = median_timings([LinkTimings((0, 1), "host", messages) for messages in rounds])
-    assert found == LinkTimings((0, 1), "host", ((8, 2e-5), (64, 3e-5)))
+    result = median_timings([LinkTimings((0, 1), "host", messages) for messages in rounds])
+    assert result == LinkTimings((0, 1), "host", ((8, 2e-5), (64, 3e-5)))
 
 
 def test_a_rank_that_was_slower_every_time_has_its_own_speed():

@@ -101,7 +101,7 @@ def test_options_that_contradict_each_other_are_refused(options, why):
 )
 def test_only_sums_of_gradients_have_a_codec(instruction):
     with pytest.raises(
-        ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; leave out :int8"
+        ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; omit :int8"
     ):
         parse_instruction(instruction)
 

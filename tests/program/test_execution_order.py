@@ -7,23 +7,23 @@ from counterpoint.program.execution_order import check_rendezvous_sends, executi
 from counterpoint.program.text import format_instruction, parse_program
 
 
-def order(text):
+def instruction_order(text):
     rows = parse_program(text).unroll(1)
     return [f"{rank}:{format_instruction(rows[rank][index])}" for rank, index in execution_order(rows)]
 
 
 def test_each_rank_goes_as_far_as_it_can_and_a_receive_comes_after_its_send():
-    assert order("x1.0<1 F1.0\nF0.0 x1.0>0 U0") == ["1:F0.0", "1:x1.0>0", "1:U0", "0:x1.0<1", "0:F1.0"]
+    assert instruction_order("x1.0<1 F1.0\nF0.0 x1.0>0 U0") == ["1:F0.0", "1:x1.0>0", "1:U0", "0:x1.0<1", "0:F1.0"]
 
 
 def test_the_members_of_a_collective_come_one_after_the_other_in_rank_order():
-    assert order("F0.0 all_reduce(grad0)@0-2 U0\nall_reduce(grad0)@0-2\nB0.0 all_reduce(grad0)@0-2") == [
+    assert instruction_order("F0.0 all_reduce(grad0)@0-2 U0\nall_reduce(grad0)@0-2\nB0.0 all_reduce(grad0)@0-2") == [
         *("0:F0.0", "2:B0.0", "0:all_reduce(grad0)@0-2", "1:all_reduce(grad0)@0-2", "2:all_reduce(grad0)@0-2", "0:U0"),
     ]
 
 
 def test_a_start_passes_at_once_and_a_wait_when_every_member_has_started():
-    assert order(
+    assert instruction_order(
         "all_reduce_start(grad0)@0,1 F0.0 all_reduce_wait(grad0)@0,1 U0\nF0.1 all_reduce_start(grad0)@0,1 U1 all_reduce_wait(grad0)@0,1"
     ) == [
         *(
@@ -40,7 +40,7 @@ def test_a_start_passes_at_once_and_a_wait_when_every_member_has_started():
 
 def test_a_server_waits_for_all_pushes_and_a_worker_for_its_answer():
     text = "push(grad0)>2 pull(weight0)<2\nF0.0 push(grad0)>2 pull(weight0)<2\napply_and_reply(0)@0,1"
-    assert order(text) == [
+    assert instruction_order(text) == [
         *(
             "0:push(grad0)>2",
             "1:F0.0",
@@ -54,7 +54,7 @@ def test_a_server_waits_for_all_pushes_and_a_worker_for_its_answer():
 
 def test_ranks_that_wait_for_each_other_are_all_shown():
     with pytest.raises(ProgramError) as caught:
-        order("F0.0 g0.0<1 x1.0>1\nx1.0<0 g0.0>0\nU0")
+        instruction_order("F0.0 g0.0<1 x1.0>1\nx1.0<0 g0.0>0\nU0")
     assert str(caught.value) == (
         "verifier rule 2 violated: deadlock: 2 of 3 ranks wait for each other\n"
         "  rank 0: F0.0 [g0.0<1] x1.0>1 <- waits here\n"
@@ -77,7 +77,7 @@ def test_sends_and_receives_that_stand_together_are_one_batch(text):
 
 
 @pytest.mark.parametrize("text", ["x1.0>1\nF0.0", "x1.0>1\nx1.0>0", "x1.0>1\nF0.0 x1.0<2\nU0"])
-def test_a_send_that_nobody_will_receive_blocks_for_ever(text):
+def test_a_send_without_a_receive_blocks_forever(text):
     with pytest.raises(ProgramError, match="deadlock") as caught:
         check_rendezvous_sends(parse_program(text).unroll(1))
     assert caught.value.rule == 2

@@ -7,11 +7,11 @@ from counterpoint.program.text import format_instruction, parse_program
 
 
 def early(text, rank=0):
-    found = overlappable_reductions(parse_program(text), rank)
-    return {at: " ".join(map(format_instruction, words)) for at, words in found.items()}
+    result = overlappable_reductions(parse_program(text), rank)
+    return {at: " ".join(map(format_instruction, words)) for at, words in result.items()}
 
 
-def test_a_sum_that_is_started_behind_the_last_backward_may_begin_during_it():
+def test_an_all_reduce_started_after_the_last_backward_may_begin_during_it():
     row = "F0.{0} B0.{0} F0.{1} B0.{1} all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"
     assert early(row.format(0, 1) + "\n" + row.format(2, 3)) == {3: "all_reduce_start(grad0)@0,1"}
 
@@ -44,7 +44,7 @@ def test_where_rank_programs_of_a_group_differ_nothing_begins_early():
     assert early(rows, 0) == early(rows, 1) == {}
 
 
-def test_groups_whose_rank_programs_agree_begin_early_beside_others_that_do_not():
+def test_groups_whose_rank_programs_agree_overlap_although_others_do_not():
     rows = [
         "B0.0 all_reduce_start(grad0)@0,1 all_reduce_start(grad1)@0,2 all_reduce_wait(grad0)@0,1 all_reduce_wait(grad1)@0,2",
         "B0.1 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1",

@@ -33,8 +33,8 @@ from counterpoint.program.text import (
 )
 
 ranks = st.integers(0, 2000)
-groups = st.sets(ranks, min_size=1, max_size=6).map(lambda found: tuple(sorted(found)))
-units = st.sets(st.integers(0, 30), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
+groups = st.sets(ranks, min_size=1, max_size=6).map(lambda result: tuple(sorted(result)))
+units = st.sets(st.integers(0, 30), min_size=1, max_size=4).map(lambda result: tuple(sorted(result)))
 numbers = st.integers(0, 99)
 parameters = st.builds(TensorRef, st.sampled_from(["grad", "weight"]), units)
 activations = st.builds(TensorRef, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
@@ -87,8 +87,8 @@ def test_every_instruction_is_formatted_without_spaces_and_parsed_back(instructi
 
 
 @given(st.lists(steps, max_size=4) | st.lists(rows, max_size=4))
-def test_every_program_reads_back_empty_rank_programs_and_async_pipelines_included(found):
-    program = Program(tuple(found))
+def test_every_program_reads_back_empty_rank_programs_and_async_pipelines_included(result):
+    program = Program(tuple(result))
     assert parse_program(format_program(program)) == program
 
 

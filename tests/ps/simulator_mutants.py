@@ -13,7 +13,7 @@ from counterpoint.ps.shard import PsShard
 from counterpoint.testing.ps_simulator.cluster import SimulatedDisk
 
 
-def answers_before_the_backup_has_it(planting):
+def answers_before_the_backup_has_it(monkeypatch):
     append = PrimaryReplica.append
 
     def hasty(self, origin, entry, now):
@@ -21,29 +21,29 @@ def answers_before_the_backup_has_it(planting):
         while self.pending and self.replicas.is_backup_ready:
             yield from self.apply(self.pending.popleft())
 
-    planting.setattr(PrimaryReplica, "append", hasty)
+    monkeypatch.setattr(PrimaryReplica, "append", hasty)
 
 
-def computes_a_slice_from_two_steps(planting):
+def computes_a_slice_from_two_steps(monkeypatch):
     read = PsShard.read
-    planting.setattr(PsShard, "read", lambda self, pull: read(self, replace(pull, exact_version=False)))
+    monkeypatch.setattr(PsShard, "read", lambda self, pull: read(self, replace(pull, exact_version=False)))
 
 
-def counts_a_slice_again(planting):
-    planting.setattr(ConsistencyTracker, "is_duplicate", lambda self, slice_index: False)
-    planting.setattr("counterpoint.ps.consistency.IntervalSet.add", lambda self, number: None)
+def counts_a_slice_again(monkeypatch):
+    monkeypatch.setattr(ConsistencyTracker, "is_duplicate", lambda self, slice_index: False)
+    monkeypatch.setattr("counterpoint.ps.consistency.IntervalSet.add", lambda self, number: None)
 
 
-def sends_before_it_writes(planting):
+def sends_before_it_writes(monkeypatch):
     on_event = Coordinator.on_event
 
     def eager(self, message, now):
         return sorted(on_event(self, message, now), key=lambda action: not isinstance(action, SendMessage))
 
-    planting.setattr(Coordinator, "on_event", eager)
+    monkeypatch.setattr(Coordinator, "on_event", eager)
 
 
-def drops_a_task_that_fails_three_times(planting):
+def drops_a_task_that_fails_three_times(monkeypatch):
     give_back = TaskQueue._requeue
 
     def forgetful(self, task, outcome, text):
@@ -51,17 +51,17 @@ def drops_a_task_that_fails_three_times(planting):
         if self.todo[0].attempt >= 3:
             self.todo.popleft()
 
-    planting.setattr(TaskQueue, "_requeue", forgetful)
+    monkeypatch.setattr(TaskQueue, "_requeue", forgetful)
 
 
-def drops_the_tasks_of_the_dead(planting):
+def drops_the_tasks_of_the_dead(monkeypatch):
     def forgetful(self, worker):
         self.doing = {place: one for place, one in self.doing.items() if one[1] != worker}
 
-    planting.setattr(TaskQueue, "reclaim", forgetful)
+    monkeypatch.setattr(TaskQueue, "reclaim", forgetful)
 
 
-def calls_a_backup_complete_that_has_nothing(planting):
+def calls_a_backup_complete_that_has_nothing(monkeypatch):
     lead = ServerNode._become_primary
 
     def hasty(self, index, replicas, now):
@@ -69,10 +69,10 @@ def calls_a_backup_complete_that_has_nothing(planting):
         if replicas.backup and not replicas.is_backup_ready:
             yield SendMessage(COORDINATOR, BackupReady(self.membership.header(), index))
 
-    planting.setattr(ServerNode, "_become_primary", hasty)
+    monkeypatch.setattr(ServerNode, "_become_primary", hasty)
 
 
-def keeps_entries_in_the_order_they_come(planting):
+def keeps_entries_in_the_order_they_come(monkeypatch):
     keep = BackupReplica.apply_replication
 
     def careless(self, job, message):
@@ -84,31 +84,31 @@ def keeps_entries_in_the_order_they_come(planting):
             message = replace(message, position=self.shard.position)
         yield from keep(self, job, message)
 
-    planting.setattr(BackupReplica, "apply_replication", careless)
+    monkeypatch.setattr(BackupReplica, "apply_replication", careless)
 
 
-def reads_without_regard_to_clocks(planting):
-    planting.setattr(ConsistencyTracker, "can_read", lambda self, worker, least: self.version >= least)
+def reads_without_regard_to_clocks(monkeypatch):
+    monkeypatch.setattr(ConsistencyTracker, "can_read", lambda self, worker, least: self.version >= least)
 
 
-def waits_for_those_who_rest(planting):
-    planting.setattr(ConsistencyTracker, "leave_clock", lambda self, workers: None)
+def waits_for_those_who_rest(monkeypatch):
+    monkeypatch.setattr(ConsistencyTracker, "leave_clock", lambda self, workers: None)
 
 
-def updates_before_the_step_is_whole(planting):
+def updates_before_the_step_is_whole(monkeypatch):
     lacks = ConsistencyTracker.num_missing
-    planting.setattr(ConsistencyTracker, "num_missing", lambda self: max(0, lacks(self) - 1))
+    monkeypatch.setattr(ConsistencyTracker, "num_missing", lambda self: max(0, lacks(self) - 1))
 
 
-def cuts_without_draining(planting):
-    planting.setattr(TaskQueue, "is_quiesced", True)
+def cuts_without_draining(monkeypatch):
+    monkeypatch.setattr(TaskQueue, "is_quiesced", True)
 
 
-def goes_on_behind_a_torn_line(planting):
-    planting.setattr(SimulatedDisk, "truncate", lambda self, log, num_bytes: None)
+def goes_on_behind_a_torn_line(monkeypatch):
+    monkeypatch.setattr(SimulatedDisk, "truncate", lambda self, log, num_bytes: None)
 
 
-def promotes_an_empty_backup(planting):
+def promotes_an_empty_backup(monkeypatch):
     lead = ServerNode._become_primary
 
     def forgetful(self, index, replicas, now):
@@ -116,10 +116,10 @@ def promotes_an_empty_backup(planting):
             self.shard_replicas.pop(index)
         yield from lead(self, index, replicas, now)
 
-    planting.setattr(ServerNode, "_become_primary", forgetful)
+    monkeypatch.setattr(ServerNode, "_become_primary", forgetful)
 
 
-def installs_without_the_state_of_the_rule(planting):
+def installs_without_the_state_of_the_rule(monkeypatch):
     again = PrimaryReplica.retransmit
 
     def forgotten(message):
@@ -133,45 +133,47 @@ def installs_without_the_state_of_the_rule(planting):
             else:
                 yield action
 
-    planting.setattr(PrimaryReplica, "retransmit", careless)
+    monkeypatch.setattr(PrimaryReplica, "retransmit", careless)
 
 
-def gives_a_new_life_an_old_number(planting):
+def gives_a_new_life_an_old_number(monkeypatch):
     join = CoordinatorState._join
 
     def confused(self, line):
         join(self, replace(line, incarnation=1 + sum(map(ord, line.name))))
         self.incarnation = 0
 
-    planting.setattr(CoordinatorState, "_join", confused)
+    monkeypatch.setattr(CoordinatorState, "_join", confused)
 
 
-def gives_up_the_last_copy(planting):
+def gives_up_the_last_copy(monkeypatch):
     def rash(self, name):
         return self.job.num_servers > 1 and any(
             name == one.primary and not one.is_backup_ready for one in self.replicas
         )
 
-    def forgetful(replicas, heard):
-        if replicas.backup and replicas.backup not in heard:
-            backup = min((name for name in heard if name != replicas.primary), default="")
+    def forgetful(replicas, live_servers):
+        if replicas.backup and replicas.backup not in live_servers:
+            backup = min((name for name in live_servers if name != replicas.primary), default="")
             return ShardReplicas(replicas.primary, backup)
         return replicas
 
-    planting.setattr(CoordinatorState, "may_hold_last_copy", rash)
-    planting.setattr("counterpoint.ps.coordinator.assign_replicas", forgetful)
+    monkeypatch.setattr(CoordinatorState, "may_hold_last_copy", rash)
+    monkeypatch.setattr("counterpoint.ps.coordinator.assign_replicas", forgetful)
 
 
-def answers_whoever_asks(planting):
+def answers_whoever_asks(monkeypatch):
     """Neither primaries nor backups look at the generation."""
     request, keep, kept = ServerNode._on_request, ServerNode._on_replicate, ServerNode._on_replication_ack
 
     def as_of_now(self, message):
         return replace(message, header=replace(message.header, generation=self.generation))
 
-    planting.setattr(ServerNode, "_on_request", lambda self, message, now: request(self, as_of_now(self, message), now))
-    planting.setattr(ServerNode, "_on_replicate", lambda self, message: keep(self, as_of_now(self, message)))
-    planting.setattr(
+    monkeypatch.setattr(
+        ServerNode, "_on_request", lambda self, message, now: request(self, as_of_now(self, message), now)
+    )
+    monkeypatch.setattr(ServerNode, "_on_replicate", lambda self, message: keep(self, as_of_now(self, message)))
+    monkeypatch.setattr(
         ServerNode, "_on_replication_ack", lambda self, message, now: kept(self, as_of_now(self, message), now)
     )
 

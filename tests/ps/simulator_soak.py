@@ -19,7 +19,7 @@ CHUNK, SAID_EVERY = 50, 1000
 def broken(seeds):
     """Return the seeds of a range in which something was not as it must be, each with what was found."""
     torch.set_num_threads(1)
-    return [(seed, found) for seed in seeds if (found := simulate(seed).violations)]
+    return [(seed, result) for seed in seeds if (result := simulate(seed).violations)]
 
 
 def parsed(text):
@@ -43,8 +43,8 @@ def main():
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for chunk, worlds in zip(chunks, pool.imap(broken, chunks), strict=True):
             num_broken += len(worlds)
-            for seed, found in worlds:
-                say(f"seed {seed}: {'; '.join(found)}")
+            for seed, result in worlds:
+                say(f"seed {seed}: {'; '.join(result)}")
             if chunk.stop % SAID_EVERY == 0 or chunk is chunks[-1]:
                 took_s = time.perf_counter() - began
                 say(f"seeds {seeds.start} to {chunk.stop}: {num_broken} with violations, {took_s:.0f} s")

@@ -42,7 +42,7 @@ def test_a_step_is_due_when_its_last_slice_is_there_whatever_the_order():
     assert tracker.version == 1
 
 
-def test_a_slice_counts_once_whoever_pushes_it():
+def test_a_slice_counts_once_from_any_worker():
     tracker = make_tracker(Asp())
     assert push(tracker, "first", 4)
     assert not push(tracker, "second", 4)
@@ -59,7 +59,7 @@ def test_bsp_refuses_a_push_without_its_data():
         push(make_tracker(Bsp(3)), "worker")
 
 
-def test_nobody_has_read_a_version_that_is_not_there_yet():
+def test_a_push_cannot_state_a_future_version():
     with pytest.raises(ProtocolError, match="at version 1, where version 0"):
         push(make_tracker(Asp()), "worker", read=1)
 
@@ -81,7 +81,7 @@ def test_a_gradient_that_is_too_old_is_refused_when_it_would_be_applied():
         push(tracker, "fast", 1, 0)
 
 
-def test_nobody_waits_for_one_who_rests_or_before_it_enters():
+def test_no_worker_waits_for_one_that_rests_or_has_not_joined():
     tracker = make_tracker(Ssp(0), "fast", "slow")
     push(tracker, "fast", 0, 0)
     tracker.leave_clock(["slow"])

@@ -35,8 +35,8 @@ def sent(actions, kind):
 
 
 def origin(coordinator, sequence=0):
-    life = coordinator.state.members["worker"]
-    return RequestHeader("worker", life.joined.incarnation, coordinator.state.generation, sequence)
+    member = coordinator.state.members["worker"]
+    return RequestHeader("worker", member.joined.incarnation, coordinator.state.generation, sequence)
 
 
 def with_worker():
@@ -45,13 +45,13 @@ def with_worker():
     return coordinator
 
 
-def test_a_second_member_of_one_name_is_refused_while_the_first_is_heard():
+def test_a_second_member_of_one_name_is_refused_while_the_first_is_alive():
     (refused,) = sent(with_worker().on_event(hello(token=8), 1.0), Rejected)
     assert refused.reason == "identity"
-    assert "worker already belongs to the job, as incarnation 1, last heard 1.0 s ago" in refused.text
+    assert "worker already belongs to the job, as incarnation 1; its last message was 1.0 s ago" in refused.text
 
 
-def test_a_hello_that_is_repeated_is_answered_again_and_nobody_joins_twice():
+def test_a_repeated_join_request_is_answered_again_and_joins_once():
     coordinator = with_worker()
     actions = coordinator.on_event(hello(), 1.0)
     assert [welcome.incarnation for welcome in sent(actions, JoinReply)] == [1]
@@ -94,7 +94,7 @@ def test_a_coordinator_continues_from_its_log():
     assert sent(again.on_event(TaskReport(origin(again, 1), DataTask(0, 0, 2), "done", 3), 5.0), Ack) == [Ack(-1, 1)]
 
 
-def test_a_life_that_was_given_up_is_reported_so():
+def test_an_evicted_incarnation_is_reported():
     coordinator = with_worker()
     coordinator.on_event(None, 100.0)
     (refused,) = sent(coordinator.on_event(Heartbeat(RequestHeader("worker", 1, 1)), 101.0), Rejected)
@@ -117,7 +117,7 @@ def test_the_last_copy_of_a_shard_is_never_given_up():
     assert remove_replica(kept, "b") == ShardReplicas("a")
 
 
-def test_nobody_is_replaced_when_there_is_nobody_else():
+def test_no_server_is_replaced_without_another_one():
     assert assign_replicas(ShardReplicas("a", "b", True), {"b": 0}) == ShardReplicas("a", "b", True)
 
 

@@ -1,4 +1,4 @@
-"""A worker asks its coordinator, and hears answers and refusals in whatever order they come."""
+"""A worker's requests to its coordinator; replies and refusals arrive in any order."""
 
 from threading import RLock
 from types import SimpleNamespace
@@ -26,13 +26,13 @@ class Carried:
         self.sent = actions
 
     def wait(self, holds, _):
-        for told in self.says:
-            self.calling.on_response(told)
+        for response in self.says:
+            self.calling.on_response(response)
         return holds()
 
 
 def calling(*says):
-    """A worker that is no member any more and hears this."""
+    """A worker that is no longer a member and is notified."""
     timeouts = SimpleNamespace(lease_s=0.01)
     client: Any = SimpleNamespace(
         name="worker-0",

@@ -1,4 +1,4 @@
-"""A session of a whole job in one thread: what a worker's program may ask, and what it is told."""
+"""A session of a whole job in one thread: the requests of a worker's program, and their replies."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def test_a_second_worker_finds_the_key_as_the_first_one_made_and_changed_it(serv
     session.push("weight", torch.ones(2, 3)).wait()
     with servers.join("worker-1") as second:
         second.init("weight", torch.ones(2, 3), HALF)
-        found = second.pull("weight").wait()
-    assert (float(found.values.sum()), found.versions) == (-3.0, (1,))
+        result = second.pull("weight").wait()
+    assert (float(result.values.sum()), result.versions) == (-3.0, (1,))
 
 
 def test_what_was_pulled_is_the_workers_own(session):
@@ -67,8 +67,8 @@ def test_rows_come_back_in_the_order_in_which_they_were_named(session):
     session.init_rows("table", 1000, 2, torch.float32, Adagrad(0.5), ConstantInit(1.0))
     rows = torch.tensor([1, 5, 6, 999])
     session.push("table", torch.arange(8.0).view(4, 2), rows=rows)
-    found = session.pull("table", rows=torch.tensor([0, 5, 999])).wait().values
-    assert torch.allclose(found, torch.tensor([[1.0, 1.0], [0.5, 0.5], [0.5, 0.5]]))
+    result = session.pull("table", rows=torch.tensor([0, 5, 999])).wait().values
+    assert torch.allclose(result, torch.tensor([[1.0, 1.0], [0.5, 0.5], [0.5, 0.5]]))
 
 
 def test_a_table_may_have_more_rows_than_memory(session):
@@ -128,7 +128,7 @@ def test_who_finds_no_task_is_reported_later_and_gets_what_another_gives_back():
     assert second.lease(timeout_s=3.0).attempt == 1
 
 
-def test_a_task_that_comes_while_nobody_waits_is_the_next_leases():
+def test_a_task_that_arrives_without_a_waiting_lease_goes_to_the_next_one():
     job = local(data=DataConfig(num_slices=1, num_epochs=1))
     first, second = job.join("first"), job.join("second")
     task = first.lease()
@@ -162,7 +162,7 @@ def test_a_snapshot_is_saved_when_no_task_is_begun_and_not_done(servers):
 
 
 @pytest.mark.parametrize("ask", ["push", "pull"])
-def test_whoever_waits_for_a_job_that_is_lost_learns_it_at_once(ask):
+def test_a_wait_for_a_lost_job_fails_at_once(ask):
     job = local(is_logged=False)
     session = job.join("worker-0")
     session.init("weight", torch.zeros(2), HALF)
@@ -213,8 +213,8 @@ def test_the_journal_makes_the_same_shard_again():
     )
 
 
-def test_the_journal_has_what_a_server_handed_on_that_never_heard_that_it_led():
-    """The last push is told by its first keeper to the second, by that in a state to the third, and both die of it."""
+def test_the_journal_has_entries_passed_on_by_a_server_that_never_learned_of_its_promotion():
+    """The primary sends the last push to its backup, which sends it to a new backup as part of a state; then both die."""
     job = local(num_servers=3)
     session = job.join("worker-0")
     session.init("weight", torch.zeros(4), HALF)
@@ -262,7 +262,7 @@ def test_bad_requests_are_refused_by_whose_fault_it_is(session, name):
 @pytest.mark.parametrize(
     ("rows", "text"), [([3, 1], "do not ascend"), ([1, 1], "ascend strictly"), ([-1], "-1"), ([10], "which has 10")]
 )
-def test_rows_that_cannot_be_meant_are_refused(session, rows, text):
+def test_invalid_rows_are_refused(session, rows, text):
     session.init_rows("table", 10, 2, torch.float32, HALF, ConstantInit())
     with pytest.raises(PlanError, match=text):
         session.pull("table", rows=torch.tensor(rows))
@@ -280,7 +280,7 @@ def test_two_workers_cannot_have_one_name(servers, session):
     assert session.push("weight", torch.ones(2, 3)).wait().versions == (1,)
 
 
-def test_what_nobody_answers_names_who_is_waited_for(servers, session):
+def test_a_request_without_a_reply_raises_an_error_that_names_the_server(servers, session):
     for name in ("server-0", "server-1", "server-2"):
         servers.kill(name)
     with pytest.raises(PeerError, match=r"waited 2 s for weight .* 1 of 1 replies missing"):

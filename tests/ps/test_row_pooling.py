@@ -55,9 +55,9 @@ def distance(one, other):
 def test_sums_of_rows_are_those_of_the_rows_that_would_have_come(session, pushed):
     rows = ROWS[pushed]
     session.push("table", torch.arange(2 * len(rows), dtype=torch.float64).view(-1, 2), rows=rows)
-    found = session.pull("table", rows=ROWS, pooling=sums(*THERE)).wait().values
+    result = session.pull("table", rows=ROWS, pooling=sums(*THERE)).wait().values
     expected = added_up(session.pull("table", rows=ROWS).wait().values, *THERE)
-    assert distance(found, expected) < 1e-12
+    assert distance(result, expected) < 1e-12
 
 
 def test_a_push_of_sums_counts_as_the_rows_whose_gradients_they_are(session):
@@ -113,13 +113,13 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_lists_that_cannot_be_added_up_are_refused_on_both_sides(session, name):
-    wrong, told = WRONG[name]
+    wrong, message = WRONG[name]
     rows = torch.tensor([1, 4])
-    with pytest.raises(ProtocolError, match=told):
+    with pytest.raises(ProtocolError, match=message):
         PullRequest(ORIGIN, 0, "table", 8, 0, rows, pooling=wrong)
-    with pytest.raises(ProtocolError, match=told):
+    with pytest.raises(ProtocolError, match=message):
         PushRequest(ORIGIN, 0, "table", -1, 0, torch.ones(2, 2), rows, pooling=wrong)
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         session.pull("table", rows=rows, pooling=wrong)
 
 
@@ -139,14 +139,14 @@ def test_what_is_added_to_rows_is_the_same_to_the_bit_with_the_native_part_and_w
     torch.manual_seed(0)
     part, values = torch.randn(9, 40, dtype=dtype), torch.randn(4 if lists else 5, 40, dtype=dtype)
     places, bags = np.array([7, 0, 3, 8, 1]), sums(*lists) if lists else None
-    found = []
+    result = []
     for library in (native(), NativeLibrary(None, "left out")):
         monkeypatch.setattr("counterpoint.ps.storage.row_storage.native", lambda library=library: library)
-        found.append(part.clone())
-        room.add_rows(found[-1], places, values, bags, -0.3)
-    assert torch.equal(*found)
+        result.append(part.clone())
+        room.add_rows(result[-1], places, values, bags, -0.3)
+    assert torch.equal(*result)
     added = values if bags is None else added_up(values, *BACK)
-    assert distance(found[0][places], part[places] - 0.3 * added) <= 1e-6
+    assert distance(result[0][places], part[places] - 0.3 * added) <= 1e-6
 
 
 @pytest.mark.parametrize(("value", "fits"), [(1e38, False), (1e30, True), (float("nan"), False)])

@@ -28,17 +28,19 @@ def leading():
     return node
 
 
-def saves(node, cut):
+def saves(node, snapshot_number):
     return [
-        action.snapshot for action in node.on_event(SnapshotRequest(1, cut), 0.0) if isinstance(action, SaveSnapshot)
+        action.snapshot
+        for action in node.on_event(SnapshotRequest(1, snapshot_number), 0.0)
+        if isinstance(action, SaveSnapshot)
     ]
 
 
-def test_a_snapshot_that_is_asked_for_again_is_saved_once_and_told_again():
+def test_a_repeated_snapshot_request_is_saved_once_and_confirmed_again():
     node = leading()
     assert saves(node, 0) == [0]
-    told = SendMessage(COORDINATOR, SnapshotSaved(RequestHeader("server-0", 1, 1), 0, 0, 1))
-    assert node.on_event(SnapshotRequest(1, 0), 0.0) == [told]
+    expected_reply = SendMessage(COORDINATOR, SnapshotSaved(RequestHeader("server-0", 1, 1), 0, 0, 1))
+    assert node.on_event(SnapshotRequest(1, 0), 0.0) == [expected_reply]
 
 
 def test_a_snapshot_that_is_asked_for_once_more_after_a_later_one_stays_as_it_was_saved():
@@ -48,7 +50,7 @@ def test_a_snapshot_that_is_asked_for_once_more_after_a_later_one_stays_as_it_wa
     assert node.on_event(SnapshotRequest(1, 0), 0.0) == []
 
 
-def test_a_life_notes_the_entries_of_the_log_that_it_begins_with():
+def test_an_incarnation_journals_the_entries_of_its_initial_log():
     """The life before was killed after an entry stood in the log and before it stood in the journal."""
     entries = [SetMembers(generation, ()) for generation in (1, 2)]
     node = ServerNode(JobConfig("job", Asp()), "server-0", 7, logs={0: entries})
@@ -58,7 +60,7 @@ def test_a_life_notes_the_entries_of_the_log_that_it_begins_with():
 
 
 @pytest.mark.parametrize("generation", [1, 2])
-def test_a_life_ends_by_a_refusal_after_its_welcome_and_not_by_a_late_one_of_its_handshake(generation):
+def test_an_incarnation_ends_by_a_refusal_after_it_has_joined_not_by_a_late_one_before(generation):
     refused = Rejected(-1, 0, is_pull=False, reason="identity", text="gone", generation=generation)
     stops = [action for action in leading().on_event(refused, 0.0) if isinstance(action, Shutdown)]
     assert stops == ([Shutdown("gone")] if generation > 1 else [])

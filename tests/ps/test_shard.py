@@ -66,14 +66,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_request_that_cannot_be_meant_changes_no_number(name):
-    entry, found = WRONG[name]
+def test_an_invalid_request_changes_no_value(name):
+    entry, result = WRONG[name]
     one = shard()
     before = one.keys["weight"].storage.read(None).clone(), one.state.keys[0].progress
     answer = one.apply(entry)
     assert isinstance(answer, Rejected)
     assert answer.reason == "request"
-    assert re.search(found, answer.text)
+    assert re.search(result, answer.text)
     assert torch.equal(one.keys["weight"].storage.read(None), before[0])
     assert one.state.keys[0].progress == before[1]
 
@@ -106,7 +106,7 @@ def test_a_server_that_is_full_reports_it_and_keeps_what_it_has():
     assert "holds 16 of at most 20 bytes" in answer.text
 
 
-def test_a_life_that_does_not_belong_to_the_job_is_not_heard():
+def test_an_incarnation_outside_the_job_is_ignored():
     answer = shard().apply(
         PushRequest(origin(0, incarnation=2), 0, "weight", -1, 0, torch.ones(2, dtype=torch.float64))
     )
@@ -158,10 +158,10 @@ def test_a_shard_that_is_made_of_a_state_still_has_the_weights_of_the_step_befor
 def test_the_slowest_clock_stays_when_all_workers_are_gone_at_once(fast):
     """They went one by one in the order of a set, another one in every process, and so did what was left: seed 5351."""
     one = replay_journal(JobConfig("job", Ssp(1)), 0, [SetMembers(1, (JobMember("first", 1), JobMember("second", 2)))])
-    lives = {"first": RequestHeader("first", 1, 1), "second": RequestHeader("second", 2, 1)}
-    one.apply(replace(init(), header=lives["first"]))
-    for life in lives.values():
-        one.apply(JoinClock(replace(life, sequence=int(life.member == "first")), 0))
-    one.apply(replace(push(0), header=replace(lives[fast], sequence=one.clients[fast].next_sequence)))
+    headers = {"first": RequestHeader("first", 1, 1), "second": RequestHeader("second", 2, 1)}
+    one.apply(replace(init(), header=headers["first"]))
+    for header in headers.values():
+        one.apply(JoinClock(replace(header, sequence=int(header.member == "first")), 0))
+    one.apply(replace(push(0), header=replace(headers[fast], sequence=one.clients[fast].next_sequence)))
     one.apply(SetMembers(2, ()))
     assert one.state.keys[0].progress == KeyProgress(1, min_clocks=(0, 0))

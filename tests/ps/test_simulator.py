@@ -20,8 +20,8 @@ def job(consistency, *, num_servers=2, epochs=2):
 
 @pytest.mark.parametrize("first", range(0, 2000, 40))
 def test_nothing_is_lost_or_counted_twice_in_2000_worlds(first):
-    found = {seed: simulate(seed).violations for seed in range(first, first + 40)}
-    assert {seed: violations for seed, violations in found.items() if violations} == {}
+    result = {seed: simulate(seed).violations for seed in range(first, first + 40)}
+    assert {seed: violations for seed, violations in result.items() if violations} == {}
 
 
 @pytest.mark.parametrize("seed", BROKEN_ONCE)

@@ -106,8 +106,8 @@ def test_a_range_that_keeps_them_gives_the_numbers_before_its_last_update():
         kept.update(step, torch.ones(2), None)
     second = kept.read_previous(None)
     kept.update(4, torch.ones(2), None)
-    found = [one.tolist()[0] for one in (first, second, kept.read_previous(None), kept.read(None))]
-    assert found == [0, -2, -3, -4]
+    result = [one.tolist()[0] for one in (first, second, kept.read_previous(None), kept.read(None))]
+    assert result == [0, -2, -3, -4]
 
 
 def test_rows_that_keep_them_are_given_as_they_were_before_the_last_update():
@@ -122,7 +122,7 @@ def test_rows_that_keep_them_are_given_as_they_were_before_the_last_update():
 
 
 @pytest.mark.parametrize("start", [UniformInit(-2, 3, seed=4), NormalInit(1.0, 2.0), ConstantInit(0.5)], ids=str)
-def test_a_row_begins_the_same_whoever_asks_first(start):
+def test_a_row_is_initialized_the_same_for_any_first_reader(start):
     there, back = table(Sgd(1.0), "float64", start=start), table(Sgd(1.0), "float64", start=start)
     for row in (3, 1, 6):
         there.update(1, torch.zeros(1, 3, dtype=torch.float64), torch.tensor([row]))
@@ -131,10 +131,10 @@ def test_a_row_begins_the_same_whoever_asks_first(start):
 
 def test_a_normal_row_is_normal_and_rows_are_unlike():
     kept = SparseRowStorage(KeySpec("table", "float64", 0, 1 << 40, 8, Sgd(1.0), NormalInit(1.0, 2.0)), 0, 1)
-    found = kept.read(torch.arange(0, 1 << 39, 1 << 27))
-    assert abs(float(found.mean()) - 1) < 0.05
-    assert abs(float(found.std()) - 2) < 0.05
-    assert len(found.unique()) == found.numel()
+    result = kept.read(torch.arange(0, 1 << 39, 1 << 27))
+    assert abs(float(result.mean()) - 1) < 0.05
+    assert abs(float(result.std()) - 2) < 0.05
+    assert len(result.unique()) == result.numel()
 
 
 def test_a_table_takes_memory_for_pushed_rows_only():
@@ -165,28 +165,28 @@ def test_rows_come_back_from_their_parts(high):
 def test_a_snapshot_of_a_range_is_no_copy_and_stays_as_it_was(rule, keeps_earlier):
     kept = DenseStorage(KeySpec("weight", "float32", 0, 4, 0, rule), (torch.zeros(4),), keeps_previous=keeps_earlier)
     kept.update(1, torch.ones(4), None)
-    found, before = kept.snapshot(), [part.clone() for part in kept.tensors]
-    assert [one.data_ptr() for one in found.tensors] == [own.data_ptr() for own in kept.tensors]
+    result, before = kept.snapshot(), [part.clone() for part in kept.tensors]
+    assert [one.data_ptr() for one in result.tensors] == [own.data_ptr() for own in kept.tensors]
     for step in (2, 3):
         kept.update(step, torch.ones(4), None)
-    assert all(map(torch.equal, found.tensors, before))
+    assert all(map(torch.equal, result.tensors, before))
     assert not any(map(torch.equal, kept.tensors, before))
-    assert found.previous is None or found.previous.values.tolist() == [0.0] * 4
+    assert result.previous is None or result.previous.values.tolist() == [0.0] * 4
 
 
 def test_a_snapshot_of_rows_is_no_copy_and_stays_as_it_was():
     kept = table(Adagrad(0.1), "float32", high=1000)
     kept.update(1, torch.ones(2, 3), torch.tensor([30, 700]))
-    found, again = kept.snapshot(), kept.snapshot()
-    before = [part.clone() for part in found.tensors]
-    assert [one.data_ptr() for one in found.tensors] == [one.data_ptr() for one in again.tensors]
+    result, again = kept.snapshot(), kept.snapshot()
+    before = [part.clone() for part in result.tensors]
+    assert [one.data_ptr() for one in result.tensors] == [one.data_ptr() for one in again.tensors]
     kept.update(2, torch.ones(3, 3), torch.tensor([5, 30, 700]))
-    assert found.rows.tolist() == [30, 700]
-    assert all(map(torch.equal, found.tensors, before))
-    assert not torch.equal(kept.read(found.rows), before[0])
+    assert result.rows.tolist() == [30, 700]
+    assert all(map(torch.equal, result.tensors, before))
+    assert not torch.equal(kept.read(result.rows), before[0])
 
 
-def test_memory_is_not_copied_for_a_snapshot_that_nobody_has():
+def test_memory_is_not_copied_for_a_released_snapshot():
     kept = table(Adagrad(0.1), "float32", high=1000)
     kept.update(1, torch.ones(2, 3), torch.tensor([30, 700]))
     at = kept.snapshot().tensors[0].data_ptr()
@@ -207,7 +207,7 @@ def test_rows_of_a_saved_table_that_cannot_be_are_refused(rows):
 
 
 @pytest.mark.parametrize(
-    ("values", "rows", "found"),
+    ("values", "rows", "result"),
     [
         (torch.ones(1, 3), None, "without row ids"),
         (torch.ones(1, 4), [1], "whose rows have 3"),
@@ -216,8 +216,8 @@ def test_rows_of_a_saved_table_that_cannot_be_are_refused(rows):
         (torch.ones(1, 3), [8], "row 8 of table, which has 8"),
     ],
 )
-def test_a_push_that_does_not_fit_a_table_is_refused(values, rows, found):
-    with pytest.raises(ProtocolError, match=found):
+def test_a_push_that_does_not_fit_a_table_is_refused(values, rows, result):
+    with pytest.raises(ProtocolError, match=result):
         table(Sgd(0.1), "float32").validate_push(values, None if rows is None else torch.tensor(rows))
 
 

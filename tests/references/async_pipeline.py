@@ -24,9 +24,9 @@ def async_pipeline(model, *, updates, batches, loss, read, interval, clip=math.i
     for micro, (inputs, targets) in enumerate(batches):
         used = {name: value for s, past in enumerate(history) for name, value in past[read(s, micro)].items()}
         leaves = {name: value.clone().requires_grad_() for name, value in used.items()}
-        found = loss(functional_call(model, leaves, (inputs,)), targets)
-        gradients = dict(zip(leaves, torch.autograd.grad(found, list(leaves.values())), strict=True))
-        losses.append(float(found.detach()) if len(inputs) else 0.0)
+        result = loss(functional_call(model, leaves, (inputs,)), targets)
+        gradients = dict(zip(leaves, torch.autograd.grad(result, list(leaves.values())), strict=True))
+        losses.append(float(result.detach()) if len(inputs) else 0.0)
         for s, (params, update) in enumerate(updates):
             waiting[s].append((len(inputs), gradients))
             if (micro + 1) % interval(s) == 0:

@@ -13,11 +13,11 @@ def chunks(flat):
 
 def int8(flat, _):
     """To the nearest of 255 steps between the largest of a chunk and its opposite."""
-    found = []
+    actual = []
     for chunk in chunks(flat):
         scale = float(chunk.abs().max()) / 127
-        found.append((chunk / (scale or 1)).round().clamp(-127, 127) * scale)
-    return torch.cat(found)
+        actual.append((chunk / (scale or 1)).round().clamp(-127, 127) * scale)
+    return torch.cat(actual)
 
 
 def twobit(flat, threshold):

@@ -7,9 +7,9 @@ def double_buffering(model, *, batches, loss, optimizer):
     late, losses = None, []
     for inputs, targets in batches:
         update.zero_grad()
-        found = loss(model(inputs), targets)
-        found.backward()
-        losses.append(float(found.detach()))
+        result = loss(model(inputs), targets)
+        result.backward()
+        losses.append(float(result.detach()))
         fresh = [param.grad.clone() for param in model.parameters()]
         if late is not None:
             for param, gradient in zip(model.parameters(), late, strict=True):

@@ -13,7 +13,7 @@ def easgd(model, *, units, journals, parts, loss, optimizer, alpha, tau):
     updates = {worker: optimizer(own.parameters()) for worker, own in workers.items()}
     done, left = dict.fromkeys(parts, 0), [list(journal) for journal in journals]
 
-    def go_on(worker, until):
+    def run_until(worker, until):
         """Take the worker's steps up to its next meeting, whose gradient is there then."""
         while done[worker] < until:
             inputs, targets = parts[worker][done[worker]]
@@ -28,7 +28,7 @@ def easgd(model, *, units, journals, parts, loss, optimizer, alpha, tau):
         journal = next(j for j in left if j and (not meeting[j[0][1]] or j[0][0] in meeting[j[0][1]]))
         unit, worker = journal.pop(0)
         if not meeting[worker]:
-            go_on(worker, (done[worker] // tau + 1) * tau)
+            run_until(worker, (done[worker] // tau + 1) * tau)
             meeting[worker] = set(units)
         own, kept = dict(workers[worker].named_parameters()), dict(center.named_parameters())
         for name in units[unit]:
@@ -39,5 +39,5 @@ def easgd(model, *, units, journals, parts, loss, optimizer, alpha, tau):
         if not meeting[worker]:
             updates[worker].step()
     for worker, part in parts.items():
-        go_on(worker, len(part))
+        run_until(worker, len(part))
     return center, workers

@@ -18,9 +18,9 @@ def local_sgd(model, *, batches, weigh, loss, optimizer, every, first=0, clip=No
         for replica, update, weight, (inputs, targets) in zip(replicas, updates, weights, parts, strict=True):
             update.zero_grad()
             if len(inputs):
-                found = loss(replica(inputs), targets)
-                (found * weight if step < first else found).backward()
-                total += float(found.detach()) * weight
+                result = loss(replica(inputs), targets)
+                (result * weight if step < first else result).backward()
+                total += float(result.detach()) * weight
         losses.append(total)
         if step < first:
             sum_gradients(replicas)
@@ -45,9 +45,9 @@ def sum_gradients(replicas):
 
 def clip_gradients(replica, norm):
     if norm is not None:
-        found = sum(float(param.grad.square().sum()) for param in replica.parameters()) ** 0.5
+        result = sum(float(param.grad.square().sum()) for param in replica.parameters()) ** 0.5
         for param in replica.parameters():
-            param.grad.mul_(min(1.0, norm / (found + 1e-6)))
+            param.grad.mul_(min(1.0, norm / (result + 1e-6)))
 
 
 def mean_weights(replicas):

@@ -19,7 +19,7 @@ PLACES = {"unix": f"unix:test-{os.getpid()}", "tcp": "tcp:127.0.0.1:0"}
 
 
 class Clock:
-    """Says what it was told."""
+    """Echo each message."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Records:
-    """What was heard over a connection, and how it ended."""
+    """The messages received over a connection, and how it ended."""
 
     def __init__(self):
         self.messages = []
@@ -43,7 +43,7 @@ class Records:
 
 
 class Relay:
-    """Stands between a client and a server, and lets through as much as it is told."""
+    """A relay between a client and a server that forwards a given number of bytes."""
 
     def __init__(self, place):
         self.target = place.host, place.port
@@ -64,7 +64,7 @@ class Relay:
         for end in self.ends:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def go_on(self, calling, serving, most):
+    def forward_bytes(self, calling, serving, most):
         """Both loops turn once, and so much of what was said has come, of either side."""
         calling.run_once()
         for source, target in (self.ends, self.ends[::-1]):
@@ -125,6 +125,6 @@ def run_loop(loop, count=20):
 
 
 def connect_and_record(loop, place, secret, **options):
-    """A connection to the place, and what it hears."""
+    """A connection to the address, and the messages it receives."""
     records = Records()
     return connect(loop, place, secret, records.message, on_end=records.end, **options), records

@@ -37,14 +37,14 @@ def wire_of(outbox):
 def frames(way, *other):
     """The messages, and the close frame, as bytes on the wire, frame by frame; of this connection, or under another key."""
     sealer, _, keys = WAYS[way]
-    outbox, found = FrameWriter(sealer(*(other or keys))), []
+    outbox, result = FrameWriter(sealer(*(other or keys))), []
     for pieces in [*(message.encode_frame(each, LIMITS) for each in MESSAGES), message.close_frame()]:
         outbox.enqueue(pieces)
-        found.append(wire_of(outbox))
-    return found
+        result.append(wire_of(outbox))
+    return result
 
 
-def heard(channel, raw):
+def received(channel, raw):
     """Feed the bytes to a channel or an inbox: the messages that it believes, and the error that it ends with."""
     messages = []
     try:
@@ -52,8 +52,8 @@ def heard(channel, raw):
             target = channel.receive_buffers()[0]
             num_bytes = min(len(target), len(raw))
             target[:num_bytes], raw = raw[:num_bytes], raw[num_bytes:]
-            if (found := channel.on_bytes(num_bytes)) is not None:
-                messages.append(found)
+            if (result := channel.on_bytes(num_bytes)) is not None:
+                messages.append(result)
             if channel.is_closed_by_peer:
                 return messages, None
         channel.on_eof()
@@ -99,23 +99,25 @@ def in_transit(source, sent):
     return b"".join(frames)
 
 
-def lied(source, way):
+def forge_length(source, way):
     """One frame, sealed as it should be, in which something has been changed before."""
     pieces = [bytearray(piece) for piece in message.encode_frame(source.choice(MESSAGES), LIMITS)]
     head, body = pieces[0], bytearray(b"".join(pieces[1:]))
     match source.randrange(5):
         case 0:  # a length
             at, width = source.choice(((6, 2), (8, 4), (12, 4), (16, 8)))
-            lie = source.choice((0, 16, 48, 4096, 1 << 15, source.getrandbits(8 * width), (1 << 8 * width) - 1))
-            head[at : at + width] = (lie % (1 << 8 * width)).to_bytes(width, "little")
+            forged_length = source.choice(
+                (0, 16, 48, 4096, 1 << 15, source.getrandbits(8 * width), (1 << 8 * width) - 1)
+            )
+            head[at : at + width] = (forged_length % (1 << 8 * width)).to_bytes(width, "little")
         case 1:
             head[:] = flipped(source, head)
         case 2 | 3:
             body[:] = flipped(source, body) if body else body
         case _:
             text = source.choice(TEXTS)
-            front = text + bytes(-len(text) % 16)
-            head[:], body[:] = message.HEADER.pack(b"CPWL", 1, 1, 0, len(text), len(front), 0), front
+            prefix = text + bytes(-len(text) % 16)
+            head[:], body[:] = message.HEADER.pack(b"CPWL", 1, 1, 0, len(text), len(prefix), 0), prefix
     sealer, _, keys = WAYS[way]
     outbox = FrameWriter(sealer(*keys))
     outbox.enqueue([memoryview(head), memoryview(body)] if body else [memoryview(head)])
@@ -147,16 +149,16 @@ def taken(channel):
     return sent
 
 
-def greeted(source):
+def mutate_handshake(source):
     """What a server makes of a handshake that has been changed: messages, error, whether it is open, and ought to be."""
     caller, server = caller_and_server()
     right = taken(caller)
     if source.randrange(2):
-        heard(server, right)
-        heard(caller, taken(server))
+        received(server, right)
+        received(caller, taken(server))
         right = taken(caller)
     changed = in_transit(source, [right])
-    messages, error = heard(server, changed)
+    messages, error = received(server, changed)
     return messages, error, server.is_open, len(right) == PROOF_BYTES and changed.startswith(right)
 
 

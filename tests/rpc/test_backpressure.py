@@ -47,7 +47,7 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
 
     server = listen(loop, place, secret, answer, limits=RpcLimits(unsent_bytes=4 * MIB))
     with EventLoop() as calling:
-        connection, heard = connect_and_record(calling, place, secret)
+        connection, received = connect_and_record(calling, place, secret)
         for _ in range(5):
             loop.run_once()
             calling.run_once()
@@ -56,7 +56,7 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
         run_loop(loop, 50)
         assert server.connections[0].unsent_bytes < 6 * MIB
         assert 4 <= len(answered.messages) < 16  # 4 MiB here, 4 of the socket's, 4 within a turn
-        while len(heard.messages) < 50:
+        while len(received.messages) < 50:
             loop.run_once()
             calling.run_once()
 
@@ -77,9 +77,9 @@ def test_a_connection_moves_until_the_other_side_has_read_what_was_sent(place, s
 
 
 def test_a_connection_moves_while_half_of_a_message_has_come():
-    heard, secret = Records(), JobCredentials(None)
+    received, secret = Records(), JobCredentials(None)
     with EventLoop() as serving, EventLoop() as calling:
-        server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.message)
+        server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, received.message)
         connection, _ = connect_and_record(calling, server.address, secret)
         for _ in range(5):
             serving.run_once()
@@ -87,7 +87,7 @@ def test_a_connection_moves_while_half_of_a_message_has_come():
         connection.send(RpcMessage("push", {}, [torch.zeros(4 * MIB)]))
         serving.run_once()
         assert server.connections[0].has_data_in_flight
-        while not heard.messages:
+        while not received.messages:
             serving.run_once()
             calling.run_once()
         assert not server.connections[0].has_data_in_flight
@@ -108,40 +108,40 @@ def test_a_client_waits_where_the_server_takes_nothing_and_reports_it(place, sec
 
 
 @contextmanager
-def relayed(serving, secret, heard):
+def relayed(serving, secret, received):
     """A connection that is greeted, and what carries up to so many bytes of it and lets both sides take a turn."""
-    server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, heard.message, on_end=heard.end)
+    server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, received.message, on_end=received.end)
     with EventLoop() as calling, Relay(server.address) as relay:
         connection, _ = connect_and_record(calling, relay.address, secret)
         relay.join()
         for _ in range(10):
-            relay.go_on(calling, serving, MIB)
-        yield connection, partial(relay.go_on, calling, serving)
+            relay.forward_bytes(calling, serving, MIB)
+        yield connection, partial(relay.forward_bytes, calling, serving)
 
 
 def test_a_frame_that_comes_slowly_is_not_given_up_however_little_is_there(clock, still_loop, secret):
-    heard = Records()
-    with relayed(still_loop, secret, heard) as (connection, go_on):
+    received = Records()
+    with relayed(still_loop, secret, received) as (connection, forward_bytes):
         connection.send(RpcMessage("push", {}, [torch.zeros(MIB // 16)]))
-        while not heard.messages and not heard.ends:
+        while not received.messages and not received.ends:
             clock.now_s += 20.0
-            go_on(10_000)
-    assert (len(heard.messages), heard.ends) == (1, [])
+            forward_bytes(10_000)
+    assert (len(received.messages), received.ends) == (1, [])
 
 
-def test_the_rest_of_a_frame_is_heard_of_after_a_turn_that_was_used_up(monkeypatch, still_loop, secret):
+def test_the_rest_of_a_frame_is_read_in_the_next_loop_iteration(monkeypatch, still_loop, secret):
     monkeypatch.setattr(connection_module, "BYTES_PER_TURN", 60_000)
-    heard = Records()
-    with relayed(still_loop, secret, heard) as (connection, go_on):
+    received = Records()
+    with relayed(still_loop, secret, received) as (connection, forward_bytes):
         connection.send(RpcMessage("push", {}, [torch.zeros(25_000)]))
         for most in (10_000, 66_000, *[MIB] * 4):  # it sleeps for 64 KiB, uses up its turn, and misses less
-            go_on(most)
-    assert len(heard.messages) == 1
+            forward_bytes(most)
+    assert len(received.messages) == 1
 
 
 def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, secret):
-    heard = Records()
-    listen(still_loop, place, secret, heard.message, on_end=heard.end)
+    received = Records()
+    listen(still_loop, place, secret, received.message, on_end=received.end)
     with EventLoop() as calling:
         connection, _ = connect_and_record(calling, place, secret)
         for _ in range(5):
@@ -151,8 +151,8 @@ def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, 
         run_loop(still_loop, 5)
         clock.now_s += 30.1
         run_loop(still_loop, 5)
-    assert heard.messages == []
-    assert "neither received one of 0 bytes nor continued its frame within 30.0 s" in str(heard.ends[0])
+    assert received.messages == []
+    assert "neither received one of 0 bytes nor continued its frame within 30.0 s" in str(received.ends[0])
 
 
 @pytest.fixture
@@ -185,16 +185,16 @@ def test_a_server_that_is_killed_leaves_an_error_and_nothing_else(loop, server_p
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_of_the_host_is_not_let_in(loop, place):
-    heard = Records()
-    listen(loop, place, JobCredentials(None), heard.message, on_end=heard.end)
+    received = Records()
+    listen(loop, place, JobCredentials(None), received.message, on_end=received.end)
     with socket.socket(socket.AF_UNIX) as other:
         os.seteuid(65534)
         try:
             other.connect(f"\0counterpoint/{place.name}")
         finally:
             os.seteuid(0)
-        loop.wait_for(lambda: heard.ends, 5.0, "the other user")
-    assert "the peer of a UNIX socket runs as user 65534, not 0" in str(heard.ends[0])
+        loop.wait_for(lambda: received.ends, 5.0, "the other user")
+    assert "the peer of a UNIX socket runs as user 65534, not 0" in str(received.ends[0])
 
 
 def test_closing_a_loop_leaves_no_socket_and_no_thread(place, secret):

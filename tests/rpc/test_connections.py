@@ -37,7 +37,7 @@ def test_questions_are_answered_in_the_order_in_which_they_were_asked(asking):
         assert torch.equal(sent, received)
 
 
-def test_a_loop_in_a_thread_of_its_own_answers_while_nobody_waits(place_and_secret):
+def test_a_loop_in_its_own_thread_answers_without_a_waiting_thread(place_and_secret):
     place, secret = place_and_secret
     with EventLoop() as serving, EventLoop() as calling:
         server = listen(serving, place, secret, request_handler(echo))
@@ -51,14 +51,14 @@ def test_a_loop_in_a_thread_of_its_own_answers_while_nobody_waits(place_and_secr
 
 
 def test_a_wrong_key_is_refused_without_a_hint(loop, place, secret):
-    heard = Records()
-    server = listen(loop, place, secret, heard.message)
+    records = Records()
+    server = listen(loop, place, secret, records.message)
     with pytest.raises(
         ProtocolError, match=r"handshake failed: the two sides have different job keys, or belong to different"
     ):
         RpcClient(loop, place, JobCredentials(new_key())).wait_open()
     run_loop(loop)
-    assert (server.connections, server.num_unauthenticated, heard.messages) == ([], 0, [])
+    assert (server.connections, server.num_unauthenticated, records.messages) == ([], 0, [])
 
 
 def test_another_generation_of_a_job_is_refused(loop, place):
@@ -76,26 +76,28 @@ def test_who_has_a_key_does_not_talk_to_those_who_have_none(loop, place, has_key
         RpcClient(loop, place, JobCredentials(key if has_key == "caller" else None)).wait_open()
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: job\r\n\r\n" * 3, b"\x16\x03\x01" + bytes(100), bytes(200)])
-def test_who_does_not_greet_hears_nothing(loop, place_and_secret, said):
+@pytest.mark.parametrize(
+    "greeting", [b"GET / HTTP/1.1\r\nHost: job\r\n\r\n" * 3, b"\x16\x03\x01" + bytes(100), bytes(200)]
+)
+def test_a_peer_without_a_handshake_gets_no_reply(loop, place_and_secret, greeting):
     place, secret = place_and_secret
     server = listen(loop, place, secret, request_handler(echo))
     with stranger(server.address) as plain:
         run_loop(loop, 3)
-        plain.sendall(said)
+        plain.sendall(greeting)
         run_loop(loop)
         with pytest.raises(ConnectionResetError):
             plain.recv(100)
 
 
-def test_who_greets_without_the_key_hears_one_handshake_and_one_refusal(loop, place, secret):
+def test_a_peer_without_the_key_gets_one_handshake_and_one_refusal(loop, place, secret):
     server = listen(loop, place, secret, request_handler(echo))
     with stranger(server.address) as plain:
         plain.sendall(HELLO.pack(b"CPWS", 1, 2, bytes(32)) + bytes(32))
         run_loop(loop)
-        heard = plain.recv(1000)
-    assert heard[:8] == HELLO.pack(b"CPWS", 1, 2, bytes(32))[:8]
-    assert heard[HELLO.size :] == REFUSAL
+        records = plain.recv(1000)
+    assert records[:8] == HELLO.pack(b"CPWS", 1, 2, bytes(32))[:8]
+    assert records[HELLO.size :] == REFUSAL
 
 
 def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret):
@@ -111,8 +113,8 @@ def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret
     assert [plain.close() for plain in silent] == [None] * 10
 
 
-def test_a_server_that_nobody_started_is_an_error_that_says_to_call_again(loop, secret):
-    with pytest.raises(ConnectionLostError, match=r"nobody listens at unix:nobody; .* reconnect"):
+def test_connecting_to_a_server_that_does_not_run_is_an_error_that_says_to_reconnect(loop, secret):
+    with pytest.raises(ConnectionLostError, match=r"no process listens at unix:nobody; .* reconnect"):
         RpcClient(loop, parse_address("unix:nobody"), secret)
     with pytest.raises(
         ConnectionLostError, match=r"tcp:127.0.0.1:1 is unreachable \(connection refused\); .* reconnect"
@@ -120,40 +122,40 @@ def test_a_server_that_nobody_started_is_an_error_that_says_to_call_again(loop, 
         RpcClient(loop, parse_address("tcp:127.0.0.1:1"), secret).wait_open()
 
 
-def test_a_close_frame_is_heard_on_the_other_side_after_everything_before_it(loop, place, secret):
-    heard = Records()
-    listen(loop, place, secret, heard.message, on_end=heard.end)
+def test_a_close_frame_arrives_after_all_messages_before_it(loop, place, secret):
+    records = Records()
+    listen(loop, place, secret, records.message, on_end=records.end)
     connection, _ = connect_and_record(loop, place, secret)
     loop.wait_for(lambda: connection.state.value == "open", 5.0, "the handshake")
     for index in range(3):
         connection.send(RpcMessage("push", {"index": index}, [torch.zeros(200_000)]))
     connection.close()
-    loop.wait_for(lambda: heard.ends, 5.0, "the end")
-    assert [message.fields["index"] for message in heard.messages] == [0, 1, 2]
-    assert heard.ends == [None]
+    loop.wait_for(lambda: records.ends, 5.0, "the end")
+    assert [message.fields["index"] for message in records.messages] == [0, 1, 2]
+    assert records.ends == [None]
 
 
 def test_what_was_sent_and_closed_before_the_handshake_arrives_after_it(loop, place_and_secret):
-    (place, secret), heard = place_and_secret, Records()
-    server = listen(loop, place, secret, heard.message, on_end=heard.end)
+    (place, secret), records = place_and_secret, Records()
+    server = listen(loop, place, secret, records.message, on_end=records.end)
     connection, ended = connect_and_record(loop, server.address, secret)
     connection.send(RpcMessage("push", {}, [torch.arange(10)]))
     connection.close()
-    loop.wait_for(lambda: heard.ends and ended.ends, 5.0, "the end on both sides")
-    assert [message.kind for message in heard.messages] == ["push"]
-    assert heard.ends == ended.ends == [None]
+    loop.wait_for(lambda: records.ends and ended.ends, 5.0, "the end on both sides")
+    assert [message.kind for message in records.messages] == ["push"]
+    assert records.ends == ended.ends == [None]
 
 
 def test_a_server_that_closes_says_close_frame_to_those_it_knows(loop, place_and_secret):
     place, secret = place_and_secret
     server = listen(loop, place, secret, request_handler(echo))
-    known, heard = connect_and_record(loop, server.address, secret)
+    known, records = connect_and_record(loop, server.address, secret)
     loop.wait_for(lambda: server.connections, 5.0, "the handshake")
     silent = stranger(server.address)
     loop.wait_for(lambda: server.num_unauthenticated == 1, 5.0, "the stranger")
     server.close()
     loop.wait_for(lambda: known.is_ended, 5.0, "the close frame")
-    assert (heard.ends, server.num_unauthenticated) == ([None], 0)
+    assert (records.ends, server.num_unauthenticated) == ([None], 0)
     assert silent.recv(10) == b""
     silent.close()
 
@@ -173,13 +175,13 @@ def test_a_reader_that_finds_nonsense_ends_the_connection(loop, place, secret):
     def refuse(connection, message):
         raise ProtocolError(f"there is no {message.kind}")
 
-    heard = Records()
-    listen(loop, place, secret, refuse, on_end=heard.end)
+    records = Records()
+    listen(loop, place, secret, refuse, on_end=records.end)
     connection, _ = connect_and_record(loop, place, secret)
     connection.send(RpcMessage("dance"))
-    loop.wait_for(lambda: heard.ends, 5.0, "the end")
-    assert isinstance(heard.ends[0], ProtocolError)
-    assert "there is no dance" in str(heard.ends[0])
+    loop.wait_for(lambda: records.ends, 5.0, "the end")
+    assert isinstance(records.ends[0], ProtocolError)
+    assert "there is no dance" in str(records.ends[0])
 
 
 def test_an_answer_that_does_not_come_names_who_waits_for_what(loop, place, secret):
@@ -197,42 +199,42 @@ def test_without_a_key_nothing_listens_beyond_loopback(loop, address):
         listen(loop, parse_address(address), JobCredentials(None), request_handler(echo))
 
 
-def test_without_a_key_nobody_is_called_beyond_loopback(loop):
+def test_without_a_key_only_loopback_is_connected(loop):
     with pytest.raises(LaunchError, match=r"tcp:192.0.2.1:4000 is beyond loopback and there is no job key"):
         RpcClient(loop, parse_address("tcp:192.0.2.1:4000"), JobCredentials(None))
 
 
 def test_messages_that_are_gathered_leave_together_at_the_end(loop, place_and_secret):
-    heard = Records()
-    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.message)
+    records = Records()
+    server = listen(loop, place_and_secret[0], place_and_secret[1], records.message)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
     with loop.cork():
         for kind in ("one", "two"):
             connection.send(RpcMessage(kind))
         run_loop(loop)
-        assert not heard.messages
+        assert not records.messages
     run_loop(loop)
-    assert [message.kind for message in heard.messages] == ["one", "two"]
+    assert [message.kind for message in records.messages] == ["one", "two"]
 
 
 def test_of_blocks_inside_each_other_the_outermost_one_counts(loop, place_and_secret):
-    heard = Records()
-    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.message)
+    records = Records()
+    server = listen(loop, place_and_secret[0], place_and_secret[1], records.message)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
     with loop.cork():
         with loop.cork():
             connection.send(RpcMessage("one"))
         run_loop(loop)
-        assert not heard.messages
+        assert not records.messages
     run_loop(loop)
-    assert [message.kind for message in heard.messages] == ["one"]
+    assert [message.kind for message in records.messages] == ["one"]
 
 
 def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
-    heard, is_inside, is_over = Records(), threading.Event(), threading.Event()
-    server = listen(loop, place_and_secret[0], place_and_secret[1], heard.message)
+    records, is_inside, is_over = Records(), threading.Event(), threading.Event()
+    server = listen(loop, place_and_secret[0], place_and_secret[1], records.message)
     connection, _ = connect_and_record(loop, server.address, place_and_secret[1])
     run_loop(loop)
     other = threading.Thread(target=stay_inside, args=(loop, is_inside, is_over))
@@ -241,7 +243,7 @@ def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
     with loop.cork():
         connection.send(RpcMessage("one"))
     run_loop(loop)
-    assert [message.kind for message in heard.messages] == ["one"]
+    assert [message.kind for message in records.messages] == ["one"]
     is_over.set()
     other.join(10.0)
 

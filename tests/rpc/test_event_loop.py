@@ -1,4 +1,4 @@
-"""A loop is turned by one thread at a time: by whoever waits, and by its own when nobody does."""
+"""A loop is run by one thread at a time: a waiting thread, or the loop's own thread if none waits."""
 
 import threading
 
@@ -13,8 +13,8 @@ from tests.rpc.conftest import echo
 NUM_ASKED = 10
 
 
-class Heard:
-    """In which threads answers were heard."""
+class ResponseRecorder:
+    """The threads in which replies were received."""
 
     def __init__(self):
         self.threads = []
@@ -28,41 +28,41 @@ class Heard:
 
 @pytest.fixture
 def linked(place, secret):
-    """A loop with a thread of its own, a connection in it to somebody who answers, and what is heard."""
-    heard = Heard()
+    """A loop with its own thread, a connection to an echo server, and a recorder of replies."""
+    recorder = ResponseRecorder()
     with EventLoop() as serving, EventLoop() as calling:
         server = listen(serving, place, secret, request_handler(echo))
         serving.start()
         calling.start()
-        yield calling, connect(calling, server.address, secret, heard.message), heard
+        yield calling, connect(calling, server.address, secret, recorder.message), recorder
 
 
-def ask(loop, connection, heard):
+def ask(loop, connection, recorder):
     """Ask once, and wait for the answer."""
-    count = len(heard.threads) + 1
+    count = len(recorder.threads) + 1
     connection.send(RpcMessage("ask"))
-    loop.wait_for(lambda: len(heard.threads) == count, 10.0, "an answer")
+    loop.wait_for(lambda: len(recorder.threads) == count, 10.0, "an answer")
 
 
-def test_an_answer_is_heard_by_the_thread_that_waits_for_it(linked):
-    loop, connection, heard = linked
+def test_a_reply_is_received_by_the_thread_that_waits_for_it(linked):
+    loop, connection, recorder = linked
     for _ in range(NUM_ASKED):
-        ask(loop, connection, heard)
-    assert threading.current_thread() in heard.threads
+        ask(loop, connection, recorder)
+    assert threading.current_thread() in recorder.threads
 
 
-def test_an_answer_that_nobody_waits_for_is_heard_all_the_same(linked):
-    loop, connection, heard = linked
+def test_a_reply_without_a_waiting_thread_is_received_too(linked):
+    loop, connection, recorder = linked
     for _ in range(NUM_ASKED - 1):
-        ask(loop, connection, heard)
+        ask(loop, connection, recorder)
     connection.send(RpcMessage("ask"))
-    assert heard.is_enough.wait(10.0)
-    assert heard.threads[-1] is not threading.current_thread()
+    assert recorder.is_enough.wait(10.0)
+    assert recorder.threads[-1] is not threading.current_thread()
 
 
-def test_several_threads_that_wait_are_all_told(linked):
-    loop, connection, heard = linked
-    waiting = [threading.Thread(target=ask_until, args=(loop, heard)) for _ in range(3)]
+def test_several_waiting_threads_are_all_woken(linked):
+    loop, connection, recorder = linked
+    waiting = [threading.Thread(target=ask_until, args=(loop, recorder)) for _ in range(3)]
     for thread in waiting:
         thread.start()
     for _ in range(NUM_ASKED):
@@ -78,13 +78,13 @@ def ask_and_fail(loop, connection):
         raise KeyError
 
 
-def ask_until(loop, heard):
-    loop.wait_for(heard.is_enough.is_set, 10.0, "all answers")
+def ask_until(loop, recorder):
+    loop.wait_for(recorder.is_enough.is_set, 10.0, "all answers")
 
 
 def test_what_is_gathered_leaves_though_the_block_ends_with_an_error(linked):
-    loop, connection, heard = linked
+    loop, connection, recorder = linked
     with pytest.raises(KeyError):
         ask_and_fail(loop, connection)
-    loop.wait_for(lambda: heard.threads, 10.0, "an answer")
-    ask(loop, connection, heard)
+    loop.wait_for(lambda: recorder.threads, 10.0, "an answer")
+    ask(loop, connection, recorder)

@@ -38,23 +38,23 @@ def test_a_message_beyond_the_limits_is_refused_with_its_size(message):
         encode_frame(message, RpcLimits(text_bytes=1000, payload_bytes=1000))
 
 
-def filled(rooms, num_bytes):
-    return rooms.allocate(num_bytes).tensor(torch.uint8, (num_bytes,), 0)
+def filled(pool, num_bytes):
+    return pool.allocate(num_bytes).tensor(torch.uint8, (num_bytes,), 0)
 
 
-def test_a_large_room_is_used_again_when_nobody_holds_a_tensor_of_it():
-    rooms = ReceiveBufferPool()
-    held = filled(rooms, LARGE_BYTES)
-    first, part = filled(rooms, LARGE_BYTES), held[5:]
+def test_a_large_buffer_is_reused_when_no_tensor_of_it_is_alive():
+    pool = ReceiveBufferPool()
+    held = filled(pool, LARGE_BYTES)
+    first, part = filled(pool, LARGE_BYTES), held[5:]
     place = first.data_ptr()
     assert place != held.data_ptr()
     del first, held
-    assert filled(rooms, LARGE_BYTES).data_ptr() == place
+    assert filled(pool, LARGE_BYTES).data_ptr() == place
     assert part.data_ptr() % 16 == 5
 
 
 def test_a_room_that_somebody_holds_is_not_given_to_another():
-    rooms = ReceiveBufferPool()
-    held = [filled(rooms, LARGE_BYTES).fill_(index) for index in range(5)]
+    pool = ReceiveBufferPool()
+    held = [filled(pool, LARGE_BYTES).fill_(index) for index in range(5)]
     assert [int(each.max()) for each in held] == [0, 1, 2, 3, 4]
     assert len({each.data_ptr() for each in held}) == 5

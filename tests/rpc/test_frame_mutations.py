@@ -4,19 +4,29 @@ import hashlib
 
 import pytest
 
-from tests.rpc.frame_mutations import MESSAGES, WAYS, frames, greeted, heard, in_transit, lied, receiver, seeds
+from tests.rpc.frame_mutations import (
+    MESSAGES,
+    WAYS,
+    forge_length,
+    frames,
+    in_transit,
+    mutate_handshake,
+    received,
+    receiver,
+    seeds,
+)
 
 ORDINARY, SLOW = 1, 50
 
 
 def state(messages):
     """The hash of a state that every message changes."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for message in messages:
-        found.update(repr((message.kind, message.fields)).encode())
+        result.update(repr((message.kind, message.fields)).encode())
         for tensor in message.tensors:
-            found.update(repr((tensor.dtype, tensor.shape)).encode() + tensor.numpy().tobytes())
-    return found.digest()
+            result.update(repr((tensor.dtype, tensor.shape)).encode() + tensor.numpy().tobytes())
+    return result.digest()
 
 
 EXPECTED = [state(MESSAGES[:count]) for count in range(len(MESSAGES) + 1)]
@@ -33,7 +43,7 @@ def test_frames_that_were_changed_on_their_way_change_nothing(way, count, turns)
     whole, num_refused = b"".join(sent), 0
     for source in seeds(count * turns):
         changed = in_transit(source, sent)
-        messages, error = heard(receiver(way), changed)
+        messages, error = received(receiver(way), changed)
         assert state(messages) == EXPECTED[len(messages)]
         assert error is not None or whole.startswith(changed) or changed.startswith(whole)
         num_refused += error is not None
@@ -45,29 +55,29 @@ def test_frames_that_were_changed_on_their_way_change_nothing(way, count, turns)
 def test_a_peer_with_the_key_that_sends_nonsense_is_refused_or_understood(way, turns):
     refused = 0
     for source in seeds(2_000 * turns):
-        messages, error = heard(receiver(way), lied(source, way))
+        messages, error = received(receiver(way), forge_length(source, way))
         assert len(messages) + (error is not None) <= 1
         refused += error is not None
     assert refused > 1_000 * turns
 
 
 @turns
-def test_a_handshake_that_was_changed_lets_nobody_in(turns):
+def test_a_modified_handshake_is_rejected(turns):
     for source in seeds(2_000 * turns):
-        messages, _, is_open, ought_to_be = greeted(source)
+        messages, _, is_open, ought_to_be = mutate_handshake(source)
         assert not messages
         assert is_open == ought_to_be
 
 
 def test_frames_of_another_connection_are_refused_whole():
     assert frames("keyed", bytes(16)) != frames("keyed")
-    messages, error = heard(receiver("keyed"), b"".join(frames("keyed", bytes(16))))
+    messages, error = received(receiver("keyed"), b"".join(frames("keyed", bytes(16))))
     assert messages == []
     assert "a record failed verification" in str(error)
 
 
-def test_frames_that_nobody_touched_are_all_believed():
+def test_unmodified_frames_are_all_accepted():
     for way in WAYS:
-        messages, error = heard(receiver(way), b"".join(frames(way)))
+        messages, error = received(receiver(way), b"".join(frames(way)))
         assert error is None
         assert state(messages) == EXPECTED[-1]

@@ -1,4 +1,4 @@
-"""A record is opened by who has the key, in its turn, and by nobody else."""
+"""A record can be decrypted only with the key, and in order."""
 
 import pytest
 

@@ -19,45 +19,45 @@ SIZE = 1 << 20
 
 @pytest.fixture
 def linked(loop, place, secret):
-    """A connection, and what the server hears over it, with its buffer offered and found."""
-    heard = Records()
-    listen(loop, place, secret, heard.message)
+    """A connection with an offered shared buffer, and the messages that the server receives."""
+    received = Records()
+    listen(loop, place, secret, received.message)
     connection, _ = connect_and_record(loop, place, secret)
     run_loop(loop, 10)
     connection.send(RpcMessage("push", {}, [torch.zeros(SIZE)]))
-    loop.wait_for(lambda: heard.messages, 5.0, "the first message")
+    loop.wait_for(lambda: received.messages, 5.0, "the first message")
     run_loop(loop, 10)
-    heard.messages.clear()
-    return connection, heard
+    received.messages.clear()
+    return connection, received
 
 
 def test_a_message_on_a_buffer_is_as_it_was_when_it_was_sent(loop, linked):
-    connection, heard = linked
+    connection, received = linked
     tensors = [torch.arange(SIZE - 999, dtype=torch.int32), torch.ones(3, dtype=torch.bool), torch.eye(9).t()]
     expected = [tensor.clone() for tensor in tensors]
     connection.send(RpcMessage("push", {"step": 1}, tensors))
     for tensor in tensors:
         tensor.zero_()
-    loop.wait_for(lambda: heard.messages, 5.0, "the message")
-    assert all(torch.equal(*pair) for pair in zip(heard.messages[0].tensors, expected, strict=True))
+    loop.wait_for(lambda: received.messages, 5.0, "the message")
+    assert all(torch.equal(*pair) for pair in zip(received.messages[0].tensors, expected, strict=True))
 
 
 def test_messages_that_are_kept_stay_as_they_are(loop, linked):
-    connection, heard = linked
+    connection, received = linked
     for index in range(8):
         connection.send(RpcMessage("push", {}, [torch.full((SIZE,), float(index))]))
         run_loop(loop, 10)
-    loop.wait_for(lambda: len(heard.messages) == 8, 5.0, "the messages")
-    assert [message.tensors[0].unique().tolist() for message in heard.messages] == [[float(i)] for i in range(8)]
+    loop.wait_for(lambda: len(received.messages) == 8, 5.0, "the messages")
+    assert [message.tensors[0].unique().tolist() for message in received.messages] == [[float(i)] for i in range(8)]
 
 
-def test_a_buffer_is_used_again_when_nobody_holds_a_tensor_of_it(loop, linked):
-    connection, heard = linked
+def test_a_buffer_is_reused_when_no_tensor_of_it_is_alive(loop, linked):
+    connection, received = linked
     places = set()
     for _ in range(6):
         connection.send(RpcMessage("push", {}, [torch.zeros(SIZE)]))
-        loop.wait_for(lambda: heard.messages, 5.0, "the message")
-        places.add(heard.messages.pop().tensors[0].data_ptr())
+        loop.wait_for(lambda: received.messages, 5.0, "the message")
+        places.add(received.messages.pop().tensors[0].data_ptr())
         gc.collect()
         run_loop(loop, 10)
     assert len(places) == 1

@@ -26,8 +26,8 @@ class EmbeddingNet(nn.Module):
         self.table, self.head = table, nn.Linear(WIDTH, 3)
 
     def forward(self, tokens):
-        found = self.table(tokens)
-        return self.head(torch.tanh(found.sum(1) if found.dim() == 3 else found))
+        result = self.table(tokens)
+        return self.head(torch.tanh(result.sum(1) if result.dim() == 3 else result))
 
 
 class RawEmbeddingNet(nn.Module):

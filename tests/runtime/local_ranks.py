@@ -34,28 +34,28 @@ def make_batch(num_micros, num_samples=None):
 
 
 @contextmanager
-def build_team(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), **options):
+def build_local_ranks(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), **options):
     """Yield the ranks of a plan, before their first step."""
     model = chain(4) if model is None else model
     parsed = replace(Plan.parse(plan, num_microbatches=num_microbatches), passes=passes)
     with LocalWorld(parsed.num_ranks, 10.0) as world:
         optimizer_spec = OptimizerSpec(optimizer, dict(model.named_parameters()))
-        team = LocalRanks(world, parsed, model, F.mse_loss, optimizer_spec, TrainingOptions(**options))
-        team.build(make_batch(parsed.global_num_microbatches).inputs(0), 2)
-        yield team
+        local_ranks = LocalRanks(world, parsed, model, F.mse_loss, optimizer_spec, TrainingOptions(**options))
+        local_ranks.build(make_batch(parsed.global_num_microbatches).inputs(0), 2)
+        yield local_ranks
 
 
-def observe_calls(team, observe):
+def observe_calls(local_ranks, observe):
     """Run a step; return for each rank what ``observe(rank)`` returned before and after every call of its program."""
-    observed: dict[int, list[Any]] = {number: [] for number in team.ranks}
+    observed: dict[int, list[Any]] = {number: [] for number in local_ranks.ranks}
 
     def clock(number, rank):
         observed[number].append(observe(rank))
         return float(len(observed[number]))
 
-    for number, rank in team.ranks.items():
+    for number, rank in local_ranks.ranks.items():
         rank.interpreter.use_clock(partial(clock, number, rank))
-    team.step(0, make_batch(team.global_num_microbatches))
+    local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
     return observed
 
 

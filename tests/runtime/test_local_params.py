@@ -8,8 +8,8 @@ from counterpoint.runtime.rank_builder import build_local_params
 
 
 def params_of(model, *, is_only):
-    cut = partition_model(model, (torch.zeros(2, 3),), granularity="blocks")
-    return build_local_params(cut.spec, cut, model, (0, 1), {"0.weight", "0.bias"}, is_only=is_only)
+    partitioned = partition_model(model, (torch.zeros(2, 3),), granularity="blocks")
+    return build_local_params(partitioned.spec, partitioned, model, (0, 1), {"0.weight", "0.bias"}, is_only=is_only)
 
 
 def chain():
@@ -18,9 +18,9 @@ def chain():
 
 def test_the_only_rank_of_a_process_trains_in_the_memory_of_the_model():
     model = chain()
-    found = params_of(model, is_only=True)
-    assert found["0.weight"].data_ptr() == model[0].weight.data_ptr()
-    assert "1.weight" not in found
+    result = params_of(model, is_only=True)
+    assert result["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    assert "1.weight" not in result
 
 
 def test_changes_that_training_makes_are_not_counted_as_changes_of_the_user():

@@ -16,7 +16,7 @@ from counterpoint.runtime.lowering import (
 
 
 def words(text):
-    return [parse_instruction(word) for word in text.split()]
+    return [parse_instruction(instruction) for instruction in text.split()]
 
 
 def calls(text):
@@ -24,7 +24,7 @@ def calls(text):
     row = words(text)
     fused = fuse(row)
     assert [index for _, start, stop in fused for index in range(start, stop)] == list(range(len(row)))
-    return [" ".join(format_instruction(word) for word in row[start:stop]) for _, start, stop in fused]
+    return [" ".join(format_instruction(instruction) for instruction in row[start:stop]) for _, start, stop in fused]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_instructions_that_can_run_as_one_call_are_fused_and_no_others(row, expe
 
 
 def test_every_kind_of_run_has_the_range_that_it_covers():
-    found = [
+    result = [
         call for call, _, _ in fuse(words("F1.2 F2.2 B2.2 B1.2 all_reduce(grad1)@0,1 all_reduce(grad2)@0,1 U1 U2"))
     ]
-    assert found[:2] == [ForwardRun(1, 2, 2), BackwardRun(1, 2, 2)]
-    assert isinstance(found[2], CollectiveRun)
-    assert len(found[2].instructions) == 2
-    assert found[3] == UpdateRun(((1,), (2,)))
+    assert result[:2] == [ForwardRun(1, 2, 2), BackwardRun(1, 2, 2)]
+    assert isinstance(result[2], CollectiveRun)
+    assert len(result[2].instructions) == 2
+    assert result[3] == UpdateRun(((1,), (2,)))
 
 
 def test_a_server_applies_all_pushes_in_one_call():

@@ -14,7 +14,7 @@ from counterpoint.runtime.malloc import (
     heap_of_process,
 )
 from counterpoint.training.process_memory import RetainedMemory
-from tests.runtime.local_ranks import build_team, make_batch
+from tests.runtime.local_ranks import build_local_ranks, make_batch
 
 RETAINED = {MALLOPT_PARAMETERS[name]: value for name, value in RETAIN_FREED.items()}
 RETURNED = {MALLOPT_PARAMETERS[name]: value for name, value in RETURN_FREED.items()}
@@ -88,19 +88,19 @@ def test_retained_memory_causes_no_page_faults(mode):
 @GLIBC
 def test_memory_is_retained_from_the_second_step_until_weights_are_exported():
     before = num_holders()
-    with build_team("data(2)") as team:
+    with build_local_ranks("data(2)") as local_ranks:
         assert num_holders() == before
-        team.step(0, make_batch(team.global_num_microbatches))
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
         assert num_holders() == before + 1
-        team.export_weights()
+        local_ranks.export_weights()
         assert num_holders() == before
 
 
 @GLIBC
 def test_a_run_without_the_option_changes_nothing():
     before = num_holders()
-    with build_team("data(2)", retain_freed_memory=False) as team:
-        team.step(0, make_batch(team.global_num_microbatches))
+    with build_local_ranks("data(2)", retain_freed_memory=False) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
         assert num_holders() == before
 
 

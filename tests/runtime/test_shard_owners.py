@@ -6,7 +6,7 @@ import torch
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.rank_builder import find_shard_owners, loss_scopes, owned_units, take_slice
 from counterpoint.runtime.state_dict import gather_weights, load_weights
-from tests.runtime.local_ranks import build_team, chain, make_batch
+from tests.runtime.local_ranks import build_local_ranks, chain, make_batch
 
 PLANS = [
     "solo", "data(3)", "zero(2, level=1)", "zero(3, level=2)", "zero(4, level=3)", "pipeline(2)", "tensor(2)",
@@ -17,14 +17,14 @@ PLANS = [
 
 
 def build(plan):
-    return build_team(plan, num_microbatches=2)
+    return build_local_ranks(plan, num_microbatches=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_element_has_one_owner(plan):
-    with build(plan) as team:
-        shard_map = team.shard_map()
-        for unit in team.run_spec.model_spec.units:
+    with build(plan) as local_ranks:
+        shard_map = local_ranks.shard_map()
+        for unit in local_ranks.run_spec.model_spec.units:
             owners = [owner for owner in shard_map.shard_owners() if owner.unit == unit]
             for index in {owner.tp_rank for owner in owners}:
                 for layout in shard_map.layouts(unit):
@@ -35,44 +35,46 @@ def test_every_element_has_one_owner(plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_owner_of_a_shard_also_updates_it(plan):
-    with build(plan) as team:
-        for owner in find_shard_owners(team.run_spec):
-            role = team.ranks[owner.rank].interpreter.store.units[owner.unit].role
+    with build(plan) as local_ranks:
+        for owner in find_shard_owners(local_ranks.run_spec):
+            role = local_ranks.ranks[owner.rank].interpreter.store.units[owner.unit].role
             assert role.update_shard == owner.span
-        owned = [unit for rank in team.ranks for unit in owned_units(team.run_spec, rank)]
-        assert len(owned) == len(find_shard_owners(team.run_spec))
+        owned = [unit for rank in local_ranks.ranks for unit in owned_units(local_ranks.run_spec, rank)]
+        assert len(owned) == len(find_shard_owners(local_ranks.run_spec))
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_gathered_from_the_ranks_are_the_models(plan):
-    with build(plan) as team:
+    with build(plan) as local_ranks:
         expected = {name: param.detach() for name, param in chain(4).named_parameters()}
-        for full in team.world.run(lambda fabric: gather_weights(team.shard_map(), team.ranks[fabric.rank], fabric)):
+        for full in local_ranks.world.run(
+            lambda fabric: gather_weights(local_ranks.shard_map(), local_ranks.ranks[fabric.rank], fabric)
+        ):
             assert full.keys() == expected.keys()
             assert all(torch.equal(full[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_loaded_into_the_ranks_are_gathered_again(plan):
-    with build(plan) as team:
+    with build(plan) as local_ranks:
         other = {name: torch.randn_like(param) for name, param in chain(4).named_parameters()}
 
         def work(fabric):
-            load_weights(team.shard_map(), team.ranks[fabric.rank], other.__getitem__)
-            return gather_weights(team.shard_map(), team.ranks[fabric.rank], fabric)
+            load_weights(local_ranks.shard_map(), local_ranks.ranks[fabric.rank], other.__getitem__)
+            return gather_weights(local_ranks.shard_map(), local_ranks.ranks[fabric.rank], fabric)
 
-        for full in team.world.run(work):
+        for full in local_ranks.world.run(work):
             assert all(torch.equal(full[name], value) for name, value in other.items())
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in {"asp(2)", "ssp(2)"}])
 def test_replicas_have_equal_weights_after_a_step(plan):
     """Ranks with a whole parameter, or with the same slice of it, have the same bits; a server's workers as well."""
-    with build(plan) as team:
-        team.step(0, make_batch(team.global_num_microbatches))
+    with build(plan) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
         copies: dict[tuple[str, int], list[torch.Tensor]] = {}
-        for number, rank in team.ranks.items():
-            index = team.run_spec.program.rank_programs[number].tp_rank
+        for number, rank in local_ranks.ranks.items():
+            index = local_ranks.run_spec.program.rank_programs[number].tp_rank
             full = [
                 unit_params
                 for unit_params in rank.interpreter.store.units.values()
@@ -95,8 +97,8 @@ def test_replicas_have_equal_weights_after_a_step(plan):
     ],
 )
 def test_a_loss_is_a_mean_over_the_samples_of_the_commit_group(plan, scopes):
-    with build(plan) as team:
-        assert [loss_scopes(team.run_spec.program, rank) for rank in range(len(scopes))] == scopes
+    with build(plan) as local_ranks:
+        assert [loss_scopes(local_ranks.run_spec.program, rank) for rank in range(len(scopes))] == scopes
 
 
 def test_a_slice_depends_on_the_position_only():

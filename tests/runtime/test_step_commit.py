@@ -28,36 +28,38 @@ def decide(*reports, guard=CLIP):
 
 
 def test_the_loss_is_the_mean_over_all_samples_of_the_group():
-    found = decide(
+    result = decide(
         make_step_report({0: 2.0, 1: 4.0}, {0: 3, 1: 1}, 0.0), make_step_report({2: 6.0, 3: 0.0}, {2: 4, 3: 0}, 0.0)
     )
-    assert (found.loss, found.num_samples, found.skip_reason) == ((6 + 4 + 24) / 8, 8, "")
+    assert (result.loss, result.num_samples, result.skip_reason) == ((6 + 4 + 24) / 8, 8, "")
 
 
 def test_the_norm_is_the_root_of_all_squares_and_gradients_are_scaled_as_torch_does():
-    found = decide(make_step_report({}, {}, 9.0), make_step_report({}, {}, 16.0))
-    assert found.norm == 5.0
-    assert found.scale == 1.0 / (5.0 + 1e-6)
+    result = decide(make_step_report({}, {}, 9.0), make_step_report({}, {}, 16.0))
+    assert result.norm == 5.0
+    assert result.scale == 1.0 / (5.0 + 1e-6)
     assert decide(make_step_report({}, {}, 0.25)).scale == 1.0
 
 
 def test_a_norm_that_was_not_requested_is_nan():
-    found = decide(make_step_report({0: 1.0}, {0: 1}, 0.0), guard=StepGuard())
-    assert math.isnan(found.norm)
-    assert found.scale == 1.0
+    result = decide(make_step_report({0: 1.0}, {0: 1}, 0.0), guard=StepGuard())
+    assert math.isnan(result.norm)
+    assert result.scale == 1.0
 
 
 def test_a_group_without_samples_has_no_loss_and_no_skip_reason():
-    found = decide(make_step_report({}, {}, 0.0), make_step_report({}, {}, 0.0))
-    assert math.isnan(found.loss)
-    assert (found.num_samples, found.skip_reason) == (0, "")
+    result = decide(make_step_report({}, {}, 0.0), make_step_report({}, {}, 0.0))
+    assert math.isnan(result.loss)
+    assert (result.num_samples, result.skip_reason) == (0, "")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_first_rank_with_a_loss_that_is_not_finite_is_named_with_its_microbatch(bad):
     fine = make_step_report({0: 1.0}, {0: 2}, 0.0)
-    found = decide(fine, make_step_report({3: bad, 2: 1.0}, {2: 2, 3: 2}, 0.0), make_step_report({4: bad}, {4: 2}, 0.0))
-    assert found.skip_reason == f"the loss of microbatch 3 on rank 1 is {bad}"
+    result = decide(
+        fine, make_step_report({3: bad, 2: 1.0}, {2: 2, 3: 2}, 0.0), make_step_report({4: bad}, {4: 2}, 0.0)
+    )
+    assert result.skip_reason == f"the loss of microbatch 3 on rank 1 is {bad}"
 
 
 def test_the_stages_of_an_async_pipeline_report_the_same_loss_that_is_not_finite_by_its_batch():
@@ -75,9 +77,9 @@ def test_the_remedy_for_an_async_pipeline_clips_by_stage():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_named_by_its_rank(bad):
-    found = decide(make_step_report({0: 1.0}, {0: 1}, 1.0), make_step_report({}, {}, bad), guard=WATCH)
-    assert found.skip_reason == "a gradient on rank 1 is not finite"
-    assert found.scale == 1.0
+    result = decide(make_step_report({0: 1.0}, {0: 1}, 1.0), make_step_report({}, {}, bad), guard=WATCH)
+    assert result.skip_reason == "a gradient on rank 1 is not finite"
+    assert result.scale == 1.0
 
 
 def test_norms_that_add_up_to_infinity_skip_the_step():

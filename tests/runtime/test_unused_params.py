@@ -12,7 +12,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.step_commit import decode_report, encode_report, find_unused_params, make_step_report
 from counterpoint.testing.parity import relative_difference
-from tests.runtime.local_ranks import WIDTH, build_team, chain
+from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain
 
 PLANS = ["data(2)", "data(4)", "zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(2)", "server(2)",
          "pipeline(2) * data(2)", "pipeline(2, replicas=(2,1))"]  # fmt: skip
@@ -49,28 +49,30 @@ def signed_batch(signs, number):
     return SlicedBatch((inputs.double(), torch.rand(len(inputs), WIDTH, generator=draw).double()), ranges)
 
 
-def build_branching_team(plan, **options):
-    return build_team(
+def build_branching_local_ranks(plan, **options):
+    return build_local_ranks(
         plan, num_microbatches=4 // Plan.parse(plan).global_num_microbatches, model=branching_model(), **options
     )
 
 
 def train(plan, steps, **options):
     """Return the parameters after steps, each given by the signs of its microbatches."""
-    with build_branching_team(plan, **options) as team:
+    with build_branching_local_ranks(plan, **options) as local_ranks:
         for number, signs in enumerate(steps):
-            team.step(number, signed_batch(signs, number))
-        team.export_weights()
-        return {name: param.detach().clone() for name, param in team.model.named_parameters()}
+            local_ranks.step(number, signed_batch(signs, number))
+        local_ranks.export_weights()
+        return {name: param.detach().clone() for name, param in local_ranks.model.named_parameters()}
 
 
 def max_difference(params, others):
     return max(relative_difference(params[name], others[name]) for name in others)
 
 
-def copy_weights(team):
+def copy_weights(local_ranks):
     """Return copies of what every rank stores of every weight."""
-    stores = [unit_params for rank in team.ranks.values() for unit_params in rank.interpreter.store.units.values()]
+    stores = [
+        unit_params for rank in local_ranks.ranks.values() for unit_params in rank.interpreter.store.units.values()
+    ]
     return [
         tensor.detach().clone()
         for unit_params in stores
@@ -85,7 +87,7 @@ def test_zeros_are_the_gradient_of_a_step_that_does_not_use_a_parameter_under_ev
     """Momentum and weight decay continue, in a single process without flat gradients as elsewhere."""
     steps = [(1, 1, 1, 1), (-1, -1, -1, -1), (-1, -1, -1), (-1, 1, -1, -1)]
     options = {"unused_parameters": "zero", "clip_norm": clip_norm}
-    mine, solo = (train(team, steps, **options) for team in (plan, "solo"))
+    mine, solo = (train(local_ranks, steps, **options) for local_ranks in (plan, "solo"))
     assert max_difference(mine, solo) <= 1e-12
     assert not torch.equal(solo["0.branch.weight"], train("solo", steps[:1], **options)["0.branch.weight"])
 
@@ -98,7 +100,7 @@ def test_a_parameter_that_only_some_microbatches_use_is_trained_as_in_a_single_p
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert max_difference(train(plan, steps), solo) <= 1e-12
-    texts = [str(team.message).partition(" on rank")[0] for team in warned]
+    texts = [str(local_ranks.message).partition(" on rank")[0] for local_ranks in warned]
     assert texts == ["0.branch.weight, 0.branch.bias got no gradient"] * (plan != "pipeline(2)")
 
 
@@ -108,23 +110,23 @@ def test_a_rank_without_samples_causes_no_warning():
 
 @pytest.mark.parametrize("plan", ["solo", *PLANS, *ASP])
 def test_a_later_step_that_does_not_use_a_parameter_raises_the_same_error_under_every_plan_and_is_not_applied(plan):
-    with build_branching_team(plan) as team:
-        team.step(0, signed_batch((1, 1, 1, 1), 0))
-        before = copy_weights(team)
+    with build_branching_local_ranks(plan) as local_ranks:
+        local_ranks.step(0, signed_batch((1, 1, 1, 1), 0))
+        before = copy_weights(local_ranks)
         with pytest.raises(DataError) as caught:
-            team.step(1, signed_batch((-1, -1, -1, -1), 1))
+            local_ranks.step(1, signed_batch((-1, -1, -1, -1), 1))
         assert str(caught.value) == TEXT
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(copy_weights(team), before, strict=True))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(copy_weights(local_ranks), before, strict=True))
 
 
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2, level=1)", "server(2)", "asp(2)"])
 def test_a_step_without_samples_changes_nothing(plan):
-    with build_branching_team(plan) as team:
-        team.step(0, signed_batch((1, 1, 1, 1), 0))
-        before = copy_weights(team)
-        team.step(1, SlicedBatch((torch.zeros(0, WIDTH).double(),) * 2, ((0, 0),) * 4))
-        team.step(2, SlicedBatch((torch.zeros(0, WIDTH).double(),) * 2, ((0, 0),) * 4))
-        after = copy_weights(team)
+    with build_branching_local_ranks(plan) as local_ranks:
+        local_ranks.step(0, signed_batch((1, 1, 1, 1), 0))
+        before = copy_weights(local_ranks)
+        local_ranks.step(1, SlicedBatch((torch.zeros(0, WIDTH).double(),) * 2, ((0, 0),) * 4))
+        local_ranks.step(2, SlicedBatch((torch.zeros(0, WIDTH).double(),) * 2, ((0, 0),) * 4))
+        after = copy_weights(local_ranks)
     if plan != "asp(2)":  # a worker gets the weights that the other has changed meanwhile
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, before, strict=True))
     assert torch.equal(after[-1], before[-1])

@@ -45,13 +45,13 @@ def test_only_the_last_all_reduce_is_exposed_unless_the_link_is_saturated(sum_s,
 @pytest.mark.parametrize("micros", [1, 3])
 def test_a_model_in_one_block_takes_as_long_as_in_its_layers(text, micros):
     plan = replace(Plan.parse(text, num_microbatches=micros), passes=("overlap",))
-    made = compile_plan(plan, MODEL)
+    compiled = compile_plan(plan, MODEL)
     costs = build_costs((place(1.5),), MODEL, samples=1, global_num_microbatches=plan.global_num_microbatches)
-    (spent,) = simulate_breakdown(made.step_variants[-1], costs)
-    found = predict_plan(plan, MODEL, place(1.5), batch_size=plan.global_num_microbatches)
+    (spent,) = simulate_breakdown(compiled.step_variants[-1], costs)
+    result = predict_plan(plan, MODEL, place(1.5), batch_size=plan.global_num_microbatches)
     if "zero" not in text:  # whose buckets are larger than such a model
-        assert found.step_s == pytest.approx(spent.step_s)
-    assert found.update_s == pytest.approx(spent.update_s)
+        assert result.step_s == pytest.approx(spent.step_s)
+    assert result.update_s == pytest.approx(spent.update_s)
 
 
 def test_a_single_bucket_is_all_reduced_after_the_backward():

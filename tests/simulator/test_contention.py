@@ -25,11 +25,11 @@ class SharedLinkCosts(FakeCosts):
 def stops(rows, costs, cluster):
     """When the last instruction in each lane except waiting ends, by rank."""
     trace = simulate(program(*rows), costs, cluster)
-    found = {}
+    result = {}
     for event in trace.events:
         if event.lane != "wait":
-            found[event.rank, event.text] = event.stop_s
-    return found
+            result[event.rank, event.text] = event.stop_s
+    return result
 
 
 def test_two_concurrent_ranks_each_have_half_of_a_core():
@@ -42,8 +42,8 @@ def test_a_waiting_rank_causes_no_contention():
 
 def test_a_later_activity_slows_down_a_running_one():
     """The first is half done when the second starts; it needs 1 s for the other half, the second 0.5 s more by itself."""
-    found = stops(["x1.0>1 F0.0", "x1.0<0 F1.0"], FakeCosts(link_s=0.5), CONTENTION)
-    assert (found[0, "F0.0"], found[1, "F1.0"]) == (1.5, 2.0)
+    result = stops(["x1.0>1 F0.0", "x1.0<0 F1.0"], FakeCosts(link_s=0.5), CONTENTION)
+    assert (result[0, "F0.0"], result[1, "F1.0"]) == (1.5, 2.0)
 
 
 def test_ranks_of_two_hosts_do_not_contend():
@@ -54,23 +54,23 @@ def test_ranks_of_two_hosts_do_not_contend():
 def test_a_server_and_its_worker_share_their_core():
     """Server and worker compute from 1 to 3, then the server replies."""
     rows = ["push(grad0)>1 F0.0 pull(weight0)<1", "apply_and_reply(0)@0"]
-    found = stops(rows, FakeCosts(link_s=0.0, server_update_s=(1, 1)), CONTENTION)
-    assert (found[0, "F0.0"], found[1, "apply_and_reply(0)@0"]) == (2, 3)
+    result = stops(rows, FakeCosts(link_s=0.0, server_update_s=(1, 1)), CONTENTION)
+    assert (result[0, "F0.0"], result[1, "apply_and_reply(0)@0"]) == (2, 3)
 
 
 def test_two_flows_on_one_nic_each_have_half_of_it():
-    found = stops(["x1.0>2", "x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2), NICS)
-    assert found == {(0, "x1.0>2"): 4, (1, "x1.1>3"): 4}
+    result = stops(["x1.0>2", "x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2), NICS)
+    assert result == {(0, "x1.0>2"): 4, (1, "x1.1>3"): 4}
 
 
 def test_a_later_flow_has_half_of_a_nic_until_the_first_one_ends():
-    found = stops(["x1.0>2", "F0.0 x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2), NICS)
-    assert (found[0, "x1.0>2"], found[1, "x1.1>3"]) == (3, 4)
+    result = stops(["x1.0>2", "F0.0 x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2), NICS)
+    assert (result[0, "x1.0>2"], result[1, "x1.1>3"]) == (3, 4)
 
 
 def test_latency_uses_no_bandwidth_of_a_nic():
-    found = stops(["x1.0>2", "x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2, apart_s=1), NICS)
-    assert set(found.values()) == {5}
+    result = stops(["x1.0>2", "x1.1>3", "x1.0<0", "x1.1<1"], SharedLinkCosts(2, apart_s=1), NICS)
+    assert set(result.values()) == {5}
 
 
 def test_the_two_directions_of_a_nic_are_independent():
@@ -84,8 +84,8 @@ def test_flows_into_one_host_share_its_nic():
 
 
 def test_a_flow_inside_a_host_crosses_nothing():
-    found = stops(["x1.0>1", "x1.0<0 x1.1>2", "x1.1<1"], SharedLinkCosts(2), NICS)
-    assert found == {(0, "x1.0>1"): 2, (1, "x1.1>2"): 4}
+    result = stops(["x1.0>1", "x1.0<0 x1.1>2", "x1.1<1"], SharedLinkCosts(2), NICS)
+    assert result == {(0, "x1.0>1"): 2, (1, "x1.1>2"): 4}
 
 
 def test_a_rank_uses_the_link_inside_its_host_while_it_sends_to_another_host():
@@ -94,8 +94,8 @@ def test_a_rank_uses_the_link_inside_its_host_while_it_sends_to_another_host():
 
 
 def test_messages_of_one_rank_out_of_its_host_are_sequential():
-    found = stops(["x1.0>2 x1.1>3", "", "x1.0<0", "x1.1<0"], SharedLinkCosts(2), NICS)
-    assert (found[0, "x1.0>2"], found[0, "x1.1>3"]) == (2, 4)
+    result = stops(["x1.0>2 x1.1>3", "", "x1.0<0", "x1.1<0"], SharedLinkCosts(2), NICS)
+    assert (result[0, "x1.0>2"], result[0, "x1.1>3"]) == (2, 4)
 
 
 def test_two_concurrent_all_reduces_over_a_nic_each_take_twice_as_long():

@@ -36,7 +36,7 @@ def test_a_group_of_one_has_nothing_to_do():
 
 
 @pytest.mark.parametrize(
-    ("word", "seconds"),
+    ("instruction", "seconds"),
     [
         ("all_reduce(grad0)@0-3", 66),
         ("reduce_scatter(grad0)@0-3", 33),
@@ -44,17 +44,21 @@ def test_a_group_of_one_has_nothing_to_do():
         ("broadcast(weight0)@0-3", 123),
     ],
 )
-def test_a_collective_takes_as_long_as_its_algorithm(word, seconds):
-    called = parse_instruction(word)
+def test_a_collective_takes_as_long_as_its_algorithm(instruction, seconds):
+    called = parse_instruction(instruction)
     assert isinstance(called, Collective)
     assert ring_collective_s(called, 400, LINK) == seconds
 
 
 def test_a_backward_costs_two_forwards_and_a_shard_takes_its_part_of_an_update():
-    made = compile_text("zero1(2)", blocks=1)
-    row = made.program.rank_programs[0].body
+    compiled = compile_text("zero1(2)", blocks=1)
+    row = compiled.program.rank_programs[0].body
     seconds = dict(
-        zip((type(word).__name__ for word in row), time_instructions(row, build_costs(made)).seconds, strict=True)
+        zip(
+            (type(instruction).__name__ for instruction in row),
+            time_instructions(row, build_costs(compiled)).seconds,
+            strict=True,
+        )
     )
     assert seconds["Forward"] == 2 / 1e4
     assert seconds["Backward"] == 2 * seconds["Forward"]
@@ -62,9 +66,11 @@ def test_a_backward_costs_two_forwards_and_a_shard_takes_its_part_of_an_update()
 
 
 def test_each_part_of_a_backward_costs_half_of_it():
-    made = compile_text("zero_bubble(2)", blocks=2)
-    row = made.program.rank_programs[0].body
-    seconds = dict(zip(map(format_instruction, row), time_instructions(row, build_costs(made)).seconds, strict=True))
+    compiled = compile_text("zero_bubble(2)", blocks=2)
+    row = compiled.program.rank_programs[0].body
+    seconds = dict(
+        zip(map(format_instruction, row), time_instructions(row, build_costs(compiled)).seconds, strict=True)
+    )
     assert seconds["Bi0.0"] == seconds["Bw0.0"] == seconds["F0.0"] == 2 / 1e4
 
 
@@ -75,20 +81,20 @@ def test_what_a_forward_leaves_is_held_until_the_weight_part():
 
 
 def test_only_the_shard_of_a_reduce_scattered_gradient_is_all_reduced():
-    made = compile_text("zero1(2) * data(3)", blocks=1)
-    row = made.program.rank_programs[0].body
+    compiled = compile_text("zero1(2) * data(3)", blocks=1)
+    row = compiled.program.rank_programs[0].body
     sums = [
         s
-        for word, s in zip(row, time_instructions(row, build_costs(made)).seconds, strict=True)
-        if getattr(word, "op", "") == "all_reduce"
+        for instruction, s in zip(row, time_instructions(row, build_costs(compiled)).seconds, strict=True)
+        if getattr(instruction, "op", "") == "all_reduce"
     ]
     assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]
 
 
 def test_data_parallelism_takes_the_time_of_compute_all_reduce_and_commit():
-    made = compile_text("data(2)", blocks=1)
+    compiled = compile_text("data(2)", blocks=1)
     work, commit, update = 3 * 2 / 1e4, 2 * 1e-4, 7 * WEIGHT / 10e9
-    assert simulate(made.program, build_costs(made)).step_s == pytest.approx(
+    assert simulate(compiled.program, build_costs(compiled)).step_s == pytest.approx(
         work + 2 * (1e-4 + WEIGHT / 2 / 1e8) + commit + update
     )
 
@@ -104,8 +110,8 @@ def test_data_parallelism_takes_the_time_of_compute_all_reduce_and_commit():
     ],
 )
 def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, weights):
-    made = compile_text(plan, m=2, blocks=1)
-    assert set(peak_memory_bytes(made.program, size_fn_for(made))) == {weights * WEIGHT + OUTPUT}
+    compiled = compile_text(plan, m=2, blocks=1)
+    assert set(peak_memory_bytes(compiled.program, size_fn_for(compiled))) == {weights * WEIGHT + OUTPUT}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +120,8 @@ def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, wei
 )
 def test_an_async_stage_holds_its_weight_versions_and_the_activations_in_flight(plan, versions):
     """Each with one gradient and two states of the optimizer."""
-    made = compile_text(plan, m=3 if "2bw" in plan else 1, blocks=3)
-    peaks = peak_memory_bytes(made.step_variants[-1].full_program, size_fn_for(made))
+    compiled = compile_text(plan, m=3 if "2bw" in plan else 1, blocks=3)
+    peaks = peak_memory_bytes(compiled.step_variants[-1].full_program, size_fn_for(compiled))
     assert list(peaks) == [(count + 3) * WEIGHT + (3 - at) * OUTPUT for at, count in enumerate(versions)]
 
 
@@ -129,8 +135,8 @@ def test_an_async_stage_holds_its_weight_versions_and_the_activations_in_flight(
     ],
 )
 def test_a_codec_holds_its_residual_and_its_send_buffer(plan, weights):
-    made = compile_text(plan, m=2, blocks=1)
-    assert set(peak_memory_bytes(made.program, size_fn_for(made))) == {weights * WEIGHT + OUTPUT}
+    compiled = compile_text(plan, m=2, blocks=1)
+    assert set(peak_memory_bytes(compiled.program, size_fn_for(compiled))) == {weights * WEIGHT + OUTPUT}
 
 
 @pytest.mark.parametrize(
@@ -144,9 +150,9 @@ def test_a_codec_holds_its_residual_and_its_send_buffer(plan, weights):
 )
 def test_a_compressed_all_reduce_occupies_the_link_for_its_compressed_bytes(code, link_bytes, rounds):
     plan = f"data(4, {'reduce' if code == 'adasum' else 'compress'}={code})"
-    made = compile_text(plan, blocks=1)
-    word = made.program.rank_programs[0].body[2]
-    assert build_costs(made).link_s(word, Fraction(1), 0) == pytest.approx(link_bytes / 1e8 + rounds * 1e-4)
+    compiled = compile_text(plan, blocks=1)
+    instruction = compiled.program.rank_programs[0].body[2]
+    assert build_costs(compiled).link_s(instruction, Fraction(1), 0) == pytest.approx(link_bytes / 1e8 + rounds * 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +161,8 @@ def test_a_compressed_all_reduce_occupies_the_link_for_its_compressed_bytes(code
 )
 def test_a_server_holds_weights_states_and_the_gradients_that_have_come(plan, weights):
     """Of four blocks: all gradients until its update when it waits for all workers, else one block's at a time."""
-    made = compile_text(plan)
-    assert peak_memory_bytes(made.program, size_fn_for(made))[-1] == weights * WEIGHT
+    compiled = compile_text(plan)
+    assert peak_memory_bytes(compiled.program, size_fn_for(compiled))[-1] == weights * WEIGHT
 
 
 def test_an_asynchronous_server_holds_the_gradient_of_its_largest_unit():
@@ -167,9 +173,9 @@ def test_an_asynchronous_server_holds_the_gradient_of_its_largest_unit():
 
 
 def test_one_f_one_b_holds_fewer_activations_than_gpipe():
-    def first(order):
-        made = compile_text(f"pipeline(4, schedule={order})", m=8)
-        return peak_memory_bytes(made.program, size_fn_for(made))[0]
+    def first(schedule):
+        compiled = compile_text(f"pipeline(4, schedule={schedule})", m=8)
+        return peak_memory_bytes(compiled.program, size_fn_for(compiled))[0]
 
     assert first("gpipe") - first("one_f_one_b") == 4 * OUTPUT
 
@@ -180,7 +186,7 @@ def test_a_forward_keeps_its_output_until_its_backward():
 
 
 def test_two_ranks_that_do_the_same_hold_the_same():
-    made = compile_text("pipeline(2) * data(2)", m=2)
-    peaks = peak_memory_bytes(made.program, size_fn_for(made))
+    compiled = compile_text("pipeline(2) * data(2)", m=2)
+    peaks = peak_memory_bytes(compiled.program, size_fn_for(compiled))
     assert peaks[:2] == peaks[2:]
-    assert simulate(made.program, FakeCosts()).num_ranks == 4
+    assert simulate(compiled.program, FakeCosts()).num_ranks == 4

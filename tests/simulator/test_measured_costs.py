@@ -54,14 +54,14 @@ def test_gradients_are_added_to_those_of_earlier_microbatches_of_a_rank_until_an
 def test_a_pipeline_is_partitioned_by_seconds():
     for pieces, balance in ((UNEVEN, "1,2"), (UNEVEN[::-1], "2,1")):
         timing = build_profile(MODEL, pieces)
-        told = predicted(f"pipeline(2, balance=({balance}))", timing, m=4)
-        assert predicted("pipeline(2)", timing, m=4).step_s == told.step_s
+        explicit = predicted(f"pipeline(2, balance=({balance}))", timing, m=4)
+        assert predicted("pipeline(2)", timing, m=4).step_s == explicit.step_s
 
 
 def test_parts_of_a_backward_take_what_they_were_measured_to_take():
     timing = build_profile(MODEL, [layer_profile(1.0, 2.0)] * 3, samples=2)
-    order = predicted("pipeline(3, schedule=zero_bubble)", timing, m=2)
-    assert order.compute_s == 2 * (1.0 + 2.0)
+    prediction = predicted("pipeline(3, schedule=zero_bubble)", timing, m=2)
+    assert prediction.compute_s == 2 * (1.0 + 2.0)
 
 
 def test_recomputation_takes_another_forward_and_a_call():
@@ -73,8 +73,8 @@ def test_recomputation_takes_another_forward_and_a_call():
 def test_a_plan_without_tensor_parallelism_is_predicted_for_the_partition_that_it_gets():
     coarse = replace(MODEL, blocks=(Block(MODEL.layers, 0),), variant_without_tp=MODEL)
     timing, plan = build_profile(MODEL, UNEVEN), Plan.parse("pipeline(3)", num_microbatches=2)
-    found = [predict_plan(plan, model, FREE, batch_size=4, profile=timing) for model in (coarse, MODEL)]
-    assert found[0] == found[1]
+    result = [predict_plan(plan, model, FREE, batch_size=4, profile=timing) for model in (coarse, MODEL)]
+    assert result[0] == result[1]
     assert plan.strategies in {one.strategies for one in enumerate_plans(3, coarse)}
 
 
@@ -117,5 +117,5 @@ def test_each_stage_merges_the_statistics_of_its_own_batch_norms():
         overheads=Overheads(step_s=3.0, single_microbatch_step_s=1.0),
     )
     timing = replace(timing, batch_sizes=(replace(timing.batch_sizes[0], single_microbatch=layer_profile(5.0, 10.0)),))
-    found = predicted("pipeline(2)", timing, m=2, batch_size=4)
-    assert found.update_s == pytest.approx(1.0 + 2.0 / 2), "of two stages, each with half of the parameters"
+    result = predicted("pipeline(2)", timing, m=2, batch_size=4)
+    assert result.update_s == pytest.approx(1.0 + 2.0 / 2), "of two stages, each with half of the parameters"

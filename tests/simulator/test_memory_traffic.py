@@ -26,8 +26,8 @@ LAYOUT = Path(__file__).parents[2] / "native" / "layout.h"
 
 
 def passes_of(text, *, shares_memory=False):
-    words = tuple(map(parse_instruction, text.split()))
-    return [each for each in memory_passes(words, lambda word: shares_memory) if each]
+    instructions = tuple(map(parse_instruction, text.split()))
+    return [each for each in memory_passes(instructions, lambda instruction: shares_memory) if each]
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,21 @@ def test_replicas_with_shared_parameters_copy_nothing():
 
 def test_a_pipe_holds_what_it_holds():
     text = LAYOUT.read_text(encoding="utf-8")
-    found = re.search(r"PIPE_BYTES = (\d+) << (\d+)", text)
-    assert found is not None
-    assert int(found[1]) << int(found[2]) == PIPE_CAPACITY_BYTES
+    result = re.search(r"PIPE_BYTES = (\d+) << (\d+)", text)
+    assert result is not None
+    assert int(result[1]) << int(result[2]) == PIPE_CAPACITY_BYTES
 
 
 @pytest.mark.parametrize(("size", "is_streamed"), [(PIPE_CAPACITY_BYTES, False), (PIPE_CAPACITY_BYTES + 1, True)])
 def test_both_ends_of_a_message_larger_than_the_pipe_are_busy_all_the_time(size, is_streamed):
     network = NetworkModel(Cluster(link=Link(0.0, float(size), is_shared_memory=True)), lambda value, code="": size)
-    sent, heard = map(parse_instruction, ("x1.0>1", "x1.0<0"))
+    sent, received = map(parse_instruction, ("x1.0>1", "x1.0<0"))
     assert isinstance(sent, Send | Push)
-    assert isinstance(heard, Recv)
+    assert isinstance(received, Recv)
     assert network.is_streamed(sent, 0) == is_streamed
-    assert [network.cpu_s(word, Fraction(1), 0) for word in (sent, heard)] == [1.0 if is_streamed else 0.5] * 2
+    assert [network.cpu_s(instruction, Fraction(1), 0) for instruction in (sent, received)] == [
+        1.0 if is_streamed else 0.5
+    ] * 2
 
 
 class StreamedCosts(FakeCosts):
@@ -96,9 +98,9 @@ def test_the_two_ends_of_a_streamed_message_contend_like_one_rank(third):
 
 @pytest.mark.parametrize(("own_s", "share"), [(0.0, 0.5), (1.0, 0.75), (3.0, 0.875)])
 def test_additional_work_for_a_streamed_message_counts_in_full(own_s, share):
-    word = parse_instruction("x1.0>1")
-    assert isinstance(word, Send)
-    assert message_cpu_demand(word, StreamedCosts(), 0, extra_s=own_s) == CpuDemand(
+    instruction = parse_instruction("x1.0>1")
+    assert isinstance(instruction, Send)
+    assert message_cpu_demand(instruction, StreamedCosts(), 0, extra_s=own_s) == CpuDemand(
         1.0 + own_s, is_streamed=True, busy_fraction=share
     )
 

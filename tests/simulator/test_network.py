@@ -14,9 +14,9 @@ APART = Cluster(levels=(Level("host", 2, MEMORY), Level("network", 4, CARD)))
 SHARED = Cluster(levels=(Level("host", 2, MEMORY), Level("network", 4, CARD, is_shared=True)))
 
 
-def load(word, cluster, part=1, rank=0):
+def load(instruction_text, cluster, part=1, rank=0):
     network = NetworkModel(cluster, lambda value, code="": 400)
-    parsed = parse_instruction(word)
+    parsed = parse_instruction(instruction_text)
     assert isinstance(parsed, Send | Collective | Commit)
     return network.link_load(parsed, Fraction(part), rank)
 

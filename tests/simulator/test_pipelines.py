@@ -8,15 +8,15 @@ from counterpoint.simulator.simulate import simulate, simulate_variant
 from tests.simulator.programs import compile_text
 
 BUBBLES = [(4, 1, 0.75), (4, 4, 0.4286), (4, 8, 0.2727), (4, 32, 0.0857), (8, 32, 0.1795)]
-ORDERS = ["gpipe", "one_f_one_b"]
+SCHEDULES = ["gpipe", "one_f_one_b"]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("n", "m", "bubble"), BUBBLES)
 @pytest.mark.parametrize("ticks", [1, 2])
-def test_the_bubble_of_a_pipeline_is_stages_but_one_over_stages_but_one_and_microbatches(order, n, m, bubble, ticks):
-    made = compile_text(f"pipeline({n}, schedule={order})", m=m, blocks=n)
-    trace = simulate(made.program, unit_costs(backward_ticks=ticks))
+def test_the_bubble_of_a_pipeline_is_stages_but_one_over_stages_but_one_and_microbatches(schedule, n, m, bubble, ticks):
+    compiled = compile_text(f"pipeline({n}, schedule={schedule})", m=m, blocks=n)
+    trace = simulate(compiled.program, unit_costs(backward_ticks=ticks))
     assert round(trace.bubble, 4) == bubble
     assert trace.bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)
 
@@ -29,8 +29,8 @@ def test_one_f_one_b_takes_twice_stages_but_one_and_microbatches_ticks(n, m):
 
 @pytest.mark.parametrize("plan", ["pipedream(4)", "pipedream(4, vertical_sync=on)", "pipedream_2bw(4)"])
 def test_an_async_pipeline_has_no_bubble_in_the_steady_state(plan):
-    made = compile_text(plan, m=8, blocks=4)
-    trace = simulate_variant(made.step_variants[-1], unit_costs(backward_ticks=2))
+    compiled = compile_text(plan, m=8, blocks=4)
+    trace = simulate_variant(compiled.step_variants[-1], unit_costs(backward_ticks=2))
     assert (trace.step_s, trace.bubble) == (24.0, 0.0)
 
 
@@ -53,9 +53,9 @@ def test_gpipe_on_three_stages_computes_at_these_ticks():
 @pytest.mark.parametrize("v", [2, 3])
 def test_chunks_make_the_bubble_as_many_times_smaller(n, m, v):
     """Megatron-LM, section 2.2.2, for numbers of microbatches that do not divide by the stages, too."""
-    for order in ("interleaved", "gpipe"):
-        made = compile_text(f"pipeline({n}, schedule={order}, chunks_per_stage={v})", m=m, blocks=n * v)
-        trace = simulate(made.program, unit_costs(backward_ticks=2))
+    for schedule in ("interleaved", "gpipe"):
+        compiled = compile_text(f"pipeline({n}, schedule={schedule}, chunks_per_stage={v})", m=m, blocks=n * v)
+        trace = simulate(compiled.program, unit_costs(backward_ticks=2))
         assert trace.bubble == pytest.approx((n - 1) / (v * m + n - 1), abs=1e-12)
 
 
@@ -63,8 +63,10 @@ def test_chunks_make_the_bubble_as_many_times_smaller(n, m, v):
 def test_zero_bubble_is_idle_for_a_forward_of_each_stage_but_one_and_in_a_v_for_half_of_one(n, m):
     """1F1B idles (n-1)(F + Bi + Bw), ZB-H1 (n-1)(F + Bi - Bw): a third of it where all take equally long."""
     for virtual, ticks in ((1, 3 * m), (2, 6 * m)):
-        made = compile_text(f"pipeline({n}, schedule=zero_bubble, chunks_per_stage={virtual})", m=m, blocks=n * virtual)
-        trace = simulate(made.program, unit_costs(backward_ticks=2))
+        compiled = compile_text(
+            f"pipeline({n}, schedule=zero_bubble, chunks_per_stage={virtual})", m=m, blocks=n * virtual
+        )
+        trace = simulate(compiled.program, unit_costs(backward_ticks=2))
         assert trace.step_s == ticks + n - 1
         assert trace.bubble == pytest.approx((n - 1) / (ticks + n - 1), abs=1e-12)
 
@@ -83,19 +85,19 @@ def test_zero_bubble_is_idle_for_a_forward_of_each_stage_but_one_and_in_a_v_for_
 )
 def test_the_program_has_as_much_in_flight_as_the_formulas_say(text, peaks):
     """Nine microbatches make an interleaved group of five, and one more chunk in flight than groups of four would."""
-    made = compile_text(text, m=9 if "replicas" not in text else 10, blocks=8)
-    assert made.symbolic.peak_in_flight == peaks == [rank.in_flight for rank in made.cost.ranks]
+    compiled = compile_text(text, m=9 if "replicas" not in text else 10, blocks=8)
+    assert compiled.symbolic.peak_in_flight == peaks == [rank.in_flight for rank in compiled.cost.ranks]
 
 
 @pytest.mark.parametrize("text", ["interleaved(4, chunks_per_stage=3)", "zero_bubble(4, chunks_per_stage=2)"])
 def test_receives_that_are_posted_early_cost_no_time(text):
     """Each stage replica receives when the value arrives, so that a step is as long as without messages."""
-    made = compile_text(text, m=9, blocks=12)
-    assert {event.seconds for event in simulate(made.program, unit_costs()).events if event.lane == "link"} <= {0.0}
+    compiled = compile_text(text, m=9, blocks=12)
+    assert {event.seconds for event in simulate(compiled.program, unit_costs()).events if event.lane == "link"} <= {0.0}
     early = sum(
         1
-        for row in made.program.rank_programs
-        for word, following in zip(row.body, row.body[1:], strict=False)
-        if isinstance(word, Recv) and isinstance(following, Recv)
+        for row in compiled.program.rank_programs
+        for instruction, following in zip(row.body, row.body[1:], strict=False)
+        if isinstance(instruction, Recv) and isinstance(following, Recv)
     )
     assert early > 0

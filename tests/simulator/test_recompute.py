@@ -26,8 +26,8 @@ def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
 
 
 def test_an_async_pipeline_recomputes_each_microbatch_on_all_stages_but_the_last():
-    made = compile_text("pipedream(4, recompute=except_last)", m=1, blocks=4)
-    trace = simulate_variant(made.step_variants[-1], unit_costs(backward_ticks=2))
+    compiled = compile_text("pipedream(4, recompute=except_last)", m=1, blocks=4)
+    trace = simulate_variant(compiled.step_variants[-1], unit_costs(backward_ticks=2))
     assert [trace.busy_s(rank) for rank in range(4)] == [4.0, 4.0, 4.0, 3.0]
 
 
@@ -35,9 +35,9 @@ def test_of_microbatches_in_flight_only_the_input_of_a_stage_is_kept():
     """Six blocks of one activation each on two stages; the second one keeps what it has received."""
     peaks = {}
     for when in ("never", "always"):
-        made = compile_text(f"gpipe(2, checkpoint={when})", m=4, blocks=6)
-        peaks[when] = peak_memory_bytes(made.program, message_size_fn(made.model, SAMPLES))
-    activation = made.model.blocks[0].output_bytes * SAMPLES
+        compiled = compile_text(f"gpipe(2, checkpoint={when})", m=4, blocks=6)
+        peaks[when] = peak_memory_bytes(compiled.program, message_size_fn(compiled.model, SAMPLES))
+    activation = compiled.model.blocks[0].output_bytes * SAMPLES
     saved = [
         round((before - after) / activation) for before, after in zip(peaks["never"], peaks["always"], strict=True)
     ]
@@ -48,6 +48,6 @@ def test_blocks_that_are_recomputed_one_by_one_keep_their_inputs_all_but_the_fir
     """Saved activations inside a block, of one block instead of all, are not part of a program."""
     plain, again = (compile_text("solo", blocks=6, passes=passes) for passes in ((), ("recompute",)))
     before, after = (
-        peak_memory_bytes(made.program, message_size_fn(made.model, SAMPLES))[0] for made in (plain, again)
+        peak_memory_bytes(compiled.program, message_size_fn(compiled.model, SAMPLES))[0] for compiled in (plain, again)
     )
     assert round((before - after) / (plain.model.blocks[0].output_bytes * SAMPLES)) == 1

@@ -19,15 +19,17 @@ CONTENTION = Cluster(MEMORY.device, levels=MEMORY.levels, compute_contention=(1.
 
 
 def cpu_s(text, *, shares_memory=False):
-    word = parse_instruction(text)
-    assert isinstance(word, Send | Recv | Collective | Commit)
-    return NetworkModel(MEMORY, lambda value, code="": 400).cpu_s(word, Fraction(1), 0, shares_memory=shares_memory)
+    instruction = parse_instruction(text)
+    assert isinstance(instruction, Send | Recv | Collective | Commit)
+    return NetworkModel(MEMORY, lambda value, code="": 400).cpu_s(
+        instruction, Fraction(1), 0, shares_memory=shares_memory
+    )
 
 
 def link_s(text):
-    word = parse_instruction(text)
-    assert isinstance(word, Send | Collective | Commit)
-    return NetworkModel(MEMORY, lambda value, code="": 400).link_load(word, Fraction(1), 0).seconds
+    instruction = parse_instruction(text)
+    assert isinstance(instruction, Send | Collective | Commit)
+    return NetworkModel(MEMORY, lambda value, code="": 400).link_load(instruction, Fraction(1), 0).seconds
 
 
 class SharedMemoryCosts(FakeCosts):
@@ -106,4 +108,4 @@ def test_a_cluster_file_states_which_links_are_shared_memory():
 
 
 def test_shared_memory_occupies_no_link():
-    assert [link_s(word) for word in ("x1.0>1", "all_reduce(grad0)@0,1", "commit@0,1")] == [0, 0, 0]
+    assert [link_s(instruction) for instruction in ("x1.0>1", "all_reduce(grad0)@0,1", "commit@0,1")] == [0, 0, 0]

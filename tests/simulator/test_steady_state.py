@@ -47,8 +47,8 @@ def test_a_trace_of_an_async_pipeline_has_the_duration_of_a_step():
 
 def test_the_predicted_step_of_an_async_pipeline_is_shorter_than_its_longest_body():
     plan, model, cluster = Plan.parse("pipedream(4)"), layers(4, width=256, cost=1e9), Cluster(link=Link(1e-3, 1e5))
-    found = predict_plan(plan, model, cluster, batch_size=16)
+    result = predict_plan(plan, model, cluster, batch_size=16)
     body = predict_trace(plan, model, cluster, batch_size=16)
-    assert found.step_s == body.step_s < body.span_s
-    parts = (found.compute_s, found.communication_s, found.idle_s, found.update_s)
-    assert sum(parts) == pytest.approx(found.step_s)
+    assert result.step_s == body.step_s < body.span_s
+    parts = (result.compute_s, result.communication_s, result.idle_s, result.update_s)
+    assert sum(parts) == pytest.approx(result.step_s)

@@ -21,14 +21,14 @@ PLANS = [
 @pytest.mark.parametrize("passes", [(), ("overlap",)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_rank_of_each_class_gives_the_trace_of_all(plan, passes, tied):
-    made = compile_text(plan, m=4, tied=tied, passes=passes)
+    compiled = compile_text(plan, m=4, tied=tied, passes=passes)
     for costs in (
         unit_costs(backward_ticks=2),
-        build_costs(made),
-        build_costs(made, latency_s=0.0),
+        build_costs(compiled),
+        build_costs(compiled, latency_s=0.0),
         FakeCosts(link_s=0.5),
     ):
-        assert simulate(made.program, costs) == simulate_every_rank(made.program, costs)
+        assert simulate(compiled.program, costs) == simulate_every_rank(compiled.program, costs)
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,18 @@ def test_ranks_of_two_hosts_have_separate_run_queues():
 @pytest.mark.parametrize(("text", "seconds"), [("x1.0>1", 3.0), ("x1.0<0", 3.0)])
 def test_each_end_of_a_message_takes_half_of_its_contended_cpu_time(text, seconds):
     levels = (Level("host", 2, Link(1.0, 400.0, is_shared_memory=True)),)
-    word = parse_instruction(text)
-    assert isinstance(word, Send | Recv)
+    instruction = parse_instruction(text)
+    assert isinstance(instruction, Send | Recv)
     network = NetworkModel(
         Cluster(levels=levels, time_slicing=TimeSlicing(2, message_s=5.0)), lambda value, code="": 400
     )
-    assert network.cpu_s(word, Fraction(1), 0) == seconds
+    assert network.cpu_s(instruction, Fraction(1), 0) == seconds
 
 
 @pytest.mark.parametrize("plan", ["data(4)", "gpipe(4)", "pipeline(2) * data(2)", "tensor(2) * data(2)", "bsp(3)"])
 def test_one_rank_of_each_class_represents_all_in_the_run_queue(plan):
-    made = compile_text(plan, m=4)
+    compiled = compile_text(plan, m=4)
     cluster = Cluster(compute_contention=(1.0, 0.9, 0.6), time_slicing=TimeSlicing(2, (1.0, 0.9, 0.8, 0.7)))
-    assert simulate(made.program, ShortCosts(), cluster) == simulate_every_rank(made.program, ShortCosts(), cluster)
+    assert simulate(compiled.program, ShortCosts(), cluster) == simulate_every_rank(
+        compiled.program, ShortCosts(), cluster
+    )

@@ -33,19 +33,19 @@ def clusters(draw):
     )
 
 
-def costs_on(made, cluster):
-    return analytic_costs(made.model, cluster, size_fn_for(made), samples_per_microbatch=2)
+def costs_on(compiled, cluster):
+    return analytic_costs(compiled.model, cluster, size_fn_for(compiled), samples_per_microbatch=2)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(PLANS), clusters(), st.sampled_from([(), ("overlap",)]), st.integers(1, 4))
 def test_one_rank_of_each_class_gives_the_trace_of_all_on_any_cluster(plan, cluster, passes, m):
     try:
-        made = compile_text(plan, m=m, passes=passes)
+        compiled = compile_text(plan, m=m, passes=passes)
     except PlanError:
         return
-    costs = costs_on(made, cluster)
-    assert simulate(made.program, costs, cluster) == simulate_every_rank(made.program, costs, cluster)
+    costs = costs_on(compiled, cluster)
+    assert simulate(compiled.program, costs, cluster) == simulate_every_rank(compiled.program, costs, cluster)
 
 
 HOSTS = Cluster(levels=(Level("host", 2, Link()), Level("network", 4, Link(1e-4, 1e8), is_shared=True)))
@@ -64,18 +64,22 @@ HOSTS = Cluster(levels=(Level("host", 2, Link()), Level("network", 4, Link(1e-4,
     ],
 )
 def test_ranks_are_equal_if_they_and_their_neighbours_are(plan, cluster, representatives):
-    made = compile_text(plan, m=2).program
-    assert list(find_representatives(made, made.unroll(1), cluster).representative) == representatives
+    compiled = compile_text(plan, m=2).program
+    assert list(find_representatives(compiled, compiled.unroll(1), cluster).representative) == representatives
 
 
 def test_represented_ranks_contend_as_well():
     """Four data replicas on two hosts: one represents all, and their two reductions share each NIC."""
-    made = compile_text("tensor(2) * data(2)", blocks=1)
+    compiled = compile_text("tensor(2) * data(2)", blocks=1)
     apart, shared = (
         replace(HOSTS, levels=(HOSTS.levels[0], replace(HOSTS.levels[1], is_shared=shared))) for shared in (False, True)
     )
     sums = [
-        max(event.seconds for event in simulate(made.program, costs_on(made, one), one).events if "grad" in event.text)
+        max(
+            event.seconds
+            for event in simulate(compiled.program, costs_on(compiled, one), one).events
+            if "grad" in event.text
+        )
         for one in (apart, shared)
     ]
     assert sums[1] == pytest.approx(2 * sums[0] - 2 * 1e-4)

@@ -17,9 +17,9 @@ def spark():
     missing = missing_for_spark()
     if missing:
         pytest.skip(missing)
-    found = [str(ROOT), str(ROOT / "src")]
+    result = [str(ROOT), str(ROOT / "src")]
     pyspark = Path(str(importlib.import_module("pyspark").__file__)).parents[1]
-    paths = ":".join([*found, str(pyspark)])
+    paths = ":".join([*result, str(pyspark)])
     settings = {"spark.executorEnv.PYTHONPATH": paths, "spark.task.maxFailures": "2"}
     session = start_spark(memory_mib=512, settings={**settings, **QUICK})
     session.sparkContext.setLogLevel("OFF")

@@ -16,18 +16,18 @@ from tests.spark.training_helpers import Adam, make_net, mse
 
 def current_rank():
     """Return the rank that the launcher's environment describes."""
-    found = detect()
-    assert found is not None
-    return found
+    result = detect()
+    assert result is not None
+    return result
 
 
 def describe_rank(word):
     """Which rank this is, and whether its key is a secret that no variable shows."""
-    found = current_rank()
-    key = read_key(Path(str(found.key_file))).secret
+    result = current_rank()
+    key = read_key(Path(str(result.key_file))).secret
     return {
-        "rank": found.rank,
-        "world": found.world_size,
+        "rank": result.rank,
+        "world": result.world_size,
         "word": word,
         "key": torch.tensor(list(key)),
         "is_shown": any(key.hex() in value for value in os.environ.values()),

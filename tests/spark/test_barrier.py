@@ -1,4 +1,4 @@
-"""Tasks of a barrier stage, played by threads: each starts a rank as a process, and all hear of every end."""
+"""Tasks of a barrier stage, simulated by threads: each starts a rank as a process, and all learn of every exit."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +19,14 @@ class FakeBarrierStage:
     """What tasks of one stage say to each other."""
 
     def __init__(self, count):
-        self.barrier, self.said = threading.Barrier(count, timeout=60), [""] * count
+        self.barrier, self.messages = threading.Barrier(count, timeout=60), [""] * count
 
     def gather(self, rank, message):
-        self.said[rank] = message
+        self.messages[rank] = message
         self.barrier.wait()
-        found = list(self.said)
+        result = list(self.messages)
         self.barrier.wait()
-        return found
+        return result
 
 
 class FakeTaskContext:
@@ -39,36 +39,36 @@ class FakeTaskContext:
         return self.rank
 
     def getTaskInfos(self):  # noqa: N802
-        return [SimpleNamespace(address=f"127.0.0.1:{port}") for port in range(len(self.stage.said))]
+        return [SimpleNamespace(address=f"127.0.0.1:{port}") for port in range(len(self.stage.messages))]
 
     def allGather(self, message=""):  # noqa: N802
         return self.stage.gather(self.rank, message)
 
 
-def run_tasks(order, count, prepare=lambda folder: None):
+def run_tasks(rank_spec, count, prepare=lambda folder: None):
     """What all tasks tell the driver."""
     stage = FakeBarrierStage(count)
     with ThreadPoolExecutor(count) as pool:
         contexts = [FakeTaskContext(stage, rank) for rank in range(count)]
-        return list(pool.map(lambda context: run_task(context, order, prepare), contexts))
+        return list(pool.map(lambda context: run_task(context, rank_spec, prepare), contexts))
 
 
-def run_and_parse(order, count):
-    return parse_results(map(to_row, run_tasks(order, count)))
+def run_and_parse(rank_spec, count):
+    return parse_results(map(to_row, run_tasks(rank_spec, count)))
 
 
-def test_ranks_know_their_place_and_share_a_key_that_nobody_sees():
-    order = make_rank_spec(ranked.describe_rank, ["hi"], 2, 1)
-    found = run_and_parse(order, 2)
-    results = [(one["rank"], one["world"], one["word"], one["is_shown"]) for one in found]
+def test_ranks_know_their_number_and_share_a_secret_key():
+    rank_spec = make_rank_spec(ranked.describe_rank, ["hi"], 2, 1)
+    result = run_and_parse(rank_spec, 2)
+    results = [(one["rank"], one["world"], one["word"], one["is_shown"]) for one in result]
     assert results == [(0, 2, "hi", False), (1, 2, "hi", False)]
-    assert torch.equal(found[0]["key"], found[1]["key"])
-    assert bytes(found[0]["key"].tolist()) == order.key
-    assert order.key.hex() not in repr(order)
-    assert repr(order.key) not in repr(order)
+    assert torch.equal(result[0]["key"], result[1]["key"])
+    assert bytes(result[0]["key"].tolist()) == rank_spec.key
+    assert rank_spec.key.hex() not in repr(rank_spec)
+    assert repr(rank_spec.key) not in repr(rank_spec)
 
 
-def test_the_error_of_one_rank_ends_all_and_is_told_with_its_traceback():
+def test_the_error_of_one_rank_ends_all_and_is_reported_with_its_traceback():
     with pytest.raises(LaunchError, match="rank 1 failed: ValueError: the cat sat") as caught:
         run_and_parse(make_rank_spec(ranked.raise_on_rank, [1], 2, 1), 2)
     assert "rank 0 stopped because of rank 1" in str(caught.value)
@@ -80,7 +80,7 @@ def test_a_rank_that_is_killed_ends_all():
         run_and_parse(make_rank_spec(ranked.kill_rank, [0], 2, 1), 2)
 
 
-def test_samples_that_cannot_be_used_are_told_before_any_rank_starts():
+def test_unusable_samples_are_reported_before_any_rank_starts():
     def prepare(folder):
         raise DataError("row 3 has nothing (null) in column label")
 

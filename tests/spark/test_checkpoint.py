@@ -29,14 +29,14 @@ def train_three_steps(folder, *sizes):
     train_partitions(split_partitions(DATA, *sizes), replace(TEN, max_steps=3, checkpoint_dir=folder))
 
 
-def test_a_run_goes_on_with_other_partitions_as_if_nothing_had_been(tmp_path):
+def test_a_run_resumes_with_other_partitions_with_the_same_results(tmp_path):
     train_three_steps(tmp_path, 4, 12)
     model, losses = train_partitions(split_partitions(DATA, 10), TEN, resume=tmp_path)
     assert max_relative_difference(model, train_single_process(DATA, TEN)[0]) < TOLERANCE
     assert len(losses) == 7
 
 
-def test_a_trainer_goes_on_from_sparks_checkpoint(tmp_path):
+def test_a_trainer_resumes_from_sparks_checkpoint(tmp_path):
     train_three_steps(tmp_path, 4, 12)
     model = make_net()
     trainer = Trainer(model, loss=mse, optimizer=Adam, strategy="pipeline(2)", progress="off")
@@ -45,7 +45,7 @@ def test_a_trainer_goes_on_from_sparks_checkpoint(tmp_path):
     assert max_relative_difference(model, train_single_process(DATA, TEN)[0]) < TOLERANCE
 
 
-def test_spark_goes_on_from_a_trainers_checkpoint(tmp_path):
+def test_spark_resumes_from_a_trainers_checkpoint(tmp_path):
     trainer = Trainer(make_net(), loss=mse, optimizer=Adam, strategy="pipeline(2)", progress="off")
     trainer.fit(DATA, batch_size=7, epochs=3, max_steps=4, checkpoint_dir=tmp_path)
     assert (
@@ -61,7 +61,7 @@ def test_checkpoints_are_written_when_it_was_said(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000004", "step-00000008", "step-00000010"]
 
 
-def test_a_run_does_not_go_on_with_another_optimizer(tmp_path):
+def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     train_three_steps(tmp_path, 4, 12)
     with pytest.raises(CheckpointError, match="was saved with optimizer Adam, this run has SGD"):
         train_partitions(split_partitions(DATA, 10), TEN, partial(torch.optim.SGD, lr=0.1), resume=tmp_path)

@@ -101,7 +101,7 @@ def test_data_without_a_sample_is_refused():
     assert_refused(DataError, "there is no sample in 2 partitions", partitions=[[], []])
 
 
-def test_executors_with_another_torch_are_listed_beside_the_driver():
+def test_executors_with_another_torch_are_listed_with_the_driver():
     looks = [PartitionInfo(1, "x", ("float64[3]",), "3.11.7", "1.0.0")]
     with pytest.raises(LaunchError, match=r"driver: Python 3\..*torch 2.*\n.*partition 0: Python 3.11.7, torch 1.0.0"):
         check_partitions_match(looks, 1)
@@ -124,7 +124,7 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are():
         check_columns({"features": "vector", "label": "int"}, ("features", "target"))
 
 
-def test_a_setting_that_stands_open_is_warned_of():
+def test_an_insecure_setting_causes_a_warning():
     with pytest.warns(
         RuntimeWarning, match=r"spark.authenticate is off: anybody who can connect .*never on the command line"
     ):
@@ -132,7 +132,7 @@ def test_a_setting_that_stands_open_is_warned_of():
     assert insecure_settings("local-cluster[2,1,1024]", {}) == []
 
 
-def test_a_worker_without_room_is_told_which_setting_to_raise():
+def test_a_worker_without_memory_gets_an_error_that_names_the_setting():
     with pytest.raises(PlanError, match=r"spark.executor.pyspark.memory is 268,435,456 bytes; set .*=700m or more"):
         check_worker_memory(
             100 << 20, "spark://host:7077", {"spark.executor.pyspark.memory": "512m", "spark.executor.cores": "2"}

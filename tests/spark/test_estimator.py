@@ -96,9 +96,9 @@ def test_a_model_of_two_columns_is_applied_and_other_columns_stay(spark):
         [("a", [1.0, 2.0], 3.0), ("b", [4.0, 5.0], 6.0)], "id string, x array<double>, y double"
     )
     model = TorchModel(Sum()).setParams(featuresCols=["x", "y"], rawPredictionCol="")
-    found = model.transform(frame)
-    assert found.columns == ["id", "x", "y", "prediction"]
-    assert [(row.id, row.prediction) for row in found.collect()] == [("a", 6.0), ("b", 15.0)]
+    result = model.transform(frame)
+    assert result.columns == ["id", "x", "y", "prediction"]
+    assert [(row.id, row.prediction) for row in result.collect()] == [("a", 6.0), ("b", 15.0)]
 
 
 def test_params_are_sparks(spark):

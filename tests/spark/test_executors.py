@@ -57,13 +57,13 @@ def count_jobs(spark, work):
 @pytest.fixture(scope="module")
 def ten_steps(spark):
     """A run over three partitions, one of them empty; slices come to the driver in mid-run."""
-    found = []
+    result = []
 
     def ten_steps():
-        found.extend(train_on_spark(spark, 9, 0, options=replace(TEN, snapshot_every=4)))
+        result.extend(train_on_spark(spark, 9, 0, options=replace(TEN, snapshot_every=4)))
 
     num_jobs = count_jobs(spark, ten_steps)
-    return *found, num_jobs
+    return *result, num_jobs
 
 
 def test_three_partitions_one_of_them_empty_end_where_solo_ends(ten_steps):
@@ -130,12 +130,12 @@ def test_a_model_that_holds_a_lock_cannot_be_shipped(spark):
 
 
 @pytest.mark.slow
-def test_a_task_that_dies_again_and_again_is_told_with_the_step(spark):
+def test_a_task_that_dies_repeatedly_is_reported_with_the_step(spark):
     with pytest.raises(LaunchError, match="Spark aborted forward-backward of step 0: Job aborted"):
         train_on_spark(spark, 12, model=make_net(ExitsWorker))
 
 
-def test_a_loss_that_holds_a_lock_cannot_be_shipped_and_leaves_nothing_behind(spark):
+def test_a_loss_with_a_lock_cannot_be_serialized_and_no_job_remains(spark):
     lock = threading.Lock()
 
     def loss(outputs, targets):

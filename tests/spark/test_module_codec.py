@@ -33,18 +33,18 @@ def test_what_is_read_computes_the_same(build, width):
         build().eval(),
         torch.randn(2, 5, width) if build is not KINDS["norms"][0] else torch.randn(5, width),
     )
-    found = round_trip(model)
-    outputs, others = (one(inputs) for one in (model, found))
+    result = round_trip(model)
+    outputs, others = (one(inputs) for one in (model, result))
     assert torch.equal(*(one[0] if isinstance(one, tuple) else one for one in (outputs, others)))
-    assert list(found.state_dict()) == list(model.state_dict())
-    assert not found.training
+    assert list(result.state_dict()) == list(model.state_dict())
+    assert not result.training
 
 
 def test_tied_weights_stay_tied_and_frozen_ones_frozen():
-    found = round_trip(Net())
-    assert found.tied.weight is found.again.weight
-    assert isinstance(found.tied.weight, nn.Parameter)
-    assert not found.frozen.requires_grad
+    result = round_trip(Net())
+    assert result.tied.weight is result.again.weight
+    assert isinstance(result.tied.weight, nn.Parameter)
+    assert not result.frozen.requires_grad
     shared = nn.Linear(2, 2)
     first, second = round_trip(nn.ModuleList([shared, shared]))
     assert first is second
@@ -52,8 +52,8 @@ def test_tied_weights_stay_tied_and_frozen_ones_frozen():
 
 def test_what_is_read_shares_no_memory_with_what_was_written():
     model = nn.Linear(2, 2)
-    found = round_trip(model)
-    nn.init.zeros_(found.weight)
+    result = round_trip(model)
+    nn.init.zeros_(result.weight)
     assert model.weight.abs().sum() > 0
 
 

@@ -32,21 +32,21 @@ def predict(model, *columns, run):
 def test_the_class_of_the_greatest_output_and_all_outputs_come_out():
     model = nn.Linear(2, 3).double()
     rows = [np.array([1.0, 2.0]), np.array([0.5, 0.25]), np.array([-1.0, 4.0])]
-    (found,) = predict(model, rows, run="linear")
+    (result,) = predict(model, rows, run="linear")
     expected = model(torch.tensor(np.stack(rows))).detach()
-    assert np.allclose(np.stack(found["raw"]), expected.numpy(), rtol=1e-12)
-    assert found["prediction"].tolist() == expected.argmax(1).tolist()
+    assert np.allclose(np.stack(result["raw"]), expected.numpy(), rtol=1e-12)
+    assert result["prediction"].tolist() == expected.argmax(1).tolist()
 
 
 def test_one_output_is_the_prediction_and_inputs_may_be_several():
-    (found,) = predict(Sum(), [np.array([1.0, 2.0]), np.array([3.0, 4.0])], [10, 20], run="sum")
-    assert found["prediction"].tolist() == [13.0, 27.0]
-    assert [list(raw) for raw in found["raw"]] == [[13.0], [27.0]]
+    (result,) = predict(Sum(), [np.array([1.0, 2.0]), np.array([3.0, 4.0])], [10, 20], run="sum")
+    assert result["prediction"].tolist() == [13.0, 27.0]
+    assert [list(raw) for raw in result["raw"]] == [[13.0], [27.0]]
 
 
 def test_a_batch_without_rows_has_no_predictions():
-    (found,) = predict(nn.Linear(2, 3), [], run="empty")
-    assert len(found) == 0
+    (result,) = predict(nn.Linear(2, 3), [], run="empty")
+    assert len(result) == 0
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ def max_relative_difference(params, expected):
 
 
 def test_a_plan_ends_where_solo_ends_from_uneven_partitions(spark):
-    found = run_ranks(to_rdd(spark, 23), ranked.train_on_all, args=["pipeline(2)", 8, 10], dtype="float64")
+    result = run_ranks(to_rdd(spark, 23), ranked.train_on_all, args=["pipeline(2)", 8, 10], dtype="float64")
     expected, losses = train_single_process(DATA, TEN)
-    assert [one["own"] for one in found] == [23, 0]
-    assert found[0]["losses"] == pytest.approx(losses, rel=TOLERANCE)
-    assert max(max_relative_difference(one["params"], expected) for one in found) < TOLERANCE
+    assert [one["own"] for one in result] == [23, 0]
+    assert result[0]["losses"] == pytest.approx(losses, rel=TOLERANCE)
+    assert max(max_relative_difference(one["params"], expected) for one in result) < TOLERANCE
 
 
 def test_the_same_script_has_the_losses_of_python(spark, tmp_path):
@@ -48,13 +48,13 @@ def test_the_same_script_has_the_losses_of_python(spark, tmp_path):
 
 
 def test_samples_stay_where_they_are_and_count_alike(spark):
-    found = run_ranks(to_rdd(spark, 17), ranked.train_on_local, dtype="float64")
+    result = run_ranks(to_rdd(spark, 17), ranked.train_on_local, dtype="float64")
     model = make_net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     inputs, targets = (torch.stack(field) for field in zip(*DATA, strict=True))
     mse(model(inputs), targets).backward()
     optimizer.step()
-    assert max_relative_difference(found[1], model) < TOLERANCE
+    assert max_relative_difference(result[1], model) < TOLERANCE
 
 
 def test_more_ranks_than_there_is_room_for_are_refused_with_the_numbers(spark):
@@ -67,9 +67,9 @@ def test_ranks_are_fed_by_batches_of_a_frame(spark):
     pytest.importorskip("pyarrow")
     data = [([float(row), 1.0], row) for row in range(20)]
     frame = spark.createDataFrame(data, "features array<double>, label int")
-    found = run_ranks(frame.repartition(5), ranked.count_samples, ranks=2)
-    assert [one[1:] for one in found] == [[20, ["torch.float32", "torch.int32"]]] * 2
-    assert sum(own for own, *_ in found) == 20
+    result = run_ranks(frame.repartition(5), ranked.count_samples, ranks=2)
+    assert [one[1:] for one in result] == [[20, ["torch.float32", "torch.int32"]]] * 2
+    assert sum(own for own, *_ in result) == 20
 
 
 @pytest.mark.slow

@@ -31,9 +31,9 @@ TEN = SparkOptions(batch_size=7, epochs=3, max_steps=10)
 @pytest.mark.parametrize("sizes", [(), (11,), (5, 9), (0, 8, 8), (23, 0, 0), (1, 1, 1)])
 def test_any_partitions_end_where_solo_ends(sizes):
     expected, losses = train_single_process(DATA, TEN)
-    model, found = train_partitions(split_partitions(DATA, *sizes), TEN)
+    model, result = train_partitions(split_partitions(DATA, *sizes), TEN)
     assert max_relative_difference(model, expected) < TOLERANCE
-    assert found == pytest.approx(losses, rel=TOLERANCE)
+    assert result == pytest.approx(losses, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 23, 100])

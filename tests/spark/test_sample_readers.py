@@ -21,10 +21,10 @@ def read_columns(tmp_path, *batches):
 
 
 def test_batches_become_one_array_for_each_column(tmp_path):
-    found = read_columns(tmp_path, batch([[1, 2]], [7]), batch([], []), batch([[3, 4], [5, 6]], [8, 9]).slice(1))
-    assert found[0].tolist() == [[1, 2], [5, 6]]
-    assert found[1].tolist() == [7, 9]
-    assert [field.dtype for field in found] == [np.float32, np.int64]
+    result = read_columns(tmp_path, batch([[1, 2]], [7]), batch([], []), batch([[3, 4], [5, 6]], [8, 9]).slice(1))
+    assert result[0].tolist() == [[1, 2], [5, 6]]
+    assert result[1].tolist() == [7, 9]
+    assert [field.dtype for field in result] == [np.float32, np.int64]
 
 
 def test_a_partition_without_rows_has_no_samples(tmp_path):

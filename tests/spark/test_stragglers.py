@@ -36,7 +36,7 @@ def train_with_straggler(options):
     return train_local(parts, model, loss=mse, optimizer=sgd, options=options).steps
 
 
-def test_what_the_slow_have_not_computed_is_left_out_after_the_warmup():
+def test_microbatches_of_stragglers_are_dropped_after_the_warmup():
     counts = [step.num_samples for step in train_with_straggler(OPTIONS)]
     assert counts[0] == 24
     assert all(6 <= count < 24 for count in counts[1:])
@@ -53,11 +53,11 @@ def test_the_limit_is_the_slowest_that_still_counts_and_a_little():
 
 
 def test_the_limit_is_set_after_the_warmup_and_then_every_few_steps():
-    limit, found = TimeLimit(StragglerPolicy(drop_fraction=0.5, warmup_steps=2, update_every=2)), []
+    limit, result = TimeLimit(StragglerPolicy(drop_fraction=0.5, warmup_steps=2, update_every=2)), []
     for step in range(6):
         limit.record_step([float(step), float(step) + 1])
-        found.append(limit.seconds)
-    assert found == [None, *[pytest.approx(1.01)] * 2, *[pytest.approx(3.03)] * 2, pytest.approx(5.05)]
+        result.append(limit.seconds)
+    assert result == [None, *[pytest.approx(1.01)] * 2, *[pytest.approx(3.03)] * 2, pytest.approx(5.05)]
 
 
 def test_a_fraction_that_is_none_is_refused():

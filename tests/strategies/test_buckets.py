@@ -24,7 +24,7 @@ def test_a_size_writes_what_it_reads(text):
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("bucket=-1", "bucket=-1 is not a size; give whole numbers such as bucket=64MiB, 512KiB, 1000B or 0"),
         ("first_bucket=1.5MiB", "first_bucket=1.5MiB is not a size; give whole numbers such as first_bucket=64MiB,"),
@@ -35,7 +35,7 @@ def test_a_size_writes_what_it_reads(text):
         ("tune=maybe", "there is no tune=maybe; give tune=on or tune=off"),
     ],
 )
-def test_an_option_that_is_none_is_refused(option, said):
+def test_an_option_that_is_none_is_refused(option, message):
     with pytest.raises(PlanError) as caught:
         Plan.parse(f"data(2, {option})")
-    assert said in str(caught.value)
+    assert message in str(caught.value)

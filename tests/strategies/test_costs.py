@@ -13,8 +13,8 @@ SAMPLE = 256 * 4
 
 
 def sent(text, **given):
-    made = compile_text(text, blocks=BLOCKS, **given)
-    return [int(bytes_) if bytes_ == int(bytes_) else bytes_ for bytes_ in made.cost.sent_bytes()]
+    compiled = compile_text(text, blocks=BLOCKS, **given)
+    return [int(bytes_) if bytes_ == int(bytes_) else bytes_ for bytes_ in compiled.cost.sent_bytes()]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -54,7 +54,7 @@ def test_stages_that_share_a_weight_sum_its_gradient():
 
 
 def test_slices_sum_partial_outputs_forward_and_partial_gradients_backward():
-    """The gradient of what enters the model is nobody's, so that block 0 sums nothing backward."""
+    """The gradient of the model's input is not needed, so that block 0 sums nothing backward."""
     assert sent("tensor(4)", m=2, samples=3) == [2 * Fraction(3, 4) * 5 * SAMPLE * 6] * 4
 
 

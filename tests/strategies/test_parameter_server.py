@@ -16,11 +16,11 @@ sizes = st.dictionaries(st.integers(0, 20).map(lambda block: (block,)), st.integ
 
 
 @given(sizes, st.integers(1, 4))
-def test_no_server_has_more_than_the_largest_unit_above_another(found, num_servers):
-    owner = assign(found, num_servers)
-    load = [sum(found[unit] for unit in owner if owner[unit] == server) for server in range(num_servers)]
-    assert owner.keys() == found.keys()
-    assert max(load) - min(load) <= max(found.values(), default=0)
+def test_no_server_has_more_than_the_largest_unit_above_another(result, num_servers):
+    owner = assign(result, num_servers)
+    load = [sum(result[unit] for unit in owner if owner[unit] == server) for server in range(num_servers)]
+    assert owner.keys() == result.keys()
+    assert max(load) - min(load) <= max(result.values(), default=0)
 
 
 def test_equal_units_go_round_the_servers():
@@ -29,16 +29,16 @@ def test_equal_units_go_round_the_servers():
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_a_server_without_units_is_legal_and_idle(consistency):
-    made = compile_text(f"{consistency}(2, servers=3)", blocks=1)
-    rows = format_program(made.program).splitlines()
+    compiled = compile_text(f"{consistency}(2, servers=3)", blocks=1)
+    rows = format_program(compiled.program).splitlines()
     assert rows[3:] == (["commit@0-4"] * 2 if consistency == "bsp" else ["0/1:"] * 2)
 
 
 def test_units_with_the_same_workers_are_served_together():
-    made = compile_text("asp(3)", blocks=3)
-    assert [word for _, word in made.program.instructions() if isinstance(word, ApplyPushes)] == [
-        ApplyPushes(((0,), (1,), (2,)), (0, 1, 2))
-    ]
+    compiled = compile_text("asp(3)", blocks=3)
+    assert [
+        instruction for _, instruction in compiled.program.instructions() if isinstance(instruction, ApplyPushes)
+    ] == [ApplyPushes(((0,), (1,), (2,)), (0, 1, 2))]
 
 
 def test_asynchrony_promises_no_bound_and_bsp_promises_freshness():
@@ -49,35 +49,35 @@ def test_asynchrony_promises_no_bound_and_bsp_promises_freshness():
 
 @pytest.mark.parametrize(("staleness", "bound"), [(0, 2), (1, 6), (3, 14)])
 def test_a_bounded_server_promises_how_old_gradients_may_be(staleness, bound):
-    made = compile_text(f"ssp(3, staleness={staleness})")
-    assert made.cost.staleness == bound
-    assert not made.is_synchronous
+    compiled = compile_text(f"ssp(3, staleness={staleness})")
+    assert compiled.cost.staleness == bound
+    assert not compiled.is_synchronous
     assert compile_text("ssp(1)").cost.staleness == 0
 
 
 def test_a_worker_that_fetches_now_and_then_is_sent_fewer_bytes():
     """In two steps of three the servers send nothing."""
-    made = compile_text("asp(2, pull_every=3)")
-    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
-    assert [turn.name for turn in made.step_variants] == ["local", "sync"]
-    assert made.sent_bytes() == (size, size, Fraction(2 * size, 3))
+    compiled = compile_text("asp(2, pull_every=3)")
+    size = compiled.model.unit_bytes((0,)) + compiled.model.unit_bytes((1,))
+    assert [turn.name for turn in compiled.step_variants] == ["local", "sync"]
+    assert compiled.sent_bytes() == (size, size, Fraction(2 * size, 3))
 
 
 def test_a_code_makes_pushes_smaller_and_answers_not():
-    made = compile_text("asp(2, compress=twobit)")
-    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
-    assert made.sent_bytes() == (size / 16, size / 16, 2 * size)
+    compiled = compile_text("asp(2, compress=twobit)")
+    size = compiled.model.unit_bytes((0,)) + compiled.model.unit_bytes((1,))
+    assert compiled.sent_bytes() == (size / 16, size / 16, 2 * size)
 
 
 def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
-    made = compile_text("easgd(2, alpha=0.5, tau=4)")
-    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
-    assert made.sent_bytes() == (size / 4, size / 4, size / 2)
-    assert not made.is_synchronous
+    compiled = compile_text("easgd(2, alpha=0.5, tau=4)")
+    size = compiled.model.unit_bytes((0,)) + compiled.model.unit_bytes((1,))
+    assert compiled.sent_bytes() == (size / 4, size / 4, size / 2)
+    assert not compiled.is_synchronous
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "server(2, consistency=asp, staleness=1)",
@@ -100,14 +100,14 @@ def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
         ("easgd(2, servers=0, tau=1)", "easgd(2, servers=0, tau=1) has no exchange with a center;"),
     ],
 )
-def test_what_a_server_cannot_mean_says_what_to_write(text, said):
+def test_invalid_options_of_a_server_are_refused_with_the_text_to_write(text, message):
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("zero(2) * easgd(2, alpha=0.5, tau=1)", "after zero or update=sharded, whose ranks update"),
         ("server(2) * easgd(2, alpha=0.5, tau=1)", "comes after server, whose workers do not"),
@@ -122,7 +122,7 @@ def test_what_a_server_cannot_mean_says_what_to_write(text, said):
         ("easgd(2, alpha=0.5, tau=1) * easgd(2, alpha=0.5, tau=1)", "comes after server, whose workers do not update"),
     ],
 )
-def test_a_center_is_refused_where_it_cannot_stand(text, said):
+def test_a_center_is_refused_where_it_cannot_stand(text, message):
     with pytest.raises(PlanError) as caught:
         compile_text(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -15,7 +15,7 @@ def refusal(text, blocks=4, micros=1, model=None):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("data(2) * pipeline(2)", "pipeline(2) must come before data, zero and server in a plan"),
         ("data(2) * pipeline(2)", "write pipeline(2) * data(...), not data(...) * pipeline(2)"),
@@ -74,12 +74,12 @@ def refusal(text, blocks=4, micros=1, model=None):
         ),
     ],
 )
-def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
-    assert said in refusal(text)
+def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, message):
+    assert message in refusal(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "said"),
+    ("text", "given", "message"),
     [
         (
             "pipeline(5)",
@@ -108,12 +108,12 @@ def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
-    assert said in refusal(text, **given)
+def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
+    assert message in refusal(text, **given)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
         (
@@ -191,10 +191,10 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         ("server(2, servers=0)", "server(2, servers=0) has no server; give servers=1 or more"),
     ],
 )
-def test_an_option_out_of_range_is_refused_before_anything_is_compiled(text, said):
+def test_an_option_out_of_range_is_refused_before_anything_is_compiled(text, message):
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

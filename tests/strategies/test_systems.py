@@ -182,7 +182,7 @@ def refusal(text, **given):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "ddp(2, comm_hook=zip)",
@@ -283,8 +283,8 @@ def refusal(text, **given):
         ),
     ],
 )
-def test_what_a_system_cannot_mean_says_what_to_write(text, said):
-    assert said in refusal(text)
+def test_invalid_options_of_a_system_are_refused_with_the_text_to_write(text, message):
+    assert message in refusal(text)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_chunks_are_the_microbatches_of_the_plan(text, given, count):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "said"),
+    ("chunks", "message"),
     [
         ("-1", "chunks=-1 in 'gpipe(2, chunks=-1)' is a number of microbatches; give 1 or more"),
         ("0", "chunks=0 in 'gpipe(2, chunks=0)' is a number of microbatches; give 1 or more"),
@@ -323,8 +323,8 @@ def test_chunks_are_the_microbatches_of_the_plan(text, given, count):
         ("", "chunks= in 'gpipe(2, chunks=)' must be whole numbers"),
     ],
 )
-def test_chunks_that_are_no_number_of_microbatches_are_refused(chunks, said):
-    assert refusal(f"gpipe(2, chunks={chunks})") == said
+def test_chunks_that_are_no_number_of_microbatches_are_refused(chunks, message):
+    assert refusal(f"gpipe(2, chunks={chunks})") == message
 
 
 def test_chunks_and_another_number_of_microbatches_are_refused():

@@ -30,19 +30,19 @@ def test_every_copy_but_the_first_has_one_above_it_and_is_below_that_one(shape, 
     }
 
 
-def test_a_gradient_is_not_waited_for_behind_a_sum_that_waits_for_others():
+def test_no_receive_of_a_gradient_follows_an_all_reduce_that_waits_for_others():
     """The receive stood behind the sum of the tied weight, and two stages and their copies waited in a circle."""
-    made = compile_text("pipeline(2) * tree(2, send=during_backward)", m=2, tied=True, blocks=5)
-    behind_backwards = format_program(made.program).splitlines()[1].split("g1.1>0 ")[1]
+    compiled = compile_text("pipeline(2) * tree(2, send=during_backward)", m=2, tied=True, blocks=5)
+    behind_backwards = format_program(compiled.program).splitlines()[1].split("g1.1>0 ")[1]
     assert behind_backwards.startswith("grad3<3 grad2<3 all_reduce(grad0+4)@0,1 grad0+4<3 commit@0-3")
 
 
 def seconds(text):
     """How long a step takes where backwards and messages take about as long."""
-    made = compile_text(text, blocks=BLOCKS)
+    compiled = compile_text(text, blocks=BLOCKS)
     cluster = Cluster(Device(cost_per_s=30_000))
-    costs = analytic_costs(made.model, cluster, message_size_fn(linear_chain(BLOCKS), 1), samples_per_microbatch=8)
-    return max(event.stop_s for event in simulate(made.program, costs).events)
+    costs = analytic_costs(compiled.model, cluster, message_size_fn(linear_chain(BLOCKS), 1), samples_per_microbatch=8)
+    return max(event.stop_s for event in simulate(compiled.program, costs).events)
 
 
 @pytest.mark.parametrize("shape", ["binomial", "chain"])

@@ -47,8 +47,8 @@ def test_a_custom_loop_equals_the_sequential_loop_that_flushes_as_it_does():
 def test_a_custom_loop_gets_the_loss_of_a_batch_when_it_has_come_through():
     batch = torch.ones(4, 6).double(), torch.zeros(4, dtype=torch.long)
     with cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy=PLAN) as step:
-        found = [step(*batch) for _ in range(4)]
-        assert [loss == loss for loss in found] == [False, False, True, True]
+        result = [step(*batch) for _ in range(4)]
+        assert [loss == loss for loss in result] == [False, False, True, True]
         assert len(step.flush()) == 2
         assert step.flush() == []
 
@@ -57,16 +57,16 @@ def test_a_custom_loop_gets_the_loss_of_a_batch_when_it_has_come_through():
 def test_a_schedule_that_is_stepped_when_a_batch_has_come_through_gives_each_batch_its_own_rate(only):
     """At a rate of 0 for all batches but one the weights are what that one makes of the first ones."""
     random, model, solo = torch.Generator().manual_seed(1), mlp(), mlp()
-    found = [torch.randn(4, 6, generator=random, dtype=torch.float64) for _ in range(5)]
+    result = [torch.randn(4, 6, generator=random, dtype=torch.float64) for _ in range(5)]
     targets, sgd = torch.zeros(4, dtype=torch.long), partial(optim.SGD, lr=0.1)
     step = cp.parallelize(model, sgd, F.cross_entropy, strategy=PLAN)
-    turning = optim.lr_scheduler.LambdaLR(step.optimizer, lambda number: float(number == only))
+    scheduler = optim.lr_scheduler.LambdaLR(step.optimizer, lambda number: float(number == only))
     with step:
-        for inputs in found:
+        for inputs in result:
             if not math.isnan(step(inputs, targets)):
-                turning.step()
-        assert len(step.flush(after=turning.step)) == 2
-    F.cross_entropy(solo(found[only]), targets).backward()
+                scheduler.step()
+        assert len(step.flush(after=scheduler.step)) == 2
+    F.cross_entropy(solo(result[only]), targets).backward()
     sgd(solo.parameters()).step()
     assert max_difference(params_of(model), params_of(solo)) <= TOLERANCE
 
@@ -144,24 +144,24 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_weights_before_its_upda
 )
 def test_every_stage_leaves_out_the_updates_of_a_batch_whose_loss_is_not_finite(rule, replicas):
     case = streamed.Case(rule, replicas, (6,) * 6, spoilt=2)
-    found, losses = streamed.train(case, nonfinite="skip")
+    result, losses = streamed.train(case, nonfinite="skip")
     expected, _ = streamed.train_reference(case)
     assert losses[2] != losses[2]
-    assert max(relative_difference(found[name], value) for name, value in expected.items()) <= TOLERANCE
+    assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("rule", ["stashing", "vertical_sync", "double_buffer"])
 def test_sums_between_replicas_of_a_stage_may_be_started_and_awaited_but_none_begins_in_a_backward(rule):
     case = streamed.Case(rule, (2, 1), (6,) * 6, per_body=2)
-    found = []
+    result = []
     for passes in ((), ("overlap",)):
         step = cp.parallelize(case.build(), ADAMW, F.mse_loss, strategy=replace(case.plan, passes=passes))
         with step:
             losses = [step(*batch) for batch in case.batches()] + step.flush()
             assert not any(rank.interpreter.program.overlap for rank in step.local_ranks.ranks.values())
-        found.append((params_of(step.local_ranks.model), [loss for loss in losses if loss == loss]))
-    assert equal_bits(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+        result.append((params_of(step.local_ranks.model), [loss for loss in losses if loss == loss]))
+    assert equal_bits(result[0][0], result[1][0])
+    assert result[0][1] == result[1][1]
 
 
 def test_replicas_of_a_stage_that_come_to_differ_are_found_by_the_commits_of_their_stage():
@@ -196,7 +196,7 @@ def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_ba
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "said"),
+    ("strategy", "options", "message"),
     [
         (PLAN, {"clip_norm": 1.0}, r"clip_norm=1.0 is a norm over all stages, .*; give clip_by='stage' to clip each"),
         (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' needs clip_norm, .*; give clip_norm=1.0$"),
@@ -204,15 +204,15 @@ def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_ba
         ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "rank"}, r"^clip_by='rank' is not one of model, stage$"),
     ],
 )
-def test_clipping_by_another_norm_than_the_stages_know_is_refused(strategy, options, said):
-    with pytest.raises(cp.PlanError, match=said):
+def test_clipping_by_another_norm_than_the_stages_know_is_refused(strategy, options, message):
+    with pytest.raises(cp.PlanError, match=message):
         fit(strategy, progress="off", **options)
 
 
 def test_versions_that_need_more_memory_than_is_free_are_named_in_bytes_before_the_run(monkeypatch):
     monkeypatch.setattr(in_flight, "available_bytes", lambda: 1000)
-    said = re.escape("up to 2 on a rank, take 1472 bytes on this host, of which 1000 are free")
-    with pytest.raises(cp.PlanError, match=said):
+    message = re.escape("up to 2 on a rank, take 1472 bytes on this host, of which 1000 are free")
+    with pytest.raises(cp.PlanError, match=message):
         fit(PLAN, progress="off")
 
 
@@ -223,14 +223,14 @@ def test_older_versions_take_the_bytes_that_are_named(strategy, monkeypatch):
     def take():
         stores = [rank.interpreter.store for rank in one.local_ranks.ranks.values()]
         kept = [made for store in stores if store.weight_versions for made in store.weight_versions.versions[1:]]
-        found.append(sum(tensor.nbytes for made in kept for tensor in made.flat_weights + made.unflattened))
+        result.append(sum(tensor.nbytes for made in kept for tensor in made.flat_weights + made.unflattened))
 
-    found: list[int] = []
+    result: list[int] = []
     with make_trainer(strategy, progress="off") as one:
         one.callbacks.append(Ask(take))
         one.fit(dataset(), batch_size=12, max_steps=1)
-    monkeypatch.setattr(in_flight, "available_bytes", lambda: found[0] - 1)
-    with pytest.raises(cp.PlanError, match=f"take {found[0]} bytes on this host, of which {found[0] - 1} are free"):
+    monkeypatch.setattr(in_flight, "available_bytes", lambda: result[0] - 1)
+    with pytest.raises(cp.PlanError, match=f"take {result[0]} bytes on this host, of which {result[0] - 1} are free"):
         fit(strategy, progress="off")
 
 
@@ -245,16 +245,16 @@ class Ask(cp.Callback):
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda one: one.evaluate(dataset(7)), r"evaluate\(\) was called with 2 batches in flight.*evaluate_every="),
         (lambda one: one.save("never"), r"save\(\) was called with 2 batches in flight.*save_every="),
     ],
 )
-def test_what_needs_all_stages_is_refused_with_batches_in_flight_with_the_way_to_have_it(ask, said):
+def test_what_needs_all_stages_is_refused_with_batches_in_flight_with_the_way_to_have_it(ask, message):
     with make_trainer(PLAN, progress="off") as one:
         one.callbacks.append(Ask(lambda: ask(one)))
-        with pytest.raises(cp.PlanError, match=said):
+        with pytest.raises(cp.PlanError, match=message):
             one.fit(dataset(), batch_size=12)
 
 

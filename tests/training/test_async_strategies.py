@@ -46,16 +46,16 @@ def test_the_model_has_the_servers_weights_afterwards():
 def test_two_workers_that_push_one_after_the_other_are_two_steps_on_half_the_batch():
     """Plain SGD, one step: both gradients are taken at the first weights, each the mean over its own half."""
     one = dataset(12)
-    found, _ = fit("asp(2)", data=one, optimizer=SGD)
+    result, _ = fit("asp(2)", data=one, optimizer=SGD)
     model = mlp()
-    order = Sampler(12, 12).batch(0, 0)
+    positions = Sampler(12, 12).batch(0, 0)
     start = params_of(model)
     moved = {name: value.clone() for name, value in start.items()}
-    for half in (order[:6], order[6:]):
+    for half in (positions[:6], positions[6:]):
         gradients = gradients_of(model, *(tensor[half] for tensor in one.tensors))
         for name, gradient in gradients.items():
             moved[name] -= 0.1 * gradient
-    assert max_difference(found, moved) <= 1e-12
+    assert max_difference(result, moved) <= 1e-12
 
 
 def gradients_of(model, inputs, targets):

@@ -67,12 +67,12 @@ Two = namedtuple("Two", ["x", "y"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
 def test_inputs_may_be_a_named_tuple(strategy):
     x, targets = dataset(12).tensors
-    found = []
+    result = []
     for form in (tuple, Two._make):
         with step_of(build_seeded(Sum), strategy) as step:
             step(form((x, x * 2)), targets)
-        found.append(params_of(step.local_ranks.model))
-    assert equal_bits(*found)
+        result.append(params_of(step.local_ranks.model))
+    assert equal_bits(*result)
 
 
 class Fussy(nn.Module):
@@ -136,12 +136,12 @@ def test_batch_norm_on_a_lone_sample_in_a_loop_says_which_microbatch_it_is(strat
 
 def test_autocast_around_a_step_reaches_all_ranks():
     """Only the caller's thread had it, and so no rank of several."""
-    found = []
+    result = []
     for strategy in ("solo", "data(2)"):
         with step_of(mlp().float(), strategy) as step, torch.autocast("cpu", dtype=torch.bfloat16):
-            step.local_ranks.model[0].register_forward_hook(lambda _, __, output: found.append(output.dtype))
+            step.local_ranks.model[0].register_forward_hook(lambda _, __, output: result.append(output.dtype))
             step(dataset(12).tensors[0].float(), dataset(12).tensors[1])
-    assert set(found) == {torch.bfloat16}
+    assert set(result) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)"])

@@ -16,7 +16,7 @@ RARE = ["asp(2, pull_every=2)", "asp(2, compress=twobit:0.05)", "bsp(2, compress
 
 
 @pytest.mark.parametrize("strategy", CENTERED)
-def test_the_model_is_the_center_and_evaluations_change_nobody(strategy):
+def test_the_model_is_the_center_and_evaluations_change_no_worker(strategy):
     measured, _ = fit(strategy, epochs=2, fit_options={"eval_dataset": dataset(7), "evaluate_every": 1})
     plain, _ = fit(strategy, epochs=2)
     assert equal_bits(measured, plain)

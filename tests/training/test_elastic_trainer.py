@@ -52,7 +52,7 @@ def test_held_out_rows_are_looked_up_on_the_servers():
     plan = elastic(make_lookup_data(), consistency="asp", evaluate_every=2)
     options = {"tables": {"0.weight": UniformInit(-1, 1)}, "eval_dataset": make_lookup_data(10)}
     report = train(plan, LocalJob(plan.job).join("a"), embedding_bag_model(), **options)
-    assert [found.step for found in report.evaluations] == [2, 4, 6, 6]
+    assert [result.step for result in report.evaluations] == [2, 4, 6, 6]
 
 
 def test_a_worker_that_is_terminated_gives_its_task_back():
@@ -72,7 +72,7 @@ def test_a_worker_that_is_terminated_gives_its_task_back():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"consistency": "eventual"}, "there is no consistency=eventual; give bsp, ssp or asp"),
         ({"consistency": 3}, "there is no consistency=3"),
@@ -84,8 +84,8 @@ def test_a_worker_that_is_terminated_gives_its_task_back():
         ({"slices_per_step": 0}, "give slices_per_step=1 or more"),
     ],
 )
-def test_a_consistency_that_does_not_exist_is_refused(options, told):
-    with pytest.raises(PlanError, match=told):
+def test_a_consistency_that_does_not_exist_is_refused(options, message):
+    with pytest.raises(PlanError, match=message):
         elastic(make_numeric_data(), **options)
 
 
@@ -114,7 +114,7 @@ def test_a_session_of_another_job_is_refused():
         train(elastic(make_numeric_data(), epochs=3), session)
 
 
-def test_batch_norm_is_every_worker_s_own_if_that_is_meant():
+def test_batch_norm_is_local_to_each_worker_on_request():
     plan = elastic(make_numeric_data())
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()
     session = LocalJob(plan.job).join("a")
@@ -133,10 +133,10 @@ def test_without_servers_the_same_lines_train_the_same_model_under_any_optimizer
         < 1e-12
     )
     assert len(report.losses) == 12
-    assert [found.step for found in report.evaluations] == [12]
+    assert [result.step for result in report.evaluations] == [12]
 
 
-def test_batch_norm_without_servers_is_every_worker_s_own_if_that_is_meant():
+def test_batch_norm_without_servers_is_local_to_each_worker_on_request():
     plan = elastic(make_numeric_data(), servers=0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()
     with pytest.raises(PlanError, match="buffers='own'"):
@@ -145,15 +145,15 @@ def test_batch_norm_without_servers_is_every_worker_s_own_if_that_is_meant():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"compress": "int8"}, "compress= is an option for weights on servers"),
         ({"tables": {"0.weight": UniformInit(-1, 1)}}, "tables= is an option for"),
     ],
 )
-def test_what_is_about_servers_is_refused_without_them(options, told):
+def test_what_is_about_servers_is_refused_without_them(options, message):
     plan = elastic(make_numeric_data(), servers=0)
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         train(plan, LocalJob(plan.job).join("a"), **options)
 
 

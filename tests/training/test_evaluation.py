@@ -36,8 +36,8 @@ def by_hand(model, data):
     """Measure all samples at once."""
     model.eval()
     with torch.no_grad():
-        tallies = measure(model(data.tensors[0]), data.tensors[1])
-    return {name: tally.mean for name, tally in tallies.items()}
+        metric_values = measure(model(data.tensors[0]), data.tensors[1])
+    return {name: metric_value.mean for name, metric_value in metric_values.items()}
 
 
 @pytest.mark.parametrize("num_samples", [24, 31, 3], ids=["full", "uneven", "fewer than microbatches"])
@@ -70,8 +70,8 @@ def test_every_epoch_and_the_end_are_measured_once():
 def test_the_loss_is_measured_where_nothing_else_is_said():
     held_out = dataset(31)
     with make_trainer("pipeline(2)") as one:
-        found = one.evaluate(held_out)
-    assert found == pytest.approx({"loss": by_hand(mlp(), held_out)["loss"]}, rel=1e-12)
+        result = one.evaluate(held_out)
+    assert result == pytest.approx({"loss": by_hand(mlp(), held_out)["loss"]}, rel=1e-12)
 
 
 def test_a_model_can_be_measured_before_it_is_trained_and_is_not_changed():
@@ -105,9 +105,9 @@ def test_statistics_of_replicas_are_one_before_they_are_measured():
     held_out = dataset(8)
     with make_trainer("data(2)", batch_norm_mlp()) as one:
         one.fit(dataset(), batch_size=12)
-        team = one.local_ranks
+        local_ranks = one.local_ranks
         one.evaluate(held_out)
-        buffers = [rank.interpreter.store.buffers["1.running_mean"] for rank in team.ranks.values()]
+        buffers = [rank.interpreter.store.buffers["1.running_mean"] for rank in local_ranks.ranks.values()]
         assert torch.equal(*buffers)
         assert torch.equal(buffers[0], one.model[1].running_mean)
     assert not torch.equal(buffers[0], build_seeded(lambda: torch.nn.BatchNorm1d(8)).running_mean)
@@ -121,8 +121,8 @@ def test_weights_that_were_changed_after_training_are_those_that_are_measured(st
         one.model.load_state_dict(best.state_dict())
         assert one.evaluate(held_out, metrics=measure) == pytest.approx(by_hand(best, held_out), rel=1e-12)
         one.save(tmp_path)
-    found, _ = fit("solo", batch_norm_mlp(), fit_options={"resume": tmp_path})
-    assert equal_bits(found, state_of(best))
+    result, _ = fit("solo", batch_norm_mlp(), fit_options={"resume": tmp_path})
+    assert equal_bits(result, state_of(best))
 
 
 class Measuring(cp.Callback):
@@ -131,10 +131,10 @@ class Measuring(cp.Callback):
     trainer: cp.Trainer
 
     def __init__(self):
-        self.found = []
+        self.result = []
 
     def on_step(self, event):
-        self.found.append(self.trainer.evaluate(dataset(24)))
+        self.result.append(self.trainer.evaluate(dataset(24)))
 
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
@@ -143,9 +143,9 @@ def test_measuring_in_a_callback_measures_the_newest_weights_and_keeps_them(stra
     with make_trainer(strategy, batch_norm_mlp(), callbacks=[listener]) as one:
         listener.trainer = one
         history = one.fit(dataset(), batch_size=12)
-        assert one.evaluate(dataset(24)) == pytest.approx(listener.found[-1], rel=1e-12)
+        assert one.evaluate(dataset(24)) == pytest.approx(listener.result[-1], rel=1e-12)
     assert history.losses == fit(strategy, batch_norm_mlp())[1].losses
-    assert len({found["loss"] for found in listener.found}) == len(history.losses)
+    assert len({result["loss"] for result in listener.result}) == len(history.losses)
 
 
 ENDLESS = ["pipedream(3)", "pipedream(2, replicas=(2,1))", "pipedream(3, vertical_sync=on)", "pipedream_2bw(3)"]

@@ -33,11 +33,11 @@ def strict_loss(outputs, targets):
     return F.cross_entropy(outputs, targets)
 
 
-def trained(strategy, found, at=None, fails=None):
+def trained(strategy, result, at=None, fails=None):
     """Return the parameters after a loop that continues after an error."""
     model = mlp()
     with cp.parallelize(model, ADAMW, strict_loss, strategy=strategy, num_microbatches=2) as step:
-        for number, batch in enumerate(found):
+        for number, batch in enumerate(result):
             if number == at:
                 with pytest.raises(fails):
                     step(*batch)
@@ -55,7 +55,7 @@ def off(strategy, spoilt, error, at):
 
 @pytest.mark.parametrize(("spoilt", "error", "at"), [("nan", cp.DataError, 2), ("raises", ValueError, 0)])
 @pytest.mark.parametrize("strategy", PLANS)
-def test_a_step_that_failed_is_left_out(strategy, spoilt, error, at):
+def test_a_failed_step_is_skipped(strategy, spoilt, error, at):
     assert off(strategy, spoilt, error, at) <= 1e-12
 
 
@@ -82,16 +82,16 @@ STREAM = "pipedream(2)"
 
 
 def test_an_async_pipeline_drops_what_is_under_way_when_a_step_fails_and_continues_as_after_a_flush():
-    model, found = mlp(), batches("nan", 1)
+    model, result = mlp(), batches("nan", 1)
     with cp.parallelize(model, ADAMW, strict_loss, strategy=STREAM) as step:
-        step(*found[0])
-        step(*found[1])
+        step(*result[0])
+        step(*result[1])
         with pytest.raises(cp.DataError, match="cannot be applied"):
-            step(*found[2])
+            step(*result[2])
         assert step.flush() == []
         before = params_of(step.export_weights())
         assert all(torch.isfinite(value).all() for value in before.values())
-        losses = [step(*batch) for batch in found[3:]]
+        losses = [step(*batch) for batch in result[3:]]
         assert [loss == loss for loss in losses] == [False, True]
     assert max_difference(params_of(model), before) > 0
 

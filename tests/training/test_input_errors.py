@@ -111,12 +111,12 @@ def test_a_plan_that_cannot_be_says_why_and_what_can(options, text):
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_composition_for_another_number_of_ranks_says_which_axes_it_has(num_ranks):
-    found = cp.Plan.parse("pipeline(2) * data(2)")
+    result = cp.Plan.parse("pipeline(2) * data(2)")
     with pytest.raises(cp.PlanError) as caught:
-        found.require_ranks(num_ranks)
+        result.require_ranks(num_ranks)
     there = "there is 1" if num_ranks == 1 else "there are 3"
     assert str(caught.value) == (
-        f"{found} needs 4 ranks (stage=2, data=2), but {there}; start 4 ranks, or change the numbers in the plan"
+        f"{result} needs 4 ranks (stage=2, data=2), but {there}; start 4 ranks, or change the numbers in the plan"
     )
 
 

@@ -49,8 +49,8 @@ def test_a_run_with_a_rate_for_each_layer_continues_under_another_plan(name, tmp
             callbacks=[StopAt(3)],
             **settings,
         )
-    found, _ = fit("pipeline(2) * data(2)", mlp(), fit_options={"resume": tmp_path}, **settings)
-    assert max_difference(found, whole) < 1e-12
+    result, _ = fit("pipeline(2) * data(2)", mlp(), fit_options={"resume": tmp_path}, **settings)
+    assert max_difference(result, whole) < 1e-12
 
 
 def test_a_rate_scaled_with_the_ranks_on_a_resume_is_not_taken_and_said(tmp_path):

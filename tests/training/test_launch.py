@@ -11,27 +11,27 @@ pytestmark = pytest.mark.process
 
 def train(strategy):
     """What every rank trains: its losses, its weights, and whether it is the one that listens."""
-    heard = []
+    recorded_steps = []
 
     class Listener(cp.Callback):
         def on_step(self, event):
-            heard.append(event.step)
+            recorded_steps.append(event.step)
 
     with make_trainer(strategy, callbacks=[Listener()]) as one:
         history = one.fit(dataset(), batch_size=12, eval_dataset=dataset(9))
         metrics = history.evaluations[-1].metrics
-        return one.rank, history.losses, params_of(one.model), len(heard), dict(metrics)
+        return one.rank, history.losses, params_of(one.model), len(recorded_steps), dict(metrics)
 
 
 def test_a_launched_trainer_gives_every_rank_the_weights_and_the_metrics_of_solo():
     expected, history = fit("solo", fit_options={"eval_dataset": dataset(9)})
-    found = cp.launch(train, ranks=2, args=["zero(2, level=3)"])
-    assert [rank for rank, *_ in found] == [0, 1]
-    for _, losses, params, _, metrics in found:
+    result = cp.launch(train, ranks=2, args=["zero(2, level=3)"])
+    assert [rank for rank, *_ in result] == [0, 1]
+    for _, losses, params, _, metrics in result:
         assert losses == pytest.approx(history.losses, rel=1e-12)
         assert max_difference(params, expected) <= 1e-12
         assert metrics == pytest.approx(history.evaluations[-1].metrics, rel=1e-12)
-    assert [heard for *_, heard, _ in found] == [4, 0]
+    assert [recorded_steps for *_, recorded_steps, _ in result] == [4, 0]
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused_on_all_of_them():

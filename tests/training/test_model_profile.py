@@ -24,9 +24,9 @@ def layers(width=4):
 
 def timing(pieces=SLOW_LAST):
     model = layers()
-    face = OptimizerSpec(optim.SGD, dict(model.named_parameters()))
+    optimizer_spec = OptimizerSpec(optim.SGD, dict(model.named_parameters()))
     spec = build_profile_target(
-        model, (torch.zeros(2, 4),), torch.zeros(2, 4), loss=F.mse_loss, optimizer_spec=face
+        model, (torch.zeros(2, 4),), torch.zeros(2, 4), loss=F.mse_loss, optimizer_spec=optimizer_spec
     ).spec
     return build_profile(spec, pieces)
 
@@ -54,11 +54,11 @@ def test_a_pipeline_with_a_profile_is_split_where_the_seconds_are_even():
 
 
 def test_a_run_tells_the_plan_with_the_split_that_a_profile_gave_it_and_repeats_it_without_the_profile():
-    made = compiled(profile=timing())
-    assert str(made.plan) == "pipeline(2, balance=(3,1))"
-    assert made.plan.profile == timing()
-    again = compiled(strategy=cp.Plan.from_yaml(made.plan.to_yaml()))
-    assert again.program == made.program
+    compiled_plan = compiled(profile=timing())
+    assert str(compiled_plan.plan) == "pipeline(2, balance=(3,1))"
+    assert compiled_plan.plan.profile == timing()
+    again = compiled(strategy=cp.Plan.from_yaml(compiled_plan.plan.to_yaml()))
+    assert again.program == compiled_plan.program
 
 
 def test_a_profile_of_another_model_is_refused_before_the_first_step():
@@ -73,9 +73,9 @@ def test_what_is_no_timing_is_refused():
 
 def test_ranks_with_other_timings_have_other_plans():
     plan = cp.Plan.parse("pipeline(2)", num_microbatches=2)
-    said = [plan_fingerprint(plan, one) for one in (None, timing(), timing(SLOW_LAST[::-1]))]
-    assert said[0] == "pipeline(2) with 2 microbatches"
-    assert len(set(said)) == 3
+    fingerprints = [plan_fingerprint(plan, one) for one in (None, timing(), timing(SLOW_LAST[::-1]))]
+    assert fingerprints[0] == "pipeline(2) with 2 microbatches"
+    assert len(set(fingerprints)) == 3
 
 
 def test_a_sequential_is_described_as_pipelines_get_it_and_as_shards_do():

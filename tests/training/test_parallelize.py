@@ -41,7 +41,7 @@ def batches(lengths=(12, 12, 7, 3)):
 
 def by_hand(model, form):
     optimizer = ADAMW(model.parameters())
-    turning = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     losses = []
     for x, extra, targets in batches():
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ def by_hand(model, form):
                                targets)  # fmt: skip
         loss.backward()
         optimizer.step()
-        turning.step()
+        scheduler.step()
         losses.append(float(loss.detach()))
     return losses
 
@@ -64,12 +64,12 @@ def test_a_custom_loop_is_the_same_under_every_strategy(strategy, form):
     mine, theirs = build_seeded(Pair), build_seeded(Pair)
     expected = by_hand(theirs, form)
     step = cp.parallelize(mine, ADAMW, F.cross_entropy, strategy=strategy, num_microbatches=2)
-    turning = optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
+    scheduler = optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
     losses = []
     with step:
         for x, extra, targets in batches():
             losses.append(step(form(x, extra), targets))
-            turning.step()
+            scheduler.step()
     assert losses == pytest.approx(expected, rel=1e-12)
     assert max_difference(params_of(mine), params_of(theirs)) <= 1e-12
     assert list_rank_threads() == []
@@ -93,14 +93,14 @@ def both(outputs, targets):
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "data(4)"])
 def test_outputs_and_targets_may_be_dicts(strategy):
-    found = {}
+    result = {}
     for name in (strategy, "solo"):
         model = build_seeded(Named)
         with cp.parallelize(model, ADAMW, both, strategy=name) as step:
             for x, extra, targets in batches((12, 8)):
                 step(x, {"label": targets, "weight": extra[:, 0]})
-        found[name] = params_of(model)
-    assert max_difference(found[strategy], found["solo"]) <= 1e-12
+        result[name] = params_of(model)
+    assert max_difference(result[strategy], result["solo"]) <= 1e-12
 
 
 def test_an_optimizer_of_the_users_is_the_one_whose_options_count():

@@ -24,7 +24,7 @@ from tests.training.trainers import (
 )
 
 HERE = Path(__file__).name
-DOORS = ["fit", "parallelize"]
+ENTRY_POINTS = ["fit", "parallelize"]
 
 
 class Blocks(nn.Module):
@@ -47,20 +47,20 @@ def blocks(between):
     return build_seeded(lambda: Blocks(between))
 
 
-def train(door, model, strategy="pipeline(2)", batch=12, **options):
+def train(entry_point, model, strategy="pipeline(2)", batch=12, **options):
     data = dataset(batch)
-    if door == "fit":
+    if entry_point == "fit":
         return fit(cp.Plan.parse(strategy).with_microbatches_for(batch), model, data, progress="off", **options)
     with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=strategy, **options) as step:
         step(*data.tensors)
     return params_of(model), None
 
 
-def refused(door, model, strategy="pipeline(2)", error=cp.PlanError, **options):
+def refused(entry_point, model, strategy="pipeline(2)", error=cp.PlanError, **options):
     """Return the error's text; the model is as it was, and no rank is left."""
     before = params_of(model)
     with pytest.raises(error) as caught:
-        train(door, model, strategy, **options)
+        train(entry_point, model, strategy, **options)
     assert equal_bits(params_of(model), before)
     assert list_rank_threads() == []
     return str(caught.value)
@@ -70,20 +70,20 @@ def by_values(x):
     return x if x.sum() > 0 else -x
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_what_to_do(door):
-    text = refused(door, blocks(by_values))
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_what_to_do(entry_point):
+    text = refused(entry_point, blocks(by_values))
     assert re.match(
         rf"tracing the model stopped in Blocks at \S+{HERE}:\d+ 'return x if x.sum\(\) > 0 else -x': ", text
     )
     assert text.endswith("or make the model an nn.Sequential, whose children may contain any code")
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_one_memory_under_two_parameters_of_different_stages_is_refused_with_the_way_to_tie_them(door):
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_one_memory_under_two_parameters_of_different_stages_is_refused_with_the_way_to_tie_them(entry_point):
     model = mlp()
     model[4].weight = nn.Parameter(model[2].weight.detach()[:3])
-    text = refused(door, model)
+    text = refused(entry_point, model)
     assert text.startswith(
         "4.weight and 2.weight are two parameters in one piece of memory, but under pipeline(2) ranks"
     )
@@ -100,17 +100,17 @@ def test_one_parameter_under_two_names_is_split_through_and_trains_as_on_one_dev
     assert max_difference(mine, theirs) <= 1e-12
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "message"),
     [
         ("pipeline(5)", "the pipeline has 5 stages, but the model has only 4 blocks; every stage needs one: "),
         ("interleaved(3)", "interleaved, chunks_per_stage=2) has 6 chunks, 2 for each of 3 stages, but the model has only 4 bl"),
         ("pipeline(2, balance=(5,1))", "balance=(5, 1) adds up to 6 blocks, but the model has 4; the stages toge"),
     ],
 )  # fmt: skip
-def test_more_stages_or_chunks_than_blocks_are_refused(door, strategy, said):
-    assert said in refused(door, blocks(torch.tanh), strategy)
+def test_more_stages_or_chunks_than_blocks_are_refused(entry_point, strategy, message):
+    assert message in refused(entry_point, blocks(torch.tanh), strategy)
 
 
 def test_layers_without_parameters_never_make_a_stage_of_their_own():
@@ -143,21 +143,21 @@ def test_a_stage_that_trains_nothing_passes_on_what_others_need(strategy, traine
     assert max_difference(mine, theirs) <= 1e-12
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_numbers_that_do(door):
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_numbers_that_do(entry_point):
     options = (
         {"num_microbatches": 5}
-        if door == "parallelize"
+        if entry_point == "parallelize"
         else {"strategy": cp.Plan.parse("pipeline(2)", num_microbatches=5)}
     )
     with pytest.raises(
         cp.PlanError, match=r"^a batch of 12 samples cannot be split into the 5 equal microbatches of pipeline"
     ):
-        door_with(door, blocks(torch.tanh), **options)
+        call_entry_point(entry_point, blocks(torch.tanh), **options)
 
 
-def door_with(door, model, strategy="pipeline(2)", **options):
-    if door == "fit":
+def call_entry_point(entry_point, model, strategy="pipeline(2)", **options):
+    if entry_point == "fit":
         return fit(strategy, model, dataset(12), progress="off", **options)
     with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=strategy, **options) as step:
         return step(*dataset(12).tensors)
@@ -176,10 +176,10 @@ def centered(x):
     return x - x.mean(0)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("strategy", ["gpipe(2)", "pipeline(2) * data(2)", "pipedream_2bw(2)"])
-def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(door, strategy):
-    text = refused(door, blocks(centered), strategy)
+def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(entry_point, strategy):
+    text = refused(entry_point, blocks(centered), strategy)
     assert re.match(
         r"the output of Blocks for a sample depends on the other samples of its batch: it changes by \d\.\de[-+]0\d of",
         text,
@@ -198,13 +198,13 @@ def test_a_chain_whose_output_depends_on_the_whole_batch_is_refused_too():
     assert "the output of Sequential for a sample depends" in refused("fit", nn.Sequential(*mlp(), Centered()))
 
 
-def test_microbatches_may_be_meant_as_batches_and_one_microbatch_is_the_whole_batch():
+def test_microbatches_may_be_accepted_as_batches_and_one_microbatch_is_the_whole_batch():
     for options in ({"cross_sample": "accept", "num_microbatches": 4}, {"num_microbatches": 1}):
-        found = []
+        result = []
         for strategy in ("pipeline(2)", "solo"):
-            found.append(blocks(centered))
-            door_with("parallelize", found[-1], strategy, **options)
-        assert max_difference(*map(params_of, found)) <= 1e-12
+            result.append(blocks(centered))
+            call_entry_point("parallelize", result[-1], strategy, **options)
+        assert max_difference(*map(params_of, result)) <= 1e-12
 
 
 @pytest.mark.parametrize("between", [lambda x: x + torch.randn_like(x), nn.BatchNorm1d(8, track_running_stats=False)])
@@ -231,7 +231,7 @@ def again(x):
     return checkpoint(torch.tanh, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize(
     ("between", "what"),
     [
@@ -240,9 +240,9 @@ def again(x):
         (again, "Blocks has the autograd.Function CheckpointFunction"),
     ],
 )
-def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(door, between, what):
+def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(entry_point, between, what):
     """It would train silently with the gradients of the forward's operations."""
-    text = refused(door, blocks(between))
+    text = refused(entry_point, blocks(between))
     assert text.startswith(
         f"{what}, but a model is split along the operations of its forward, whose own gradients would"
     )
@@ -252,16 +252,16 @@ def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(door, betw
 @pytest.mark.parametrize("strategy", ["pipedream(1)", "pipedream(1, replicas=(2))", "pipedream(1, vertical_sync=on)"])
 def test_an_async_pipeline_of_one_stage_has_one_update_in_a_step(strategy):
     plan = cp.Plan.parse(strategy, num_microbatches=4)
-    found = refused("parallelize", mlp(), plan)
-    assert "has one stage" in found
-    assert "num_microbatches=" in found
+    result = refused("parallelize", mlp(), plan)
+    assert "has one stage" in result
+    assert "num_microbatches=" in result
 
 
 @pytest.mark.parametrize(
     "strategy", ["pipedream_2bw(1)", "gpipe(1)", "interleaved(1)", "zero_bubble(1)", "mpi_caffe(1)", "pipeline(1)"]
 )
 def test_pipelines_of_one_stage_are_solo(strategy):
-    found, expected = (
+    result, expected = (
         train("parallelize", mlp(), cp.Plan.parse(text, num_microbatches=4))[0] for text in (strategy, "solo")
     )
-    assert max_difference(found, expected) <= 1e-12
+    assert max_difference(result, expected) <= 1e-12

@@ -24,7 +24,7 @@ def test_a_launcher_fills_one_host_after_the_other():
         (2, "tree(2, shape=chain, send=during_backward) * tree(2, send=during_backward)"),
     ],
 )
-def test_a_system_is_told_how_many_ranks_are_on_each_host(per_host, becomes):
+def test_a_system_gets_the_number_of_ranks_on_each_host(per_host, becomes):
     assert str(resolve_initial_plan("s_caffe", started(4, per_host), None, None)) == becomes
 
 

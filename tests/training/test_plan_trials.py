@@ -85,7 +85,7 @@ def test_a_custom_loop_measures_on_its_first_batch_and_trains_on_it_as_ever():
     assert losses["auto(2)"] == pytest.approx(losses["solo"], rel=1e-12)
 
 
-def test_a_plan_that_the_model_does_not_go_along_with_is_left_out_with_the_reason():
+def test_a_plan_that_the_model_does_not_support_is_skipped_with_the_reason():
     trainer, _, _ = trained("auto(2)", lambda: build_seeded(Centered), num_measured_plans=8)
     failed = {one.plan: one.reason for one in trainer.choice.failed_trials}
     assert any("depends on the other samples" in reason for reason in failed.values())
@@ -107,7 +107,7 @@ class Minus(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"strategy": "data(2)", "num_measured_plans": 2},
@@ -117,8 +117,8 @@ class Minus(torch.nn.Module):
         ({"strategy": "auto(2)", "num_measured_plans": True}, "num_measured_plans=True is a bool; give a whole number"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(options, said):
-    with pytest.raises(cp.PlanError, match=said):
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises(cp.PlanError, match=message):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **options)
 
 
@@ -130,9 +130,9 @@ def test_data_parallelism_the_choice_and_the_fastest_are_worth_measuring():
     assert len(plans) == 3
 
 
-def test_plans_for_which_there_is_no_room_beside_the_others_are_not_measured():
+def test_plans_that_do_not_fit_into_memory_with_the_others_are_not_measured():
     whole = chosen(2)
-    data = next(found for found in whole.ranking.predictions if str(found.plan) == "data(2)")
+    data = next(result for result in whole.ranking.predictions if str(result.plan) == "data(2)")
     tight = PlanningProblem(QUESTION.model, Cluster(Device(memory_bytes=2 * data.memory_bytes)), 16)
     few = candidates_to_measure(chosen(2, tight), 5)
     assert str(few[0]) == "data(2)"
@@ -155,7 +155,7 @@ def test_data_parallelism_is_taken_unless_another_plan_is_faster_by_more_than_ru
     assert decide_by_trials(choice, [PlanTrial(data, 1.09, round_times_s=(1.09, 0.99, 1.1)), best]).plan == zero
 
 
-def test_a_simpler_plan_that_was_as_fast_in_one_of_five_turns_is_taken_unless_it_is_much_slower():
+def test_a_simpler_plan_that_was_as_fast_in_one_of_five_rounds_is_chosen_unless_much_slower():
     choice = chosen(2)
     _, zero, other = choice.by_simplicity[:3]
     best = PlanTrial(other, 1.0, round_times_s=(1.0, 1.0, 1.0))
@@ -166,7 +166,7 @@ def test_a_simpler_plan_that_was_as_fast_in_one_of_five_turns_is_taken_unless_it
     assert decide_by_trials(choice, [PlanTrial(zero, 1.04, round_times_s=(0.99, *(1.04,) * 5)), best]).plan == other
 
 
-def test_a_plan_that_was_as_fast_in_some_turn_but_slower_than_a_simpler_one_is_not_taken():
+def test_a_plan_as_fast_in_one_round_but_slower_than_a_simpler_one_is_not_chosen():
     choice = chosen(2)
     simple, other, best = choice.by_simplicity[1:4]
     trials = [
@@ -194,7 +194,7 @@ def test_a_round_was_as_fast_as_those_plans_were_that_had_the_most_turns():
     assert [trial.step_s for trial in trials] == pytest.approx([1.0, 1.5, 2.0])
 
 
-def test_a_plan_without_turns_keeps_its_time():
+def test_a_plan_without_rounds_keeps_its_time():
     data, zero = chosen(2).by_simplicity[:2]
     given_up = PlanTrial(zero, 9.0)
     assert normalize_speed([PlanTrial(data, 2.0, round_times_s=(2.0, 2.0)), given_up])[1] == given_up
@@ -207,20 +207,20 @@ def test_the_best_of_each_kind_is_tried_before_a_second_one_of_a_kind():
     assert len(set(kinds)) == len(kinds) == 4
 
 
-def test_a_plan_that_is_hopelessly_slow_keeps_nobody_waiting():
+def test_a_plan_that_is_far_too_slow_gets_no_rounds():
     runners = [Steps(1.0), Steps(3.0), Steps(5.0)]
     run_interleaved(runners)
     assert [len(runner.round_times_s) for runner in runners] == [ROUNDS, ROUNDS, 0]
 
 
-def test_plans_that_are_close_to_the_fastest_have_more_turns_the_closer_the_more():
+def test_plans_close_to_the_fastest_get_more_rounds_the_closer_the_more():
     assert NEAR_FASTEST_FACTORS == (1.25, 1.1)
     runners = [Steps(1.2), Steps(1.0), Steps(1.3), Steps(1.05)]
     run_interleaved(runners)
     assert [len(runner.round_times_s) // ROUNDS for runner in runners] == [2, 3, 1, 3]
 
 
-def test_there_are_no_more_turns_once_one_plan_is_left():
+def test_there_are_no_more_rounds_once_one_plan_is_left():
     runners = [Steps(1.0), Steps(1.2), Steps(2.0)]
     run_interleaved(runners)
     assert [len(runner.round_times_s) // ROUNDS for runner in runners] == [2, 2, 1]

@@ -15,7 +15,7 @@ from tests.training.trainers import equal_bits, max_difference, params_of
 WIDTH = 128
 """A weight of a layer is worth a mapping of its own in float64; a bias is not."""
 WEIGHTS = ["0.weight", "2.weight"]
-FACE = partial(optim.SGD, lr=0.1)
+OPTIMIZER = partial(optim.SGD, lr=0.1)
 
 
 def wide():
@@ -30,7 +30,7 @@ def batch(value=1.0):
 
 
 def begin(model, strategy="pipeline(2)"):
-    return cp.parallelize(model, FACE, nn.functional.mse_loss, strategy=strategy, num_microbatches=2)
+    return cp.parallelize(model, OPTIMIZER, nn.functional.mse_loss, strategy=strategy, num_microbatches=2)
 
 
 def kinds(model):
@@ -69,7 +69,9 @@ def measure():
     """Return whether a model that was evaluated, and never trained, is as it was."""
     model = wide()
     data = torch.utils.data.TensorDataset(*batch())
-    with cp.Trainer(model, loss=nn.functional.mse_loss, optimizer=FACE, strategy="pipeline(2)", progress="off") as one:
+    with cp.Trainer(
+        model, loss=nn.functional.mse_loss, optimizer=OPTIMIZER, strategy="pipeline(2)", progress="off"
+    ) as one:
         one.evaluate(data)
     return equal_bits(params_of(model), params_of(wide()))
 
@@ -90,7 +92,7 @@ def tell():
 
 
 @pytest.fixture(scope="module")
-def told():
+def results_by_rank():
     return run_forked(tell, ranks=2)
 
 
@@ -105,8 +107,8 @@ def alone():
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_they_are_zeros_from_a_step_until_they_are_exported(told, rank):
-    (seen, _), *_ = told[rank]
+def test_they_are_zeros_from_a_step_until_they_are_exported(results_by_rank, rank):
+    (seen, _), *_ = results_by_rank[rank]
     between = ["zeros", "zeros"]
     between[rank] = "numbers"
     whole = ["numbers", "numbers"]
@@ -115,27 +117,27 @@ def test_they_are_zeros_from_a_step_until_they_are_exported(told, rank):
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_they_come_back_as_they_were_trained(told, rank):
-    (_, given), *_ = told[rank]
+def test_they_come_back_as_they_were_trained(results_by_rank, rank):
+    (_, given), *_ = results_by_rank[rank]
     assert max(max_difference(mine, theirs) for mine, theirs in zip(given, alone(), strict=True)) <= TOLERANCE
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_that_was_only_measured_stays_as_it_was(told, rank):
-    assert told[rank][1]
+def test_a_model_that_was_only_measured_stays_as_it_was(results_by_rank, rank):
+    assert results_by_rank[rank][1]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_tied_and_frozen_ones_stay(told, rank):
-    assert told[rank][2] == ["numbers", "numbers"]
+def test_tied_and_frozen_ones_stay(results_by_rank, rank):
+    assert results_by_rank[rank][2] == ["numbers", "numbers"]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failed_run_leaves_nan_and_a_note(told, rank):
-    weights, notes = told[rank][3]
+def test_a_failed_run_leaves_nan_and_a_note(results_by_rank, rank):
+    weights, notes = results_by_rank[rank][3]
     lost = WEIGHTS[1 - rank]
     assert weights[1 - rank] == "nan"
     assert weights[rank] == "numbers"

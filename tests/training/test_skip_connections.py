@@ -38,12 +38,12 @@ def data():
 @pytest.mark.parametrize("strategy", ["pipeline(3)", "pipeline(5)", "pipeline(2, schedule=pipedream)"])
 def test_a_value_with_fewer_readers_in_evaluation_comes_to_them(strategy):
     with make_trainer(strategy, ladder()) as one:
-        found = one.evaluate(data(), batch_size=12)
+        result = one.evaluate(data(), batch_size=12)
     with make_trainer("solo", ladder()) as one:
-        assert found == pytest.approx(one.evaluate(data(), batch_size=12), rel=1e-12)
+        assert result == pytest.approx(one.evaluate(data(), batch_size=12), rel=1e-12)
 
 
 def test_a_fit_with_workers_reads_late_inputs_where_they_are_needed():
     alone, _ = fit("solo", ladder(), data())
-    found, _ = fit("pipeline(5)", ladder(), data(), fit_options={"num_workers": 1})
-    assert max_difference(found, alone) <= 1e-12
+    result, _ = fit("pipeline(5)", ladder(), data(), fit_options={"num_workers": 1})
+    assert max_difference(result, alone) <= 1e-12

@@ -54,10 +54,10 @@ def test_an_interrupted_run_continues_bit_for_bit_in_mid_period(strategy, tmp_pa
     whole, history = fit(strategy, build(), fit_options=saving(tmp_path / "a"), **SETTINGS)
     with pytest.raises(KeyboardInterrupt):
         fit(strategy, build(), fit_options=saving(tmp_path / "b"), callbacks=[StopAt(2)], **SETTINGS)
-    going_on = {"resume": tmp_path / "b", **saving(tmp_path / "b")}
-    found, rest = fit(strategy, build(), fit_options=going_on, **SETTINGS)
+    resume_options = {"resume": tmp_path / "b", **saving(tmp_path / "b")}
+    result, rest = fit(strategy, build(), fit_options=resume_options, **SETTINGS)
     assert [step.loss for step in rest.steps] == [step.loss for step in history.steps[2:]]
-    assert equal_bits(found, whole)
+    assert equal_bits(result, whole)
 
 
 @pytest.mark.parametrize("strategy", [APART, LATE])
@@ -91,8 +91,8 @@ def test_what_is_measured_in_mid_period_is_the_mean_of_the_replicas():
 @pytest.mark.parametrize("strategy", ["data(4)", "solo", "data(4, sync_every=3)"])
 def test_another_plan_continues_from_the_mean_of_the_replicas(strategy, tmp_path):
     mean, _ = fit("data(2, sync_every=3)", fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
-    found, _ = fit(strategy, fit_options={"max_steps": 2, "resume": tmp_path})
-    assert max_difference(found, mean) <= 1e-15
+    result, _ = fit(strategy, fit_options={"max_steps": 2, "resume": tmp_path})
+    assert max_difference(result, mean) <= 1e-15
 
 
 def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_replicas_continues(tmp_path):
@@ -104,15 +104,15 @@ def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_repli
 def test_a_plan_that_delays_no_gradient_says_that_it_drops_the_one_that_was(tmp_path):
     given, _ = fit(LATE, fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
     with pytest.warns(RuntimeWarning, match="the gradient of step 1, which data.2, staleness=1. had delayed"):
-        found, _ = fit("data(2)", fit_options={"max_steps": 2, "resume": tmp_path})
-    assert equal_bits(found, given)
+        result, _ = fit("data(2)", fit_options={"max_steps": 2, "resume": tmp_path})
+    assert equal_bits(result, given)
 
 
 def test_a_checkpoint_has_the_weights_and_the_optimizer_of_every_replica(tmp_path):
     fit("data(2, sync_every=3)", fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
-    found = Checkpoint.open(tmp_path)
+    result = Checkpoint.open(tmp_path)
     for kind in ("model", "optimizer.exp_avg"):
-        first, second = (found.read(f"{kind}:0.weight~{replica}/2") for replica in range(2))
+        first, second = (result.read(f"{kind}:0.weight~{replica}/2") for replica in range(2))
         assert relative_difference(first, second) > 0
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_has_the_weights_and_the_optimizer_of_every_replica(tmp_pat
 def test_sixteen_steps_send_the_bytes_of_their_formulas(strategy, sums):
     """Counted over the instructions that every rank ran, by its timings."""
     feed, sent = teams.make_batch(4), [Fraction(0)] * 4
-    with teams.build_team(strategy) as one:
+    with teams.build_local_ranks(strategy) as one:
         for number in range(16):
             _, trace = trace_step(one, number, feed)
             for event in trace.events:
@@ -142,7 +142,7 @@ def poisoned():
 
 
 @pytest.mark.parametrize("strategy", ["data(2, sync_every=2)", LATE])
-def test_a_step_whose_loss_is_not_finite_is_left_out_by_all_replicas(strategy):
+def test_a_step_with_a_non_finite_loss_is_skipped_by_all_replicas(strategy):
     with make_trainer(strategy, nonfinite="skip", clip_norm=1.0) as one:
         history = one.fit(poisoned(), batch_size=12, epochs=2)
     assert sum(bool(step.skip_reason) for step in history.steps) == 2
@@ -197,8 +197,8 @@ def embedded(strategy, *, sparse):
 
 
 def test_replicas_with_sparse_gradients_update_separately_as_those_with_dense_ones_do():
-    found, expected = (embedded("data(2, sync_every=2)", sparse=sparse) for sparse in (True, False))
-    assert max_difference(found, expected) <= 1e-12
+    result, expected = (embedded("data(2, sync_every=2)", sparse=sparse) for sparse in (True, False))
+    assert max_difference(result, expected) <= 1e-12
 
 
 def test_a_sparse_gradient_is_not_set_aside():

@@ -35,7 +35,7 @@ MORE = ["data(4)", "pipeline(2) * data(2)", "pipeline(2, replicas=(2,1))", "zero
 def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_value=None, schedule=None):
     """Train on whole global batches, as anybody would; return the losses and the norms of the gradients."""
     stepping = optimizer(model.parameters()) if callable(optimizer) else optimizer
-    turning = schedule(stepping) if schedule else None
+    scheduler = schedule(stepping) if schedule else None
     sampler, losses, norms = Sampler(len(data), 12), [], []
     for epoch in range(epochs):
         for index in range(sampler.num_batches):
@@ -47,8 +47,8 @@ def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_valu
             nn.utils.clip_grad_value_(model.parameters(), clip_value or float("inf"))
             stepping.step()
             losses.append(float(loss.detach()))
-            if turning is not None:
-                turning.step()
+            if scheduler is not None:
+                scheduler.step()
     return losses, norms
 
 
@@ -57,8 +57,8 @@ def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_valu
 def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
     model, data = mlp(), dataset(num_samples)
     losses, _ = by_hand(model, data, epochs=2)
-    found, history = fit(strategy, data=data, epochs=2)
-    assert max_difference(found, params_of(model)) <= 1e-12
+    result, history = fit(strategy, data=data, epochs=2)
+    assert max_difference(result, params_of(model)) <= 1e-12
     assert history.losses == pytest.approx(losses, rel=1e-12)
     assert sum(step.num_samples for step in history.steps) == 2 * num_samples
 
@@ -67,8 +67,8 @@ def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
 def test_accumulated_microbatches_equal_one_large_batch(num_microbatches):
     model = mlp()
     by_hand(model, dataset())
-    found, _ = fit(cp.Plan((), num_microbatches))
-    assert max_difference(found, params_of(model)) <= 1e-12
+    result, _ = fit(cp.Plan((), num_microbatches))
+    assert max_difference(result, params_of(model)) <= 1e-12
 
 
 @pytest.mark.parametrize("clip_norm", [0.05, 100.0])
@@ -76,9 +76,9 @@ def test_accumulated_microbatches_equal_one_large_batch(num_microbatches):
 def test_clipping_is_that_of_torch(strategy, clip_norm):
     model = mlp()
     _, norms = by_hand(model, dataset(), clip_norm=clip_norm)
-    found, history = fit(strategy, clip_norm=clip_norm)
+    result, history = fit(strategy, clip_norm=clip_norm)
     assert [step.grad_norm for step in history.steps] == pytest.approx(norms, rel=1e-12)
-    assert max_difference(found, params_of(model)) <= 1e-12
+    assert max_difference(result, params_of(model)) <= 1e-12
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -105,8 +105,8 @@ def test_groups_of_parameters_keep_their_own_options(strategy):
     mine, theirs = mlp(), mlp()
     cosine = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=8)
     by_hand(theirs, dataset(), optimizer=grouped(theirs), schedule=cosine, epochs=2)
-    found, history = fit(strategy, mine, optimizer=grouped(mine), lr_scheduler=cosine, epochs=2)
-    assert max_difference(found, params_of(theirs)) <= 1e-12
+    result, history = fit(strategy, mine, optimizer=grouped(mine), lr_scheduler=cosine, epochs=2)
+    assert max_difference(result, params_of(theirs)) <= 1e-12
     assert history.steps[0].options["weight_decay"] == 0.5
 
 
@@ -120,10 +120,10 @@ def frozen_in_the_middle():
 def test_frozen_parameters_stay_and_the_others_train(strategy):
     model = frozen_in_the_middle()
     by_hand(model, dataset())
-    found, _ = fit(strategy, frozen_in_the_middle())
-    assert max_difference(found, params_of(model)) <= 1e-12
-    assert torch.equal(found["2.weight"], mlp()[2].weight)
-    assert not torch.equal(found["0.weight"], mlp()[0].weight)
+    result, _ = fit(strategy, frozen_in_the_middle())
+    assert max_difference(result, params_of(model)) <= 1e-12
+    assert torch.equal(result["2.weight"], mlp()[2].weight)
+    assert not torch.equal(result["0.weight"], mlp()[0].weight)
 
 
 class Lars(optim.Optimizer):
@@ -156,8 +156,10 @@ def without_biases():
 def test_an_optimizer_that_looks_at_whole_tensors_sees_whole_tensors(strategy, optimizer):
     model = without_biases()
     by_hand(model, dataset(), optimizer=optimizer)
-    found, _ = fit(strategy, without_biases(), optimizer=optimizer)
-    assert max_difference(found, params_of(model)) <= 1e-10  # Muon computes in bfloat16, which may round once otherwise
+    result, _ = fit(strategy, without_biases(), optimizer=optimizer)
+    assert (
+        max_difference(result, params_of(model)) <= 1e-10
+    )  # Muon computes in bfloat16, which may round once otherwise
 
 
 class TwoPrecisions(nn.Module):
@@ -207,10 +209,10 @@ def test_two_calls_of_fit_train_as_one_longer_one(strategy):
     with make_trainer(strategy) as one:
         first = one.fit(dataset(), batch_size=12)
         second = one.fit(dataset(), batch_size=12)
-        found = state_of(one.model)
+        result = state_of(one.model)
     whole, history = fit(strategy, epochs=2)
     assert first.losses + second.losses == pytest.approx(history.losses, rel=1e-12)
-    assert max_difference(found, whole) <= 1e-12
+    assert max_difference(result, whole) <= 1e-12
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
@@ -251,8 +253,8 @@ def test_a_pipeline_takes_as_many_microbatches_as_it_can_use():
 def test_steps_tell_their_number_epoch_samples_and_rate():
     step = partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     _, history = fit("data(2)", epochs=2, lr_scheduler=step)
-    told = [(step.step, step.epoch, step.num_samples, step.options["lr"]) for step in history.steps]
-    assert told == [(at, at // 4, 10 if at % 4 == 3 else 12, 0.01 * 0.5 ** (at + 1)) for at in range(8)]
+    recorded = [(step.step, step.epoch, step.num_samples, step.options["lr"]) for step in history.steps]
+    assert recorded == [(at, at // 4, 10 if at % 4 == 3 else 12, 0.01 * 0.5 ** (at + 1)) for at in range(8)]
     assert all(step.seconds > 0 for step in history.steps)
 
 
@@ -267,8 +269,8 @@ def test_a_measured_step_says_what_every_rank_did():
         one.fit(dataset(), batch_size=12)
         compiled = one.compiled
     assert len(traces) == 1
-    told = [" ".join(event.text for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
-    assert told == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rank_programs]
+    recorded = [" ".join(event.text for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
+    assert recorded == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rank_programs]
 
 
 def test_integers_and_several_inputs_reach_the_model():

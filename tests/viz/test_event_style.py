@@ -41,7 +41,7 @@ def test_both_chunks_at_the_foot_of_a_v_are_distinguished():
     assert [names.chunk_of[0, block] for block in (0, 1, 6, 7)] == [0, 0, 1, 1]
 
 
-def test_a_name_has_the_letter_of_its_chunk_and_the_version_it_reads():
+def test_a_name_has_the_suffix_of_its_chunk_and_the_version_it_reads():
     names = EventLabels({(0, 4): 1}, 2)
     event = TraceEvent(0, 0, "Bi4.+3:-2", 0.0, 1.0, "compute")
     assert (names.short_label(event), names.full_label(event)) == ("Bi3b", "Bi3b:-2")
@@ -59,9 +59,9 @@ def test_a_trace_file_says_the_chunk_and_the_version():
     written = json.loads(
         format_perfetto(traced("zero_bubble(2, chunks_per_stage=2)", 4, 4), traced("pipedream(2)", 1, 2))
     )
-    found = [event["args"] for event in written["traceEvents"] if event["ph"] == "X"]
-    assert {args.get("chunk") for args in found} == {None, 0, 1}
-    assert {args.get("version") for args in found} == {None, -1}
+    result = [event["args"] for event in written["traceEvents"] if event["ph"] == "X"]
+    assert {args.get("chunk") for args in result} == {None, 0, 1}
+    assert {args.get("version") for args in result} == {None, -1}
 
 
 @pytest.mark.parametrize("kind", KIND_COLOURS)

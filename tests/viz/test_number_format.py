@@ -29,10 +29,10 @@ def test_a_tick_has_the_decimals_of_its_step(value, step, text):
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9), st.integers(2, 10))
 def test_ticks_are_few_even_and_inside(low, span, most):
-    found = ticks(low, low + span, most)
-    assert len(found) <= most + 1
+    result = ticks(low, low + span, most)
+    assert len(result) <= most + 1
     slack = span * 1e-3 + abs(low) * 1e-6
-    assert all(low - slack <= tick <= low + span + slack for tick in found)
+    assert all(low - slack <= tick <= low + span + slack for tick in result)
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ spans = st.tuples(st.sampled_from(LANES), st.integers(0, 12), st.integers(0, 6))
 
 
 @given(st.lists(spans, max_size=12))
-def test_every_event_is_written_once_and_all_that_are_not_asynchronous_nest(found):
+def test_every_event_is_written_once_and_all_that_are_not_asynchronous_nest(result):
     made = [TraceEvent(0, at, f"U{at}", start / 8, (start + length) / 8, lane)
-            for at, (lane, start, length) in enumerate(found)]  # fmt: skip
+            for at, (lane, start, length) in enumerate(result)]  # fmt: skip
     text = format_perfetto(Trace.from_events(made, 1, "measured"))
     assert sorted(e["name"] for e in events(text, "X", "b")) == sorted(event.text for event in made)
     threads = defaultdict(list)

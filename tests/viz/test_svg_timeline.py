@@ -102,7 +102,7 @@ def luminance(colour):
 
 @pytest.mark.parametrize("kind", KIND_COLOURS)
 @pytest.mark.parametrize("page", ["#ffffff", "#11151b"])
-def test_a_colour_stands_out_on_a_light_and_on_a_dark_page(kind, page):
+def test_a_colour_has_contrast_on_a_light_and_on_a_dark_page(kind, page):
     darker, lighter = sorted((luminance(KIND_COLOURS[kind]), luminance(page)))
     assert (lighter + 0.05) / (darker + 0.05) >= 3.0
 
@@ -160,5 +160,5 @@ def test_a_long_line_is_thinned_and_keeps_its_peak():
     assert any(place.endswith(",34") for place in places)
 
 
-def test_a_mean_stands_in_the_middle_of_what_it_smooths():
+def test_a_moving_mean_is_centered():
     assert moving_average(((0, 1.0), (1, 2.0), (2, 6.0), (3, 4.0)), 3) == ((1, 3.0), (2, 4.0))

@@ -104,7 +104,7 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("30 GFLOP/s", "30", "c.yaml:2: device.flops is 30; it has no unit; give the unit of floating point operations"),
         ("16 GiB", "16 gb", "c.yaml:3: device.memory is 16 gb; gb is not a unit of bytes; did you mean GB"),
@@ -132,12 +132,12 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
         ("device:", "? [device]\n:", "c.yaml:1: the file has an unknown key a list; its keys are device"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said):
-    assert any(line.startswith(said) for line in mistakes(changed(old, new)))
+def test_a_mistake_is_reported_with_its_line_the_rule_and_the_remedy(old, new, message):
+    assert any(line.startswith(message) for line in mistakes(changed(old, new)))
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ("{level: 1, group: 3, fraction: 2}", "slow_links[0].fraction is 2; it must be more than 0 and at most 1"),
         ("{level: 2, group: 0, fraction: 0.5}", "slow_links[0] is of level 2, but the outermost level is 1"),
@@ -146,12 +146,12 @@ def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said)
         ("{level: 1, group: 3}", "slow_links[0] has no fraction; give it, as in fraction: 0.5"),
     ],
 )
-def test_a_slow_link_is_one_that_there_is(entry, said):
+def test_a_slow_link_is_one_that_there_is(entry, message):
     assert parse_cluster(f"{HOSTS}slow_links: [{{level: 0, group: 7, fraction: 0.5}}]").slow_links == ((0, 7, 0.5),)
-    assert any(line.startswith(f"c.yaml:17: {said}") for line in mistakes(f"{HOSTS}slow_links: [{entry}]"))
+    assert any(line.startswith(f"c.yaml:17: {message}") for line in mistakes(f"{HOSTS}slow_links: [{entry}]"))
 
 
-def test_all_mistakes_are_told_at_once_from_the_first_line_on():
+def test_all_mistakes_are_reported_at_once_from_the_first_line_on():
     text = changed("30 GFLOP/s", "30").replace("count: 2", "count: 0").replace("speeds", "speed")
     assert [line.split(":")[1] for line in mistakes(text)] == ["2", "7", "15"]
     assert mistakes(text)[-1] == "c.yaml:15: the file has an unknown key speed; did you mean speeds?"
@@ -167,7 +167,7 @@ def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "c.yaml is empty; a cluster has a device and a link or levels"),
         ("a: [b", "c.yaml is not YAML: while parsing a flow sequence"),
@@ -179,8 +179,8 @@ def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
         ("levels: [x]", "c.yaml:1: the file has no device; give it, as in device: {flops: 30 GFLOP/s, memory: 16 GiB"),
     ],
 )  # fmt: skip
-def test_what_is_no_cluster_at_all_is_refused(text, said):
-    assert any(line.startswith(said) for line in mistakes(text))
+def test_what_is_no_cluster_at_all_is_refused(text, message):
+    assert any(line.startswith(message) for line in mistakes(text))
 
 
 def test_a_file_that_is_not_there_is_named_with_the_command_that_writes_it(tmp_path):

@@ -37,7 +37,7 @@ def test_a_quota_counts_as_fewer_cores():
 
 def test_nothing_is_bound_unless_asked_for():
     assert cpus(machine(2, 2), 2, "none") == [(), ()]
-    assert [found.cpus for found in place_ranks(machine(2, 2), 2).ranks] == [(), ()]
+    assert [result.cpus for result in place_ranks(machine(2, 2), 2).ranks] == [(), ()]
 
 
 def test_core_keeps_neighbours_on_a_node_compact_fills_it_and_spread_alternates():
@@ -63,20 +63,20 @@ def test_a_rank_straddles_nodes_only_where_no_node_has_room():
     assert cpus(machine(2, 2), 1, "core") == [(0, 1, 2, 3)]
 
 
-def test_more_ranks_than_cores_are_told_and_have_one_thread_each():
-    found = place_ranks(machine(2), 4, threads=2, bind="core")
-    assert found.note == (
+def test_more_ranks_than_cores_are_reported_and_have_one_thread_each():
+    result = place_ranks(machine(2), 4, threads=2, bind="core")
+    assert result.note == (
         "4 ranks x 2 threads on 2 cores; setting 1 thread each, and ranks share cores: at most 2 ranks can compute "
         "at the same time"
     )
-    assert {(where.threads, where.cpus) for where in found.ranks} == {(1, ())}
+    assert {(where.threads, where.cpus) for where in result.ranks} == {(1, ())}
 
 
-def test_more_threads_than_cores_are_the_users_choice_and_told():
-    found = place_ranks(machine(2), 2, threads=2)
-    assert [where.threads for where in found.ranks] == [2, 2]
-    assert found.note == (
-        "2 ranks x 2 threads on 2 cores: threads share cores, as requested; leave out --threads and OMP_NUM_THREADS "
+def test_more_threads_than_cores_are_kept_if_requested_and_reported():
+    result = place_ranks(machine(2), 2, threads=2)
+    assert [where.threads for where in result.ranks] == [2, 2]
+    assert result.note == (
+        "2 ranks x 2 threads on 2 cores: threads share cores, as requested; omit --threads and OMP_NUM_THREADS "
         "for 1 each"
     )
     assert place_ranks(machine(2), 2).note == ""
@@ -90,11 +90,11 @@ def test_a_binding_that_does_not_exist_is_refused_with_those_that_do():
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12), st.sampled_from(BINDINGS[1:]))
 def test_ranks_never_share_a_core_but_under_numa_and_each_has_a_core_for_each_thread(nodes, ranks, bind):
     topology = machine(*nodes)
-    found = place_ranks(topology, ranks, bind=bind)
+    result = place_ranks(topology, ranks, bind=bind)
     if ranks > topology.num_usable:
         return
-    assert ranks * found.ranks[0].threads <= topology.num_usable
-    taken = [cpu for where in found.ranks for cpu in where.cpus]
+    assert ranks * result.ranks[0].threads <= topology.num_usable
+    taken = [cpu for where in result.ranks for cpu in where.cpus]
     if bind != "numa":
         assert len(taken) == len(set(taken))
-        assert all(len(where.cpus) == where.threads for where in found.ranks)
+        assert all(len(where.cpus) == where.threads for where in result.ranks)

@@ -13,7 +13,7 @@ def test_the_first_axis_varies_fastest():
     assert MESH.coordinates(MESH.num_ranks - 1) == {"tensor": 1, "stage": 2, "data": 3}
 
 
-def test_every_rank_stands_somewhere_else():
+def test_every_rank_has_a_different_coordinate():
     places = {tuple(MESH.coordinates(rank).items()) for rank in range(MESH.num_ranks)}
     assert len(places) == MESH.num_ranks == 24
 

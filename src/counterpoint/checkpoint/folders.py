@@ -74,7 +74,7 @@ def make_root(files: FileOps, root: Path) -> None:
     if root.is_dir():
         return
     make_root(files, root.parent)
-    with suppress(FileExistsError):  # another rank or run has created it meanwhile
+    with suppress(FileExistsError):  # another rank or run has just created it
         files.make_folder(root)
     files.sync_folder(root.parent)
 

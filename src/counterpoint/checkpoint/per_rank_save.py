@@ -204,7 +204,7 @@ def _commit_parts(draft: CheckpointDraft, keep: int | None, files: FileOps) -> P
 
 
 def _commit_dead_draft(draft: CheckpointDraft, files: FileOps) -> Path | None:
-    """Commit the draft of a dead run, at whatever point it died; return None if parts are missing."""
+    """Commit the draft of a run that died at any point; return None if parts are missing."""
     path = draft.folder / MANIFEST
     try:
         manifest = parse_manifest(path)

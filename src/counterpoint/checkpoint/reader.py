@@ -57,7 +57,7 @@ class Checkpoint:
         folder: its folder.
         manifest: its verified manifest.
         slices: the slices of every tensor by name, each with its shard.
-        skipped: newer checkpoints that are damaged; the user should be told.
+        skipped: newer checkpoints that are damaged; report them to the user.
     """
 
     folder: Path

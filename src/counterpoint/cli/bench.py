@@ -22,12 +22,12 @@ from counterpoint.testing.claims import (
 
 
 def bench(
-    claim: Annotated[str | None, typer.Argument(help="A folder of benchmarks/; if left out, list all.")] = None,
+    claim: Annotated[str | None, typer.Argument(help="A folder of benchmarks/; if omitted, list all.")] = None,
     *,
     processes: Annotated[
         bool, typer.Option("--processes", help="Also measure on real processes, if the benchmark can.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Repetitions; the claim's own number if left out.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Repetitions; the claim's own number if omitted.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Measure a claim side by side with its peers; exit with 1 if it misses the stated bar."""
@@ -56,6 +56,6 @@ def bench(
 def print_claims(claims: dict[str, Claim]) -> None:
     """Print every claim with its bar."""
     print_table(
-        [TableColumn("claim"), TableColumn("what it says", wraps=True), TableColumn("bar", wraps=True)],
+        [TableColumn("claim"), TableColumn("statement", wraps=True), TableColumn("bar", wraps=True)],
         [(name, claim.claim, claim.bar) for name, claim in claims.items()],
     )

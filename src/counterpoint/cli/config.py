@@ -36,15 +36,15 @@ class PlanSection(Section):
     strategy: str = "data"
     """Strategies joined by `*`; the degree of a bare name is the number of ranks."""
     num_microbatches: int | None = Field(default=None, ge=1)
-    """Microbatches per replica; if left out, 1, or what a pipeline can use."""
+    """Microbatches per replica; if omitted, 1, or what a pipeline can use."""
     passes: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Passes run on the program; `overlap` if left out, `[]` for none."""
+    """Passes run on the program; `overlap` if omitted, `[]` for none."""
     num_measured_plans: int | None = Field(default=None, ge=1)
     """With the strategy `auto`: how many of the best plans are measured for some steps before training."""
 
 
 class TrainingSection(Section):
-    """How the model is trained; the job has defaults for what is left out."""
+    """How the model is trained; the job has defaults for what is omitted."""
 
     batch_size: int | None = Field(default=None, ge=1)
     """Samples of one global batch, over all ranks."""
@@ -70,11 +70,11 @@ class LaunchSection(Section):
     """Where the ranks run."""
 
     ranks: int | None = Field(default=None, ge=1)
-    """Number of ranks; as many as the plan needs if left out."""
+    """Number of ranks; as many as the plan needs if omitted."""
     local: bool = False
     """Run all ranks in this process instead of one process per rank."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads per rank; cores / ranks if left out."""
+    """Threads per rank; cores / ranks if omitted."""
     bind: Binding = DEFAULT_BINDING
     """To which cores each rank is bound."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -87,9 +87,9 @@ class OutputSection(Section):
     """What a run writes and shows."""
 
     folder: str | None = None
-    """The run's folder; runs/NAME-DATE-TIME if left out."""
+    """The run's folder; runs/NAME-DATE-TIME if omitted."""
     save_every: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; if left out, only one at the end."""
+    """Steps between checkpoints; if omitted, only one at the end."""
     checkpoint_mode: Literal["synchronous", "per_stage"] = "synchronous"
     """Who saves: all ranks together, or each stage of a pipeline without a flush when it comes there."""
     keep_last: int | None = Field(default=3, ge=1)
@@ -290,7 +290,7 @@ def check_key(path: str, origin: str) -> None:
 
 
 def find_closest_key(path: str, known: Sequence[str]) -> str | None:
-    """Return the known path that was probably meant: the closest one, or else one with a close last part."""
+    """Return the known path that was probably intended: the closest one, or else one with a close last part."""
     by_path = get_close_matches(path, known, n=1, cutoff=0.75)
     last = {name.rpartition(".")[2]: name for name in known}
     by_last_part = get_close_matches(path.rpartition(".")[2], last, n=1)

@@ -78,7 +78,7 @@ DEFAULT_PROPOSALS = 2000
 JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="A built-in job: text, digits, lines.")]
 Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")]
-Blocks = Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if left out.")]
+Blocks = Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if omitted.")]
 Width = Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")]
 ClusterFile = Annotated[Path | None, typer.Option(help="Cluster file, as `counterpoint probe` writes it.")]
 MemoryGib = Annotated[float | None, typer.Option(min=0, help="Memory of a rank in GiB.")]
@@ -93,7 +93,7 @@ PlanFile = Annotated[
 ]
 Passes = Annotated[
     list[str] | None,
-    typer.Option("--pass", help="Pass to run on every program; overlap if left out, none for no pass."),
+    typer.Option("--pass", help="Pass to run on every program; overlap if omitted, none for no pass."),
 ]
 Top = Annotated[int | None, typer.Option(min=1, help="Number of plans to show.")]
 NumTrials = Annotated[
@@ -104,7 +104,7 @@ TimeBudget = Annotated[
     str | None,
     typer.Option(
         metavar="SECONDS",
-        help="Time limit for ranking and searching, as 10s; if left out, all plans and 2000 proposals.",
+        help="Time limit for ranking and searching, as 10s; if omitted, all plans and 2000 proposals.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the search.")]
@@ -182,7 +182,7 @@ def require_one_model(job: str | None, blocks: int | None, graph: Path | None, m
         PlanError: several are given, or there is nothing to measure.
     """
     if graph is not None and (job is not None or blocks is not None):
-        raise PlanError(f"{graph} has layers of its own; leave out {job or '--blocks'}")
+        raise PlanError(f"{graph} has layers of its own; omit {job or '--blocks'}")
     if job is not None and blocks is not None:
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
     if measure is not None and job is None:

@@ -26,21 +26,21 @@ def probe(
     *,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", min=1, help="Ranks on this host; one per core, 2 to 8, if left out."),
+        typer.Option("--ranks", "-n", min=1, help="Ranks on this host; one per core, 2 to 8, if omitted."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads per rank; cores / ranks if left out.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Path of the cluster file; if left out, it is printed.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads per rank; cores / ranks if omitted.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Path of the cluster file; if omitted, it is printed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
 ) -> None:
     """Measure compute speed and messages of ranks, and write them as a cluster file.
 
-    Starts ranks on this host, or measures those that a launcher has started: `counterpoint run`, torchrun. Nothing else
-    should run meanwhile.
+    Starts ranks on this host, or measures those that a launcher has started: `counterpoint run`, torchrun. No other
+    program should run.
     """
     environment = detect()
     if environment is not None and (threads is not None or ranks not in {None, environment.world_size}):
         raise LaunchError(
-            f"a launcher has started {environment.world_size} ranks with their own number of threads; leave out "
+            f"a launcher has started {environment.world_size} ranks with their own number of threads; omit "
             "--ranks and "
             "--threads, or start the command without a launcher"
         )

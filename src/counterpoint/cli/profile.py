@@ -29,7 +29,7 @@ def profile(
     ] = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Number of threads; 1 if left out; may be given several times."),
+        typer.Option(min=1, help="Number of threads; 1 if omitted; may be given several times."),
     ] = None,
     roofline: Annotated[bool, typer.Option("--roofline", help="Count operations instead of running them.")] = False,
     graph: Annotated[Path | None, typer.Option(help="Write the profile to this file as PipeDream's graph.txt.")] = None,

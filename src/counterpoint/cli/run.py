@@ -20,8 +20,8 @@ def run(
     ] = None,
     *,
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Number of processes.")] = 1,
-    port: Annotated[int | None, typer.Option(help="Port of the rendezvous; a free port if left out.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks if left out.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the rendezvous; a free port if omitted.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks if omitted.")] = None,
     bind: Annotated[Binding, typer.Option(help="To which cores each rank is bound.")] = DEFAULT_BINDING,
     transport: Annotated[
         str | None, typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets).")

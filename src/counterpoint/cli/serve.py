@@ -45,7 +45,7 @@ def serve(
 
     contact = read_job_file(job)
     if role != "server" and (name or listen):
-        raise LaunchError(f"a coordinator has no --name, and listens at {contact.coordinator}, as {job} says")
+        raise LaunchError(f"a coordinator has no --name, and listens at the address in {job}, {contact.coordinator}")
     if role == "resume":
         prepare_resume(contact.job, folder)
         return

@@ -45,7 +45,7 @@ def start(config: RunConfig, resume: Path | None, loaded_plan: Plan | None = Non
     if environment is not None and (config.launch.local or config.launch.ranks not in {None, ranks}):
         raise LaunchError(
             f"a launcher has started {ranks} ranks, and this one is asked for {config.launch.ranks or 'all of them'} "
-            "itself; leave out --ranks and --local, or start the command without a launcher"
+            "itself; omit --ranks and --local, or start the command without a launcher"
         )
     strategy_text = config.plan.strategy.strip()
     is_auto = strategy_text.startswith("auto")

@@ -26,7 +26,7 @@ _SECTION = re.compile(r"^(\w+):$")
 
 
 def strategies(
-    name: Annotated[str | None, typer.Argument(help="A strategy to describe; if left out, list all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A strategy to describe; if omitted, list all.")] = None,
 ) -> None:
     """List the strategies; with a NAME: its promise, its cost, its source, and an example."""
     if name is None:

@@ -48,7 +48,7 @@ def train(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A built-in job: text, digits, lines.")] = None,
     *,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="Number of ranks; what the plan needs if left out.")
+        int | None, typer.Option("--ranks", "-n", help="Number of ranks; what the plan needs if omitted.")
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="The plan, as 'zero3' or 'pipeline(2) * data(2)'.")] = None,
     plan: Annotated[
@@ -63,7 +63,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, sample order and dropout.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Maximum gradient norm.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME-DATE-TIME if left out.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME-DATE-TIME if omitted.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run, or a checkpoint, to continue from.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     progress: Annotated[str | None, typer.Option(help="auto, rich, plain, json or off.")] = None,

@@ -40,7 +40,7 @@ class IgnoredOptions(TypedDict, total=False):
         relaunch_timeout_worker: ignored: a task whose lease expires is always reassigned.
         distribution_strategy: ``ParameterServerStrategy`` by default; ``AllreduceStrategy`` for training without
             servers.
-        num_workers: with ``AllreduceStrategy``, the minibatches per batch, whatever the number of workers is later;
+        num_workers: with ``AllreduceStrategy``, the minibatches per batch, also if the number of workers changes later;
             otherwise ignored.
     """
 

@@ -104,7 +104,7 @@ class MicrobatchLoader:
         while index not in self.buffered:
             received, fields = self.receive_next()
             if any((other.epoch, other.batch) != (received.epoch, received.batch) for other in self.buffered):
-                self.buffered.clear()  # of an earlier batch, whose other microbatches nobody needed
+                self.buffered.clear()  # of an earlier batch, whose other microbatches were not used
             self.buffered[received] = fields
         return self.buffered.pop(index)
 
@@ -141,7 +141,7 @@ class MicrobatchLoader:
         for worker in self.workers:
             worker.requests.close()
         for worker in self.workers:
-            if not worker.pending:  # a worker with pending requests reads for nobody: it is not waited for
+            if not worker.pending:  # the results of pending requests are not used: such a worker is killed below
                 worker.process.join(GRACE_S)
             worker.keepalive.close()
             worker.process.join(GRACE_S)
@@ -202,7 +202,7 @@ def exit_error(worker: LoaderWorker) -> DataError:
     state = f"while reading {worker.pending[0]}" if worker.pending else "between two microbatches"
     if code is not None and code < 0:
         fact = f"was killed by {signal.Signals(-code).name} {state}"
-        remedy = "if nobody sent it, the kernel ran out of memory: give a smaller num_workers or prefetch_factor"
+        remedy = "unless a user sent it, the kernel ran out of memory: give a smaller num_workers or prefetch_factor"
     else:
         fact, remedy = f"ended with exit code {code} {state}", "see its last output"
         if not worker.is_ready:

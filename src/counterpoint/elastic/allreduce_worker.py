@@ -3,11 +3,11 @@
 The coordinator decides, by generations, which workers belong to the job. The workers of a generation rendezvous and sum
 the gradients that each has computed of a batch. When one leaves, dies or joins, all abandon the group, rendezvous in
 the next generation, and continue from the replica with the most steps. Replicas differ by at most one step, because a
-step needs the gradients of everybody.
+step needs the gradients of all workers.
 
 The sum of the slices of a batch is bitwise independent of the number of workers: it is a binary tree over the slices. A
-worker's contiguous slices form whole subtrees ``(start, size)``; whoever sums a range of the gradient gets all subtrees
-and finishes the tree::
+worker's contiguous slices form whole subtrees ``(start, size)``; the worker that sums a range of the gradient receives
+all subtrees and finishes the tree::
 
     slices      0   1   2   3   4   5   6
                 +-+-+   +-+-+   +-+-+   |       worker 0, slices 0 to 2: (0, 2) (2, 1)

@@ -1,4 +1,4 @@
-"""Data slices: slice i of an epoch is the same samples with the same random numbers, whoever reads it."""
+"""Data slices: slice i of an epoch is the same samples with the same random numbers on every worker."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class PsWorker:
         return task.epoch * self.session.job.data.num_slices + number
 
     def _train(self, task: DataTask) -> Generator[WorkerEvent, None, bool]:
-        """Yield the slices of a task as they are done; return whether that is all of them."""
+        """Yield each slice of a task when it is done; return whether all of them are."""
         slice_numbers = range(task.start, task.stop)
         reader = TaskReader(self.slices, task.epoch, slice_numbers, max(1, self.remote.sync_policy.pull_ahead))
         for slice_index, positions in reader.slices():
@@ -244,7 +244,7 @@ class PsWorker:
 
         Args:
             position: the minibatch.
-            upcoming: the next ones, as far as they are known.
+            upcoming: the next minibatches that are known.
         """
         remote, minibatch, is_last = self.remote, position.minibatch, position.is_last
         remote.begin_minibatch(position.slice_index, minibatch.inputs, is_last_minibatch=is_last)

@@ -283,7 +283,7 @@ class RemoteModule:
             remote.discard()
 
     def invalidate(self) -> None:
-        """Discard everything that was pulled as too stale, as it is after :meth:`Session.join_clock`."""
+        """Discard all pulled weights and rows: after :meth:`Session.join_clock` they are too stale."""
         for remote in self._all_remote():
             remote.invalidate()
 

@@ -236,7 +236,7 @@ class ModelReplica:
             )
         self.data = data
 
-    # What a worker's model is for whoever measures it, as where servers keep it
+    # Access to the model for evaluation, as with servers
 
     @contextmanager
     def latest_weights(self) -> Iterator[nn.Module]:

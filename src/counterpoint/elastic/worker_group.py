@@ -83,7 +83,7 @@ def form_group(
         session: of this worker.
         view: the generation.
         attempt: number of earlier attempts.
-        should_stop: polled while waiting: whether this worker gives up.
+        should_stop: polled while waiting: whether this worker stops waiting.
         transport: as in :func:`counterpoint.fabric.rendezvous.connect`.
 
     Raises:

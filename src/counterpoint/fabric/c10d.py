@@ -1,4 +1,4 @@
-"""Typed view of torch's C++ process group classes, which torch's stubs mostly leave out."""
+"""Typed view of torch's C++ process group classes, most of which torch's stubs omit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GlooWork(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """Whether a collective has ended, well or not; always False for a message that was never waited for."""
+        """Whether a collective has ended, with or without an error; always False for a message without a wait."""
 
 
 class GlooAnySourceWork(GlooWork, Protocol):

@@ -72,7 +72,7 @@ def orthonormalize(columns: Tensor) -> Tensor:
         for _ in range(2):
             column -= basis[:, :index] @ (basis[:, :index].t() @ column)
         norm = torch.linalg.vector_norm(column)
-        if not norm <= initial_norm * 10 * torch.finfo(columns.dtype).eps:  # nan goes on as nan
+        if not norm <= initial_norm * 10 * torch.finfo(columns.dtype).eps:  # nan stays nan
             basis[:, index] = column / norm
     return basis
 

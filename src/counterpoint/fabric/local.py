@@ -85,8 +85,8 @@ class LocalWork(Work):
 class LocalFabric(Fabric):
     """One rank of a :class:`LocalWorld`.
 
-    Waits ignore ``timeout_s``: when no rank is runnable, the deadlock is detected at once and reported with who waits
-    for whom.
+    Waits ignore ``timeout_s``: when no rank is runnable, the deadlock is detected at once and the error lists
+    which rank waits for which.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class LocalWorld:
         self._state = LocalState()
         self._scheduler = RankScheduler(num_ranks, timeout_s) if num_ranks > 1 else None
         if self._scheduler is not None:
-            weakref.finalize(self, self._scheduler.close)  # a world that nobody holds leaves no threads
+            weakref.finalize(self, self._scheduler.close)  # ends the threads when the world is garbage-collected
         self.fabrics: tuple[Fabric, ...] = tuple(
             LocalFabric(rank, num_ranks, timeout_s, self._state, self._scheduler) for rank in range(num_ranks)
         )

@@ -1,4 +1,4 @@
-"""Base class of transports between processes: turns a failed wait into an error that says who waited for whom."""
+"""Base class of transports between processes: a failed wait is an error that names the waiting and missing ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ProcessFabric(Fabric, ABC):
 
     @contextmanager
     def translate_errors(self, what: str, peers: Sequence[int]) -> Iterator[None]:
-        """Turn any error of the block into a PeerError that says who waited for what, for whom, and why it failed.
+        """Turn any error of the block into a PeerError that names the operation, the ranks, and the cause.
 
         Raises:
             PeerError: the block has failed, or the fabric had failed before.
@@ -83,7 +83,7 @@ class ProcessFabric(Fabric, ABC):
             return f"stopped because of {stopped}"
         if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.timeout_s:
             return (
-                f"the timeout of {self.timeout_s:.1f} s has passed; every member must arrive within it: look at what "
+                f"the timeout of {self.timeout_s:.1f} s has passed; every member must arrive within it: check what "
                 "the others did instead, or raise the timeout if they are only slow"
             )
         end = time.monotonic() + (REASON_WAIT_S if self.is_subfabric else EXIT_WAIT_S)

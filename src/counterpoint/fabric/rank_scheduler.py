@@ -96,7 +96,7 @@ class RankScheduler:
             raise error
 
     def _wait_for_ranks(self) -> None:
-        """Wait until all ranks have ended, also if the caller is interrupted meanwhile.
+        """Wait until all ranks have ended, also if the caller is interrupted during the wait.
 
         Deadlocks are detected by the ranks themselves and a computing rank may take long, so at the timeout only the
         liveness of the threads is checked.

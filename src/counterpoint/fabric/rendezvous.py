@@ -98,7 +98,7 @@ class Address:
 
 
 def never_cancel() -> bool:
-    """Return False: never give up a wait early."""
+    """Return False: never cancel a wait."""
     return False
 
 
@@ -129,7 +129,7 @@ def connect(  # noqa: PLR0913 - the description of a rank
         host: ranks with equal names share memory; detected by default. Different names make ranks of one host behave
             like ranks of several.
         attributes: what else must be the same on all ranks, by name, in addition to versions.
-        should_cancel: polled while waiting for others; whether to give up, because they will not arrive.
+        should_cancel: polled while waiting for others; whether to stop waiting, because they will not arrive.
 
     Raises:
         LaunchError: shared memory or MPI was requested and is unavailable on some rank.
@@ -169,7 +169,7 @@ def connect_over_store(
     if num_ranks == 1:
         return GlooFabric(rank, num_ranks, timeout_s, None)
     where, job_number = "the store of their process group", int.from_bytes(digest("torch")[:8], "little")
-    with translate_store_errors(where, rank, "whoever made it"):
+    with translate_store_errors(where, rank, "its creator"):
         attempt = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
         all_ranks = tuple(range(num_ranks))
         context = RankContext(PrefixStore(f"counterpoint/{attempt}", store), rank, num_ranks, all_ranks, timeout_s)
@@ -243,7 +243,7 @@ def host_ids(host_infos: Sequence[tuple[str, str]]) -> list[int]:
 def connect_store(
     rank: int, address: Address, timeout_s: float, should_cancel: Callable[[], bool] = never_cancel
 ) -> TCPStore:
-    """Return a client of the store, which this rank starts if it owns it; raise a PeerError if nobody serves it."""
+    """Return a client of the store, which this rank starts if it owns it; raise a PeerError if no process serves it."""
     timeout = timedelta(seconds=timeout_s)
     if rank == 0 and address.store_owner == "rank 0":
         listen_fd = open_listener(address) if address.listen_fd is None else address.listen_fd
@@ -260,16 +260,17 @@ def connect_store(
         return store
     except (DistError, OSError) as error:
         raise PeerError(
-            f"rank {rank} found nobody at {address.host}:{address.port} within {timeout_s} s; {address.store_owner} "
-            "serves the rendezvous store there: look at why it has not started, or give its address"
+            f"rank {rank} could not connect to {address.host}:{address.port} within {timeout_s} s; "
+            f"{address.store_owner} serves the rendezvous store there: check why it has not started, or give its "
+            "address"
         ) from error
 
 
 def wait_for_listener(address: Address, timeout_s: float, should_cancel: Callable[[], bool] = never_cancel) -> None:
-    """Wait until somebody listens at the address; torch's store would retry for up to three times its timeout.
+    """Wait until a process listens at the address; torch's store would retry for up to three times its timeout.
 
     Raises:
-        OSError: nobody listens within the timeout, or until the wait was cancelled.
+        OSError: no process listens within the timeout, or the wait was cancelled.
     """
     end = time.monotonic() + timeout_s
     while True:
@@ -366,7 +367,7 @@ def exchange_host_info(
         place: the rendezvous address, for errors.
         host: this rank's; ranks of one host could share memory.
         attributes: what else must be the same on all ranks, by name.
-        should_cancel: whether to give up waiting.
+        should_cancel: whether to stop waiting.
 
     Raises:
         PeerError: ranks are missing at the timeout, this rank was here before, or the ranks differ.

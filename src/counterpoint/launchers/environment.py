@@ -90,9 +90,9 @@ class DetectedRank:
         world_size: number of ranks.
         local_rank: rank on this host.
         local_world_size: number of ranks on this host.
-        host: where rank 0 serves the rendezvous store; None if the launcher does not say.
-        port: of the store; None if the launcher does not say.
-        job: name of the run; empty if the launcher does not say.
+        host: where rank 0 serves the rendezvous store; None if the launcher does not set it.
+        port: of the store; None if the launcher does not set it.
+        job: name of the run; empty if the launcher does not set it.
     """
 
     rank: int
@@ -180,7 +180,7 @@ def parse_counted(launcher: LauncherEnv, variables: Mapping[str, str]) -> Detect
 
 
 def parse_torchrun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
-    """Parse torchrun's variables, whoever has set them."""
+    """Parse torchrun's variables, which other launchers set as well."""
     rank, world_size, local_rank, local_world_size = (parse_int(variables, name, launcher) for name in RANK_VARIABLES)
     host, port = variables["MASTER_ADDR"], parse_int(variables, "MASTER_PORT", launcher)
     job = variables.get(launcher.job) or f"{host}:{port}"

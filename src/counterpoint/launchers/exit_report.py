@@ -18,7 +18,9 @@ MESSAGE_MAX_CHARS = 4000
 RECORD_MAX_BYTES = 65536
 
 REMEDIES = {
-    signal.SIGKILL: "if nobody sent it, the kernel ran out of memory: see dmesg, use fewer ranks or smaller batches",
+    signal.SIGKILL: (
+        "unless a user sent it, the kernel ran out of memory: see dmesg, use fewer ranks or smaller batches"
+    ),
     signal.SIGTERM: "something outside this run sent it: a scheduler or a person",
     signal.SIGINT: "something outside this run sent it: a scheduler or a person",
 }
@@ -33,14 +35,14 @@ class ErrorRecord:
     Args:
         kind: name of the exception's type.
         message: its text.
-        place: ``file.py:40``, the last line of the user's own code; empty if there is none.
+        location: ``file.py:40``, the last line of the user's own code; empty if there is none.
         is_peer: whether it only says that another rank failed.
         time_s: the host's monotonic clock when it was raised.
     """
 
     kind: str
     message: str
-    place: str
+    location: str
     is_peer: bool
     time_s: float
 
@@ -60,7 +62,7 @@ class ErrorRecord:
             return ErrorRecord(
                 str(content["kind"]),
                 str(content["message"]),
-                str(content["place"]),
+                str(content["location"]),
                 bool(content["is_peer"]),
                 float(content["time_s"]),
             )
@@ -158,7 +160,7 @@ def format_report(exits: Sequence[RankExit]) -> str:
         lines.append(f"{_format_ranks(same_error)} failed in the same way")
     locations = _group_by_location(exits, root_cause)
     if len(locations) > 1:
-        lines.append(", ".join(f"{_format_ranks(numbers)} at {place}" for place, numbers in locations.items()))
+        lines.append(", ".join(f"{_format_ranks(numbers)} at {location}" for location, numbers in locations.items()))
         folded = [rank for rank in folded if not any(rank in numbers for numbers in locations.values())]
     if folded:
         lines.append(f"{_format_ranks(folded)} stopped because of rank {root_cause.rank}")
@@ -177,7 +179,7 @@ def exit_code(exits: Sequence[RankExit]) -> int:
 
 def _same_error(first: RankExit, second: RankExit) -> bool:
     texts = {
-        (rank_exit.error.kind, rank_exit.error.message, rank_exit.error.place)
+        (rank_exit.error.kind, rank_exit.error.message, rank_exit.error.location)
         for rank_exit in (first, second)
         if rank_exit.error is not None
     }
@@ -199,7 +201,7 @@ def _group_by_location(exits: Sequence[RankExit], root_cause: RankExit) -> dict[
             and root_cause.error is not None
             and outcome.error.message == root_cause.error.message
         ):
-            locations.setdefault(outcome.error.place, []).append(outcome.rank)
+            locations.setdefault(outcome.error.location, []).append(outcome.rank)
     return locations
 
 
@@ -220,14 +222,14 @@ def _format_exit(rank_exit: RankExit) -> str:
     if rank_exit.error is not None:
         first, *rest = rank_exit.error.message.splitlines() or [""]
         text = f"{rank_exit.error.kind}: {first}" if first else rank_exit.error.kind
-        place = f" at {rank_exit.error.place}" if rank_exit.error.place else ""
-        return "\n  ".join([f"{who} failed: {text}{place}", *rest])
+        location = f" at {rank_exit.error.location}" if rank_exit.error.location else ""
+        return "\n  ".join([f"{who} failed: {text}{location}", *rest])
     if rank_exit.returncode < 0:
         name, remedy = _describe_signal(-rank_exit.returncode)
         return f"{who} was killed by {name} {run}; {remedy}"
     if rank_exit.returncode == 0:
         return f"{who} ended with exit code 0 {run}, but others waited for it; every rank has to do all of the steps"
-    return f"{who} ended with exit code {rank_exit.returncode} {run}; what it wrote last says why"
+    return f"{who} ended with exit code {rank_exit.returncode} {run}; its last output shows the cause"
 
 
 def _describe_signal(number: int) -> tuple[str, str]:

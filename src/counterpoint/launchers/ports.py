@@ -66,7 +66,7 @@ def port_owner(port: int) -> str | None:
             if any(str(link.readlink()) in inodes for link in (process / "fd").iterdir()):
                 return f"pid {process.name} ({_command(process)})"
         except OSError:
-            continue  # it ended meanwhile, or belongs to someone else
+            continue  # it has ended, or belongs to another user
     return None
 
 

@@ -110,8 +110,8 @@ def to_rank_exit(rank: int, info: RankExitInfo, now_s: float, stopped_s: float |
     """
     error, record = None, info["error"]
     if record is not None:
-        kind, message, place = str(record["kind"]), str(record["message"]), str(record["place"])
-        error = ErrorRecord(kind, message, place, bool(record["is_peer"]), now_s - float(record["ago_s"]))
+        kind, message, location = str(record["kind"]), str(record["message"]), str(record["location"])
+        error = ErrorRecord(kind, message, location, bool(record["is_peer"]), now_s - float(record["ago_s"]))
     return RankExit(rank, info["pid"], info["returncode"], info["seconds"], now_s, stopped_s, error)
 
 
@@ -121,8 +121,12 @@ def _read_error(file: Path) -> dict[str, str | float | bool] | None:
         return None
     ago_s = time.monotonic() - error.time_s
     return {
-        "kind": error.kind, "message": error.message, "place": error.place, "is_peer": error.is_peer, "ago_s": ago_s
-    }  # fmt: skip
+        "kind": error.kind,
+        "message": error.message,
+        "location": error.location,
+        "is_peer": error.is_peer,
+        "ago_s": ago_s,
+    }
 
 
 def thread_variables(cpus: int) -> dict[str, str]:

@@ -16,8 +16,8 @@ from counterpoint.errors import PeerError
 from counterpoint.launchers.environment import ERROR_FILE
 from counterpoint.launchers.exit_report import ErrorRecord
 
-#: Delay before an error about a lost peer is printed: meanwhile a supervisor that knows the root cause ends this rank,
-#: and reports that first.
+#: Delay before an error about a lost peer is printed: within it a supervisor that knows the root cause ends this rank
+#: and reports the root cause.
 SECONDARY_DELAY_S = 0.5
 
 #: Error texts of libraries for a lost peer; such an error is a consequence.

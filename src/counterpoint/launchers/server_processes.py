@@ -148,7 +148,7 @@ class ServerProcesses:
             self._children[name].process.send_signal(signal.SIGKILL)
 
     def check(self) -> None:
-        """Raise the error of a process that has exited by itself, and would again.
+        """Raise the error of a process that has exited on its own, and would exit again after a restart.
 
         Raises:
             LaunchError: with the end of its stderr.

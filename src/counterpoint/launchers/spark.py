@@ -290,7 +290,7 @@ def start_spark(
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # nobody else can reach its ports
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # not reachable from other hosts
     chosen = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",

@@ -141,11 +141,11 @@ class WorkerPool:
             names = [name for name, worker in self._workers.items() if job in worker.assignments.values()]
             return LaunchError(
                 f"job {job} is complete, but {', '.join(names)} had not left it after {timeout_s:g} s; give more time, "
-                "or look at what they do when they should stop"
+                "or check what they do when they should stop"
             )
         return LaunchError(
             f"none of the jobs {', '.join(self._pool.jobs)} is complete after {timeout_s:g} s; give more time, or "
-            "look at what their workers do"
+            "check what their workers do"
         )
 
     def _receive(self, name: str) -> None:
@@ -171,7 +171,7 @@ class WorkerPool:
             raise LaunchError(
                 f"{name} has ended {worker.num_deaths} times, the last time with exit code {worker.process.exitcode} "
                 "at "
-                f"job {self._pool.assignments[name] or 'none'}; what it wrote last says why"
+                f"job {self._pool.assignments[name] or 'none'}; its last output shows the cause"
             )
         worker.pipe.close()
         worker.assignments.clear()

@@ -288,7 +288,7 @@ def _explain_error(model: nn.Module, error: Exception, open_calls: list[str]) ->
     if any(frame.name == MASK_CHECK for frame in frames):
         return (
             f"tracing the model stopped in {location}{code_line}: torch compares the values of its mask with those of "
-            "a causal one, but a model is split along operations that do not depend on values; say what the mask is: "
+            "a causal one, but a model is split along operations that do not depend on values; state what the mask is: "
             "also pass is_causal=True or is_causal=False (tgt_is_causal= to a decoder)"
         )
     return (

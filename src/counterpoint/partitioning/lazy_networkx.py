@@ -2,7 +2,7 @@
 
 The exporter imports a part of torch's compiler that chooses what to recompute, and with it networkx: 300 modules and
 12 MB in every rank that traces a model. Torch only names it in annotations. So a stand-in module is registered during
-the import; whoever else asks it for an attribute, then or later, gets the real library.
+the import; any other access to its attributes, then or later, loads the real library.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def restore_real_module(module: LazyNetworkx) -> None:
 def without_networkx() -> Iterator[None]:
     """Allow importing the exporter without networkx inside; afterwards networkx can be imported as usual.
 
-    A thread that imports networkx meanwhile gets its attributes on demand; but ``from networkx import *`` finds nothing
-    there, and a submodule that is imported by its full name is loaded twice.
+    A thread that imports networkx inside this context gets its attributes on demand; but ``from networkx import *``
+    imports no names, and a submodule that is imported by its full name is loaded twice.
     """
     is_loaded = IMPORTER in sys.modules or LIBRARY in sys.modules
     spec = None if is_loaded else find_spec(LIBRARY)

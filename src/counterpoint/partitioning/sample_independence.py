@@ -65,7 +65,7 @@ def require_sample_independence(model: nn.Module, inputs: Inputs, plan: str, num
             f"by {error:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
             "microbatches, so its gradient would not be that of the whole batch; take means and norms over the "
             "features of one sample, give num_microbatches=1, or pass cross_sample='accept' if each microbatch is "
-            "meant to be a batch of its own"
+            "intended to be a batch of its own"
         )
 
 

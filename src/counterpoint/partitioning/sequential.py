@@ -1,4 +1,4 @@
-"""Partition an ``nn.Sequential`` between its children, which run eagerly, whatever their code does."""
+"""Partition an ``nn.Sequential`` between its children, which run eagerly and may contain any code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SequentialPartition(PartitionedModel):
 
     Args:
         model: a Sequential with the forward of ``nn.Sequential``.
-        inputs: an example of what it is called with.
+        inputs: example arguments of its forward.
         split_points: paths of children, nested ones included, that start a block even without parameters.
     """
 

@@ -33,7 +33,7 @@ class TracedPartition(PartitionedModel):
 
     Args:
         model: a module whose forward can be traced.
-        inputs: an example of what it is called with; the first dim of its tensors is the sample.
+        inputs: example arguments of its forward; the first dim of their tensors is the sample.
         dims: names for the dims of linear layers, by pattern of module path.
         split_points: paths of modules that start a block, in addition to the automatic ones.
         prefer: what stays whole if a column-row pair crosses the end of a block.
@@ -149,7 +149,7 @@ class TracedPartition(PartitionedModel):
             raise PlanError(
                 f"for {batch_size} samples the model passes other values between layers than for {self._num_samples}: "
                 f"{differing}; between batches only the number of samples may differ; have forward do the same "
-                "whatever that number is"
+                "for every number"
             )
         expected = tuple(map(fake_value, built.inputs))
         if _shapes(expected) != _shapes(values):

@@ -24,7 +24,7 @@ class WholeModel(PartitionedModel):
 
     Args:
         model: any module.
-        inputs: an example of what it is called with.
+        inputs: example arguments of its forward.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:

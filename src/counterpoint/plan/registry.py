@@ -63,7 +63,7 @@ class StrategyEntry:
     optimizer: str = ""
 
     def build_strategies(self, degree: int, options: Mapping[str, Any]) -> tuple[Strategy, ...]:
-        """Return the strategies that it stands for."""
+        """Return the strategies of the system."""
         built = self.build(degree, **options)
         return built if isinstance(built, tuple) else (built,)
 

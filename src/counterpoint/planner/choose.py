@@ -64,7 +64,7 @@ class PlanChoice:
 
     Args:
         plan: synchronous, and fits.
-        problem: what it is for.
+        problem: model, cluster and batch that it was chosen for.
         ranking: predictions.
         by_simplicity: the plans to choose from, the simplest first.
         trials: measurements, in the order of ``by_simplicity``; empty if there were none.
@@ -109,7 +109,7 @@ def choose_plan_from(
 ) -> Plan:
     """Return the simplest plan that is predicted at most a tenth slower than the fastest eligible one.
 
-    That is the error of predictions: a plan chosen for a smaller gain could be slower than what it is chosen over.
+    That is the error of predictions: a plan chosen for a smaller gain could be slower than the plan that it replaces.
     Other schedules of pipelines are tried where they could be faster, and count as the least simple plans.
 
     Args:

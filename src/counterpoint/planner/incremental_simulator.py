@@ -6,7 +6,7 @@ save work:
 * The program of a stage depends on its own blocks and on the shape of the plan, not on the partition of other stages;
   it is cached by these.
 * Replicas differ only in rank numbers; only the first replica is stored.
-* What one rank program determines by itself (times, bytes, which ranks it communicates with) is computed once.
+* What depends on one rank program only (times, bytes, which ranks it communicates with) is computed once.
 
 The event simulator then runs all of it, as for any program, because a change in one rank may affect every other one.
 """

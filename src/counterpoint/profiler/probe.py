@@ -114,7 +114,7 @@ def _agree_on_count(fabric: Fabric, peer: int, count: int) -> int:
 
 
 NUM_TRIES = 2
-"""Runs of each rank by itself, of which the fastest counts: temporary slowdowns are not the rank's speed."""
+"""Runs of each rank while the others wait; the fastest counts, since temporary slowdowns are not the rank's speed."""
 NUM_SPEED_ROUNDS = 7
 """Comparisons of each rank's speed with that of the others: the speed of a shared machine varies for all."""
 SPEED_TOLERANCE = 0.15
@@ -205,14 +205,14 @@ def probe_cluster(
 ) -> ProbeResult:
     """Measure the cluster and return the result, which is equal on all ranks.
 
-    All ranks call it together; nothing else should run meanwhile. Each rank multiplies matrices by itself; then 1, 2,
-    ... ranks of each host do so at once, and in time slices. The first two ranks of each host send each other messages,
-    and so do the first ranks of the first host and of each other host; the slowest link of a level counts.
+    All ranks call it together; no other program should run. Each rank multiplies matrices while the others wait; then
+    1, 2, ... ranks of each host do so at once, and in time slices. The first two ranks of each host send each other
+    messages, and so do the first ranks of the first host and of each other host; the slowest link of a level counts.
 
     Args:
         fabric: connects the ranks.
         host_memory_bytes: memory that the ranks of this host may use together.
-        max_threads: threads that one rank may use at most when it computes by itself.
+        max_threads: threads that one rank may use at most while the others wait.
         host: identity of this rank's host; by default it is detected.
         config: what is measured, the same on all ranks.
 

@@ -283,7 +283,7 @@ def time_contended_message(fabric: Fabric, peer: int, config: ProbeConfig) -> fl
         fabric.barrier((min(fabric.rank, peer), max(fabric.rank, peer)))
         sample.compute()
         if fabric.rank > peer:
-            sample.compute()  # the lower rank sends meanwhile
+            sample.compute()  # while the lower rank sends
         began = time.thread_time()
         if fabric.rank < peer:
             fabric.send(peer, "contended message", [message])

@@ -54,7 +54,7 @@ def check_rendezvous_sends(rank_instructions: Sequence[Instructions], recv_buffe
     """Check that the program also runs if a send blocks until its receive is posted (rule 2).
 
     Adjacent sends and receives of a rank are posted together as one batch, even across a recomputation, which is placed
-    between them so that messages arrive meanwhile.
+    between them so that messages arrive during it.
 
     Args:
         rank_instructions: unrolled instructions, per rank.
@@ -299,7 +299,7 @@ class _RendezvousExecution(_EagerExecution):
     def advance_rank(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield the instructions that a rank can execute now, then wake the ranks that wait for its next batch."""
         yield from super().advance_rank(rank)
-        # Without progress there is no new batch, and two ranks would wake each other for ever.
+        # Without progress there is no new batch, and two ranks would wake each other forever.
         if self.notified_cursor[rank] != self.cursor[rank]:
             self.notified_cursor[rank] = self.cursor[rank]
             self.wake(("batch", rank))

@@ -1,6 +1,6 @@
 """Which adjacent instructions are executed as one: one call of the model, one optimizer step, one message.
 
-Any other instruction between two instructions ends the fused run, so that everything happens where the program says.
+Any other instruction between two instructions ends the fused run, so that the order of the program is kept.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _parse_collective(match: re.Match[str]) -> Instruction:
     codec = match["codec"] or ""
     if codec and (op, match["operand"][:4]) != ("all_reduce", "grad"):
         raise ProgramError(
-            f"only an all-reduce of gradients can be compressed, but {match[0]!r} is not one; leave out :{codec}"
+            f"only an all-reduce of gradients can be compressed, but {match[0]!r} is not one; omit :{codec}"
         )
     if codec:
         find_codec(codec)
@@ -279,7 +279,7 @@ def _check_gradient_codec(match: re.Match[str], codec: str | None, tensor: Tenso
     if tensor.name != "grad" or not find_codec(codec).spec.works_point_to_point:
         raise ProgramError(
             f"between two ranks only gradients can be compressed, by a codec that works point to point, which does not "
-            f"hold for {match[0]!r}; leave out :{codec}"
+            f"hold for {match[0]!r}; omit :{codec}"
         )
     return codec
 

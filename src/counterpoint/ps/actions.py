@@ -1,7 +1,7 @@
 """Effects that the state machines request, executed in order.
 
-The state machines (coordinator, server, client) have no effects: ``on_event(message, now)`` returns actions, and
-whoever runs them executes these. Sends and journal entries wait until every earlier `AppendLog` is durable.
+The state machines (coordinator, server, client) have no effects: ``on_event(message, now)`` returns actions, which
+the caller executes. Sends and journal entries wait until every earlier `AppendLog` is durable.
 """
 
 from __future__ import annotations

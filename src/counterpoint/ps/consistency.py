@@ -30,7 +30,7 @@ NO_SLICE = -1
 
 @dataclass(frozen=True, slots=True)
 class Bsp:
-    """Bulk-synchronous: one update of a key sums a fixed number of data slices in slice order, whoever pushes them."""
+    """Bulk-synchronous: one update of a key sums a fixed number of data slices in slice order, from any worker."""
 
     slices_per_step: int
 

@@ -138,9 +138,9 @@ class Coordinator:
         silent_s = now - self._last_heard[request.name]
         if silent_s <= self.job.timeouts.failure_timeout_s:
             text = (
-                f"{request.name} already belongs to the job, as incarnation {member.joined.incarnation}, last heard "
-                f"{silent_s:.1f} s ago; names are unique: choose another one, or wait until it has been silent for "
-                f"{self.job.timeouts.failure_timeout_s:g} s"
+                f"{request.name} already belongs to the job, as incarnation {member.joined.incarnation}; its last "
+                f"message was {silent_s:.1f} s ago; names are unique: choose another one, or wait until it has been "
+                f"silent for {self.job.timeouts.failure_timeout_s:g} s"
             )
             self._reject(RequestHeader(request.name, 0, 0), "identity", text)
             return False

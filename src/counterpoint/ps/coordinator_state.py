@@ -372,7 +372,7 @@ class CoordinatorState:
         return {name: holders.count(name) for name in self.member_names("server") if name not in silent_members}
 
     def may_hold_last_copy(self, name: str) -> bool:
-        """Tell whether a silent member may hold data that nobody else has, so that it must be waited for."""
+        """Tell whether a silent member may hold the only copy of some data, so that the job must wait for it."""
         if self.job.num_servers == 1 and self.job.is_logged:
             return False
         return any(name in {replicas.primary, replicas.backup, replicas.former_replica} for replicas in self.replicas)

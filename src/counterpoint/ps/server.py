@@ -273,7 +273,7 @@ class JournalTracker:
         """Return entries, by shard and position, that this server passes to a new backup; once per generation.
 
         The backup receives them only as part of a state. If this server dies before it learns that the backup is ready,
-        they are committed, and nobody else can tell what they were.
+        they are committed, and no other process has them.
         """
         transferred = {}
         for shard, replica in node.shard_replicas.items():

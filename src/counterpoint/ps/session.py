@@ -232,7 +232,7 @@ class Session(Protocol):
             timeout_s: longest wait for a task before :data:`NO_TASK_YET` is returned.
 
         Raises:
-            PeerError: the job has stopped; the error says why.
+            PeerError: the job has stopped; the error gives the reason.
         """
 
     def report(self, task: DataTask, outcome: TaskOutcome, text: str = "") -> None:

@@ -98,7 +98,7 @@ def start_connect(address: RpcAddress, *, is_keyed: bool) -> socket.socket:
 
     Raises:
         LaunchError: the address is beyond loopback and there is no key.
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     family, target = resolve_address(address, is_keyed=is_keyed)
     caller = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

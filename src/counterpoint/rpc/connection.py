@@ -374,12 +374,14 @@ def connect(
 
     Raises:
         LaunchError: the address cannot be resolved, or is beyond loopback without a key.
-        ConnectionLostError: nobody listens there.
+        ConnectionLostError: no process listens there.
     """
     try:
         peer = start_connect(address, is_keyed=credentials.key is not None)
     except OSError as error:
-        raise ConnectionLostError(f"nobody listens at {address}; check that the server runs, then reconnect") from error
+        raise ConnectionLostError(
+            f"no process listens at {address}; check that the server runs, then reconnect"
+        ) from error
     set_socket_options(peer, limits)
     handshake = client_handshake(credentials, credentials.security_mode(address), secrets.token_bytes(NONCE_BYTES))
     channel = RpcChannel(handshake, limits, ReceiveBufferPool(), shared_memory_with(peer))

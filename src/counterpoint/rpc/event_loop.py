@@ -19,7 +19,7 @@ from counterpoint.errors import PeerError
 
 MAX_PAUSE_S = 0.1  # longest select: another thread may have set an earlier deadline
 YIELD_S = (
-    0.005  # pause of the loop's own thread while others run it; bounds the delay of messages that nobody waits for
+    0.005  # pause of the loop's own thread while others run it; bounds the delay of messages without a waiting thread
 )
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -99,7 +99,7 @@ class EventLoop:
         ready = self._selector.select(wait_s)
         with self.lock:
             for key, events in ready:
-                if key.data in self._handlers:  # it may have been unwatched meanwhile
+                if key.data in self._handlers:  # an earlier handler may have unwatched it
                     key.data.on_ready(events)
             now = self.clock()
             for watched in [handler for handler in self._handlers if handler.deadline <= now]:
@@ -155,7 +155,7 @@ class EventLoop:
             raise PeerError(f"waited {timeout_s} s for {what}; check what the peer is doing")
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition becomes true in time; meanwhile the loop runs.
+        """Run the loop until the condition is true; return False if it is not in time.
 
         It runs in the waiting thread unless another thread runs it, so that a reply wakes the thread that waits for it.
 

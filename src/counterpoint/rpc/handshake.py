@@ -51,7 +51,7 @@ class SecurityMode(IntEnum):
     ENCRYPTED = 1
     """There is a key, and a network in between."""
     PEERCRED = 2
-    """There is a key, and a UNIX socket of one user: whoever can read it can also read the process."""
+    """There is a key, and a UNIX socket of one user: a process that can read it can also read this process's memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def read_key(path: Path) -> JobKey:
     if stat.S_ISREG(mode) and mode & 0o077:
         os.close(fd)
         raise LaunchError(
-            f"the job key in {path} may be read by others (mode {mode & 0o777:o}); whoever reads it is part of "
+            f"the job key in {path} may be read by others (mode {mode & 0o777:o}); a process that reads it can join "
             f"the job: make a new one, and chmod 600 {path}"
         )
     return read_key_from(fd, str(path))

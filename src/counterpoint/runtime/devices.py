@@ -67,7 +67,7 @@ def to_device(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any n
 
 
 class PendingScalars:
-    """Scalars on a device that are read later, so that the device need not be waited for when they are computed.
+    """Scalars on a device that are read later, so that the host does not wait for the device when they are computed.
 
     On CUDA each is copied to pinned memory in the order of the stream, and reading waits for these copies only::
 

@@ -59,7 +59,7 @@ from counterpoint.runtime.rank_builder import (
 )
 
 SCALAR_STATE_KEYS: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
-"""Entries of torch optimizers' state that are one number for a whole tensor, whatever its size."""
+"""Entries of torch optimizers' state that are one number for a whole tensor of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def broadcast_params(shard_map: ShardMap, rank: RankRuntime, fabric: Fabric) -> 
 
 
 def load_weights(shard_map: ShardMap, rank: RankRuntime, read: Callable[[str], Tensor]) -> None:
-    """Write full parameters, read by name, into whatever part of them this rank has."""
+    """Write full parameters, read by name, into the part of them that this rank has."""
     rank_program = shard_map.run_spec.program.rank_programs[rank.interpreter.fabric.rank]
     sharded = sliced_params(shard_map.run_spec.model_spec)
     for unit_params in rank.interpreter.store.units.values():

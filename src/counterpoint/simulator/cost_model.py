@@ -166,7 +166,7 @@ class AnalyticCosts:
         return 0.0
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return 0: operation counts say nothing about calls."""
+        """Return 0: operation counts do not include the overhead of calls."""
         return 0.0
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:

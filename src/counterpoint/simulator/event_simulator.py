@@ -14,8 +14,8 @@ The loop of :meth:`EventSimulator.run` takes the earliest of three queues::
     link_requests       transfers that all members are ready for -> assign_links
 
 Everything that happens on processors at one moment happens before links are assigned at that moment, and links go to
-the instruction that comes first in its rank program. So nothing depends on the numbers of ranks, which is what allows
-one rank of a class to represent all of them (:mod:`counterpoint.program.rank_classes`).
+the instruction that comes first in its rank program. So nothing depends on the numbers of ranks, so that
+one rank of a class can represent all of them (:mod:`counterpoint.program.rank_classes`).
 
 Shared resources slow down those that use them at the same time (:mod:`counterpoint.simulator.contention`): the cores
 of a host, and its network card in each direction. Without shared resources the end of an instruction is known when

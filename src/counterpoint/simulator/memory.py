@@ -103,8 +103,8 @@ def peak_memory_bytes(program: Program, size_of: SizeFn, *, num_states: int = AD
     update or departure, as a shard once it has been reduce-scattered and freed; a delayed gradient is a second one. An
     asynchronous server holds one gradient at a time. Parameters exist in as many versions as the rank program reads; an
     optimizer keeps ``num_states`` values per parameter that its rank updates. A compression codec with error feedback
-    keeps two residuals, the present one and the one of the next step, and buffers for what it sends and gathers. What
-    operators inside a block allocate meanwhile is not in the program and not counted.
+    keeps two residuals, the present one and the one of the next step, and buffers for what it sends and gathers.
+    Temporary memory of operators inside a block is not in the program and not counted.
 
     Args:
         program: a verified program.

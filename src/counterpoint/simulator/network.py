@@ -139,7 +139,7 @@ class LinkLoad:
 
     Args:
         private_s: without contention: latencies, memory, links that only its own ranks use.
-        shared_s: on links that several ranks share, if no other rank uses them meanwhile.
+        shared_s: on links that several ranks share, if no other rank uses them at the same time.
     """
 
     private_s: float

@@ -58,7 +58,7 @@ class Server:
 
     Promise:
         bsp gives the same results as single-process training. asp and ssp apply the gradient of the mean loss over the
-        worker's own samples, if it has any, to weights that other workers have changed meanwhile; the order of arrival
+        worker's own samples, if it has any, to weights that other workers may have updated since; the order of arrival
         is recorded in a journal and can be replayed exactly. ssp: between reading weights and applying their gradient
         there are at most (n-1) (2 staleness + 1) updates of other workers, which the server checks before it applies
         any. With ``compress`` the decoded gradient is applied; each worker adds its compression error to its next

@@ -1,4 +1,4 @@
-"""Earlier names of strategies, options and plan-file keys: whoever still writes one is told the new name."""
+"""Earlier names of strategies, options and plan-file keys: an error for one of them gives the new name."""
 
 from __future__ import annotations
 

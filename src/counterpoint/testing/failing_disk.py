@@ -20,7 +20,7 @@ class FailingDisk(LocalFileOps):
 
     Args:
         fail_at: first operation that fails; 0 for none, to count operations.
-        failure: makes the exception; a ``SimulatedCrash`` stands for kill -9.
+        failure: makes the exception; a ``SimulatedCrash`` simulates kill -9.
         free: result of ``free_bytes`` from operation ``fail_at`` on; None uses the real disk.
     """
 

@@ -77,7 +77,7 @@ def recommend_threads(ranks: Sequence[RankThreads], topology: Topology, num_cpus
     Args:
         ranks: those of the host.
         topology: the cores that any of them may use.
-        num_cpus: hardware threads of the host, whoever may use them.
+        num_cpus: hardware threads of the host, also those that these ranks may not use.
 
     Example:
         >>> from counterpoint.world.topology import Core

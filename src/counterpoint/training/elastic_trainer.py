@@ -40,7 +40,7 @@ DEFAULT_SLICES_PER_STEP = 4
 class ElasticTrainer:
     """The configuration that all workers of an elastic job share.
 
-    Every process builds the same one: whoever starts the servers uses its ``job``, and workers call ``train``.
+    Every process builds the same one: the process that starts the servers uses its ``job``, and workers call ``train``.
 
     Args:
         dataset: map-style, samples ``(inputs..., target)``; the same for all workers.

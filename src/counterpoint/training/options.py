@@ -70,7 +70,7 @@ class TrainingOptions:
         retain_freed_memory: whether memory that a step frees stays with the process for the next one; glibc only.
         num_measured_plans: under ``auto``, how many of the plans that are predicted to be fastest are measured for some
             steps before the first one, in addition to data parallelism; the fastest is used. They train copies of the
-            model, on the first batch, and leave nothing behind. 0 measures none.
+            model, on the first batch, without side effects. 0 measures none.
         cluster: the cluster for the predictions of ``auto``, or the path of its file; None for one laptop core per
             rank.
     """

@@ -76,7 +76,7 @@ def share_params_per_host(plan: Plan, hosts: Sequence[int]) -> Plan:
 
 
 def drop_redundant_overlap(plan: Plan) -> Plan:
-    """Drop the pass ``overlap`` if all communication is the sharded update, which overlaps by itself."""
+    """Drop the pass ``overlap`` if all communication is the sharded update, which needs no pass."""
     if all(isinstance(strategy, Data) and strategy.update == "sharded" for strategy in plan.strategies):
         return replace(plan, passes=tuple(name for name in plan.passes if name != "overlap"))
     return plan

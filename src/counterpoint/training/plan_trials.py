@@ -158,7 +158,7 @@ def run_trials(
     """Return the trial of each plan, the same on every rank, and the plans that cannot be built.
 
     Args:
-        plans: all for the same ranks; every rank has copies of its parts of the model for all of them meanwhile.
+        plans: all for the same ranks; every rank has copies of its parts of the model for all of them at once.
         target: what is trained.
         with_traces: whether each plan's trial ends with a traced step.
     """

@@ -48,7 +48,7 @@ MIN_BYTES = 64 << 10
 
 
 class ReleasedParameters:
-    """Parameters of the user's model that only ranks in other processes train; their memory is released meanwhile.
+    """Parameters that only ranks in other processes train; their memory is released during training.
 
     Every process builds the whole model and trains some stages of it. Its copy of the other stages becomes stale with
     the first step, and is overwritten when the weights are exported. From the first step until then these parameters
@@ -86,11 +86,11 @@ class ReleasedParameters:
                 self.versions[name] = param._version  # noqa: SLF001 - the only way to detect writes
 
     def is_released(self, name: str) -> bool:
-        """Tell whether nobody has written to a parameter since it was released."""
+        """Tell whether a parameter has not been written to since it was released."""
         return self.versions.get(name) == self.params[name]._version  # noqa: SLF001 - as above
 
     def poison(self, error: BaseException | None = None) -> None:
-        """Fill the parameters that were not exported with nan, so that nobody uses them as weights.
+        """Fill the parameters that were not exported with nan, so that they cannot be mistaken for weights.
 
         Args:
             error: the error that ended the run; it gets a note.

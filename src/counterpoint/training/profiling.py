@@ -47,8 +47,8 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
 
     Args:
         model: as it would be trained.
-        inputs: of some samples: what it is called with, a tensor, a tuple, or a dict by name.
-        targets: what the loss takes besides the output.
+        inputs: arguments of the model for some samples: a tensor, a tuple, or a dict by name.
+        targets: the second argument of the loss.
         loss: from output and targets to the mean loss; by default the mean of the output.
         optimizer: an optimizer on the model's parameters, or a factory.
         microbatch_sizes: sizes of microbatches; by default the number of inputs, a quarter and a sixteenth of it.

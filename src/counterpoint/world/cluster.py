@@ -71,7 +71,7 @@ class TimeSlicing:
     Args:
         cores: number of ranks that compute at a time; others wait until one of these blocks, first come first served.
         speed_fractions: speed of each of 1, 2, ... ranks of a host during its time slice, as a fraction of the speed of
-            one rank without others, which use its caches meanwhile. The last one also holds for more ranks.
+            one rank without others, which evict its data from the caches. The last one also holds for more ranks.
         message_s: seconds for which a message occupies both of its ends, in addition to copying it, if they come from
             other work.
     """

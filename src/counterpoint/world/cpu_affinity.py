@@ -136,5 +136,5 @@ def _too_many_threads_note(ranks: int, threads: int, cores: int) -> str:
     return (
         f"{format_count(ranks, 'rank')} x {format_count(threads, 'thread')} on {format_count(cores, 'core')}: "
         "threads share cores, as "
-        f"requested; leave out --threads and OMP_NUM_THREADS for {cores // ranks} each"
+        f"requested; omit --threads and OMP_NUM_THREADS for {cores // ranks} each"
     )

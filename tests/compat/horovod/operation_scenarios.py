@@ -10,8 +10,8 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32,
 
 def numbers(rank, *shape, dtype=torch.float64):
     """Return what rank ``rank`` has: other small numbers on every rank."""
-    found = torch.arange(torch.Size(shape).numel()) * 7 % 11 + 2 * rank + 1
-    return found.to(dtype).view(shape)
+    actual = torch.arange(torch.Size(shape).numel()) * 7 % 11 + 2 * rank + 1
+    return actual.to(dtype).view(shape)
 
 
 def of_all(size, *shape, dtype=torch.float64):
@@ -28,14 +28,14 @@ def reductions():
 
 
 def expected_reductions(_, size):
-    found = []
+    actual = []
     for dtype in DTYPES:
         every = of_all(size, 2, 3, dtype=dtype)
         wide = every.double() if dtype.is_floating_point else every.long()
         mean = wide.sum(0) / size if dtype.is_floating_point else wide.sum(0) // size
-        found += [mean, wide.sum(0), wide.amin(0), wide.amax(0), wide.prod(0)]
-        found[-5:] = [result.to(dtype) for result in found[-5:]]
-    return found
+        actual += [mean, wide.sum(0), wide.amin(0), wide.amax(0), wide.prod(0)]
+        actual[-5:] = [result.to(dtype) for result in actual[-5:]]
+    return actual
 
 
 def adaptive_sums():
@@ -157,7 +157,7 @@ def expected_scatters(rank, size):
 
 def gradients():
     """Of what each operation does with 2 rows, its result weighed by the place of each number."""
-    found = []
+    actual = []
     for operation in [
         lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=3.0),
         lambda x: hvd.grouped_allreduce([x, 2 * x])[1],
@@ -169,8 +169,8 @@ def gradients():
         x = mine(2, 2).requires_grad_()
         result = operation(x)
         (result * torch.arange(result.numel(), dtype=x.dtype).view_as(result)).sum().backward()
-        found.append(x.grad)
-    return found
+        actual.append(x.grad)
+    return actual
 
 
 def expected_gradients(rank, size):
@@ -189,28 +189,28 @@ def sets_of_ranks():
     """All but the last rank, and the last; then one is removed, and a set of the same ranks is added again."""
     most, last = list(range(hvd.size() - 1)), hvd.size() - 1
     first, second = hvd.add_process_set(most), hvd.add_process_set(hvd.ProcessSet([last]))
-    found: list[object] = [second.process_set_id, second.included(), first.size(), hvd.global_process_set.ranks]
+    actual: list[object] = [second.process_set_id, second.included(), first.size(), hvd.global_process_set.ranks]
     if first.included():
-        found += [first.rank(), hvd.allreduce(mine(2), op=hvd.Sum, process_set=first)]
-        found += [hvd.allgather(mine(1), process_set=first), hvd.broadcast(mine(1), last - 1, process_set=first)]
+        actual += [first.rank(), hvd.allreduce(mine(2), op=hvd.Sum, process_set=first)]
+        actual += [hvd.allgather(mine(1), process_set=first), hvd.broadcast(mine(1), last - 1, process_set=first)]
     if second.included():
-        found.append(hvd.allreduce(mine(2), op=hvd.Product, process_set=second))
-    found += [hvd.remove_process_set(first), hvd.remove_process_set(first), first.process_set_id]
+        actual.append(hvd.allreduce(mine(2), op=hvd.Product, process_set=second))
+    actual += [hvd.remove_process_set(first), hvd.remove_process_set(first), first.process_set_id]
     again = hvd.add_process_set(reversed(most))
-    return [*found, again.process_set_id, hvd.remove_process_set(again), hvd.remove_process_set(second)]
+    return [*actual, again.process_set_id, hvd.remove_process_set(again), hvd.remove_process_set(second)]
 
 
 def expected_sets_of_ranks(rank, size):
     most = of_all(size - 1, 2).sum(0)
     member = [rank, most, of_all(size - 1, 1).flatten(), numbers(size - 2, 1)] if rank < size - 1 else []
     alone = [numbers(rank, 2)] if rank == size - 1 else []
-    found = [2, rank == size - 1, size - 1, list(range(size)), *member, *alone]
-    return [*found, True, False, None, 3, True, True]
+    actual = [2, rank == size - 1, size - 1, list(range(size)), *member, *alone]
+    return [*actual, True, False, None, 3, True, True]
 
 
 def places():
-    found = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
-    return [*found, hvd.is_initialized(), hvd.is_homogeneous(), hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built()]
+    actual = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+    return [*actual, hvd.is_initialized(), hvd.is_homogeneous(), hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built()]
 
 
 def expected_places(rank, size):

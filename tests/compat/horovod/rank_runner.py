@@ -35,19 +35,19 @@ def run_rank(pipe, scenarios, identity, listener, port):
     rank, num_ranks, transport, deadline_s = identity
     listen_fd = None if listener is None else listener.detach()
     if transport == "auto":
-        found = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
-        os.environ.update(rank_variables(found), HOROVOD_FUSION_THRESHOLD=str(SMALL_BUCKET_BYTES))
+        result = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
+        os.environ.update(rank_variables(result), HOROVOD_FUSION_THRESHOLD=str(SMALL_BUCKET_BYTES))
         hvd.init()
     else:
         fabric = connect(
             rank, num_ranks, Address("127.0.0.1", port, listen_fd), timeout_s=deadline_s, transport=transport
         )
         kept = SharedStore.serve("127.0.0.1", deadline_s) if rank == 0 else None
-        board_port, *_ = fabric.gather_values("board", kept.port if kept else 0, tuple(range(num_ranks)))
-        assert isinstance(board_port, int)
-        board = kept or SharedStore.connect("127.0.0.1", board_port, deadline_s)
+        store_port, *_ = fabric.gather_values("kv_store", kept.port if kept else 0, tuple(range(num_ranks)))
+        assert isinstance(store_port, int)
+        kv_store = kept or SharedStore.connect("127.0.0.1", store_port, deadline_s)
         places = RankTopology(tuple(range(num_ranks)), (num_ranks,) * num_ranks, rank)
-        PROCESS.world = HorovodWorld(fabric, places, SMALL_BUCKET_BYTES, lambda: board)
+        PROCESS.world = HorovodWorld(fabric, places, SMALL_BUCKET_BYTES, lambda: kv_store)
         reset_process_sets(PROCESS.world, ())
     pipe.send({scenario.__name__: run_scenario(scenario) for scenario in scenarios})
 

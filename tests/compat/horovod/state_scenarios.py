@@ -25,9 +25,9 @@ def objects():
         "array": np.arange(6).reshape(2, 3), "number": np.float32(0.5), "none": torch.empty(0, 2),
         "half": torch.ones(2, 2).bfloat16(), "strided": torch.arange(6).view(2, 3).T, "flag": torch.tensor(True),
     }  # fmt: skip
-    found = hvd.broadcast_object(given if hvd.rank() == 1 else None, root_rank=1)
-    same = [repr(found[key]) == repr(value) and type(found[key]) is type(value) for key, value in given.items()]
-    return [list(found) == list(given), same, hvd.allgather_object({"rank": hvd.rank()})]
+    result = hvd.broadcast_object(given if hvd.rank() == 1 else None, root_rank=1)
+    same = [repr(result[key]) == repr(value) and type(result[key]) is type(value) for key, value in given.items()]
+    return [list(result) == list(given), same, hvd.allgather_object({"rank": hvd.rank()})]
 
 
 def foreign_objects():
@@ -79,7 +79,7 @@ def normalize(kind, x, affine):
 
 def uneven():
     """Ranks run out of data one after the other, in two epochs; rank 0 has nothing in the first."""
-    model, found = Net(), []
+    model, result = Net(), []
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     for epoch, num_batches in enumerate([2 * hvd.rank(), 3 * hvd.size() - hvd.rank()]):
         for step in range(num_batches):
@@ -87,30 +87,30 @@ def uneven():
             loss_of(model, hvd.rank(), 10 * epoch + step).backward()
             optimizer.step()
             hvd.allreduce(torch.ones(2), op=hvd.Product)
-        found.append(hvd.join())
-        hvd.broadcast_parameters(model.state_dict(), root_rank=found[-1])
-        hvd.broadcast_optimizer_state(optimizer, root_rank=found[-1])
-    return [*found, values(model), hvd.allreduce(torch.ones(1), op=hvd.Sum)]
+        result.append(hvd.join())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=result[-1])
+        hvd.broadcast_optimizer_state(optimizer, root_rank=result[-1])
+    return [*result, values(model), hvd.allreduce(torch.ones(1), op=hvd.Sum)]
 
 
 def zeros_of_joined_ranks():
     """What is left of each reduction when rank 0 has nothing: a mean still divides by the number of all ranks."""
-    found = []
+    result = []
     if hvd.rank() != 0:
         ops = [hvd.Sum, hvd.Average, hvd.Max, hvd.Product, hvd.Adasum]
-        found = [hvd.allreduce(torch.ones(1, dtype=WIDE), op=op) for op in ops]
-        found += hvd.grouped_allreduce([torch.ones(1), torch.ones(1, dtype=torch.int32)], op=hvd.Sum)
+        result = [hvd.allreduce(torch.ones(1, dtype=WIDE), op=op) for op in ops]
+        result += hvd.grouped_allreduce([torch.ones(1), torch.ones(1, dtype=torch.int32)], op=hvd.Sum)
         handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
         while not hvd.poll(handle):
             pass
-        found.append(hvd.synchronize(handle))
+        result.append(hvd.synchronize(handle))
         hvd.barrier()
     hvd.join()
-    return [float(each) for each in found]
+    return [float(each) for each in result]
 
 
 def written_timeline():
-    """Return phases and tensors of what rank 0 has written, and whether nobody else has."""
+    """Return phases and tensors of what rank 0 has written, and whether no other rank has written one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "timeline.json")
         hvd.start_timeline(str(path), mark_cycles=True)
@@ -126,16 +126,16 @@ def written_timeline():
 
 def stalled():
     """Return what rank 0 logs while rank 1 does not come, until it does."""
-    board, found = current_world().join_state.open_store(), []
-    assert board is not None
+    kv_store, result = current_world().join_state.open_store(), []
+    assert kv_store is not None
     listener = logging.Handler()
-    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    listener.emit = lambda record: result.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("counterpoint.horovod").addHandler(listener)
     joining.STALL_WARNING_S = 0.05  # type: ignore[misc]  # of this rank's process only
-    while hvd.rank() != 0 and board.get("stalled/0") is None:
+    while hvd.rank() != 0 and kv_store.get("stalled/0") is None:
         pass
     hvd.allreduce(torch.ones(1), name="loss")
-    return [*found, board.get("stalled/0")] if hvd.rank() == 0 else []
+    return [*result, kv_store.get("stalled/0")] if hvd.rank() == 0 else []
 
 
 def begun_again():

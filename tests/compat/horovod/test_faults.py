@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "words"),
+    ("scenario", "parts"),
     [
         (faults.other_names, ["all_reduce mean of loss of rank 0, float32 (2,)", "of loss of rank 1, float32 (2,)"]),
         (faults.other_shapes, ["allgather of rows: rank 0 has torch.float32 of shape (2, 3), rank 1 has", "(2, 4)"]),
@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
         (faults.gathers_after_another_has_joined, ["rank 1 joined", "pad the data so that all ranks"]),
     ],
 )
-def test_ranks_that_disagree_are_all_told_what_each_does(scenario, words):
-    for found in on_ranks((scenario,), 2):
-        text = found[scenario.__name__]
+def test_all_ranks_that_disagree_get_an_error_with_the_operation_of_each(scenario, parts):
+    for result in on_ranks((scenario,), 2):
+        text = result[scenario.__name__]
         assert text.startswith("HorovodInternalError: ")
-        assert [word for word in words if word not in text] == []
+        assert [part for part in parts if part not in text] == []
 
 
-def test_a_program_that_asks_for_ever_is_told_whom_it_waits_for():
+def test_a_program_that_polls_forever_gets_an_error_that_names_the_missing_ranks():
     first, _ = on_ranks((faults.asks_for_what_never_comes,), 2, deadline_s=1.0)
     text = first["asks_for_what_never_comes"]
     assert text.startswith("HorovodInternalError: rank 0 waited 1.")

@@ -13,5 +13,5 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
     ("scenario", "expected"), list(zip(SCENARIOS, EXPECTED, strict=True)), ids=lambda it: it.__name__
 )
 def test_an_operation_gives_what_one_rank_would_compute(scenario, expected, num_ranks, transport):
-    for rank, found in enumerate(once_on_ranks(SCENARIOS, num_ranks, transport)):
-        assert found[scenario.__name__] == to_plain(expected(rank, num_ranks))
+    for rank, result in enumerate(once_on_ranks(SCENARIOS, num_ranks, transport)):
+        assert result[scenario.__name__] == to_plain(expected(rank, num_ranks))

@@ -13,12 +13,12 @@ WIDE = torch.float64
 
 
 def ranks_of(scenario, num_ranks, transport):
-    scenes = states.SCENARIOS if transport == "auto" else states.SCENARIOS[:-1]  # the last one leaves its fabric
-    return [found[scenario.__name__] for found in once_on_ranks(scenes, num_ranks, transport)]
+    scenarios = states.SCENARIOS if transport == "auto" else states.SCENARIOS[:-1]  # the last one leaves its fabric
+    return [result[scenario.__name__] for result in once_on_ranks(scenarios, num_ranks, transport)]
 
 
-def wide(found):
-    return torch.tensor(found[1], dtype=WIDE)
+def wide(result):
+    return torch.tensor(result[1], dtype=WIDE)
 
 
 @WORLDS
@@ -36,15 +36,15 @@ def test_an_object_that_would_need_a_pickle_is_refused_by_name_on_every_rank(num
     assert [text.startswith(part) for text in first[:2]] == [True, True]
     assert "send numbers, text, lists" in first[0]
     assert all("of rank 0 cannot be sent" in text for other in others for text in other[:2])
-    assert {found[2] for found in [first, *others]} == {5}
+    assert {result[2] for result in [first, *others]} == {5}
 
 
 @WORLDS
 def test_all_ranks_start_from_the_state_of_one(num_ranks, transport):
-    found = ranks_of(states.states, num_ranks, transport)
-    assert found.count(found[1]) == num_ranks
-    assert found[0][:3] == [0.2, [0.5, 0.5], 2.0]
-    assert found[0][4] is True
+    result = ranks_of(states.states, num_ranks, transport)
+    assert result.count(result[1]) == num_ranks
+    assert result[0][:3] == [0.2, [0.5, 0.5], 2.0]
+    assert result[0][4] is True
 
 
 @WORLDS
@@ -83,9 +83,9 @@ def alone_when_uneven(size):
 @WORLDS
 def test_ranks_that_run_out_of_data_follow_the_others(num_ranks, transport):
     expected = alone_when_uneven(num_ranks)
-    for last, last_again, found, total in ranks_of(states.uneven, num_ranks, transport):
+    for last, last_again, result, total in ranks_of(states.uneven, num_ranks, transport):
         assert (last, last_again, total[1]) == (num_ranks - 1, 0, [num_ranks])
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert result == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @WORLDS
@@ -93,8 +93,8 @@ def test_a_joined_rank_gives_zeros_and_counts_in_means(num_ranks, transport):
     left = num_ranks - 1.0
     first, *others = ranks_of(states.zeros_of_joined_ranks, num_ranks, transport)
     assert first == []
-    for found in others:
-        assert found == pytest.approx([left, left / num_ranks, 1.0, 0.0, 1.0, left, left, left])
+    for result in others:
+        assert result == pytest.approx([left, left / num_ranks, 1.0, 0.0, 1.0, left, left, left])
 
 
 @WORLDS
@@ -109,7 +109,7 @@ def test_a_rank_that_waits_for_long_says_for_whom(num_ranks, transport):
     (text, afterwards), *_ = ranks_of(states.stalled, num_ranks, transport)
     missing = "rank 1 is" if num_ranks == 2 else "ranks 1, 2 are"
     assert text.startswith("rank 0 has waited 0 s for allreduce of loss; ")
-    assert f"{missing} not waiting for it: look at what they do instead" in text
+    assert f"{missing} not waiting for it: check what they wait for instead" in text
     assert afterwards is None
 
 

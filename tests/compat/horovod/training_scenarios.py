@@ -133,9 +133,9 @@ def descend(optimizer, loss):
 
         def closure(step=step):
             optimizer.zero_grad()
-            found = loss(step)
-            found.backward()
-            return found
+            result = loss(step)
+            result.backward()
+            return result
 
         optimizer.step(closure)
 
@@ -240,14 +240,14 @@ def by_a_schedule():
 
 def misused():
     """Each mistake of the order of calls, and of the arguments."""
-    found = []
+    result = []
     model = nn.Linear(2, 2)
 
     def said(call):
         try:
             call()
         except (AssertionError, ValueError, AttributeError) as error:
-            found.append(str(error))
+            result.append(str(error))
 
     def build(**options):
         return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
@@ -272,7 +272,7 @@ def misused():
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
     said(optimizer.step)
     said(lambda: hvd.allreduce(torch.ones(2), process_set=hvd.ProcessSet([0])))
-    return found
+    return result
 
 
 SCENARIOS = (

@@ -9,7 +9,7 @@ from counterpoint.compat import kvstore
 
 
 def main(kind):
-    """Write what this rank pulls; the second one fails before its last push if it is told to."""
+    """Write what this rank pulls; the second one fails before its last push if requested."""
     kv = kvstore.create(kind.removesuffix("-fails"), servers=2)
     kv.set_optimizer(partial(torch.optim.SGD, lr=0.5))
     kv.init(["w", "e"], [torch.full((2,), 5.0 - kv.rank), torch.eye(4).to_sparse(1)])

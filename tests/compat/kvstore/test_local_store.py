@@ -32,7 +32,7 @@ def test_any_torch_optimizer_updates_a_local_store(kv):
 
 
 @pytest.mark.parametrize("kind", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.1)])
-def test_saved_states_go_on_in_another_store(kv, kind, tmp_path):
+def test_saved_states_continue_in_another_store(kv, kind, tmp_path):
     kv.set_optimizer(kind)
     both = [torch.tensor([1.0, 2.0]), sparse_rows([1, 2], [1.0, 2.0], 4)]
     kv.push(["w", "e"], both)
@@ -159,6 +159,6 @@ def test_a_barrier_of_one_process_is_passed_at_once(kv):
     assert pull(kv, "w", 2).tolist() == [1, 1]
 
 
-def test_a_name_that_is_nobody_s_is_missing_as_ever(kv):
+def test_an_unknown_attribute_raises_attribute_error(kv):
     assert not hasattr(kv, "nothing_like_it")
     assert kv.is_capable("optimizer")

@@ -39,8 +39,8 @@ def is_gone(pid):
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_workers_of_a_launcher_share_values_on_servers(kind):
     ended, left = run(kind)
-    said = [f"[rank {rank}] {rank} 2 [3.5, 3.5] [0.0, 0.0, 0.0, 0.0]" for rank in range(2)]
-    assert sorted(ended.stdout.splitlines()) == said
+    expected_lines = [f"[rank {rank}] {rank} 2 [3.5, 3.5] [0.0, 0.0, 0.0, 0.0]" for rank in range(2)]
+    assert sorted(ended.stdout.splitlines()) == expected_lines
     assert (ended.returncode, left) == (0, [])
 
 

@@ -110,7 +110,7 @@ def test_one_worker_is_a_barrier_s_everybody(name):
     assert pull(kv, 1, 1).item() == 0.0
 
 
-def test_who_waits_for_others_is_told_so():
+def test_a_worker_that_waits_too_long_gets_an_error_that_says_so():
     kvs = stores("dist_sync", 2)
     for kv in kvs:
         kv.init(1, torch.zeros(1))
@@ -127,7 +127,7 @@ def test_dist_async_needs_an_optimizer_before_a_push():
         kv.push("w", torch.ones(2))
 
 
-def test_workers_with_different_optimizers_are_told():
+def test_workers_with_different_optimizers_get_an_error():
     kvs = stores("dist_sync", 2)
     for kv in kvs:
         kv.set_optimizer(partial(SGD, lr=0.1 * (1 + kv.rank)))

@@ -59,7 +59,7 @@ def test_a_larger_value_never_takes_less_time(hosts):
     assert all(less <= more for less, more in pairwise(times))
 
 
-def test_adding_that_is_slow_is_hidden_behind_the_link():
+def test_slow_addition_overlaps_with_the_link():
     network = HostLinks(tuple(range(8)), FAR, FAR, reduce_bytes_per_s=150e6)
     assert choose_algorithm(256 << 20, network).name.startswith("pipelined_ring")
 

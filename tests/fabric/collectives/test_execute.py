@@ -100,15 +100,15 @@ def test_ranks_with_tensors_of_other_looks_get_an_error_that_names_both():
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [
         ([], "gives nothing for grad0 and holds 1 members"),
         ([torch.ones(2), torch.ones(2)], "give one tensor for each"),
         ([torch.ones(4, 4).t()], "is not contiguous"),
     ],
 )
-def test_tensors_that_do_not_fit_the_row_are_refused(tensors, said):
-    with LocalWorld(1) as world, pytest.raises(ProgramError, match=said):
+def test_tensors_that_do_not_fit_the_row_are_refused(tensors, message):
+    with LocalWorld(1) as world, pytest.raises(ProgramError, match=message):
         world.run(lambda fabric: execute(fabric, rank_schedule(ring(1), (0,), 0), "grad0", tensors))
 
 

@@ -33,10 +33,10 @@ def test_a_tensor_has_the_numbers_and_the_dtype_that_are_asked_for(dtype):
 
 def test_the_smallest_buffer_that_fits_is_reused_unless_it_is_much_too_large():
     workspace = ScratchPool()
-    rooms = [workspace.acquire(size * MIN_POOLED_BYTES) for size in (2, 3, 8)]
-    workspace.release(rooms)
-    assert workspace.acquire(2 * MIN_POOLED_BYTES + 1).data_ptr() == rooms[1].data_ptr()
-    assert workspace.acquire(MIN_POOLED_BYTES).data_ptr() == rooms[0].data_ptr()
+    buffers = [workspace.acquire(size * MIN_POOLED_BYTES) for size in (2, 3, 8)]
+    workspace.release(buffers)
+    assert workspace.acquire(2 * MIN_POOLED_BYTES + 1).data_ptr() == buffers[1].data_ptr()
+    assert workspace.acquire(MIN_POOLED_BYTES).data_ptr() == buffers[0].data_ptr()
     assert workspace.acquire(MIN_POOLED_BYTES).numel() == MIN_POOLED_BYTES
 
 

@@ -23,7 +23,7 @@ def everything(fabric):
     """Every collective over everybody, several under way at once."""
     group, rank = tuple(range(fabric.num_ranks)), fabric.rank
     bounds = [index * (index + 1) // 2 * 100 for index in range(len(group) + 1)]
-    length, found = bounds[-1], {}
+    length, result = bounds[-1], {}
     own = fabric.empty(length, torch.float32)
     own[:] = torch.arange(length) % 7 + rank
     shares, joined, mean = own.clone(), own.clone(), own.clone().view(2, -1).T
@@ -38,12 +38,12 @@ def everything(fabric):
     ]
     for work in works:
         work.wait()
-    found["parts"] = shares[bounds[rank] : bounds[rank + 1]].tolist()
-    found["wholes"] = [own.tolist(), joined.tolist(), mean.tolist(), cast.tolist(), largest.tolist()]
+    result["parts"] = shares[bounds[rank] : bounds[rank + 1]].tolist()
+    result["wholes"] = [own.tolist(), joined.tolist(), mean.tolist(), cast.tolist(), largest.tolist()]
     counts = [[1 + (i + j) % 3 for j in group] for i in group]
     received, work = fabric.all_to_all("tokens", torch.full((sum(counts[rank]),), rank), counts, group)
     work.wait()
-    return {**found, "received": received.tolist(), "values": fabric.gather_values("rank", rank, group)}
+    return {**result, "received": received.tolist(), "values": fabric.gather_values("rank", rank, group)}
 
 
 @pytest.mark.parametrize("hosts", [UNEVEN, SWAPPED, LARGE])
@@ -69,7 +69,7 @@ def test_groups_that_share_a_host_may_start_in_any_order():
 
 
 def serve(fabric):
-    """Rank 0 hears from rank 1 here and rank 2 elsewhere, in turns and by name, in the order of each."""
+    """Rank 0 receives from rank 1 on its host and rank 2 on another, alternately and by name, in the order of each."""
     if fabric.rank:
         for index in range(20):
             fabric.send(0, f"{fabric.rank}.{index}", [torch.full((index * 100,), index)])
@@ -90,16 +90,16 @@ def test_local_and_remote_messages_arrive_in_the_order_of_each_sender():
 
 def meet_in_memory(fabric):
     """Ranks 0 and 1 write into memory that they share; rank 2 is elsewhere."""
-    found = fabric.shared_zeros("memory of all", 3, torch.float32, (0, 1, 2))
+    result = fabric.shared_zeros("memory of all", 3, torch.float32, (0, 1, 2))
     fabric.barrier_async("all are here", (0, 1, 2)).wait()
     if fabric.rank == 2:
-        return list(fabric.hosts), found
+        return list(fabric.hosts), result
     memory = fabric.shared_zeros("memory of two", 3, torch.float32, (0, 1))
     memory[fabric.rank] = fabric.rank + 1
     fabric.barrier_async("both have written", (0, 1)).wait()
     values = memory.tolist()
     fabric.barrier((0, 1))
-    return list(fabric.hosts), found, values
+    return list(fabric.hosts), result, values
 
 
 def test_ranks_of_one_host_have_memory_in_common_and_others_none():

@@ -26,21 +26,21 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_segment_is_private_to_its_user_and_cannot_shrink():
-    made = segments.create_segment("test", 8192, allocate=True)
-    assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
+    segment = segments.create_segment("test", 8192, allocate=True)
+    assert stat.S_IMODE(os.fstat(segment.fd).st_mode) == 0o600
     with pytest.raises(PermissionError):
-        os.ftruncate(made.fd, 4096)
-    made.close()
+        os.ftruncate(segment.fd, 4096)
+    segment.close()
 
 
 def test_pages_that_are_dropped_take_no_room_and_those_at_the_edges_stay():
-    made = segments.create_segment("test", 8 * PAGE, allocate=True)
-    made.memory[:] = b"x" * (8 * PAGE)
-    segments.discard_shared_pages(made.address + 1, 4 * PAGE)
-    assert os.fstat(made.fd).st_blocks * 512 == 5 * PAGE
-    assert made.memory[: PAGE + 1] == b"x" * PAGE + b"\0"
-    assert made.memory[4 * PAGE - 1 : 4 * PAGE + 1] == b"\0x"
-    made.close()
+    segment = segments.create_segment("test", 8 * PAGE, allocate=True)
+    segment.memory[:] = b"x" * (8 * PAGE)
+    segments.discard_shared_pages(segment.address + 1, 4 * PAGE)
+    assert os.fstat(segment.fd).st_blocks * 512 == 5 * PAGE
+    assert segment.memory[: PAGE + 1] == b"x" * PAGE + b"\0"
+    assert segment.memory[4 * PAGE - 1 : 4 * PAGE + 1] == b"\0x"
+    segment.close()
 
 
 def test_too_little_memory_is_named_with_what_is_free_and_needed(monkeypatch):
@@ -79,9 +79,9 @@ def short_of_files(fabric):
 
 
 def test_a_limit_of_the_process_is_named_on_all_ranks():
-    story = "rank 1 has no shared memory for counterpoint tensors: 20480 bytes exceed a limit of this process "
+    message = "rank 1 has no shared memory for counterpoint tensors: 20480 bytes exceed a limit of this process "
     texts = on_shm(short_of_files, 2)
-    assert all(story in text and "(too many open files; the limit is 3): raise ulimit -n" in text for text in texts)
+    assert all(message in text and "(too many open files; the limit is 3): raise ulimit -n" in text for text in texts)
 
 
 def borrow(fabric):
@@ -122,7 +122,7 @@ def forget(fabric):
     return lives, seen() is None
 
 
-def test_a_tensor_lives_until_its_collective_is_over_though_nobody_keeps_it():
+def test_a_tensor_lives_until_its_collective_ends_without_another_reference():
     """The library wrote into memory that was free."""
     assert on_shm(forget, 2)[0] == (True, True)
 
@@ -152,7 +152,7 @@ def inherit(fabric):
     ]
 
 
-def test_memory_is_shared_between_ranks_and_with_nobody_else():
+def test_memory_is_shared_between_ranks_and_no_other_processes():
     assert on_shm(inherit, 2) == [[], []]
 
 

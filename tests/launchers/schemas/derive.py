@@ -15,26 +15,26 @@ def bare(schema):
     """A schema without its prose; references lead to definitions of the same file."""
     if not isinstance(schema, dict):
         return schema
-    found = {key: value for key, value in schema.items() if key in RULES}
-    if "properties" in found:
-        found["properties"] = {name: bare(inner) for name, inner in found["properties"].items() if name != "status"}
+    result = {key: value for key, value in schema.items() if key in RULES}
+    if "properties" in result:
+        result["properties"] = {name: bare(inner) for name, inner in result["properties"].items() if name != "status"}
     for key in ("items", "additionalProperties"):
-        if key in found:
-            found[key] = bare(found[key])
+        if key in result:
+            result[key] = bare(result[key])
     for key in ("anyOf", "oneOf"):
-        if key in found:
-            found[key] = [bare(inner) for inner in found[key] if inner != {"type": "null"}]
-    if "$ref" in found:
-        found["$ref"] = found["$ref"].rpartition("/")[2]
-    return found
+        if key in result:
+            result[key] = [bare(inner) for inner in result[key] if inner != {"type": "null"}]
+    if "$ref" in result:
+        result["$ref"] = result["$ref"].rpartition("/")[2]
+    return result
 
 
 def strict(schema):
     """What pydantic says of a model, where a name that it does not know is an error, as in the API server."""
-    found = bare(schema)
-    if "actual_instance" in found.get("properties", {}):  # how these models write a choice, as a number or a string
-        return found["properties"]["actual_instance"]
-    return {**found, "additionalProperties": False} if "properties" in found else found
+    result = bare(schema)
+    if "actual_instance" in result.get("properties", {}):  # how these models write a choice, as a number or a string
+        return result["properties"]["actual_instance"]
+    return {**result, "additionalProperties": False} if "properties" in result else result
 
 
 def references(schema):

@@ -39,10 +39,10 @@ def case_cluster(case):
     return Cluster(DEVICE, Link(LATENCY_S, case["bandwidth"][-1]), levels=levels)
 
 
-def query_for(case, order="pipedream", num_microbatches=None):
+def query_for(case, schedule="pipedream", num_microbatches=None):
     """The pipeline that the case is about."""
     states = find_cuts(read_published(case["model"]).without_inputs())
-    return PipelineQuery(states, case_cluster(case), prod(case["machines"]), order, num_microbatches)
+    return PipelineQuery(states, case_cluster(case), prod(case["machines"]), schedule, num_microbatches)
 
 
 def released_layout(case, states: GraphCuts) -> StageLayout:
@@ -52,7 +52,7 @@ def released_layout(case, states: GraphCuts) -> StageLayout:
     """
     outer = case["levels"][0]
     inner = case["levels"][1] if len(case["levels"]) > 1 else [[*stage[:3], 1] for stage in outer]
-    parts = [(found[2], found[3] * around[3]) for around in outer for found in inner if _is_in(found, around)]
+    parts = [(result[2], result[3] * around[3]) for around in outer for result in inner if _is_in(result, around)]
     stages = [(seconds, replicas) for seconds, replicas in parts if seconds > 0]
     ends = {0: PathCost((0,), 0.0)}
     spent_s = 0.0

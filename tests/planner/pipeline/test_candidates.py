@@ -26,8 +26,8 @@ def uneven(*costs, width=256):
 def fixed(num_ranks):
     """Two equal stages with each number of replicas, in 1F1B and asynchronous."""
     for first in range(1, num_ranks):
-        for order in ("one_f_one_b", "pipedream"):
-            pipeline = Pipeline(2, order, (first, num_ranks - first))
+        for schedule in ("one_f_one_b", "pipedream"):
+            pipeline = Pipeline(2, schedule, (first, num_ranks - first))
             yield from {Plan((pipeline,), pipeline.usable_microbatches(count)) for count in (2, 4, 8)}
 
 
@@ -74,17 +74,17 @@ def test_one_rank_and_one_block_have_no_stages():
 
 def test_a_graph_is_ranked_with_every_schedule_and_data_and_zero():
     case = next(case for case in CASES if case["model"] == "vgg16" and case["machines"] == [4])
-    found = rank_graph(read_published("vgg16"), case_cluster(case), 4, 12)
-    plans = [str(one.plan) for one in found.ranking.predictions]
+    result = rank_graph(read_published("vgg16"), case_cluster(case), 4, 12)
+    plans = [str(one.plan) for one in result.ranking.predictions]
     assert {"data(4)", *(f"zero(4, level={level})" for level in (1, 2, 3))} <= set(plans)
-    orders = {one.schedule for plan in found.graphs for one in plan.strategies if isinstance(one, Pipeline)}
+    orders = {one.schedule for plan in result.graphs for one in plan.strategies if isinstance(one, Pipeline)}
     assert orders == {"one_f_one_b", "gpipe", "pipedream", "pipedream_2bw"}
     assert plans[0].startswith("pipeline(2")
     assert "replicas=(3,1)" in plans[0], "as published"
 
 
 def test_its_balance_counts_layers_in_the_order_that_is_returned():
-    found = rank_graph(read_published("resnet18"), Cluster(case_cluster(CASES[-6]).device, Link(1e-5, 3e7)), 2, 4)
-    for plan, profile in found.graphs.items():
+    result = rank_graph(read_published("resnet18"), Cluster(case_cluster(CASES[-6]).device, Link(1e-5, 3e7)), 2, 4)
+    for plan, profile in result.graphs.items():
         for one in plan.strategies:
             assert not isinstance(one, Pipeline) or sum(one.balance) == len(profile.nodes)

@@ -44,8 +44,8 @@ def test_a_cut_through_branches_is_between_neighbours():
 def test_a_model_takes_the_seconds_of_its_graph(model):
     profile = linearize(states := find_cuts(read_published(model).without_inputs()), (states.num_cuts - 1,))
     spec = model_from_graph(profile, FREE)
-    found = predict_plan(Plan(), spec, FREE, batch_size=1)
-    assert found.compute_s == pytest.approx(sum(layer.seconds for layer in profile.nodes), rel=1e-9)
+    result = predict_plan(Plan(), spec, FREE, batch_size=1)
+    assert result.compute_s == pytest.approx(sum(layer.seconds for layer in profile.nodes), rel=1e-9)
     assert sum(param.num_bytes for param in spec.params) == sum(layer.weight_bytes for layer in profile.nodes)
 
 

@@ -61,15 +61,15 @@ def slowest_s(states, cuts, replicas, network, objective):
     """Return the seconds of the slowest stage of one partition, by the formulas, level by level."""
     *below, level = network
     inner = below[-1].count if below else 1
-    found = []
+    result = []
     for at, (start, stop, count) in enumerate(zip(cuts, cuts[1:], replicas, strict=False)):
         seconds = least_s(states, start, stop, below, objective)
         weights = states.weight_bytes[stop] - states.weight_bytes[start]
         speed = level.bytes_per_s * (inner if objective.splits_first_all_reduce and at == 0 else 1)
-        found.append(float(objective.stage_s(seconds, weights, count, speed)))
+        result.append(float(objective.stage_s(seconds, weights, count, speed)))
         ends = [start] * (at > 0) + [stop] * (at > 0 and objective.sends_activations)
-        found += [objective.transfer_s(states.crossing_bytes[end], count, level.bytes_per_s) for end in ends]
-    return max(found)
+        result += [objective.transfer_s(states.crossing_bytes[end], count, level.bytes_per_s) for end in ends]
+    return max(result)
 
 
 def least_s(states, start, stop, network, objective):
@@ -89,10 +89,10 @@ def least_s(states, start, stop, network, objective):
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_no_slower_than_the_released_optimizer_as_it_counts(case):
     """The slowest stage of every published profile takes at most what the released optimizer finds."""
-    found = find_partition(
+    result = find_partition(
         find_cuts(read_published(case["model"]).without_inputs()), network_levels(case), ReleasedObjective()
     )
-    assert found.slowest_s <= case["stage_s"] + 1e-9
+    assert result.slowest_s <= case["stage_s"] + 1e-9
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
@@ -119,12 +119,12 @@ def test_the_best_of_all_partitions_of_two_levels(objective, profile, inner, out
 def test_the_stages_take_the_returned_time(profile, level):
     """The stages returned cover the model in order, use all parts, and their slowest one takes the seconds returned."""
     states = find_cuts(profile)
-    found = find_partition(states, [level], PublishedObjective())
-    cuts = [0, *(stage.stop for stage in found.stages)]
-    replicas = [stage.replicas for stage in found.stages]
-    assert [stage.start for stage in found.stages] == cuts[:-1]
+    result = find_partition(states, [level], PublishedObjective())
+    cuts = [0, *(stage.stop for stage in result.stages)]
+    replicas = [stage.replicas for stage in result.stages]
+    assert [stage.start for stage in result.stages] == cuts[:-1]
     assert (cuts[-1], sum(replicas) if len(cuts) > 1 else level.count) == (states.num_cuts - 1, level.count)
-    assert len(cuts) == 1 or slowest_s(states, cuts, replicas, [level], PublishedObjective()) == found.slowest_s
+    assert len(cuts) == 1 or slowest_s(states, cuts, replicas, [level], PublishedObjective()) == result.slowest_s
 
 
 PLAIN_AT_FOUR = pytest.mark.xfail(reason="what replicas send hides behind computing: 4, where 3-1 was released")
@@ -134,8 +134,8 @@ PLAIN_AT_FOUR = pytest.mark.xfail(reason="what replicas send hides behind comput
 def test_vgg_keeps_its_dense_layers_on_one_device(count):
     """VGG-16 over links of 10 Gbit/s is replicated up to its dense layers: 3-1, 7-1 and 15-1, as published."""
     states = find_cuts(read_published("vgg16").without_inputs())
-    found = find_partition(states, [PartitionLevel(count, 1.25e9)], PublishedObjective())
-    assert [stage.replicas for stage in found.stages] == [count - 1, 1]
+    result = find_partition(states, [PartitionLevel(count, 1.25e9)], PublishedObjective())
+    assert [stage.replicas for stage in result.stages] == [count - 1, 1]
 
 
 @given(profile=graphs())

@@ -35,8 +35,8 @@ def chain_of(*figures):
     )
 
 
-def query(profile, num_ranks, order="pipedream", num_microbatches=None, cluster=FREE):
-    return PipelineQuery(prefix_cuts(profile), cluster, num_ranks, order, num_microbatches)
+def query(profile, num_ranks, schedule="pipedream", num_microbatches=None, cluster=FREE):
+    return PipelineQuery(prefix_cuts(profile), cluster, num_ranks, schedule, num_microbatches)
 
 
 def every_layout(pipeline):
@@ -68,14 +68,14 @@ def test_neither_is_it_with_a_flush(case):
 
 
 figures = st.tuples(st.integers(1, 9).map(float), st.integers(0, 3).map(float), st.integers(0, 9).map(float))
-orders = st.sampled_from([("pipedream", None), ("one_f_one_b", 4), ("gpipe", 2), ("pipedream_2bw", None)])
+schedules = st.sampled_from([("pipedream", None), ("one_f_one_b", 4), ("gpipe", 2), ("pipedream_2bw", None)])
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.lists(figures, min_size=2, max_size=4), num_ranks=st.integers(2, 4), order=orders)
-def test_no_stages_of_a_small_model_are_faster(rows, num_ranks, order):
+@given(rows=st.lists(figures, min_size=2, max_size=4), num_ranks=st.integers(2, 4), schedule=schedules)
+def test_no_stages_of_a_small_model_are_faster(rows, num_ranks, schedule):
     cluster = Cluster(replace(DEVICE, memory_bytes_per_s=1e3), Link(0.0, 4.0))
-    schedule_name, micros = order
+    schedule_name, micros = schedule
     pipeline = query(chain_of(*rows), num_ranks, schedule_name, micros, cluster)
     best = min(simulate_layout(pipeline, one).step_s for one in every_layout(pipeline))
     assert find_pipeline(pipeline).step_s == pytest.approx(best, rel=1e-9)
@@ -83,19 +83,19 @@ def test_no_stages_of_a_small_model_are_faster(rows, num_ranks, order):
 
 def test_a_heavy_layer_with_few_weights_gets_replicas():
     profile = chain_of((6.0, 1.0, 4.0), (2.0, 1.0, 4e6))
-    found = find_pipeline(query(profile, 4, cluster=Cluster(DEVICE, Link(0.0, 1e5))))
-    assert found.layout == StageLayout((0, 1, 2), (3, 1))
-    assert found.step_s == pytest.approx(2.0, rel=1e-3)
+    result = find_pipeline(query(profile, 4, cluster=Cluster(DEVICE, Link(0.0, 1e5))))
+    assert result.layout == StageLayout((0, 1, 2), (3, 1))
+    assert result.step_s == pytest.approx(2.0, rel=1e-3)
 
 
 def test_what_does_not_fit_gives_way_to_what_does():
     profile = chain_of(*[(1.0, 1e3, 4e6)] * 4)
     free = find_pipeline(query(profile, 4, "one_f_one_b", 4))
     small = replace(FREE, device=replace(DEVICE, memory_bytes=free.memory_bytes // 2))
-    found = find_pipeline(query(profile, 4, "one_f_one_b", 4, small))
+    result = find_pipeline(query(profile, 4, "one_f_one_b", 4, small))
     assert free.layout.num_stages == 1
-    assert found.layout.num_stages > 1
-    assert found.missing_bytes == 0
+    assert result.layout.num_stages > 1
+    assert result.missing_bytes == 0
 
 
 def test_where_nothing_fits_what_misses_least_is_found():
@@ -114,9 +114,9 @@ def test_replicas_share_the_microbatches_there_are():
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 4)])
-@pytest.mark.parametrize("order", ["one_f_one_b", "gpipe"])
-def test_the_estimate_of_equal_stages_is_what_is_simulated(order, stages, micros):
-    pipeline = query(chain_of(*[(1.0, 0.0, 0.0)] * stages), stages, order, micros)
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
+def test_the_estimate_of_equal_stages_is_what_is_simulated(schedule, stages, micros):
+    pipeline = query(chain_of(*[(1.0, 0.0, 0.0)] * stages), stages, schedule, micros)
     staging = StageLayout(tuple(range(stages + 1)), (1,) * stages)
     assert LayoutEstimator(pipeline).estimate(staging).seconds == pytest.approx((micros + stages - 1) / micros)
     assert simulate_layout(pipeline, staging).step_s == pytest.approx((micros + stages - 1) / micros)

@@ -22,9 +22,9 @@ PLANS = [
 @pytest.mark.parametrize("text", PLANS)
 def test_a_plan_is_the_configuration_that_it_came_from(text):
     plan = Plan.parse(text, num_microbatches=6)
-    found = SearchConfiguration.from_plan(plan, MODELS["layers"])
-    assert found is not None
-    assert found.plan(MODELS["layers"]) == plan
+    result = SearchConfiguration.from_plan(plan, MODELS["layers"])
+    assert result is not None
+    assert result.plan(MODELS["layers"]) == plan
 
 
 @pytest.mark.parametrize("text", ["server(3)", "pipedream(2)", "data(2) * zero(2)", "data(2) * data(2)"])

@@ -24,10 +24,10 @@ def timed(count, plan):
     """The result or the error, and the seconds."""
     began = time.process_time()
     try:
-        found = count(plan)
+        result = count(plan)
     except PlanError as error:
-        found = str(error)
-    return found, time.process_time() - began
+        result = str(error)
+    return result, time.process_time() - began
 
 
 def compared(space, cluster, seed, count):
@@ -35,9 +35,9 @@ def compared(space, cluster, seed, count):
     replay = IncrementalSimulator(space.model, (cluster,), space.batch_size)
     spent = [0.0, 0.0]
     for plan in islice(random_plans(space, seed), count):
-        found, own_s = timed(replay.summary, plan)
+        result, own_s = timed(replay.summary, plan)
         full, full_s = timed(lambda one: summarize_step(one, space.model, cluster, batch_size=space.batch_size), plan)
-        assert found == full, f"{plan} with {plan.num_microbatches} microbatches and {plan.passes}"
+        assert result == full, f"{plan} with {plan.num_microbatches} microbatches and {plan.passes}"
         spent = [spent[0] + own_s, spent[1] + full_s]
     return spent
 
@@ -69,9 +69,9 @@ def test_plans_for_a_profiled_model_are_partitioned_by_its_seconds_and_take_them
 
 def test_a_summary_equals_the_prediction():
     plan, model = Plan.parse("pipeline(2) * zero(2)", num_microbatches=4), MODELS["transformer"]
-    found, one = IncrementalSimulator(model, (FLAT,), 32).summary(plan), predict_plan(plan, model, FLAT, batch_size=32)
-    assert (found.step_s, found.compute_s, found.update_s) == (one.step_s, one.compute_s, one.update_s)
-    assert (found.sent_bytes, found.memory_bytes) == (one.sent_bytes, one.memory_bytes)
+    result, one = IncrementalSimulator(model, (FLAT,), 32).summary(plan), predict_plan(plan, model, FLAT, batch_size=32)
+    assert (result.step_s, result.compute_s, result.update_s) == (one.step_s, one.compute_s, one.update_s)
+    assert (result.sent_bytes, result.memory_bytes) == (one.sent_bytes, one.memory_bytes)
 
 
 @pytest.mark.slow

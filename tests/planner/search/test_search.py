@@ -18,7 +18,7 @@ LISTED = sorted({str(plan) for plan in enumerate_plans(4, MODELS["transformer"],
 SPACE = SearchSpace.for_model(MODELS["transformer"], 4, 48)
 
 
-def found(**given):
+def search_and_rank(**given):
     ranking = search_plans(
         SPACE, given.pop("cluster", FLAT), starts=given.pop("starts", ()), budget=SearchBudget(**given)
     )
@@ -26,7 +26,7 @@ def found(**given):
 
 
 def test_the_same_seed_finds_the_same_and_another_need_not():
-    assert found(steps=60, seed=1) == found(steps=60, seed=1)
+    assert search_and_rank(steps=60, seed=1) == search_and_rank(steps=60, seed=1)
 
 
 def test_the_first_is_never_slower_than_data_parallelism_or_a_start():
@@ -50,7 +50,7 @@ def test_a_start_of_another_kind_is_ranked_and_not_walked_from():
 
 def test_no_step_still_ranks_the_starts():
     start = Plan.parse("pipeline(4)", num_microbatches=4)
-    assert {plan for plan, *_ in found(steps=0, starts=[start])} == {"data(4)", "pipeline(4)"}
+    assert {plan for plan, *_ in search_and_rank(steps=0, starts=[start])} == {"data(4)", "pipeline(4)"}
 
 
 def test_without_starts_the_best_of_the_enumeration_is_one():
@@ -71,7 +71,7 @@ def test_no_rank_holds_less_on_the_fullest_than_the_bound(text):
 
 def test_a_budget_of_time_is_kept():
     began = time.perf_counter()
-    assert found(time_s=0.2)
+    assert search_and_rank(time_s=0.2)
     assert time.perf_counter() - began < 20, "the starts and the ranking come on top"
 
 

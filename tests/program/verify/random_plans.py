@@ -112,7 +112,9 @@ def pipelines(draw, model, num_micros, most):
     if draw(st.integers(0, 4)) == 4:
         return draw(placements(model, stages))
     divisors = [count for count in (1, 2, 3) if num_micros % count == 0]
-    order, chunks = draw(st.sampled_from([kind for kind in TESTED_SCHEDULES if stages * kind[1] <= model.num_blocks]))
+    schedule, chunks = draw(
+        st.sampled_from([kind for kind in TESTED_SCHEDULES if stages * kind[1] <= model.num_blocks])
+    )
     replicas = draw(st.just(()) | st.tuples(*[st.sampled_from(divisors)] * stages)) if chunks == 1 else ()
     if sum(replicas) > most:
         replicas = ()
@@ -122,7 +124,7 @@ def pipelines(draw, model, num_micros, most):
         stops = [0, *sorted(cuts), model.num_blocks]
         balance = tuple(after - before for before, after in pairwise(stops))
     recompute = draw(st.sampled_from(["never", "except_last", "always"]))
-    return Pipeline(stages, order, replicas, balance, chunks, recompute=recompute)
+    return Pipeline(stages, schedule, replicas, balance, chunks, recompute=recompute)
 
 
 @st.composite
@@ -223,9 +225,9 @@ def async_pipelines(draw):
     """A chain of blocks, and a plan whose pipeline never flushes, in front of which layers may be sliced."""
     stages, count = draw(st.integers(2, 4)), draw(st.integers(0, 2))
     replicas = draw(st.just((1,) * stages) | st.tuples(*[st.integers(1, 3)] * stages))
-    order = draw(st.sampled_from(["pipedream", "pipedream_2bw"]))
-    pipeline = Pipeline(stages, order, replicas, recompute=draw(st.sampled_from(["never", "except_last", "always"])))
-    if order == "pipedream" and draw(st.booleans()):
+    schedule = draw(st.sampled_from(["pipedream", "pipedream_2bw"]))
+    pipeline = Pipeline(stages, schedule, replicas, recompute=draw(st.sampled_from(["never", "except_last", "always"])))
+    if schedule == "pipedream" and draw(st.booleans()):
         pipeline = replace(pipeline, vertical_sync="on")
     sliced = (Tensor(2),) if draw(st.booleans()) and sum(replicas) <= MOST_RANKS // 2 else ()
     least = pipeline.usable_microbatches(1)

@@ -149,7 +149,7 @@ def test_damage_is_caught_by_the_rule_that_names_it(damage):
     assert damage.message in str(caught.value)
 
 
-def test_a_unit_that_nobody_computes_a_gradient_for_is_not_updated():
+def test_a_unit_without_a_gradient_is_not_updated():
     with pytest.raises(ProgramError, match="unit 0\\+1 is updated only partly: nothing") as caught:
         verify_text("F0.0 F1.0 B1.0 B0.0 commit@0 U0 U1", units=[(0,), (1,), (0, 1)])
     assert caught.value.rule == 6
@@ -180,7 +180,7 @@ def test_the_replicas_of_an_async_pipeline_commit_together():
     assert caught.value.rule == 6
 
 
-def law_broken_by(case, change):
+def broken_rule(case, change):
     """The rule that is broken by a composition whose words ``change(word)`` replaces; None where nothing changes."""
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
@@ -221,22 +221,22 @@ def test_no_commit_of_any_composition_can_fall_in_two(case, at):
 
 @settings(max_examples=80)
 @given(legal_cases(), st.data())
-def test_no_microbatch_of_any_composition_can_be_left_out(case, data):
+def test_no_microbatch_of_any_composition_can_be_omitted(case, data):
     left_out = data.draw(st.integers(0, case[1].global_num_microbatches - 1))
 
     def change(instruction):
         micro = getattr(getattr(instruction, "value", instruction), "micro", None)
         return () if micro == left_out else (instruction,)
 
-    assert law_broken_by(case, change) == 4
+    assert broken_rule(case, change) == 4
 
 
 @settings(max_examples=80)
 @given(legal_cases(), st.data())
-def test_no_block_of_any_composition_can_be_left_out(case, data):
+def test_no_block_of_any_composition_can_be_omitted(case, data):
     compiled = compile_plan(case[1], case[0])
     block = data.draw(st.integers(0, compiled.model.num_blocks - 1))
     assert (
-        law_broken_by(case, lambda instruction: () if getattr(instruction, "block", None) == block else (instruction,))
+        broken_rule(case, lambda instruction: () if getattr(instruction, "block", None) == block else (instruction,))
         == 4
     )

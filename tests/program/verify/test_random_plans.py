@@ -94,8 +94,8 @@ def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(ca
 @settings(max_examples=60)
 @given(st.sampled_from(TESTED_SCHEDULES), st.integers(1, 6), st.integers(1, 13))
 def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_it_has(kind, stages, count):
-    order, chunks = kind
-    plan = Plan((Pipeline(stages, order, chunks_per_stage=chunks),), count)
+    schedule, chunks = kind
+    plan = Plan((Pipeline(stages, schedule, chunks_per_stage=chunks),), count)
     rows = compile_plan(plan, linear_chain(stages * chunks, width=12)).program.unroll(1)
     check_rendezvous_sends(rows)
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
@@ -103,8 +103,8 @@ def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_
 
 @settings(max_examples=40)
 @given(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(order, replicas):
-    plan = Plan((Pipeline(len(replicas), order, tuple(replicas)),), 2 * lcm(*replicas))
+def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(schedule, replicas):
+    plan = Plan((Pipeline(len(replicas), schedule, tuple(replicas)),), 2 * lcm(*replicas))
     rows = compile_plan(plan, linear_chain(len(replicas), width=12)).program.unroll(1)
     check_rendezvous_sends(rows)
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))

@@ -135,7 +135,7 @@ def test_a_gradient_set_aside_is_decided_on_and_applied(old, new, fact):
     assert error.rule == 6
 
 
-def test_gradients_that_nobody_sums_are_missed():
+def test_gradients_that_are_not_reduced_are_reported():
     error = broken(LATE, ("all_reduce_start(delayed_grad0)@0,1 ", ""), ("all_reduce_wait(delayed_grad0)@0,1 ", ""))
     assert "rank 0 updates unit 0 with gradients counted never B0.1, B0.3" in str(error)
 

@@ -60,17 +60,17 @@ def updated_by(plan, feeds):
     """The parameters after a step on each feed by the ranks of a plan."""
     mine = model()
     with LocalWorld(plan.num_ranks, 10.0) as world:
-        face = OptimizerSpec(partial(optim.SGD, lr=0.5), dict(mine.named_parameters()))
-        team = LocalRanks(world, plan, mine, F.mse_loss, face, TrainingOptions())
-        team.build(torch.zeros(1, 3).double(), 1)
+        optimizer_spec = OptimizerSpec(partial(optim.SGD, lr=0.5), dict(mine.named_parameters()))
+        local_ranks = LocalRanks(world, plan, mine, F.mse_loss, optimizer_spec, TrainingOptions())
+        local_ranks.build(torch.zeros(1, 3).double(), 1)
         for number, feed in enumerate(feeds):
-            team.step(number, feed)
-        team.export_weights()
+            local_ranks.step(number, feed)
+        local_ranks.export_weights()
     return dict(mine.named_parameters())
 
 
-def same(found, expected):
-    return all(relative_difference(found[name].detach(), expected[name].detach()) <= 1e-12 for name in expected)
+def same(result, expected):
+    return all(relative_difference(result[name].detach(), expected[name].detach()) <= 1e-12 for name in expected)
 
 
 @given(
@@ -88,8 +88,8 @@ def test_an_epoch_of_any_length_trains_as_one_process_does_and_reads_no_sample_t
     data, size = Samples(num_samples), num_ranks * micro_size * accumulation
     sampler = Sampler(num_samples, size, drop_last=drop_last) if size <= num_samples else Sampler(num_samples, size)
     batches = [sampler.batch(0, index) for index in range(sampler.num_batches)]
-    found = Plan.parse(plan.format(num_ranks), num_microbatches=accumulation)
-    mine = updated_by(found, [DatasetBatch(data, batch, found.global_num_microbatches) for batch in batches])
+    result = Plan.parse(plan.format(num_ranks), num_microbatches=accumulation)
+    mine = updated_by(result, [DatasetBatch(data, batch, result.global_num_microbatches) for batch in batches])
     assert data.read == Counter(int(index) for batch in batches for index in batch)
     assert set(data.read.values()) == {1}
     alone = [(data.inputs[list(batch)], data.targets[list(batch)]) for batch in batches]
@@ -107,11 +107,11 @@ def test_an_epoch_of_any_length_trains_as_one_process_does_and_reads_no_sample_t
 @settings(max_examples=20)
 def test_microbatches_of_any_sizes_none_among_them_train_as_their_union(plan, steps):
     """What ranks bring that have batches of their own; one that has run out brings none."""
-    found = Plan.parse(plan.format(3), num_microbatches=len(steps[0]) // 3)
+    result = Plan.parse(plan.format(3), num_microbatches=len(steps[0]) // 3)
     feeds = []
     for number, sizes in enumerate(steps):
         data = Samples(sum(sizes) or number)
         edges = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
         batch = (data.inputs[: edges[-1]], data.targets[: edges[-1]])
         feeds.append(SlicedBatch(batch, tuple(pairwise(edges))))
-    assert same(updated_by(found, feeds), updated_by_hand(model(), [feed.batch for feed in feeds]))
+    assert same(updated_by(result, feeds), updated_by_hand(model(), [feed.batch for feed in feeds]))

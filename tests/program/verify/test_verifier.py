@@ -246,7 +246,7 @@ def without(program, rank, index):
 
 @settings(max_examples=150)
 @given(legal_cases(), st.data())
-def test_no_instruction_of_any_composition_can_be_left_out(case, data):
+def test_no_instruction_of_any_composition_can_be_omitted(case, data):
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
     places = [(r, i) for r, row in enumerate(compiled.program.rank_programs) for i in range(len(row.body))]

@@ -1,4 +1,4 @@
-"""A job of real processes on a bad day: servers, workers, coordinator are killed at random; others join and leave."""
+"""Chaos testing of a job: servers, workers and the coordinator are killed at random; workers join and leave."""
 
 import ctypes
 import multiprocessing
@@ -34,18 +34,18 @@ EXPELLED = "the job continues without this incarnation", "does not belong to the
 
 @dataclass
 class ChaosRun:
-    """What befell a job, and what it was worth in the end.
+    """The faults injected into a job, and its result.
 
     Attributes:
-        seed: of what befell it.
-        job: which.
-        kills: how many of whom.
+        seed: of the faults.
+        job: its configuration.
+        kills: number of killed processes by kind.
         num_joined: workers that were started.
-        num_cuts: that were asked for.
-        num_expelled: workers that the job went on without, for nobody had heard of them for too long.
+        num_cuts: requested snapshots.
+        num_expelled: workers that were evicted because their heartbeats were late.
         seconds: from the start to the result.
-        values: what the errand reads in the end.
-        errors: what went wrong, none if all data was counted.
+        values: what the workload reads in the end.
+        errors: none if all data was counted.
     """
 
     seed: int
@@ -59,37 +59,37 @@ class ChaosRun:
     errors: list[str] = field(default_factory=list)
 
 
-def run(seed, folder, errand: ChaosWorkload, *, num_strikes=8):
-    """A job has been done to its end in spite of everything; what came out of it."""
+def run(seed, folder, workload: ChaosWorkload, *, num_strikes=8):
+    """Run a job to its end while faults are injected; return its result."""
     random = Random(seed)
-    found = ChaosRun(seed, errand.draw_job(random))
+    chaos_run = ChaosRun(seed, workload.draw_job(random))
     began = time.monotonic()
-    spares = 1 if found.job.num_servers > 1 else 0
+    spares = 1 if chaos_run.job.num_servers > 1 else 0
     with ExitStack() as stack:
-        servers = stack.enter_context(start_servers(found.job, folder=folder, num_spares=spares, is_journaled=True))
+        servers = stack.enter_context(start_servers(chaos_run.job, folder=folder, num_spares=spares, is_journaled=True))
         observer = stack.enter_context(servers.join("observer"))
-        fate = ChaosMonkey(found, servers, observer, random, errand.main, folder)
-        stack.callback(fate.close)
+        monkey = ChaosMonkey(chaos_run, servers, observer, random, workload.main, folder)
+        stack.callback(monkey.close)
         for _ in range(2):
-            fate.add_worker()
-        fate.wait_for(lambda: fate.is_over or len(observer.view.workers) > 1, LIVE_S, "a worker to join")
+            monkey.add_worker()
+        monkey.wait_for(lambda: monkey.is_over or len(observer.view.workers) > 1, LIVE_S, "a worker to join")
         pause = threading.Event()
         for _ in range(num_strikes):
-            if not fate.is_over:
+            if not monkey.is_over:
                 pause.wait(2 * random.random())
-                fate.inject_fault()
-        fate.wait_for(fate.is_over_or_restart, WORK_S, "the end")
-        if not found.errors:
-            found.values = errand.read(observer)
-    found.seconds = time.monotonic() - began
-    return found
+                monkey.inject_fault()
+        monkey.wait_for(monkey.is_over_or_restart, WORK_S, "the end")
+        if not chaos_run.errors:
+            chaos_run.values = workload.read(observer)
+    chaos_run.seconds = time.monotonic() - began
+    return chaos_run
 
 
 class ChaosMonkey:
     """Kills processes and starts workers."""
 
-    def __init__(self, ordeal, servers, observer, random, main, folder):
-        self.ordeal, self.servers, self.observer, self.random = ordeal, servers, observer, random
+    def __init__(self, chaos_run, servers, observer, random, main, folder):
+        self.chaos_run, self.servers, self.observer, self.random = chaos_run, servers, observer, random
         self.main, self.folder = main, folder
         self.workers = {}
         self.lasting = set()
@@ -97,9 +97,9 @@ class ChaosMonkey:
         self.kill_rank = {}
 
     def add_worker(self):
-        """One more worker begins; it may leave of its own will after a while."""
-        self.ordeal.num_joined += 1
-        name = f"worker-{self.ordeal.num_joined}"
+        """Start a worker, which may leave after a while."""
+        self.chaos_run.num_joined += 1
+        name = f"worker-{self.chaos_run.num_joined}"
         most = self.random.choice((0, 0, 20))
         self.lasting |= {name} if not most else set()
         arguments = self.main, self.stderr_path(name), (str(self.servers.contact_path), name, str(most))
@@ -123,15 +123,15 @@ class ChaosMonkey:
         try:
             self.servers.check()
         except CounterpointError as error:
-            self.ordeal.errors.append(str(error))
-        return bool(self.ordeal.errors) or self.is_done
+            self.chaos_run.errors.append(str(error))
+        return bool(self.chaos_run.errors) or self.is_done
 
     def record_exit(self, last_words):
         """A worker has ended by itself: it was wrong, or too slow for a busy machine, and then others do its work."""
         if any(words in last_words for words in EXPELLED):
-            self.ordeal.num_expelled += 1
+            self.chaos_run.num_expelled += 1
         else:
-            self.ordeal.errors.append(last_words[-2000:])
+            self.chaos_run.errors.append(last_words[-2000:])
 
     def is_over_or_restart(self):
         """Whether it is over; somebody works until it is."""
@@ -142,26 +142,26 @@ class ChaosMonkey:
     def wait_for(self, holds, deadline_s, what):
         """The condition holds, or it has gone wrong; then it says so."""
         pause, end = threading.Event(), time.monotonic() + deadline_s
-        while not holds() and not self.ordeal.errors:
+        while not holds() and not self.chaos_run.errors:
             if time.monotonic() > end:
-                self.ordeal.errors.append(f"waited {deadline_s:g} s for {what}; {self.state()}")
+                self.chaos_run.errors.append(f"waited {deadline_s:g} s for {what}; {self.state()}")
             pause.wait(0.1)
 
     def state(self):
         """Who belongs to the job, who keeps what, and which data is left, as the coordinator's log says."""
         lines, _ = read_records(log_path(self.folder, COORDINATOR_LOG))
-        book = CoordinatorState(self.ordeal.job, lines)
-        queue = book.tasks
+        job_state = CoordinatorState(self.chaos_run.job, lines)
+        queue = job_state.tasks
         return (
-            f"members {sorted(book.members)}, replicas {book.replicas}, being done {list(queue.doing.values())}, to do "
-            f"{len(queue.todo)} of epoch {queue.epoch}, cut {book.snapshot}, {queue.stop_reason or book.loss_reason or 'not lost'}"
+            f"members {sorted(job_state.members)}, replicas {job_state.replicas}, being done {list(queue.doing.values())}, to do "
+            f"{len(queue.todo)} of epoch {queue.epoch}, cut {job_state.snapshot}, {queue.stop_reason or job_state.loss_reason or 'not lost'}"
         )
 
     def inject_fault(self):
         """Somebody is killed, a worker joins, or a cut is asked for."""
         what = self.random.choice(("worker", "server", "server", COORDINATOR, "join", "join", "cut"))
         if what == "cut":
-            self.ordeal.num_cuts += 1
+            self.chaos_run.num_cuts += 1
             self.observer.checkpoint()
         elif what == "join" or not self.workers:
             if len(self.workers) < 3:
@@ -195,7 +195,7 @@ class ChaosMonkey:
 
     def count(self, what):
         """One more was killed."""
-        self.ordeal.kills[what] = self.ordeal.kills.get(what, 0) + 1
+        self.chaos_run.kills[what] = self.chaos_run.kills.get(what, 0) + 1
 
     def close(self):
         """No worker is left."""

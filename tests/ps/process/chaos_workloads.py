@@ -1,4 +1,4 @@
-"""What the workers of an ordeal are about: counting slices one by one, or training a real job."""
+"""Workloads of a chaos run: counting slices one by one, or training a real job."""
 
 from typing import Protocol
 

@@ -72,7 +72,7 @@ def work(pipe, folder, key, name, shape, moments, transport):
     torch.set_num_threads(1)
     wait_until(lambda: (folder / name).exists(), LONG_S)
 
-    def scene(_):
+    def run_rank(_):
         with join(read_job_file(folder / "job.json"), name, JobKey(bytes.fromhex(key))) as session:
             model = mlp(dropout=0.5)
             loss, one = Moments(session, folder, moments), plan(*shape)
@@ -83,11 +83,11 @@ def work(pipe, folder, key, name, shape, moments, transport):
                 met = [list(event.members) for event in worker.events() if isinstance(event, GroupFormed)]
             return not worker.has_left, [one.detach().numpy() for one in model.parameters()], met
 
-    pipe.send(result_or_error(scene, None))
+    pipe.send(result_or_error(run_rank, None))
 
 
-class Crew:
-    """Processes that work for one job; whoever is not invited by another comes at once."""
+class WorkerProcesses:
+    """Worker processes of one job; one that is not invited by another joins at once."""
 
     def __init__(self, job, folder, shape, transport):
         write_job_file(job.contact, folder / "job.json")
@@ -105,7 +105,7 @@ class Crew:
         if not is_invited:
             (self.folder / name).touch()
 
-    def told(self, name):
+    def result_of(self, name):
         """What came of it; None of a process that was killed."""
         pipe, process = self.pipes[name], self.processes[name]
         try:
@@ -122,13 +122,13 @@ class Crew:
 
 
 @pytest.fixture
-def crew(threads, tmp_path):
+def run_workers(threads, tmp_path):
     """What starts the processes of a job; none of them is left."""
     started = []
 
     def start(epochs=3, parts=4, transport="auto"):
         job = threads(plan(epochs, parts).job)
-        started.append(Crew(job, tmp_path, (epochs, parts), transport))
+        started.append(WorkerProcesses(job, tmp_path, (epochs, parts), transport))
         return started[-1]
 
     yield start
@@ -137,7 +137,7 @@ def crew(threads, tmp_path):
 
 
 def alone(epochs=3, parts=4):
-    """What one worker learns that nobody joins."""
+    """The result of a single worker."""
     model = mlp(dropout=0.5)
     one = plan(epochs, parts)
     with LocalJob(one.job).join("alone") as session:
@@ -151,84 +151,84 @@ def is_the_same(parameters, model):
     )
 
 
-def test_workers_that_come_are_killed_and_are_terminated_change_no_bit(crew):
-    found = crew()
-    found.start("a", (5, "invite", "b"), (13, "get", signal.SIGKILL))
-    found.start("b", (3, "invite", "c"), (14, "get", signal.SIGTERM), is_invited=True)
-    found.start("c", is_invited=True)
-    assert found.told("a") is None
-    is_complete, _, met = found.told("b")
+def test_workers_that_come_are_killed_and_are_terminated_change_no_bit(run_workers):
+    result = run_workers()
+    result.start("a", (5, "invite", "b"), (13, "get", signal.SIGKILL))
+    result.start("b", (3, "invite", "c"), (14, "get", signal.SIGTERM), is_invited=True)
+    result.start("c", is_invited=True)
+    assert result.result_of("a") is None
+    is_complete, _, met = result.result_of("b")
     assert not is_complete
     assert met[0] == ["a", "b"]
-    is_complete, parameters, met = found.told("c")
+    is_complete, parameters, met = result.result_of("c")
     assert is_complete
     assert met[-1] == ["c"]
     assert is_the_same(parameters, alone())
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_more_workers_than_parts_of_a_batch_all_learn_the_same(crew, transport):
-    found = crew(epochs=1, parts=2, transport=transport)
-    found.start("a", (1, "invite", "b"), (2, "invite", "c"))
+def test_more_workers_than_parts_of_a_batch_all_learn_the_same(run_workers, transport):
+    result = run_workers(epochs=1, parts=2, transport=transport)
+    result.start("a", (1, "invite", "b"), (2, "invite", "c"))
     for name in "bc":
-        found.start(name, is_invited=True)
+        result.start(name, is_invited=True)
     expected = alone(epochs=1, parts=2)
     for name in "abc":
-        answer = found.told(name)
+        answer = result.result_of(name)
         assert isinstance(answer, tuple), answer
         assert answer[0]
         assert is_the_same(answer[1], expected)
 
 
-def test_when_all_who_had_the_weights_are_killed_who_comes_is_reported_what_is_lost(crew):
-    found = crew()
-    found.start("a", (14, "invite", "b"), (14, "get", signal.SIGKILL))
-    found.start("b", is_invited=True)
-    assert found.told("a") is None
-    assert "the weights are lost: 2 steps are recorded" in found.told("b")
+def test_when_all_who_had_the_weights_are_killed_who_comes_is_reported_what_is_lost(run_workers):
+    result = run_workers()
+    result.start("a", (14, "invite", "b"), (14, "get", signal.SIGKILL))
+    result.start("b", is_invited=True)
+    assert result.result_of("a") is None
+    assert "the weights are lost: 2 steps are recorded" in result.result_of("b")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
-def test_workers_that_die_at_random_change_no_bit(crew, seed):
-    found, chance = crew(epochs=20), random.Random(seed)
+def test_workers_that_die_at_random_change_no_bit(run_workers, seed):
+    result, chance = run_workers(epochs=20), random.Random(seed)
     names = [f"w{index}" for index in range(6)]
-    found.start("last", *((10 * index + 4, "invite", name) for index, name in enumerate(names)))
+    result.start("last", *((10 * index + 4, "invite", name) for index, name in enumerate(names)))
     for name in names:
         how = chance.choice((signal.SIGKILL, signal.SIGTERM))
-        found.start(name, (chance.randrange(1, 60), "get", how), is_invited=True)
-    is_complete, parameters, met = found.told("last")
+        result.start(name, (chance.randrange(1, 60), "get", how), is_invited=True)
+    is_complete, parameters, met = result.result_of("last")
     assert is_complete
     assert len(met) > len(names)
     assert is_the_same(parameters, alone(epochs=20))
 
 
 @pytest.mark.slow
-def test_the_others_continue_without_a_worker_that_is_stopped_and_it_is_reported_so(crew):
-    found = crew()
-    found.start("a", (1, "invite", "b"))
-    found.start("b", (3, "get", signal.SIGSTOP), is_invited=True)
-    is_complete, parameters, met = found.told("a")
-    os.kill(found.processes["b"].pid, signal.SIGCONT)
+def test_the_others_continue_without_a_worker_that_is_stopped_and_it_is_reported_so(run_workers):
+    result = run_workers()
+    result.start("a", (1, "invite", "b"))
+    result.start("b", (3, "get", signal.SIGSTOP), is_invited=True)
+    is_complete, parameters, met = result.result_of("a")
+    os.kill(result.processes["b"].pid, signal.SIGCONT)
     assert is_complete
     assert met == [["a"], ["a", "b"], ["a"]]
     assert is_the_same(parameters, alone())
-    assert "PeerError: b: " in found.told("b")
+    assert "PeerError: b: " in result.result_of("b")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
-def test_when_the_oldest_dies_again_and_again_no_bit_changes(crew, seed):
-    found, chance = crew(epochs=20), random.Random(seed)
+def test_when_the_oldest_dies_again_and_again_no_bit_changes(run_workers, seed):
+    result, chance = run_workers(epochs=20), random.Random(seed)
     names = [f"w{index}" for index in range(6)]
     for name, following in pairwise(names):
         how = chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
         moments = (2, "invite", following), (chance.randrange(8, 25), "get", how)
-        found.start(name, *moments, is_invited=name != names[0])
-    found.start(names[-1], is_invited=True)
-    is_complete, parameters, met = found.told(names[-1])
+        result.start(name, *moments, is_invited=name != names[0])
+    result.start(names[-1], is_invited=True)
+    is_complete, parameters, met = result.result_of(names[-1])
     assert is_complete
     assert met[-1] == [names[-1]]
     assert is_the_same(parameters, alone(epochs=20))

@@ -25,35 +25,35 @@ SMALL = [message for message in MESSAGES if isinstance(message, BATCHED_TYPES)]
 LARGE = PullReply(0, 8, "weight", 4, torch.zeros(BATCH_BYTES // 4))
 
 
-def letters_of(messages):
-    bundle = MessageBatch()
-    found: list[RpcMessage] = []
+def rpc_messages_of(messages):
+    batch = MessageBatch()
+    result: list[RpcMessage] = []
     for message in messages:
-        if not bundle.add(message):
-            found += bundle.drain()
-    return [*found, *bundle.drain()]
+        if not batch.add(message):
+            result += batch.drain()
+    return [*result, *batch.drain()]
 
 
 def travelled(rpc_message, fields=None):
-    said = json.loads(json.dumps(dict(rpc_message.fields) if fields is None else fields))
-    return MessageAssembler().feed(RpcMessage(rpc_message.kind, said, tuple(rpc_message.tensors)))
+    decoded_fields = json.loads(json.dumps(dict(rpc_message.fields) if fields is None else fields))
+    return MessageAssembler().feed(RpcMessage(rpc_message.kind, decoded_fields, tuple(rpc_message.tensors)))
 
 
 def test_small_messages_are_one_rpc_message_and_come_back_in_their_order():
-    (rpc_message,) = letters_of(SMALL)
+    (rpc_message,) = rpc_messages_of(SMALL)
     assert rpc_message.kind == BATCH_KIND
     assert [seen(message) for message in travelled(rpc_message)] == [seen(message) for message in SMALL]
 
 
 def test_one_message_alone_is_an_rpc_message_of_its_own_kind():
-    (rpc_message,) = letters_of([Ack(0, 1)])
+    (rpc_message,) = rpc_messages_of([Ack(0, 1)])
     assert rpc_message.kind == "ack"
     assert travelled(rpc_message) == [Ack(0, 1)]
 
 
 def test_a_large_message_travels_alone_and_in_its_place():
-    found = [travelled(rpc_message) for rpc_message in letters_of([Ack(0, 1), Ack(0, 2), LARGE, Ack(0, 3)])]
-    assert [[encode_message(message)[0] for message in one] for one in found] == [
+    result = [travelled(rpc_message) for rpc_message in rpc_messages_of([Ack(0, 1), Ack(0, 2), LARGE, Ack(0, 3)])]
+    assert [[encode_message(message)[0] for message in one] for one in result] == [
         ["ack", "ack"],
         ["pullreply"],
         ["ack"],
@@ -61,7 +61,7 @@ def test_a_large_message_travels_alone_and_in_its_place():
 
 
 def test_a_bundle_is_no_longer_than_an_rpc_message_can_be():
-    assert [len(travelled(rpc_message)) for rpc_message in letters_of([Ack(0, 1)] * 150)] == [
+    assert [len(travelled(rpc_message)) for rpc_message in rpc_messages_of([Ack(0, 1)] * 150)] == [
         MAX_BATCH_MESSAGES,
         MAX_BATCH_MESSAGES,
         22,
@@ -88,18 +88,18 @@ def test_a_bundle_of_what_is_no_message_is_refused_as_a_whole(name):
 
 
 def test_tensors_that_no_message_has_are_refused():
-    (rpc_message,) = letters_of([Ack(0, 1), Ack(0, 2)])
+    (rpc_message,) = rpc_messages_of([Ack(0, 1), Ack(0, 2)])
     with pytest.raises(ProtocolError, match="1 tensors, of which its messages use 0"):
         travelled(RpcMessage(rpc_message.kind, rpc_message.fields, (torch.zeros(1),)))
 
 
 @given(data=st.data(), odd=ODD.filter(lambda value: value == value))
 def test_a_bundle_with_another_value_somewhere_is_read_or_a_protocol_error(data, odd):
-    (rpc_message,) = letters_of(SMALL[:4])
+    (rpc_message,) = rpc_messages_of(SMALL[:4])
     path = data.draw(st.sampled_from(list(places(dict(rpc_message.fields)))[1:]))
     fields = changed(dict(rpc_message.fields), path, odd)
     try:
-        found = MessageAssembler().feed(RpcMessage(BATCH_KIND, fields, tuple(rpc_message.tensors)))
+        result = MessageAssembler().feed(RpcMessage(BATCH_KIND, fields, tuple(rpc_message.tensors)))
     except ProtocolError:
-        found = []
-    assert len(found) in {0, 4}
+        result = []
+    assert len(result) in {0, 4}

@@ -74,15 +74,15 @@ def test_two_workers_make_the_steps_of_bsp(threads):
                 gradient = torch.full((3,), task.start + 1.0, dtype=torch.float64)
                 session.push("weight", gradient, slice_index=task.start).wait()
                 session.report(task, "done")
-            found[name] = session.pull("weight", min_versions=2).wait().values
+            actual[name] = session.pull("weight", min_versions=2).wait().values
 
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     workers = [threading.Thread(target=work, args=(f"worker-{index}",)) for index in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(30.0)
-    assert [value.tolist() for value in found.values()] == [[-5.0] * 3] * 2
+    assert [value.tolist() for value in actual.values()] == [[-5.0] * 3] * 2
 
 
 def test_what_is_not_finite_is_refused_and_changes_nothing(threads):
@@ -102,7 +102,7 @@ def test_two_workers_cannot_have_one_name_and_the_first_continues(threads):
         assert session.push("weight", torch.ones(3)).wait().versions == (1,)
 
 
-def test_a_worker_with_another_key_hears_so_and_nothing_else(threads):
+def test_a_worker_with_another_key_is_refused_without_other_information(threads):
     servers = threads(job())
     with pytest.raises(LaunchError, match=r"could not join job hosted: .*key"):
         join(servers.contact, "worker-0", new_key(), timeout_s=10.0)
@@ -120,7 +120,7 @@ def test_a_worker_with_another_job_is_reported(threads, tmp_path):
 def test_a_job_without_its_coordinator_is_not_waited_for_forever(threads):
     servers = threads(job())
     servers.stop("coordinator")
-    with pytest.raises(LaunchError, match=r"waited 0\.5 s for job hosted: nobody listens"):
+    with pytest.raises(LaunchError, match=r"waited 0\.5 s for job hosted: no process listens"):
         join(servers.contact, "worker-0", servers.key, timeout_s=0.5)
 
 
@@ -158,14 +158,14 @@ def test_a_job_continues_from_its_last_snapshot_when_all_have_died(threads, tmp_
         session.init("weight", torch.zeros(LARGE), HALF)
         session.push("weight", torch.ones(LARGE)).wait()
         session.report(session.lease(), "done")
-        cut = session.checkpoint()
-        wait_until(lambda: cut in complete_snapshots(tmp_path, servers.contact.job))
+        snapshot_number = session.checkpoint()
+        wait_until(lambda: snapshot_number in complete_snapshots(tmp_path, servers.contact.job))
         session.push("weight", torch.ones(LARGE)).wait()
         session.report(session.lease(), "done")
     servers.close()
     servers.running.clear()
-    assert resume(tmp_path, job(**options)) == cut
-    with threads(job(**options), tmp_path, snapshot=cut).join("worker-0") as session:
+    assert resume(tmp_path, job(**options)) == snapshot_number
+    with threads(job(**options), tmp_path, snapshot=snapshot_number).join("worker-0") as session:
         session.init("weight", torch.zeros(LARGE), HALF)
         assert float(session.pull("weight").wait().values[0]) == -0.5
         assert session.lease().start == 1
@@ -182,8 +182,8 @@ def test_a_model_is_what_its_snapshot_says_whichever_modules_later_workers_would
         wait_until(lambda: complete_snapshots(tmp_path, servers.contact.job))
     servers.close()
     servers.running.clear()
-    cut = resume(tmp_path, job(num_servers=2))
-    with threads(job(num_servers=2), tmp_path, snapshot=cut).join("worker-1") as session:
+    snapshot_number = resume(tmp_path, job(num_servers=2))
+    with threads(job(num_servers=2), tmp_path, snapshot=snapshot_number).join("worker-1") as session:
         other = mlp()
         nn.init.zeros_(other.get_parameter("0.weight"))
         assert max_relative_difference(RemoteModule(other, session, SGD, key_bytes=second).export_weights(), mlp()) == 0
@@ -195,9 +195,9 @@ def test_who_waits_for_data_is_given_it_soon_after_others_are_done(threads):
     with servers.join("worker-0") as first, servers.join("worker-1") as second, ThreadPoolExecutor(1) as waiting:
         task = first.lease()
         assert second.lease() is NO_TASK_YET
-        found = waiting.submit(second.lease, 50.0)
+        actual = waiting.submit(second.lease, 50.0)
         first.report(task, "done")
-        assert found.result(timeout=10.0).epoch == 1
+        assert actual.result(timeout=10.0).epoch == 1
 
 
 def test_a_job_without_a_whole_snapshot_cannot_be_gone_on_from(threads, tmp_path):
@@ -239,7 +239,7 @@ def test_a_server_that_was_killed_before_its_journal_had_the_end_of_its_log_says
     assert [entry.slice_index for entry in entries if isinstance(entry, PushRequest)] == [0, 1]
 
 
-def test_what_a_writer_was_ordered_stands_in_its_folder_once_it_has_settled(tmp_path):
+def test_queued_writes_are_in_the_folder_once_the_writer_is_idle(tmp_path):
     writer = WalWriter(tmp_path, lambda _: None, lambda _: None)
     for position in range(50):
         writer.enqueue(AppendLog("log", JournalRecord(0, position, SetMembers(1, ()), 0)))

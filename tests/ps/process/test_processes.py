@@ -62,31 +62,31 @@ def has_failed(servers):
     return False
 
 
-def counted(ordeal, folder):
+def counted(chaos_run, folder):
     """The slices that each key has counted as new, by shard, from the first entry of the journals to the last."""
-    found: dict[tuple[int, str], list[int]] = {}
-    for index, entries in read_journals(folder, ordeal.job.num_shards).items():
-        shard = replay_journal(ordeal.job, index, [])
+    result: dict[tuple[int, str], list[int]] = {}
+    for index, entries in read_journals(folder, chaos_run.job.num_shards).items():
+        shard = replay_journal(chaos_run.job, index, [])
         for entry in entries:
             answer = shard.apply(entry)
             if isinstance(entry, PushRequest) and getattr(answer, "is_new", False):
-                found.setdefault((index, entry.key), []).append(entry.slice_index)
-    return {place: sorted(slices) for place, slices in found.items()}
+                result.setdefault((index, entry.key), []).append(entry.slice_index)
+    return {place: sorted(slices) for place, slices in result.items()}
 
 
-def check_counts(ordeal, folder, num_places):
+def check_counts(chaos_run, folder, num_places):
     """Every slice is counted once on each part of each key."""
-    assert not ordeal.errors, ordeal
-    found = counted(ordeal, folder)
-    assert len(found) == num_places
-    assert all(slices == list(range(total_of(ordeal.job))) for slices in found.values()), ordeal
+    assert not chaos_run.errors, chaos_run
+    result = counted(chaos_run, folder)
+    assert len(result) == num_places
+    assert all(slices == list(range(total_of(chaos_run.job))) for slices in result.values()), chaos_run
 
 
 def count(seed, folder, **options):
     """Run a chaos job in which each slice adds 1, and check that each is counted once."""
-    ordeal = run(seed, folder, CountingWorkload(), **options)
-    check_counts(ordeal, folder, 1)
-    assert ordeal.values == [-1.0] * total_of(ordeal.job)
+    chaos_run = run(seed, folder, CountingWorkload(), **options)
+    check_counts(chaos_run, folder, 1)
+    assert chaos_run.values == [-1.0] * total_of(chaos_run.job)
 
 
 def test_every_slice_is_counted_once_though_processes_are_killed(tmp_path):
@@ -102,7 +102,7 @@ def test_every_slice_is_counted_once_on_50_bad_days(tmp_path, seed):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The loss on held-out lines that a mode of counting ends with when nobody is killed, joins or leaves.
+    """The held-out loss of a mode when no process is killed, joins or leaves.
 
     On average over a few runs: in each the order of pushes is another one, which alone moves it by half a percent.
     """
@@ -120,6 +120,6 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("mode", CONSISTENCIES, ids=str)
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_lines_are_learned_as_well_on_bad_days(tmp_path, undisturbed, mode, seed):
-    ordeal = run(seed, tmp_path, TrainingWorkload(mode))
-    check_counts(ordeal, tmp_path, 1 + ordeal.job.num_servers)  # the head on one server, the table on all
-    assert ordeal.values == [pytest.approx(undisturbed(mode), rel=0.01)]
+    chaos_run = run(seed, tmp_path, TrainingWorkload(mode))
+    check_counts(chaos_run, tmp_path, 1 + chaos_run.job.num_servers)  # the head on one server, the table on all
+    assert chaos_run.values == [pytest.approx(undisturbed(mode), rel=0.01)]

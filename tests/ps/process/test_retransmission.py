@@ -25,8 +25,8 @@ def moving():
 @pytest.mark.parametrize("message", [PUSH, PULL])
 def test_a_repeat_waits_twice_as_long_each_time(message):
     repeats = RetransmitFilter(1.0)
-    said = [at for at in range(16) if repeats.should_send(message, float(at), resting)]
-    assert said == [0, 1, 3, 7, 15]
+    sent_at = [at for at in range(16) if repeats.should_send(message, float(at), resting)]
+    assert sent_at == [0, 1, 3, 7, 15]
 
 
 def test_a_repeat_waits_as_long_again_after_the_connection_was_last_seen_to_move():

@@ -45,14 +45,14 @@ def members(number):
     return SetMembers(number, (JobMember("worker-0", number),))
 
 
-class Ear:
-    """A machine that remembers what it is told."""
+class RecordingMachine:
+    """A state machine that records its messages."""
 
     def __init__(self):
-        self.heard = []
+        self.received = []
 
     def on_event(self, message, now):
-        self.heard += [] if message is None else [message]
+        self.received += [] if message is None else [message]
         return []
 
 
@@ -71,9 +71,9 @@ def slow_disk(part):
     os.close(began.pop())
 
 
-def test_a_server_gives_signs_of_life_while_a_shard_is_being_saved(tmp_path):
+def test_a_server_sends_heartbeats_while_it_saves_a_shard(tmp_path):
     """It was taken for dead: what it sent waited until a large shard was on the disk."""
-    place, ear = parse_address(f"unix:test-{os.getpid()}-ear"), Ear()
+    place, recorder = parse_address(f"unix:test-{os.getpid()}-ear"), RecordingMachine()
     state = ShardState(0, 0, keys=(KeyState(WEIGHT, KeyProgress(0), (torch.zeros(LARGE),)),))
     with EventLoop() as loop:
         hosts = (
@@ -81,14 +81,14 @@ def test_a_server_gives_signs_of_life_while_a_shard_is_being_saved(tmp_path):
             NodeRunner(job(), loop, JobCredentials(None, "saved"), place, tmp_path),
         )
         hosts[0].connections.listen(place)
-        for host, machine in zip(hosts, (ear, Ear()), strict=True):
+        for host, machine in zip(hosts, (recorder, RecordingMachine()), strict=True):
             host.run(machine)  # type: ignore[arg-type]  # all that a host asks of it is on_event
         with slow_disk(snapshot_path(tmp_path, 0, 0)) as begun:
-            told = SnapshotSaved(ORIGIN, 0, 0, 0), Heartbeat(ORIGIN)
-            hosts[1].execute([SaveSnapshot(0, 0, state), *(SendMessage(COORDINATOR, message) for message in told)])
+            messages = SnapshotSaved(ORIGIN, 0, 0, 0), Heartbeat(ORIGIN)
+            hosts[1].execute([SaveSnapshot(0, 0, state), *(SendMessage(COORDINATOR, message) for message in messages)])
             begun()
-            loop.wait_for(lambda: len(ear.heard) > 0, 20.0, "a sign of life")
-            assert ear.heard == [Heartbeat(ORIGIN)]
+            loop.wait_for(lambda: len(recorder.received) > 0, 20.0, "a sign of life")
+            assert recorder.received == [Heartbeat(ORIGIN)]
         for host in hosts:
             host.close()
 

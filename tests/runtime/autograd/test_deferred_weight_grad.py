@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from counterpoint.runtime.autograd.deferred_weight_grad import DeferredGradSink, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
 from counterpoint.runtime.params.grad_sinks import ParamGradSink
-from tests.runtime.local_ranks import build_team
+from tests.runtime.local_ranks import build_local_ranks
 
 
 class InBackward:
@@ -128,9 +128,9 @@ def test_two_microbatches_add_up_in_any_order_of_their_weight_parts():
     for job in (*later[1], *later[0]):
         job()
     (expected,) = torch.autograd.grad(module(x).square().sum(), module.weight)
-    found = module.weight.grad
-    assert found is not None
-    assert torch.allclose(found, expected)
+    result = module.weight.grad
+    assert result is not None
+    assert torch.allclose(result, expected)
 
 
 def transposed():
@@ -149,13 +149,13 @@ def test_rows_are_added_to_a_tables_gradient_without_another_one_of_its_size(nam
         with InPlaceGradMode(ways), KernelRecorder() as kernels:
             run_backward([module(x).square().sum()], [None])
     assert torch.allclose(module.weight.grad, expected, rtol=1e-12, atol=1e-12)
-    assert not any(found.startswith(("embedding_dense", "_embedding_bag_dense")) for found in kernels.names)
+    assert not any(result.startswith(("embedding_dense", "_embedding_bag_dense")) for result in kernels.names)
 
 
 @pytest.mark.parametrize("plan", ["pipeline(2)", "pipedream(2)", "pipedream_2bw(2)"])
 def test_tables_of_every_version_have_sinks_and_others_do_not(plan):
     model = nn.Sequential(TwoTables(), nn.Linear(4, 6)).double()
-    with build_team(plan, model=model, num_microbatches=2) as one:
+    with build_local_ranks(plan, model=model, num_microbatches=2) as one:
         store = one.ranks[0].interpreter.store
         read = (
             [store.params] if store.weight_versions is None else [one.leaves for one in store.weight_versions.versions]

@@ -11,7 +11,7 @@ import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
 from counterpoint.runtime.autograd.recompute import sample_values, samples_match
 from tests.mistakes.documented import documented_messages
-from tests.runtime.local_ranks import WIDTH, build_team, chain, make_batch, observe_calls
+from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain, make_batch, observe_calls
 
 PAGE = "Recomputation with another result"
 
@@ -51,9 +51,11 @@ def layers(*modules):
 
 
 def losses(model, plan, passes):
-    with build_team(plan, num_microbatches=2, model=model, passes=passes) as team:
-        step_losses = [team.step(number, make_batch(team.global_num_microbatches)).loss for number in range(3)]
-        team.export_weights()
+    with build_local_ranks(plan, num_microbatches=2, model=model, passes=passes) as local_ranks:
+        step_losses = [
+            local_ranks.step(number, make_batch(local_ranks.global_num_microbatches)).loss for number in range(3)
+        ]
+        local_ranks.export_weights()
         return step_losses
 
 
@@ -65,11 +67,11 @@ def test_a_layer_that_changes_its_input_in_place_is_an_error():
 
 
 def test_an_in_place_change_by_a_later_block_is_found_in_recomputation():
-    with build_team("solo", passes=("recompute",)) as team:
-        executor = team.ranks[0].interpreter.executor
+    with build_local_ranks("solo", passes=("recompute",)) as local_ranks:
+        executor = local_ranks.ranks[0].interpreter.executor
         executor.begin_step(make_batch(1), executor.loss_weights)
         executor.loss_weights.weights[0] = 1.0
-        executor.recompute_store.begin_step(team.ranks[0].interpreter.recompute_sets["step"])
+        executor.recompute_store.begin_step(local_ranks.ranks[0].interpreter.recompute_sets["step"])
         executor.forward(0, 3, 0)
         executor.recompute_store.saved[1, 0].leaves[0].data.add_(1)
         executor.recompute_store.saved[1, 0].leaf_versions[0] -= 1
@@ -95,23 +97,23 @@ def test_a_recomputed_forward_saves_only_the_inputs_of_its_stage():
         executor = rank.interpreter.executor
         return len(executor.saved), len(executor.recompute_store.saved), len(executor.values)
 
-    with build_team(
+    with build_local_ranks(
         "pipeline(2, schedule=gpipe, recompute=always) * data(2)", num_microbatches=3, passes=("overlap",)
-    ) as team:
-        observed = observe_calls(team, sizes)
+    ) as local_ranks:
+        observed = observe_calls(local_ranks, sizes)
     for rank in range(4):
         num_saved, num_recomputable, values = map(max, zip(*observed[rank], strict=True))
         assert num_saved <= 2  # one per block of the stage, or one for both
         assert num_recomputable >= 3
         assert values <= 3 + 1
-    with build_team("pipeline(2, schedule=gpipe)", num_microbatches=3) as team:
-        assert max(num_saved for num_saved, _, _ in observe_calls(team, sizes)[0]) == 3
+    with build_local_ranks("pipeline(2, schedule=gpipe)", num_microbatches=3) as local_ranks:
+        assert max(num_saved for num_saved, _, _ in observe_calls(local_ranks, sizes)[0]) == 3
 
 
 def test_replicas_that_normalize_together_do_not_recompute():
     model = layers(nn.SyncBatchNorm(WIDTH))
     message = "1 is a SyncBatchNorm, which replicas normalize together, and rank 0 recomputes"
-    with pytest.raises(PlanError, match=message), build_team("data(2)", model=model, passes=("recompute",)):
+    with pytest.raises(PlanError, match=message), build_local_ranks("data(2)", model=model, passes=("recompute",)):
         pass
 
 
@@ -119,7 +121,7 @@ def test_the_error_names_batch_norm_by_its_class():
     model = layers(nn.BatchNorm1d(WIDTH))
     message = r"1 is a BatchNorm1d under batch_norm='sync', which .*; drop batch_norm='sync', so that each"
     options = {"passes": ("recompute",), "batch_norm": "sync"}
-    with pytest.raises(PlanError, match=message), build_team("data(2)", model=model, **options):
+    with pytest.raises(PlanError, match=message), build_local_ranks("data(2)", model=model, **options):
         pass
 
 
@@ -155,8 +157,8 @@ def test_a_model_that_cannot_be_partitioned_is_not_recomputed():
     message = "recompute needs a model in blocks: .*; or omit the pass recompute"
     with (
         pytest.raises(PlanError, match=message),
-        build_team("solo", model=DataDependentSign().double(), passes=("recompute",)),
+        build_local_ranks("solo", model=DataDependentSign().double(), passes=("recompute",)),
     ):
         pass
-    with build_team("solo", model=DataDependentSign().double()):
+    with build_local_ranks("solo", model=DataDependentSign().double()):
         pass

@@ -9,7 +9,7 @@ from counterpoint.fabric.collectives.algorithms import ring
 from counterpoint.fabric.collectives.execute import execute
 from counterpoint.fabric.collectives.schedule import rank_schedule
 from counterpoint.fabric.fabric import CompletedWork
-from tests.runtime.local_ranks import build_team, chain, make_batch
+from tests.runtime.local_ranks import build_local_ranks, chain, make_batch
 
 N = 4  # ranks
 SHAPES = [(6, 6), (6,)] * 4  # of float64
@@ -67,13 +67,13 @@ class RingFabric:
 
 def count_bytes(plan, num_steps):
     """Return the mean bytes sent per rank, and those of the plan's formula."""
-    with build_team(plan, model=chain(4), share_params_on_host=False) as team:
-        for rank in team.ranks.values():
+    with build_local_ranks(plan, model=chain(4), share_params_on_host=False) as local_ranks:
+        for rank in local_ranks.ranks.values():
             rank.interpreter.communication.fabric = RingFabric(rank.interpreter.fabric)
         for number in range(num_steps):
-            team.step(number, make_batch(N))
-        sent = [rank.interpreter.communication.fabric.sent for rank in team.ranks.values()]
-        return Fraction(sum(sent), N), num_steps * team.compiled.sent_bytes()[0]
+            local_ranks.step(number, make_batch(N))
+        sent = [rank.interpreter.communication.fabric.sent for rank in local_ranks.ranks.values()]
+        return Fraction(sum(sent), N), num_steps * local_ranks.compiled.sent_bytes()[0]
 
 
 @pytest.mark.parametrize("option", CLOSED)

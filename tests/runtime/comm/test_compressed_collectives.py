@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.runtime.local_ranks import build_team, chain, flat_params_of, make_batch
+from tests.runtime.local_ranks import build_local_ranks, chain, flat_params_of, make_batch
 
 CODECS = ["fp16", "bf16", "int8", "twobit:0.01", "sign", "topk:0.1", "powersgd:2"]
 
@@ -42,7 +42,7 @@ def residuals_of(one):
 
 def first_update(plan, **options):
     """Return the flat gradient of rank 0's first update, and the residuals of all ranks."""
-    with build_team(plan, share_params_on_host=False, **options) as one:
+    with build_local_ranks(plan, share_params_on_host=False, **options) as one:
         interpreter, grads = one.ranks[0].interpreter, []
         update = interpreter.update
 
@@ -63,7 +63,7 @@ def weights(rank):
 
 @pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
 def test_the_bytes_sent_are_those_of_the_formula(options):
-    with build_team(f"data(3, {options})") as one:
+    with build_local_ranks(f"data(3, {options})") as one:
         fabrics = [RingCountingFabric(rank.interpreter.fabric) for rank in one.ranks.values()]
         for rank, fabric in zip(one.ranks.values(), fabrics, strict=True):
             rank.interpreter.communication.fabric = fabric
@@ -73,7 +73,7 @@ def test_the_bytes_sent_are_those_of_the_formula(options):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_replicas_have_the_same_bits(codec):
-    with build_team(f"data(3, compress={codec})") as one:
+    with build_local_ranks(f"data(3, compress={codec})") as one:
         for number in range(4):
             one.step(number, make_batch(3, 7))
         first, *others = [weights(rank) for rank in one.ranks.values()]
@@ -92,7 +92,7 @@ def test_the_applied_gradient_plus_residuals_is_the_sum_of_gradients(codec):
 @pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
 def test_a_skipped_step_does_not_change_residuals(codec):
     def train(*, is_broken):
-        with build_team(f"data(2, compress={codec})", nonfinite="skip") as one:
+        with build_local_ranks(f"data(2, compress={codec})", nonfinite="skip") as one:
             for number, inputs in enumerate(
                 [make_batch(2), *([bad_batch()] if is_broken else []), make_batch(2), make_batch(2)]
             ):
@@ -112,7 +112,7 @@ def bad_batch():
 
 @pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
 def test_a_gradient_that_is_not_finite_is_seen_through_every_codec(options):
-    with build_team(
+    with build_local_ranks(
         f"data(2, {options})", nonfinite="skip", check_finite="gradients", share_params_on_host=False
     ) as one:
         param = one.ranks[1].interpreter.store.params["0.0.weight"]
@@ -129,7 +129,7 @@ def test_clipping_uses_the_norm_of_the_applied_gradient():
 
 
 def test_an_uncompressed_all_reduce_has_no_residual():
-    with build_team("data(2)", share_params_on_host=False) as one:
+    with build_local_ranks("data(2)", share_params_on_host=False) as one:
         one.step(0, make_batch(2))
         assert residuals_of(one) == []
 
@@ -139,7 +139,7 @@ def test_a_zero_gradient_does_not_keep_a_factor_zero_forever():
     model = chain(2)
     for layer in model:
         layer[0].bias.data.zero_()
-    with build_team("data(2, compress=powersgd:1)", model=model) as one:
+    with build_local_ranks("data(2, compress=powersgd:1)", model=model) as one:
         empty = make_batch(2)
         for tensor in empty.batch:
             tensor.zero_()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from counterpoint.training.batches.global_batch import microbatches_to_read
-from tests.runtime.local_ranks import WIDTH, build_team, make_batch
+from tests.runtime.local_ranks import WIDTH, build_local_ranks, make_batch
 
 
 class SkipModel(nn.Module):
@@ -47,12 +47,12 @@ PLANS = ["pipeline(2)", "pipeline(3)", "pipeline(6)", "pipeline(2, schedule=zero
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_sends_the_bytes_of_the_cost_estimate(plan):
-    with build_team(plan, model=skip_model(), num_microbatches=4) as team:
-        for rank in team.ranks.values():
+    with build_local_ranks(plan, model=skip_model(), num_microbatches=4) as local_ranks:
+        for rank in local_ranks.ranks.values():
             rank.interpreter.communication.fabric = CountingFabric(rank.interpreter.fabric)
-        team.step(0, make_batch(4))
-        expected = [rank.other_bytes for rank in team.compiled.cost.ranks]
-        assert [rank.interpreter.communication.fabric.sent for rank in team.ranks.values()] == expected
+        local_ranks.step(0, make_batch(4))
+        expected = [rank.other_bytes for rank in local_ranks.compiled.cost.ranks]
+        assert [rank.interpreter.communication.fabric.sent for rank in local_ranks.ranks.values()] == expected
 
 
 def num_stored(rank):
@@ -64,23 +64,23 @@ def num_stored(rank):
     "plan", ["pipeline(3)", "pipeline(3, schedule=interleaved, chunks_per_stage=2)", "zero(2, level=3)"]
 )
 def test_after_a_step_no_value_and_no_gradient_is_stored(plan):
-    with build_team(plan, model=skip_model(), num_microbatches=4) as team:
-        team.step(0, make_batch(team.global_num_microbatches))
-        assert {num_stored(rank) for rank in team.ranks.values()} == {(0, 0, 0)}
+    with build_local_ranks(plan, model=skip_model(), num_microbatches=4) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
+        assert {num_stored(rank) for rank in local_ranks.ranks.values()} == {(0, 0, 0)}
 
 
 def test_a_middle_stage_does_not_see_values_that_skip_it():
-    with build_team("pipeline(3)", model=skip_model()) as team:
-        team.step(0, make_batch(1))
-        values = team.compiled.model.values
-        segment = team.ranks[1].interpreter.executor.by_first[2][1]
+    with build_local_ranks("pipeline(3)", model=skip_model()) as local_ranks:
+        local_ranks.step(0, make_batch(1))
+        values = local_ranks.compiled.model.values
+        segment = local_ranks.ranks[1].interpreter.executor.by_first[2][1]
         assert [values[at].producer for at in segment.inputs] == [1]
         assert [values[at].consumers for at in segment.outputs] == [(4,)]
 
 
 def test_only_stages_that_read_inputs_or_targets_get_them():
-    with build_team("pipeline(6)", model=skip_model(), num_microbatches=2) as team:
-        program, input_blocks = team.compiled.program, team.compiled.model.input_blocks
+    with build_local_ranks("pipeline(6)", model=skip_model(), num_microbatches=2) as local_ranks:
+        program, input_blocks = local_ranks.compiled.program, local_ranks.compiled.model.input_blocks
         assert input_blocks == {0, 5}
         assert [microbatches_to_read(program, [rank], input_blocks) for rank in range(6)] == [
             [0, 1],

@@ -9,8 +9,8 @@ READY = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(0,
 SIZES = st.builds(BucketConfig, st.integers(0, 60), st.integers(0, 60), st.sampled_from([0.0, 5.0]))
 
 
-def ready_grads(found):
-    return [ReadyGrad(place, flat_params, size, when / 1000) for place, (flat_params, size, when) in enumerate(found)]
+def ready_grads(result):
+    return [ReadyGrad(place, flat_params, size, when / 1000) for place, (flat_params, size, when) in enumerate(result)]
 
 
 def bucket_config(*sizes):
@@ -18,17 +18,17 @@ def bucket_config(*sizes):
 
 
 @given(READY, SIZES)
-def test_every_gradient_is_in_one_bucket_of_its_own_buffer(found, sizes):
-    buckets = assign_buckets(ready_grads(found), sizes)
-    assert sorted(place for bucket in buckets for place in bucket) == list(range(len(found)))
-    assert all(len({found[place][0] for place in bucket}) == 1 for bucket in buckets)
+def test_every_gradient_is_in_one_bucket_of_its_own_buffer(result, sizes):
+    buckets = assign_buckets(ready_grads(result), sizes)
+    assert sorted(place for bucket in buckets for place in bucket) == list(range(len(result)))
+    assert all(len({result[place][0] for place in bucket}) == 1 for bucket in buckets)
 
 
 @given(READY, SIZES)
-def test_a_bucket_has_at_most_the_given_size_or_a_single_gradient(found, sizes):
-    for bucket in assign_buckets(ready_grads(found), sizes):
-        assert len(bucket) == 1 or sum(found[place][1] for place in bucket) <= sizes.bucket_bytes
-        times = [found[place][2] for place in bucket]
+def test_a_bucket_has_at_most_the_given_size_or_a_single_gradient(result, sizes):
+    for bucket in assign_buckets(ready_grads(result), sizes):
+        assert len(bucket) == 1 or sum(result[place][1] for place in bucket) <= sizes.bucket_bytes
+        times = [result[place][2] for place in bucket]
         assert not sizes.cycle_ms or max(times) - min(times) <= sizes.cycle_ms
 
 
@@ -45,8 +45,8 @@ def test_a_small_last_layer_shares_a_bucket_with_the_large_one_before_it():
 
 
 @given(READY, SIZES)
-def test_buckets_are_in_the_order_in_which_they_are_complete(found, sizes):
-    ends = [max(found[place][2] for place in bucket) for bucket in assign_buckets(ready_grads(found), sizes)]
+def test_buckets_are_in_the_order_in_which_they_are_complete(result, sizes):
+    ends = [max(result[place][2] for place in bucket) for bucket in assign_buckets(ready_grads(result), sizes)]
     assert ends == sorted(ends)
 
 
@@ -59,8 +59,8 @@ def test_a_first_bucket_is_not_larger_than_the_others():
 
 
 def test_a_late_gradient_starts_another_bucket():
-    found = [(0, 1, when) for when in (0, 1, 9, 10)]
-    assert assign_buckets(ready_grads(found), BucketConfig(100, 100, cycle_ms=5)) == ((0, 1), (2, 3))
+    result = [(0, 1, when) for when in (0, 1, 9, 10)]
+    assert assign_buckets(ready_grads(result), BucketConfig(100, 100, cycle_ms=5)) == ((0, 1), (2, 3))
 
 
 @given(st.sets(st.integers(0, 30)))

@@ -11,7 +11,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.local_ranks import trace_step
-from tests.runtime.local_ranks import WIDTH, build_team, chain, make_batch
+from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain, make_batch
 
 EACH = "bucket=0, tune=off"
 SIZES = [EACH, "bucket=400B, first_bucket=300B, tune=off", "tune=off"]
@@ -34,14 +34,14 @@ def train(plan, batches, *, model=None, num_microbatches=1, **options):
     """Return the parameters after a step on each batch, and the reducers of each rank."""
     options.setdefault("passes", ("overlap",))
     model = chain(4) if model is None else model
-    with build_team(
+    with build_local_ranks(
         plan, num_microbatches=num_microbatches, model=model, share_params_on_host=False, **options
-    ) as team:
+    ) as local_ranks:
         for number, batch in enumerate(batches):
-            team.step(number, batch)
-        team.export_weights()
+            local_ranks.step(number, batch)
+        local_ranks.export_weights()
         return [param.detach().clone() for param in model.parameters()], {
-            at: reducers(team.ranks[at]) for at in team.ranks
+            at: reducers(local_ranks.ranks[at]) for at in local_ranks.ranks
         }
 
 
@@ -62,9 +62,9 @@ def test_buckets_of_any_size_change_no_result(plan, num_microbatches, sizes, sol
 
 
 def test_from_the_second_step_on_buckets_start_during_backward():
-    with build_team(f"data(2, {EACH})", share_params_on_host=False, passes=("overlap",)) as team:
-        team.step(0, make_batch(2))
-        _, trace = trace_step(team, 1, make_batch(2))
+    with build_local_ranks(f"data(2, {EACH})", share_params_on_host=False, passes=("overlap",)) as local_ranks:
+        local_ranks.step(0, make_batch(2))
+        _, trace = trace_step(local_ranks, 1, make_batch(2))
     for rank in (0, 1):
         own_events = [event for event in trace.events if event.rank == rank]
         (backward,) = [event for event in own_events if event.text.startswith("B")]
@@ -195,9 +195,9 @@ def test_rows_of_sparse_gradients_are_gathered_in_addition_to_buckets():
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1)
 
-    found, reducers_of = train(f"data(2, {EACH})", [make_batch(2)] * 3, model=model(), optimizer=sgd)
+    result, reducers_of = train(f"data(2, {EACH})", [make_batch(2)] * 3, model=model(), optimizer=sgd)
     assert [grad_slot.slot.name for grad_slot in reducers_of[0][0].grad_slots] == ["top.weight", "top.bias"]
-    assert max_difference(found, train("solo", [make_batch(1, 4)] * 3, model=model(), optimizer=sgd)[0]) <= 1e-12
+    assert max_difference(result, train("solo", [make_batch(1, 4)] * 3, model=model(), optimizer=sgd)[0]) <= 1e-12
 
 
 class Checkpointed(nn.Module):

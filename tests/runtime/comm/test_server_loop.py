@@ -81,11 +81,11 @@ def run_server(seed, num_workers, staleness):
     }
     model, plan = parity_model.build(), plan_for(f"ssp({num_workers}, staleness={staleness})", num_workers)
     world = LocalWorld(plan.num_ranks)
-    team = LocalRanks(
+    local_ranks = LocalRanks(
         world, plan, model, parity_model.loss, OptimizerSpec(SGD, dict(model.named_parameters())), TrainingOptions()
     )
-    team.build(SlicedBatch(parity_model.batches[0], ((0, 6),) * 4).inputs(0), 6)
-    interpreter = team.ranks[num_workers].interpreter
+    local_ranks.build(SlicedBatch(parity_model.batches[0], ((0, 6),) * 4).inputs(0), 6)
+    interpreter = local_ranks.ranks[num_workers].interpreter
     units = interpreter.store.units
     flat_params = {unit: one.flat_params[0] for unit, one in units.items()}
     names = {unit: tuple(one.params) for unit, one in units.items()}

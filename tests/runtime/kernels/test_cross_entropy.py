@@ -120,8 +120,8 @@ def test_a_transformed_call_is_torchs():
     logits, targets = random_inputs(4, 6)
     _, expected = loss_and_grad(logits, targets)
     with FusedCrossEntropyMode():
-        found = torch.func.grad(lambda given: 3 * F.cross_entropy(given, targets))(logits.detach())
-    assert torch.equal(found, expected)
+        result = torch.func.grad(lambda given: 3 * F.cross_entropy(given, targets))(logits.detach())
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of its decompositions

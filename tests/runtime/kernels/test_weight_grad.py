@@ -25,8 +25,8 @@ class RecordingGradSink:
 
 def layer():
     torch.manual_seed(0)
-    found = nn.Linear(5, 3).double()
-    return found, RecordingGradSink(found.weight), torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    result = nn.Linear(5, 3).double()
+    return result, RecordingGradSink(result.weight), torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
 
 
 def expected(module, x, loss):
@@ -69,20 +69,20 @@ def test_a_gradient_that_is_differentiated_is_torchs():
     with InPlaceGradMode(GradSinks({id(module.weight): sink})):
         (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
-    found, sink.accepts_grads = module.weight.grad + (sink.memory if sink.is_used else 0), False
+    result, sink.accepts_grads = module.weight.grad + (sink.memory if sink.is_used else 0), False
     module.weight.grad = None
     (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
     slope.square().sum().backward()
-    assert torch.allclose(found, module.weight.grad)
+    assert torch.allclose(result, module.weight.grad)
 
 
 def test_a_gradient_outside_of_a_step_is_returned():
     module, sink, x = layer()
     sink.accepts_grads = False
     with InPlaceGradMode(GradSinks({id(module.weight): sink})):
-        (found,) = torch.autograd.grad(square_loss(module, x), module.weight)
+        (result,) = torch.autograd.grad(square_loss(module, x), module.weight)
     assert not sink.is_used
-    assert torch.allclose(found, expected(module, x, square_loss)[2])
+    assert torch.allclose(result, expected(module, x, square_loss)[2])
 
 
 def test_a_compiled_graph_stays_one_graph():

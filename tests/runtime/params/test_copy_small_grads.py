@@ -34,8 +34,8 @@ def copy(params, flat, slots=SLOTS):
 
 def test_contiguous_gradients_are_copied_in_the_order_of_the_layout():
     params, flat = with_grads(a=torch.ones(2), b=torch.full((1, 2), 2.0), d=torch.full((2,), 4.0))
-    found = copy(params, flat, SLOTS[::-1])
-    assert found == (["a", "b", "d"], [1.0, 1.0, 2.0, 2.0, -1.0, 4.0, 4.0])
+    result = copy(params, flat, SLOTS[::-1])
+    assert result == (["a", "b", "d"], [1.0, 1.0, 2.0, 2.0, -1.0, 4.0, 4.0])
     assert all(param.grad is None for param in params.values())
 
 

@@ -78,8 +78,8 @@ def test_bags_of_several_lengths_train_as_a_single_process(mode, last):
 @pytest.mark.process
 def test_processes_read_each_others_rows():
     cases = ["sgd", "dense", "momentum", "sparse adam"]
-    for found in run_forked(tables.train_cases, ranks=2, args=[cases]):
-        for case, weights in zip(cases, found, strict=True):
+    for result in run_forked(tables.train_cases, ranks=2, args=[cases]):
+        for case, weights in zip(cases, result, strict=True):
             solo = tables.trained("solo", *CASES[case])
             assert float((weights - solo).norm() / solo.norm()) <= BAR
 
@@ -87,8 +87,8 @@ def test_processes_read_each_others_rows():
 @pytest.mark.parametrize("case", ["dense", "momentum", "sparse adam"])
 def test_a_skipped_step_leaves_no_rows(case):
     def poisoned(outputs, targets):
-        found = F.cross_entropy(outputs, targets)
-        return found * float("nan") if outputs.shape[0] == 1 else found  # the ranks with a sample of the third batch
+        result = F.cross_entropy(outputs, targets)
+        return result * float("nan") if outputs.shape[0] == 1 else result  # the ranks with a sample of the third batch
 
     build, table, optimizer = CASES[case]
     left_out = tables.trained("data(2)", build, table, optimizer, loss=poisoned, nonfinite="skip")
@@ -98,15 +98,15 @@ def test_a_skipped_step_leaves_no_rows(case):
 
 @pytest.mark.parametrize("case", ["sgd", "momentum", "adagrad", "sparse adam"])
 def test_a_run_with_tables_resumes_bit_for_bit_from_a_checkpoint(case, tmp_path):
-    found = []
+    result = []
     for name, resume, steps in [("a", None, 4), ("b", None, 2), ("b", tmp_path / "b", 4)]:
         build, table, optimizer = CASES[case]
         model = tables.build_seeded(build, table)
         with cp.Trainer(model, loss=F.cross_entropy, optimizer=optimizer, strategy="data(2)") as one:
             one.fit(tables.dataset(), batch_size=8, max_steps=steps, checkpoint_dir=tmp_path / name, resume=resume)
-        found.append(model.table.weight.detach().clone())
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], found[1])
+        result.append(model.table.weight.detach().clone())
+    assert torch.equal(result[0], result[2])
+    assert not torch.equal(result[0], result[1])
 
 
 def test_rows_are_added_to_a_range_and_nothing_outside_of_it():
@@ -122,11 +122,11 @@ class OwnGradientPenalty(EmbeddingNet):
     """Asks autograd for the table's gradient by itself."""
 
     def forward(self, tokens):
-        found = super().forward(tokens)
+        result = super().forward(tokens)
         if not torch.is_grad_enabled():
-            return found
-        (asked,) = torch.autograd.grad(found.square().sum(), self.table.weight, create_graph=True)
-        return found + asked.sum()
+            return result
+        (asked,) = torch.autograd.grad(result.square().sum(), self.table.weight, create_graph=True)
+        return result + asked.sum()
 
 
 def test_a_gradient_requested_from_autograd_is_a_tensor_of_its_own():

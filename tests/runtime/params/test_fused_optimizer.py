@@ -62,9 +62,9 @@ def test_steps_in_float32_are_torchs_within_rounding(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_state_is_that_of_torch(rule):
     reference, fused, one, other = run_both(rule, torch.float64, 2)
-    expected, found = one.state[reference], other.state[fused]
-    assert {key for key, value in expected.items() if value is not None} == found.keys()
-    assert all(torch.allclose(found[key], value, rtol=1e-13) for key, value in expected.items() if value is not None)
+    expected, result = one.state[reference], other.state[fused]
+    assert {key for key, value in expected.items() if value is not None} == result.keys()
+    assert all(torch.allclose(result[key], value, rtol=1e-13) for key, value in expected.items() if value is not None)
 
 
 @pytest.mark.parametrize(

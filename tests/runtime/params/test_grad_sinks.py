@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.runtime.autograd.deferred_weight_grad import build_grad_sinks
-from tests.runtime.local_ranks import WIDTH, build_team, make_batch
+from tests.runtime.local_ranks import WIDTH, build_local_ranks, make_batch
 
 WIDE = 96
 MATRIX = (WIDE, WIDE)
@@ -37,33 +37,33 @@ class CopyCounter(TorchDispatchMode):
     ("plan", "micros"), [("solo", 3), ("data(2)", 2), ("zero(2, level=2)", 2), ("pipeline(2, schedule=gpipe)", 3)]
 )
 def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
-    with build_team(
+    with build_local_ranks(
         plan, num_microbatches=micros, model=wide(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
-    ) as team:
-        team.step(0, make_batch(team.plan.global_num_microbatches))
+    ) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.plan.global_num_microbatches))
         with CopyCounter() as copies:
-            team.step(1, make_batch(team.plan.global_num_microbatches))
+            local_ranks.step(1, make_batch(local_ranks.plan.global_num_microbatches))
         assert copies.count == 0
 
 
 @pytest.mark.parametrize("plan", ["solo", "zero(2, level=2)"])
 def test_a_hook_on_a_weight_is_called_with_its_gradient(plan):
-    with build_team(plan, num_microbatches=2, model=wide()) as team:
-        store, shapes = team.ranks[0].interpreter.store, []
+    with build_local_ranks(plan, num_microbatches=2, model=wide()) as local_ranks:
+        store, shapes = local_ranks.ranks[0].interpreter.store, []
         param = next(param for param in store.params.values() if tuple(param.shape) == MATRIX)
         param.register_hook(lambda gradient: shapes.append(gradient.shape))
         assert id(param) not in build_grad_sinks(store, None).weight_sinks
-        team.step(0, make_batch(team.plan.global_num_microbatches))
+        local_ranks.step(0, make_batch(local_ranks.plan.global_num_microbatches))
     assert set(shapes) == {MATRIX}
 
 
 def test_weights_with_several_versions_are_left_to_autograd():
-    with build_team("pipedream(2)", num_microbatches=2, model=wide()) as team:
-        store = team.ranks[0].interpreter.store
+    with build_local_ranks("pipedream(2)", num_microbatches=2, model=wide()) as local_ranks:
+        store = local_ranks.ranks[0].interpreter.store
         assert store.weight_versions is not None
         assert not build_grad_sinks(store, None).weight_sinks
 
 
 def test_small_weights_are_left_to_autograd():
-    with build_team("solo") as team:
-        assert not build_grad_sinks(team.ranks[0].interpreter.store, None).weight_sinks
+    with build_local_ranks("solo") as local_ranks:
+        assert not build_grad_sinks(local_ranks.ranks[0].interpreter.store, None).weight_sinks

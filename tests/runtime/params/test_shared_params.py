@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from counterpoint.runtime.state_dict import has_full_model
-from tests.runtime.local_ranks import build_team, flat_params_of, make_batch, storage_bytes
+from tests.runtime.local_ranks import build_local_ranks, flat_params_of, make_batch, storage_bytes
 
 PLAN = "data(2, update=sharded)"
 WIDE = 200  # a weight whose gradient is collected by itself
@@ -19,26 +19,26 @@ def wide():
 
 
 def train(plan=PLAN, steps=2, **options):
-    with build_team(plan, model=wide(), **options) as team:
+    with build_local_ranks(plan, model=wide(), **options) as local_ranks:
         for number in range(steps):
-            team.step(number, make_batch(team.global_num_microbatches))
-        team.export_weights()
-        return torch.cat([param.detach().reshape(-1) for param in team.model.parameters()])
+            local_ranks.step(number, make_batch(local_ranks.global_num_microbatches))
+        local_ranks.export_weights()
+        return torch.cat([param.detach().reshape(-1) for param in local_ranks.model.parameters()])
 
 
 def test_all_replicas_compute_with_the_same_memory():
-    with build_team(PLAN) as team:
-        team.step(0, make_batch(team.global_num_microbatches))
+    with build_local_ranks(PLAN) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
         addresses = {
-            param.data_ptr() for rank in team.ranks.values() for param in rank.interpreter.store.params.values()
+            param.data_ptr() for rank in local_ranks.ranks.values() for param in rank.interpreter.store.params.values()
         }
-        assert len(addresses) == len(list(team.model.parameters()))
+        assert len(addresses) == len(list(local_ranks.model.parameters()))
 
 
 def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
-    with build_team("data(4, update=sharded)") as team:
-        team.step(0, make_batch(team.global_num_microbatches))
-        all_flat_params = [flat_params for rank in team.ranks.values() for flat_params in flat_params_of(rank)]
+    with build_local_ranks("data(4, update=sharded)") as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
+        all_flat_params = [flat_params for rank in local_ranks.ranks.values() for flat_params in flat_params_of(rank)]
         (weights,) = {
             (storage_bytes(flat_params.weights), flat_params.weights.data_ptr()) for flat_params in all_flat_params
         }
@@ -46,17 +46,19 @@ def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
             (storage_bytes(flat_params.grads.local_grad), flat_params.grads.replica_grads[0].data_ptr())
             for flat_params in all_flat_params
         }
-        padded = -(-sum(param.numel() for param in team.model.parameters()) // 8) * 8
+        padded = -(-sum(param.numel() for param in local_ranks.model.parameters()) // 8) * 8
         assert weights[0] + grads[0] == (4 + 1) * padded * 8
 
 
 def test_after_a_run_the_model_has_memory_of_its_own():
-    with build_team(PLAN) as team:
-        team.step(0, make_batch(team.global_num_microbatches))
-        inside = {param.data_ptr() for param in team.model.parameters()}
-        team.export_weights()
-        assert inside.isdisjoint(param.data_ptr() for param in team.model.parameters())
-        assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in team.model.parameters())
+    with build_local_ranks(PLAN) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
+        inside = {param.data_ptr() for param in local_ranks.model.parameters()}
+        local_ranks.export_weights()
+        assert inside.isdisjoint(param.data_ptr() for param in local_ranks.model.parameters())
+        assert all(
+            param.grad is None and not param._post_accumulate_grad_hooks for param in local_ranks.model.parameters()
+        )
 
 
 @pytest.mark.parametrize(
@@ -64,22 +66,24 @@ def test_after_a_run_the_model_has_memory_of_its_own():
     [("data(2)", True), (PLAN, True), ("zero(2, level=1)", True), ("zero3(2)", False), ("pipeline(2)", False)],
 )
 def test_weights_are_gathered_only_if_a_rank_lacks_some(plan, has):
-    with build_team(plan, model=wide()) as team:
-        assert has_full_model(team.shard_map()) == has
+    with build_local_ranks(plan, model=wide()) as local_ranks:
+        assert has_full_model(local_ranks.shard_map()) == has
 
 
 def test_a_run_continues_after_weights_were_exported():
-    with build_team(PLAN) as team:
+    with build_local_ranks(PLAN) as local_ranks:
         for number in range(4):
-            team.step(number, make_batch(team.global_num_microbatches))
-            team.export_weights()
-            team.import_weights()
-        mixed = torch.cat([param.detach().reshape(-1) for param in team.model.parameters()])
-    with build_team(PLAN, share_params_on_host=False) as team:
+            local_ranks.step(number, make_batch(local_ranks.global_num_microbatches))
+            local_ranks.export_weights()
+            local_ranks.import_weights()
+        mixed = torch.cat([param.detach().reshape(-1) for param in local_ranks.model.parameters()])
+    with build_local_ranks(PLAN, share_params_on_host=False) as local_ranks:
         for number in range(4):
-            team.step(number, make_batch(team.global_num_microbatches))
-        team.export_weights()
-        assert torch.allclose(mixed, torch.cat([param.detach().reshape(-1) for param in team.model.parameters()]))
+            local_ranks.step(number, make_batch(local_ranks.global_num_microbatches))
+        local_ranks.export_weights()
+        assert torch.allclose(
+            mixed, torch.cat([param.detach().reshape(-1) for param in local_ranks.model.parameters()])
+        )
 
 
 # A gradient that is only rounding noise is divided by epsilon: with 1e-8 its update is 1e8 times as large, and two orders
@@ -97,14 +101,16 @@ def test_shared_memory_does_not_change_results(optimizer, clip_norm, num_microba
 
 
 def test_a_skipped_step_changes_nothing():
-    with build_team(PLAN, nonfinite="skip") as team:
-        bad_batch = make_batch(team.global_num_microbatches)
+    with build_local_ranks(PLAN, nonfinite="skip") as local_ranks:
+        bad_batch = make_batch(local_ranks.global_num_microbatches)
         bad_batch.batch[1][0] = float("nan")
-        before = [param.detach().clone() for param in team.model.parameters()]
-        assert team.step(0, bad_batch).skip_reason
-        assert all(torch.equal(param, old) for param, old in zip(team.model.parameters(), before, strict=True))
-        team.step(1, make_batch(team.global_num_microbatches))
-        assert not any(torch.equal(param, old) for param, old in zip(team.model.parameters(), before, strict=True))
+        before = [param.detach().clone() for param in local_ranks.model.parameters()]
+        assert local_ranks.step(0, bad_batch).skip_reason
+        assert all(torch.equal(param, old) for param, old in zip(local_ranks.model.parameters(), before, strict=True))
+        local_ranks.step(1, make_batch(local_ranks.global_num_microbatches))
+        assert not any(
+            torch.equal(param, old) for param, old in zip(local_ranks.model.parameters(), before, strict=True)
+        )
 
 
 class MaxNormTable(nn.Module):
@@ -120,10 +126,10 @@ class MaxNormTable(nn.Module):
 
 
 def test_weights_that_a_forward_changes_are_not_shared():
-    with build_team("data(2)", model=MaxNormTable()) as team:
-        team.step(0, make_batch(team.global_num_microbatches))
-        assert str(team.plan) == "data(2)"
+    with build_local_ranks("data(2)", model=MaxNormTable()) as local_ranks:
+        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
+        assert str(local_ranks.plan) == "data(2)"
         addresses = {
-            param.data_ptr() for rank in team.ranks.values() for param in rank.interpreter.store.params.values()
+            param.data_ptr() for rank in local_ranks.ranks.values() for param in rank.interpreter.store.params.values()
         }
         assert len(addresses) == 2

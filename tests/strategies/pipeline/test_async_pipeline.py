@@ -24,24 +24,24 @@ UNEQUAL = st.lists(st.integers(1, 4), min_size=2, max_size=5).filter(lambda coun
 def test_warm_ups_and_versions_are_the_published_formulas_and_as_many_enter_as_noam_says(replicas):
     """NOAM is what each replica of the first stage has in flight, its share of all workers."""
     plan = Pipeline(len(replicas), "pipedream", replicas)
-    made = compile_text(str(plan), m=plan.usable_microbatches(1), blocks=len(replicas))
-    rows = iter(made.program.unroll(1))
+    compiled = compile_text(str(plan), m=plan.usable_microbatches(1), blocks=len(replicas))
+    rows = iter(compiled.program.unroll(1))
     for stage, count in enumerate(replicas):
         warmups = (sum(replicas) - 1 - sum(replicas[:stage])) // count
         for row in (next(rows) for _ in range(count)):
-            kinds = [type(word) for word in row if isinstance(word, Forward | Backward)]
+            kinds = [type(instruction) for instruction in row if isinstance(instruction, Forward | Backward)]
             assert kinds.index(Backward) == warmups + 1  # the last of them is the one that goes back
             assert weight_versions_needed(row) == warmups + 1
-    assert made.symbolic.peak_in_flight[0] == ceil(sum(replicas) / replicas[0])
+    assert compiled.symbolic.peak_in_flight[0] == ceil(sum(replicas) / replicas[0])
 
 
 @settings(max_examples=20)
 @given(UNEQUAL, st.integers(0, 2))
 def test_2bw_holds_two_versions_whatever_replicas_and_microbatches_there_are(replicas, more):
     plan = Pipeline(len(replicas), "pipedream_2bw", replicas)
-    made = compile_text(str(plan), m=plan.usable_microbatches(1) + more * lcm(*replicas), blocks=len(replicas))
-    assert {weight_versions_needed(row.body) for row in made.program.rank_programs} == {2}
-    assert {entry.staleness for entry in made.symbolic.updates[-len(replicas) :]} == {1}
+    compiled = compile_text(str(plan), m=plan.usable_microbatches(1) + more * lcm(*replicas), blocks=len(replicas))
+    assert {weight_versions_needed(row.body) for row in compiled.program.rank_programs} == {2}
+    assert {entry.staleness for entry in compiled.symbolic.updates[-len(replicas) :]} == {1}
 
 
 @settings(max_examples=20)
@@ -49,8 +49,8 @@ def test_2bw_holds_two_versions_whatever_replicas_and_microbatches_there_are(rep
 def test_vertical_sync_keeps_as_many_versions_as_the_first_stage_makes_in_its_warm_up(replicas):
     """In updates of its own: a stage with fewer replicas makes more of them."""
     plan = Pipeline(len(replicas), "pipedream", replicas, vertical_sync="on")
-    made = compile_text(str(plan), m=plan.usable_microbatches(1), blocks=len(replicas))
-    versions = iter(weight_versions_needed(row.body) for row in made.program.rank_programs)
+    compiled = compile_text(str(plan), m=plan.usable_microbatches(1), blocks=len(replicas))
+    versions = iter(weight_versions_needed(row.body) for row in compiled.program.rank_programs)
     ahead = (sum(replicas) - 1) // replicas[0] * replicas[0]
     for count in replicas:
         most = max(next(versions) for _ in range(count))
@@ -59,14 +59,14 @@ def test_vertical_sync_keeps_as_many_versions_as_the_first_stage_makes_in_its_wa
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_2bw_holds_two_versions_and_is_one_update_late_on_every_stage(num_stages):
-    made = compile_text(f"pipedream_2bw({num_stages})", m=num_stages, blocks=num_stages)
-    assert {weight_versions_needed(row.body) for row in made.program.rank_programs} == {2}
-    assert {entry.staleness for entry in made.symbolic.updates[-num_stages:]} == {1}
+    compiled = compile_text(f"pipedream_2bw({num_stages})", m=num_stages, blocks=num_stages)
+    assert {weight_versions_needed(row.body) for row in compiled.program.rank_programs} == {2}
+    assert {entry.staleness for entry in compiled.symbolic.updates[-num_stages:]} == {1}
 
 
 def test_vertical_sync_changes_the_numbers_of_the_versions_and_nothing_else():
-    def plain(word):
-        return replace(word, version=0) if isinstance(word, Forward | Backward) else word
+    def plain(instruction):
+        return replace(instruction, version=0) if isinstance(instruction, Forward | Backward) else instruction
 
     stashed, synced = (compile_text(f"pipedream(3{sync})", blocks=3).program for sync in ("", ", vertical_sync=on"))
     for mine, other in zip(stashed.rank_programs, synced.rank_programs, strict=True):
@@ -77,38 +77,38 @@ def test_vertical_sync_changes_the_numbers_of_the_versions_and_nothing_else():
 @pytest.mark.parametrize("plan", ["pipedream(3)", "pipedream_2bw(2)", "pipedream(2, replicas=(2,1))"])
 def test_the_prologue_is_bodies_without_the_microbatches_that_there_are_not(plan):
     """So a run takes bodies alone: batches before the first one, and behind the last one, are empty."""
-    made = compile_text(plan, m=2, blocks=3)
-    turn = made.step_variants[-1]
+    compiled = compile_text(plan, m=2, blocks=3)
+    turn = compiled.step_variants[-1]
     bodies = range(-turn.lookahead, turn.lookahead)
     kinds = Forward | Backward | Send | Recv
-    for stream, row in zip(made.program.rank_programs, turn.program.rank_programs, strict=True):
-        words = [
-            shift_microbatch(word, body * turn.microbatches_per_batch)
+    for stream, row in zip(compiled.program.rank_programs, turn.program.rank_programs, strict=True):
+        instructions = [
+            shift_microbatch(instruction, body * turn.microbatches_per_batch)
             for body in bodies
-            for word in row.body
-            if isinstance(word, kinds)
+            for instruction in row.body
+            if isinstance(instruction, kinds)
         ]
-        assert [told(word) for word in words if told(word)[-1] >= 0] == [
-            told(word) for word in stream.prologue if isinstance(word, kinds)
-        ]
+        assert [
+            without_version(instruction) for instruction in instructions if without_version(instruction)[-1] >= 0
+        ] == [without_version(instruction) for instruction in stream.prologue if isinstance(instruction, kinds)]
 
 
-def told(word):
+def without_version(instruction):
     """A word without its version; its microbatch comes last."""
-    if isinstance(word, Forward | Backward):
-        return type(word), word.block, word.micro
-    return type(word), word.tensor.name, word.peer, word.tensor.micro
+    if isinstance(instruction, Forward | Backward):
+        return type(instruction), instruction.block, instruction.micro
+    return type(instruction), instruction.tensor.name, instruction.peer, instruction.tensor.micro
 
 
 def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
     rows = compile_text("pipedream(2, replicas=(2,1))", m=2).program.rank_programs
-    commits = [[word.group for word in row.body if isinstance(word, Commit)] for row in rows]
+    commits = [[instruction.group for instruction in row.body if isinstance(instruction, Commit)] for row in rows]
     assert commits == [[(0, 1)], [(0, 1)], [(2,), (2,)]]
-    assert [sum(isinstance(word, Update) for word in row.body) for row in rows] == [1, 1, 2]
+    assert [sum(isinstance(instruction, Update) for instruction in row.body) for row in rows] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "pipedream(2) * data(3)",
@@ -141,8 +141,8 @@ def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
         ("pipedream(2, replicas=(3,1))", "2 microbatches are not divisible by the 3 replicas of a stage"),
     ],
 )
-def test_what_a_pipeline_without_a_flush_cannot_do_is_refused(text, said):
-    with pytest.raises(PlanError, match=said):
+def test_what_a_pipeline_without_a_flush_cannot_do_is_refused(text, message):
+    with pytest.raises(PlanError, match=message):
         compile_text(text, m=2, blocks=4)
 
 
@@ -152,5 +152,5 @@ def test_weights_that_two_stages_share_are_refused():
 
 
 @pytest.mark.parametrize(("text", "micros"), [("pipedream(4)", 1), ("pipedream(2, replicas=(2,3))", 6)])
-def test_a_batch_is_one_microbatch_for_each_turn_of_the_replicas(text, micros):
+def test_a_batch_is_one_microbatch_for_each_round_of_the_replicas(text, micros):
     assert Plan.parse(text).with_microbatches_for(24).num_microbatches == micros

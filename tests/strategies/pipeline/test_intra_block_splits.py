@@ -12,23 +12,25 @@ from counterpoint.plan.plan import Plan
 
 def model(*blocks, left=4):
     """Return a model of blocks whose pieces have these costs; a stage may begin with any of them."""
-    pieces, made = 0, []
+    pieces, compiled = 0, []
     for costs in blocks:
         run = [
             LayerSpec(f"p{pieces + at}", (f"w{pieces + at}",), cost, left, can_start_stage=at > 0)
             for at, cost in enumerate(costs)
         ]
-        made.append(Block(tuple(run), pieces))
+        compiled.append(Block(tuple(run), pieces))
         pieces += len(run)
-    return ModelSpec(tuple(made), tuple(Param(f"w{at}", (2,)) for at in range(pieces)))
+    return ModelSpec(tuple(compiled), tuple(Param(f"w{at}", (2,)) for at in range(pieces)))
 
 
 def stages(plan, spec):
     """Return the pieces of each stage of a plan that begins with a pipeline."""
-    made = compile(Plan.parse(plan, num_microbatches=4), spec)
-    heads = [rank.chunk_starts[0] for rank in made.cost.ranks]
-    runs = pairwise([*heads, made.model.num_blocks])
-    return [[piece.name for block in made.model.blocks[start:stop] for piece in block.layers] for start, stop in runs]
+    compiled = compile(Plan.parse(plan, num_microbatches=4), spec)
+    heads = [rank.chunk_starts[0] for rank in compiled.cost.ranks]
+    runs = pairwise([*heads, compiled.model.num_blocks])
+    return [
+        [piece.name for block in compiled.model.blocks[start:stop] for piece in block.layers] for start, stop in runs
+    ]
 
 
 def test_a_block_is_cut_where_the_slowest_stage_gets_faster_by_that():
@@ -36,8 +38,8 @@ def test_a_block_is_cut_where_the_slowest_stage_gets_faster_by_that():
 
 
 def test_only_the_blocks_are_cut_that_a_stage_begins_in():
-    made = compile(Plan.parse("pipeline(2)", num_microbatches=4), model([2, 2], [2, 2], [2, 2])).model
-    assert [block.name for block in made.blocks] == ["p0..p1", "p2", "p3", "p4..p5"]
+    compiled = compile(Plan.parse("pipeline(2)", num_microbatches=4), model([2, 2], [2, 2], [2, 2])).model
+    assert [block.name for block in compiled.blocks] == ["p0..p1", "p2", "p3", "p4..p5"]
 
 
 def test_a_block_stays_whole_for_less_than_one_per_cent():
@@ -45,14 +47,14 @@ def test_a_block_stays_whole_for_less_than_one_per_cent():
 
 
 def test_of_cuts_that_are_as_fast_one_is_taken_with_fewest_inside_blocks():
-    found = compile(Plan.parse("pipeline(3)", num_microbatches=4), model([4, 4], [1, 1], [1, 1], [8, 4])).model
-    assert [block.name for block in found.blocks] == ["p0..p1", "p2..p3", "p4..p5", "p6", "p7"]
+    result = compile(Plan.parse("pipeline(3)", num_microbatches=4), model([4, 4], [1, 1], [1, 1], [8, 4])).model
+    assert [block.name for block in result.blocks] == ["p0..p1", "p2..p3", "p4..p5", "p6", "p7"]
 
 
 @pytest.mark.parametrize("plan", ["pipeline(2, balance=(1,2))", "pipeline(2, split_points=p2)", "zero3(2)", "data(2)"])
-def test_blocks_stay_whole_where_nobody_chooses_stages(plan):
-    made = compile(Plan.parse(plan, num_microbatches=4), model([2, 2], [2, 2], [2, 2])).model
-    assert made.num_blocks == 3
+def test_blocks_stay_whole_without_a_pipeline(plan):
+    compiled = compile(Plan.parse(plan, num_microbatches=4), model([2, 2], [2, 2], [2, 2])).model
+    assert compiled.num_blocks == 3
 
 
 def test_there_may_be_more_stages_than_blocks():

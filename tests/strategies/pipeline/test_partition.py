@@ -14,16 +14,16 @@ from counterpoint.strategies.pipeline.partition import (
 )
 
 
-def slowest(cuts, costs, replicas):
-    stops = [sum(cuts[:stage]) for stage in range(len(cuts) + 1)]
+def slowest(boundaries, costs, replicas):
+    stops = [sum(boundaries[:stage]) for stage in range(len(boundaries) + 1)]
     return max(sum(costs[a:b]) / count for (a, b), count in zip(pairwise(stops), replicas, strict=True))
 
 
-def sent(cuts, left):
-    return sum(left[sum(cuts[: stage + 1]) - 1] for stage in range(len(cuts) - 1))
+def sent(boundaries, left):
+    return sum(left[sum(boundaries[: stage + 1]) - 1] for stage in range(len(boundaries) - 1))
 
 
-def every_cut(num_blocks, num_stages):
+def all_partitions(num_blocks, num_stages):
     for inner in combinations(range(1, num_blocks), num_stages - 1):
         yield tuple(after - before for before, after in pairwise((0, *inner, num_blocks)))
 
@@ -33,11 +33,11 @@ def test_no_other_cut_has_a_faster_slowest_stage(data):
     costs = data.draw(st.lists(st.integers(0, 20).map(float), min_size=1, max_size=7))
     stages = data.draw(st.integers(1, len(costs)))
     replicas = data.draw(st.tuples(*[st.integers(1, 3)] * stages))
-    cuts = balance_stages(costs, replicas)
-    assert sum(cuts) == len(costs)
-    assert min(cuts) >= 1
-    best = min(slowest(other, costs, replicas) for other in every_cut(len(costs), stages))
-    assert slowest(cuts, costs, replicas) == pytest.approx(best, abs=1e-12)
+    boundaries = balance_stages(costs, replicas)
+    assert sum(boundaries) == len(costs)
+    assert min(boundaries) >= 1
+    best = min(slowest(other, costs, replicas) for other in all_partitions(len(costs), stages))
+    assert slowest(boundaries, costs, replicas) == pytest.approx(best, abs=1e-12)
 
 
 @given(st.data())
@@ -46,22 +46,22 @@ def test_no_other_cut_that_is_nearly_as_fast_sends_less(data):
     stages = data.draw(st.integers(1, len(costs)))
     left = data.draw(st.tuples(*[st.integers(0, 9)] * len(costs)))
     replicas = (1,) * stages
-    cuts = balance_stages(costs, replicas, left)
-    every = list(every_cut(len(costs), stages))
+    boundaries = balance_stages(costs, replicas, left)
+    every = list(all_partitions(len(costs), stages))
     limit = IMBALANCE_TOLERANCE * min(slowest(other, costs, replicas) for other in every)
     near = [other for other in every if slowest(other, costs, replicas) <= limit * (1 + 1e-12)]
-    assert cuts in near
-    assert sent(cuts, left) == min(sent(other, left) for other in near)
+    assert boundaries in near
+    assert sent(boundaries, left) == min(sent(other, left) for other in near)
 
 
-def test_a_cut_goes_behind_the_pool_where_that_makes_no_stage_slower():
+def test_a_split_point_is_after_the_pool_if_that_makes_no_stage_slower():
     assert balance_stages([2, 2, 1, 3], (1, 1), boundary_bytes=[8, 8, 2, 0]) == (2, 2)
     assert balance_stages([2, 2, 1, 5], (1, 1), boundary_bytes=[8, 8, 2, 0]) == (3, 1)
     assert balance_stages([40, 40, 1, 78], (1, 1), boundary_bytes=[8, 8, 2, 0]) == (3, 1)
 
 
 @pytest.mark.parametrize(
-    ("costs", "replicas", "cuts"),
+    ("costs", "replicas", "boundaries"),
     [
         ([1, 1, 1, 1], (1, 1), (2, 2)),
         ([1, 1, 1], (1, 1), (1, 2)),
@@ -70,8 +70,8 @@ def test_a_cut_goes_behind_the_pool_where_that_makes_no_stage_slower():
         ([1], (1,), (1,)),
     ],
 )
-def test_cuts_read_as_expected(costs, replicas, cuts):
-    assert balance_stages(costs, replicas) == cuts
+def test_cuts_read_as_expected(costs, replicas, boundaries):
+    assert balance_stages(costs, replicas) == boundaries
 
 
 def test_every_stage_needs_a_block():
@@ -82,20 +82,20 @@ def test_every_stage_needs_a_block():
 V, LOOP = (0, 1, 1, 0), (0, 1, 0, 1)
 
 
-def ends_moved(cuts, others):
-    moves = [abs(one - other) for one, other in zip(accumulate(cuts), accumulate(others), strict=True)]
+def ends_moved(boundaries, others):
+    moves = [abs(one - other) for one, other in zip(accumulate(boundaries), accumulate(others), strict=True)]
     return sum(moves) if max(moves) <= 1 else 9
 
 
 @given(st.lists(st.integers(1, 20).map(float), min_size=4, max_size=9), st.sampled_from([V, LOOP]))
 def test_chunks_are_dealt_so_that_no_move_of_an_end_helps_the_busiest_stage(costs, stages):
-    def work(cuts):
-        return max_stage_cost(costs, cuts, (1,) * len(stages), stages)
+    def work(boundaries):
+        return max_stage_cost(costs, boundaries, (1,) * len(stages), stages)
 
-    cuts = balance_chunks(costs, stages)
-    near = [other for other in every_cut(len(costs), 4) if ends_moved(other, cuts) <= 2]
-    assert sum(cuts) == len(costs)
-    assert work(cuts) <= min(work(balance_stages(costs, (1,) * 4)), *map(work, near))
+    boundaries = balance_chunks(costs, stages)
+    near = [other for other in all_partitions(len(costs), 4) if ends_moved(other, boundaries) <= 2]
+    assert sum(boundaries) == len(costs)
+    assert work(boundaries) <= min(work(balance_stages(costs, (1,) * 4)), *map(work, near))
 
 
 def test_a_stage_with_a_heavy_end_has_less_of_the_rest():

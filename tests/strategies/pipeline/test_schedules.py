@@ -15,16 +15,16 @@ KINDS = [
 ]  # fmt: skip
 
 
-def turns(name, stage, replicas, micros, chunks=1):
+def action_texts(name, stage, replicas, micros, chunks=1):
     """Write turns as in the papers; a prime marks the second chunk."""
     place = StageReplica(stage, replicas, tuple(micros), chunks)
     return " ".join(
-        f"{turn.kind}{turn.micro}{chr(39) * turn.chunk}" for turn in find_schedule(name, chunks).actions(place)
+        f"{action.kind}{action.micro}{chr(39) * action.chunk}" for action in find_schedule(name, chunks).actions(place)
     )
 
 
 @pytest.mark.parametrize(
-    ("order", "stage", "read"),
+    ("schedule", "stage", "read"),
     [
         ("gpipe", 0, "F0 F1 F2 B2 B1 B0"),
         ("gpipe", 1, "F0 F1 F2 B2 B1 B0"),
@@ -34,12 +34,12 @@ def turns(name, stage, replicas, micros, chunks=1):
         ("zero_bubble", 1, "F0 Bi0 F1 Bi1 Bw0 F2 Bi2 Bw1 Bw2"),
     ],
 )
-def test_an_order_of_two_stages_reads_as_in_its_paper(order, stage, read):
-    assert turns(order, stage, (1, 1), range(3)) == read
+def test_a_schedule_of_two_stages_reads_as_in_its_paper(schedule, stage, read):
+    assert action_texts(schedule, stage, (1, 1), range(3)) == read
 
 
 @pytest.mark.parametrize(
-    ("order", "stage", "read"),
+    ("schedule", "stage", "read"),
     [
         ("interleaved", 0, "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"),
         ("interleaved", 1, "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3"),
@@ -49,8 +49,8 @@ def test_an_order_of_two_stages_reads_as_in_its_paper(order, stage, read):
                            "Bw2 Bw3' Bw3"),
     ],
 )  # fmt: skip
-def test_two_chunks_on_each_of_two_stages_take_turns_as_in_the_paper(order, stage, read):
-    assert turns(order, stage, (1, 1), range(4), 2) == read
+def test_two_chunks_on_each_of_two_stages_alternate_as_in_the_paper(schedule, stage, read):
+    assert action_texts(schedule, stage, (1, 1), range(4), 2) == read
 
 
 def test_the_warmup_is_what_pipedream_computes():
@@ -60,14 +60,14 @@ def test_the_warmup_is_what_pipedream_computes():
 
 
 def test_fewer_microbatches_than_warmup_fill_and_drain():
-    assert turns("one_f_one_b", 0, (1,) * 4, range(2)) == "F0 F1 B0 B1"
-    assert turns("interleaved", 0, (1,) * 4, range(1), 2) == "F0 F0' B0' B0"
-    assert turns("zero_bubble", 0, (1,) * 4, range(2)) == "F0 F1 Bi0 Bw0 Bi1 Bw1"
-    assert turns("zero_bubble", 3, (1,) * 4, range(1), 2) == "F0 F0' Bi0' Bw0' Bi0 Bw0"
+    assert action_texts("one_f_one_b", 0, (1,) * 4, range(2)) == "F0 F1 B0 B1"
+    assert action_texts("interleaved", 0, (1,) * 4, range(1), 2) == "F0 F0' B0' B0"
+    assert action_texts("zero_bubble", 0, (1,) * 4, range(2)) == "F0 F1 Bi0 Bw0 Bi1 Bw1"
+    assert action_texts("zero_bubble", 3, (1,) * 4, range(1), 2) == "F0 F0' Bi0' Bw0' Bi0 Bw0"
 
 
 def test_microbatches_that_do_not_divide_into_groups_of_as_many_as_stages_make_larger_groups():
-    assert turns("interleaved", 1, (1, 1), range(5), 2).startswith("F0 F1 F2 F0' B0' F1' B1' F2' B2' F3 B0")
+    assert action_texts("interleaved", 1, (1, 1), range(5), 2).startswith("F0 F1 F2 F0' B0' F1' B1' F2' B2' F3 B0")
 
 
 @given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
@@ -76,7 +76,7 @@ def test_every_order_does_each_microbatch_forward_before_backward_and_once(kind,
     replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
     for stage in range(len(replicas)):
         place = StageReplica(stage, replicas, tuple(range(count)), chunks)
-        done: list[tuple[object, ...]] = [tuple(turn) for turn in find_schedule(name, chunks).actions(place)]
+        done: list[tuple[object, ...]] = [tuple(action) for action in find_schedule(name, chunks).actions(place)]
         kinds = ["F", "Bi", "Bw"] if name == "zero_bubble" else ["F", "B"]
         assert sorted(done) == sorted((what, m, c) for what in kinds for m in range(count) for c in range(chunks))
         for before, after in pairwise(kinds):
@@ -87,16 +87,16 @@ def test_every_order_does_each_microbatch_forward_before_backward_and_once(kind,
 @given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
 def test_no_more_is_in_flight_than_an_order_says(kind, replicas, count):
     name, chunks = kind
-    order = find_schedule(name, chunks)
+    schedule = find_schedule(name, chunks)
     replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
     for stage in range(len(replicas)):
         place = StageReplica(stage, replicas, tuple(range(count)), chunks)
         now, peak = 0, 0
-        for turn in order.actions(place):
-            now += Counter({"F": 1, "B": -1, "Bw": -1})[turn.kind]
+        for action in schedule.actions(place):
+            now += Counter({"F": 1, "B": -1, "Bw": -1})[action.kind]
             peak = max(peak, now)
-        assert peak <= order.in_flight(place)
-        assert peak == order.in_flight(place) or (name, chunks) == ("zero_bubble", 2)
+        assert peak <= schedule.in_flight(place)
+        assert peak == schedule.in_flight(place) or (name, chunks) == ("zero_bubble", 2)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

@@ -74,7 +74,7 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "pipeline(2, split_points=blokc2)",
@@ -134,8 +134,8 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
         ),
     ],
 )
-def test_what_no_cut_can_mean_says_what_to_write(text, said):
-    assert said in refusal(text, linear_chain(4))
+def test_invalid_split_points_are_refused_with_the_text_to_write(text, message):
+    assert message in refusal(text, linear_chain(4))
 
 
 def test_a_stage_without_parameters_is_named_by_its_ends():

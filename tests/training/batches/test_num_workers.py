@@ -25,7 +25,7 @@ def small():
 def fit(data, strategy="data(2)", *, resume=None, callbacks=(), num_inputs=3, **options):
     """Return the state of a model and the losses after two epochs."""
     model = small() if num_inputs == 3 else nn.Linear(num_inputs, 1)
-    settings = {"loss": lambda found, wanted: (found.squeeze(1) - wanted.float() / 24).square().mean()}
+    settings = {"loss": lambda result, wanted: (result.squeeze(1) - wanted.float() / 24).square().mean()}
     with make_trainer(strategy, model, optimizer=lambda params: torch.optim.SGD(params, 0.01), callbacks=callbacks,
                  **settings) as one:  # fmt: skip
         history = one.fit(data, batch_size=8, epochs=2, resume=resume, **options)
@@ -36,9 +36,9 @@ def fit(data, strategy="data(2)", *, resume=None, callbacks=(), num_inputs=3, **
 @pytest.mark.parametrize("strategy", ["data(2)", "pipeline(1) * data(4)"])
 def test_a_fit_with_noise_is_the_same_bit_for_bit_with_workers(strategy):
     whole, losses = fit(Drawn(), strategy)
-    found, others = fit(Drawn(), strategy, num_workers=2)
+    result, others = fit(Drawn(), strategy, num_workers=2)
     assert others == losses
-    assert equal_bits(found, whole)
+    assert equal_bits(result, whole)
 
 
 def test_noise_does_not_depend_on_the_number_of_ranks():
@@ -52,9 +52,9 @@ def test_with_workers_a_run_continues_in_mid_epoch_and_reads_only_the_rest(tmp_p
     whole, losses = fit(Drawn())
     with pytest.raises(KeyboardInterrupt):
         fit(Drawn(), callbacks=[StopAt(1)], num_workers=2, checkpoint_dir=tmp_path, save_every=1)
-    found, rest = fit(Drawn(), resume=tmp_path, num_workers=1)
+    result, rest = fit(Drawn(), resume=tmp_path, num_workers=1)
     assert rest == losses[1:]
-    assert equal_bits(found, whole)
+    assert equal_bits(result, whole)
     assert multiprocessing.active_children() == []
 
 
@@ -72,7 +72,7 @@ def test_an_error_in_a_worker_ends_the_fit_with_the_sample_and_no_worker_is_left
     assert list_rank_threads() == []
 
 
-def test_the_order_is_another_in_every_epoch_though_nobody_calls_set_epoch(tmp_path):
+def test_the_order_differs_in_every_epoch_without_set_epoch(tmp_path):
     fit(Noted(tmp_path / "read"), cp.Plan.parse("data(1)"), num_inputs=1)
     read = [int(line.split()[0]) for line in (tmp_path / "read").read_text().splitlines()][-48:]
     assert sorted(read[:24]) == sorted(read[24:]) == list(range(24))

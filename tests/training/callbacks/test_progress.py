@@ -91,7 +91,7 @@ def test_a_terminal_gets_a_bar_that_is_drawn_over_itself_and_gives_the_cursor_ba
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
-def test_an_evaluation_stands_above_the_bar_and_stays(terminal):
+def test_an_evaluation_is_printed_above_the_bar_and_stays(terminal):
     progress = ProgressCallback("auto", stream=terminal.stream, clock=Clock())
     progress.on_start(make_run_start(2))
     progress.on_step(make_step_end(0))
@@ -128,15 +128,15 @@ def test_an_unknown_mode_is_refused_with_all_that_there_are():
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ValueError("out of range\nsee below"), "ValueError: out of range"),
         (KeyboardInterrupt(), "interrupted by Ctrl-C"),
         (SystemExit("stopped by SIGTERM"), "stopped by SIGTERM"),
     ],
 )
-def test_an_early_end_is_shown_with_its_reason_in_one_line(error, told):
-    assert shown("plain", error=error).splitlines()[-1] == f"step 100/100 ended early: {told}"
+def test_an_early_end_is_shown_with_its_reason_in_one_line(error, message):
+    assert shown("plain", error=error).splitlines()[-1] == f"step 100/100 ended early: {message}"
 
 
 def test_what_is_relayed_to_another_process_looks_there_as_it_would_here():

@@ -63,13 +63,13 @@ def test_a_plan_that_was_split_by_a_profile_has_it_next_to_it(tmp_path):
 
 def test_metrics_have_a_line_for_every_step_and_evaluation(tmp_path):
     send_events(RunFolder(tmp_path, clock=Clock()))
-    found = lines(tmp_path)
-    assert [(line["event"], line["step"]) for line in found] == [
+    result = lines(tmp_path)
+    assert [(line["event"], line["step"]) for line in result] == [
         *(("step", number) for number in (1, 2, 3, 4)), ("evaluation", 4), ("end", 4)
     ]  # fmt: skip
-    assert found[1]["loss"] == 0.5
-    assert found[0]["grad_norm"] is None, "nan is no JSON"
-    assert found[4]["metrics"] == {"accuracy": 0.75}
+    assert result[1]["loss"] == 0.5
+    assert result[0]["grad_norm"] is None, "nan is no JSON"
+    assert result[4]["metrics"] == {"accuracy": 0.75}
 
 
 def test_a_line_is_on_disk_as_soon_as_its_step_is_done(tmp_path):

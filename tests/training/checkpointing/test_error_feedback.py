@@ -32,9 +32,9 @@ def test_another_plan_drops_it_with_a_warning(after, tmp_path):
     interrupted(tmp_path, "data(2, compress=int8)")
     note = rf"^step-00000002 was saved under data\(2, compress=int8\), whose ranks had error-feedback residuals .*; {after[:4]}"
     with pytest.warns(RuntimeWarning, match=note):
-        found, history = fit(after, epochs=2, fit_options={"resume": tmp_path})
+        result, history = fit(after, epochs=2, fit_options={"resume": tmp_path})
     assert [step.step for step in history.steps] == list(range(2, 8))
-    assert 0 < max_difference(found, fit("data(2)", epochs=2)[0]) < 0.1
+    assert 0 < max_difference(result, fit("data(2)", epochs=2)[0]) < 0.1
 
 
 def test_a_run_without_a_code_continues_with_one_and_saves_nothing_of_it(tmp_path):

@@ -31,16 +31,16 @@ def test_a_run_that_stops_with_batches_in_flight_continues_as_if_it_had_flushed_
     with pytest.raises(KeyboardInterrupt):
         case.fit(tmp_path, callbacks=[StopAt(7)])
     assert Checkpoint.open(tmp_path).step == 6
-    found = case.fit(tmp_path, resume=tmp_path)
+    result = case.fit(tmp_path, resume=tmp_path)
     expected, _ = streamed.train_reference(replace(case, flushes=(6,)))
-    assert max(relative_difference(found[name], value) for name, value in expected.items()) <= TOLERANCE
+    assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_stages_that_save_each_for_itself_train_as_if_nobody_saved(case, tmp_path):
+def test_stages_that_save_independently_train_as_without_saving(case, tmp_path):
     expected, _ = streamed.train_reference(case)
-    found = case.fit(tmp_path)
-    assert max(relative_difference(found[name], value) for name, value in expected.items()) <= TOLERANCE
+    result = case.fit(tmp_path)
+    assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("other", ["solo", "data(2)", "pipedream(2)", "pipeline(3)"])
@@ -53,27 +53,27 @@ def test_another_plan_or_number_of_stages_continues_from_the_same_weights_and_st
     with make_trainer(cp.Plan.parse(other), case.build(), loss=F.mse_loss, optimizer=streamed.OPTIMIZERS[case.optimizer],
                  progress="off") as one:  # fmt: skip
         one.fit(case.data(), batch_size=6, max_steps=6, resume=tmp_path)
-        found = params_of(one.model)
-    assert max(relative_difference(found[name], value) for name, value in expected.items()) <= TOLERANCE
+        result = params_of(one.model)
+    assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
 def test_only_as_many_checkpoints_stay_as_are_wanted_and_listeners_hear_of_each_that_is_complete(tmp_path):
-    told: list[int] = []
+    saved_steps: list[int] = []
     options = {"checkpoint_dir": tmp_path, "save_every": 2, "checkpoint_mode": "per_stage", "keep_last": 2}
-    fit(PLAN, epochs=2, progress="off", callbacks=[Hears(told)], fit_options=options)
-    assert told == [2, 4, 6, 8]
+    fit(PLAN, epochs=2, progress="off", callbacks=[CheckpointRecorder(saved_steps)], fit_options=options)
+    assert saved_steps == [2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
-class Hears(cp.Callback):
+class CheckpointRecorder(cp.Callback):
     """Notes of which steps there are checkpoints."""
 
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, saved_steps):
+        self.saved_steps = saved_steps
 
     def on_checkpoint(self, event):
         assert event.path.is_dir()
-        self.told.append(event.step)
+        self.saved_steps.append(event.step)
 
 
 def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):
@@ -113,7 +113,7 @@ class Statistics(cp.Callback):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "said"),
+    ("strategy", "options", "message"),
     [
         (
             "pipeline(2)",
@@ -132,6 +132,6 @@ class Statistics(cp.Callback):
         ),
     ],
 )
-def test_saves_that_make_no_sense_are_refused_before_the_first_step(strategy, options, said, tmp_path):
-    with pytest.raises(cp.PlanError, match=said):
+def test_saves_that_make_no_sense_are_refused_before_the_first_step(strategy, options, message, tmp_path):
+    with pytest.raises(cp.PlanError, match=message):
         fit(strategy, progress="off", fit_options={"checkpoint_dir": tmp_path, **options})

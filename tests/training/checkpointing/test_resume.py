@@ -58,13 +58,13 @@ def resumed(folder, strategy, model, **options):
 def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     whole, history = fit(strategy, batch_norm_mlp(), fit_options=saving(tmp_path / "a"), epochs=2, **SETTINGS)
     interrupted(tmp_path / "b", strategy, batch_norm_mlp, **SETTINGS)
-    going_on = {"resume": tmp_path / "b", **saving(tmp_path / "b")}
-    found, rest = fit(strategy, batch_norm_mlp(), fit_options=going_on, epochs=2, **SETTINGS)
+    resume_options = {"resume": tmp_path / "b", **saving(tmp_path / "b")}
+    result, rest = fit(strategy, batch_norm_mlp(), fit_options=resume_options, epochs=2, **SETTINGS)
     assert [step.step for step in rest.steps] == list(range(2, 8))
     assert [(step.loss, step.options["lr"]) for step in rest.steps] == [
         (step.loss, step.options["lr"]) for step in history.steps[2:]
     ]
-    assert equal_bits(found, whole)
+    assert equal_bits(result, whole)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -86,12 +86,12 @@ def test_milestones_still_stand_where_they_did_after_a_resume(together, tmp_path
 
     whole, history = fit("data(2)", epochs=2, lr_scheduler=build)
     interrupted(tmp_path, "data(2)", mlp, lr_scheduler=build)
-    found, rest = resumed(tmp_path, "data(2)", mlp, lr_scheduler=build)
+    result, rest = resumed(tmp_path, "data(2)", mlp, lr_scheduler=build)
     assert [step.options["lr"] for step in rest.steps] == [step.options["lr"] for step in history.steps[2:]]
-    assert equal_bits(found, whole)
+    assert equal_bits(result, whole)
 
 
-def test_options_that_a_schedule_changes_besides_the_learning_rate_continue(tmp_path):
+def test_options_that_a_schedule_changes_in_addition_to_the_learning_rate_continue(tmp_path):
     """OneCycleLR turns the momentum as well; it is set anew only at the end of the next step."""
     settings = {"lr_scheduler": ONE_CYCLE, "optimizer": partial(optim.SGD, lr=0.05, momentum=0.9)}
     whole, _ = fit("data(2)", epochs=2, **settings)
@@ -118,8 +118,8 @@ def test_a_run_continues_under_another_plan(before, after, tmp_path):
     names = params_of(batch_norm_mlp())
     whole, history = fit(before, batch_norm_mlp(), epochs=2, **SETTINGS)
     interrupted(tmp_path, before, batch_norm_mlp, **SETTINGS)
-    found, rest = resumed(tmp_path, after, batch_norm_mlp, **SETTINGS)
-    assert max_difference(found, whole, names) <= 1e-12
+    result, rest = resumed(tmp_path, after, batch_norm_mlp, **SETTINGS)
+    assert max_difference(result, whole, names) <= 1e-12
     assert rest.losses == pytest.approx(history.losses[2:], rel=1e-12)
 
 
@@ -199,8 +199,8 @@ def test_frozen_parameters_are_the_saved_ones_under_a_split_too(tmp_path):
 
     fit("pipeline(2)", half_frozen(1.0), fit_options=saving(tmp_path))
     whole, _ = fit("pipeline(2)", half_frozen(1.0), epochs=2)
-    found, _ = fit("pipeline(2)", half_frozen(0.0), epochs=2, fit_options={"resume": tmp_path})
-    assert equal_bits(found, whole)
+    result, _ = fit("pipeline(2)", half_frozen(0.0), epochs=2, fit_options={"resume": tmp_path})
+    assert equal_bits(result, whole)
 
 
 def flip_a_byte(folder):
@@ -258,5 +258,5 @@ def test_saving_by_hand_before_the_first_step_is_refused(tmp_path):
 def test_a_copied_checkpoint_folder_is_all_that_is_needed(saved, tmp_path):
     whole, _ = fit("data(2)", epochs=2)
     shutil.copytree(saved, tmp_path / "elsewhere")
-    found, _ = fit("data(2)", epochs=2, fit_options={"resume": tmp_path / "elsewhere"})
-    assert equal_bits(found, whole)
+    result, _ = fit("data(2)", epochs=2, fit_options={"resume": tmp_path / "elsewhere"})
+    assert equal_bits(result, whole)

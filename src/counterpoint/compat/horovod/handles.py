@@ -81,7 +81,7 @@ class HorovodHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has been waited for."""
+        """Whether ``wait`` has returned its result."""
         return self._finish is None
 
     def poll(self) -> bool:

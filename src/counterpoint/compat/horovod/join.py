@@ -1,13 +1,13 @@
 """Ranks without more data take part in the other ranks' operations with zeros, until all have joined.
 
 A rank cannot know that another has joined before it waits for it. So a rank checks a key-value store on rank 0 only
-after it has waited for some time. If a rank has joined, it writes there what it has started and, from then on, whatever
-it starts; joined ranks read it and take part:
+after it has waited for some time. If a rank has joined, it writes there each operation that it has started and that it
+starts from then on; joined ranks read them and take part:
 
     rank 0: allreduce(a) starts, waits 20 ms, finds that rank 1 has joined, writes call/0 = allreduce(a)
     rank 1: join() reads call/0, takes part with zeros, then reads call/1 ... until all have joined
 
-A program in which all ranks join at the same time pays nothing.
+A program in which all ranks join at the same time has no extra cost.
 """
 
 from __future__ import annotations
@@ -243,6 +243,6 @@ class JoinState:
         store.set(f"stalled/{self._fabric.rank}", str(request))
         missing = [other for other in self._other_members(request) if store.get(f"stalled/{other}") != str(request)]
         logging.getLogger("counterpoint.horovod").warning(
-            "rank %d has waited %.0f s for %s; %s not waiting for it: look at what they do instead",
+            "rank %d has waited %.0f s for %s; %s not waiting for it: check what they wait for instead",
             self._fabric.rank, waited_s, request, f"{format_ranks(missing)} {'is' if len(missing) == 1 else 'are'}",
         )  # fmt: skip

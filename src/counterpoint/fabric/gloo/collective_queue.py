@@ -1,14 +1,14 @@
 """The collectives of one group on gloo: members compare signatures before any data moves.
 
-gloo itself would reduce whatever arrives, or end the process. So every collective is announced by a small frame, which
-all members exchange on a connection of its own; the data follows on a second connection when all announcements are
-equal::
+gloo itself does not compare operations: it would reduce mismatched data, or end the process. So every collective is
+announced by a small frame, which all members exchange on a connection of its own; the data follows on a second
+connection when all announcements are equal::
 
     announcements   [0: all_reduce grad0][1: all_reduce grad1][2: ...
     data                                 [0: bytes of grad0  ][1: bytes of grad1 ...
 
-Starting never blocks: gloo's threads exchange announcements, and whoever polls first, a waiting rank or the progress
-thread, starts the data. Both connections carry their traffic in the order in which the group starts its collectives.
+Starting never blocks: gloo's threads exchange announcements, and the first thread that polls, a waiting rank's or the
+progress thread, starts the data. On both connections the order is that in which the group starts its collectives.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class GlooCollectiveQueue:
                 pending.start_data(data) if pending.start_data else self._exchange_values(pending, data)
             )
             pending.is_started = True
-        except Exception as error:  # noqa: BLE001 - whoever waits for the collective raises it
+        except Exception as error:  # noqa: BLE001 - raised by the wait for the collective
             pending.error = error
             self._error = self._error or error
 

@@ -97,7 +97,7 @@ class Connections:
             waited_s = time.monotonic() - began
             raise PeerError(
                 f"rank {self._rank} waited {waited_s:.1f} s for {late} to join the group of {format_ranks(group)}; all "
-                f"members must start collectives of this group: look at what {late} did instead"
+                f"members must start collectives of this group: check what {late} did instead"
             )
 
     def post_abort_reason(self, reason: str) -> None:
@@ -158,7 +158,7 @@ def wait_for_keys(
         store: where they will be set.
         keys: to wait for.
         timeout_s: the longest that this lasts.
-        should_cancel: polled; whether to give up.
+        should_cancel: polled; whether to stop waiting.
 
     Raises:
         StoreLostError: the store is gone.

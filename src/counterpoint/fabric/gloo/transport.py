@@ -98,7 +98,7 @@ class GlooFabric(ProcessFabric):
 
     Cost:
         a message is copied once by the sender and not by the receiver; a collective is preceded by an exchange of 512
-        bytes among its members, which runs in the background until it is waited for.
+        bytes among its members, which runs in the background until the wait.
 
     Attributes:
         scratch_pool: buffers of its collectives.

@@ -116,7 +116,7 @@ class StagedCollective:
                     return
                 self.num_started += 1
                 self.pending = self._stages.popleft()()
-        except Exception as error:  # noqa: BLE001 - whoever waits for the collective raises it
+        except Exception as error:  # noqa: BLE001 - raised by the wait for the collective
             self._error, self.pending, self.is_done = error, None, True
 
     def is_completed(self) -> bool:

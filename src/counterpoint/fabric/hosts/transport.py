@@ -71,7 +71,7 @@ class ReceiveThread:
             if self._is_needed.wait(IDLE_WAIT_S) and not self._closed.wait(PAUSE_S) and self._is_needed.is_set():
                 try:
                     self._drain()
-                except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                except Exception as error:  # noqa: BLE001 - raised by the wait
                     self._error = error
                     return
 

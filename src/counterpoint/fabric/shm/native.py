@@ -98,7 +98,7 @@ class OptimizerStep(Structure):
         ("beta1", c_double),
         ("beta2", c_double),
         ("eps", c_double),
-        ("turn", c_double),
+        ("step_number", c_double),
     )
 
 

@@ -61,9 +61,9 @@ class IncomingMessage:
 class ShmP2P:
     """The messages of one rank.
 
-    A rank that waits for room in a pipe, a message or a collective receives incoming messages meanwhile. So two ranks
-    may send each other more than a pipe holds before they receive, and no sender waits for a rank that waits for
-    another.
+    A rank that waits for space in a pipe, a message or a collective receives incoming messages during the wait. So
+    two ranks may send each other more than a pipe holds before they receive, and no sender waits for a rank that waits
+    for another.
 
     Args:
         library: the native library.

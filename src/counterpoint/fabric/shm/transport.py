@@ -56,7 +56,7 @@ class BatchScheduling:
 
     By default, Linux lets a thread that wakes up preempt one that computes. Ranks wait for each other many times per
     step, and every switch costs cache misses; without preemption the computing rank reaches its own next wait earlier,
-    which is what the others wait for.
+    so the others wait less.
 
     A sandbox that forbids the change leaves the policy unchanged.
 
@@ -124,7 +124,7 @@ class ShmWork(Work):
             self._complete()
 
     def __del__(self) -> None:
-        """Keep the tensors alive: the library may still access those of a collective that was never waited for."""
+        """Keep the tensors alive: the library may still access those of a collective without a wait."""
         if self._fabric is not None:
             self._fabric.retain(self._prepared, self._whole)
 
@@ -151,7 +151,7 @@ class ShmFabric(ProcessFabric):
     def __init__(self, context: RankContext, job: int, generation: int) -> None:
         super().__init__(context.rank, context.num_ranks, context.timeout_s)
         library = native().library
-        assert library is not None, "whoever chose this transport has looked"
+        assert library is not None, "this transport is only chosen if the library is available"
         self._library = library
         self.local_ranks = context.local_ranks
         self._processes = context.open_processes()
@@ -464,7 +464,7 @@ class ShmFabric(ProcessFabric):
             self._poll_until(lambda: int(self._cp_wait(prepared.group, index)), prepared)
 
     def retain(self, prepared: PreparedCollective, whole: Tensor) -> None:
-        """Keep the buffers of a collective that nobody will wait for, for as long as the fabric is open."""
+        """Keep the buffers of a collective without a wait until the fabric is closed."""
         if self._host:
             self._retained.append((prepared, whole))
 

@@ -186,7 +186,7 @@ class P2PWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - 
             self._future.result(seconds)
         except FutureTimeoutError as error:
             raise PeerError(
-                f"a message was not transferred within {seconds} s; look at what the peer does instead, or raise the "
+                f"a message was not transferred within {seconds} s; check what the peer does instead, or raise the "
                 "timeout"
             ) from error
         return True

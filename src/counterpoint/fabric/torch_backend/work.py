@@ -1,4 +1,4 @@
-"""torch's handle of a started collective: it can be waited for, turned into a future, or dropped."""
+"""torch's handle of a started collective: it supports ``wait`` and ``get_future``, and can be dropped."""
 
 from __future__ import annotations
 

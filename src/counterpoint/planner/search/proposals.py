@@ -55,7 +55,7 @@ class SearchSpace:
 
     @property
     def dim_choices(self) -> tuple[tuple[str, ...], ...]:
-        """Dims that may be split together: each by itself, and all of them in the default order of :class:`Tensor`."""
+        """Dims that may be split together: each alone, and all of them in the default order of :class:`Tensor`."""
         ordered = tuple(sorted(self.dims, key=lambda dim: (dim not in Tensor(1).dims, dim)))
         all_dims = Tensor(1).dims if set(ordered) == set(Tensor(1).dims) else ordered
         single_dims = tuple((dim,) for dim in self.dims)

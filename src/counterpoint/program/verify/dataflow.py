@@ -255,7 +255,7 @@ class _Dataflow:
         return make(tensor.blocks[0], tensor.micro, is_summed=True)
 
     def live_values(self, tensor: TensorRef) -> Collection[_LiveValue]:
-        """Return all values that a tensor reference stands for."""
+        """Return all values that a tensor reference denotes."""
         if tensor.name not in ACTIVATIONS | ACTIVATION_GRADS:
             return ((tensor.name, tensor.blocks, tensor.micro, 0),)
         blocks = edge_endpoints(tensor)

@@ -1,6 +1,6 @@
 """Connections of a process to other members: send to a member by name and incarnation, connecting if necessary.
 
-The state machines resend whatever has not been answered for a while, since a network may lose messages. A connection
+The state machines resend requests that have had no reply for some time, since a network may lose messages. A connection
 loses messages only when it breaks, so a resend on the same connection waits until nothing is in flight in either
 direction, then twice as long each time. After a rejection, everything may be resent immediately.
 """

@@ -31,7 +31,7 @@ def serve_coordinator(
     should_stop: Callable[[], bool],
     on_listen: Callable[[RpcAddress], None] | None = None,
 ) -> None:
-    """Run the coordinator of a job, from its log, until it is told to stop.
+    """Run the coordinator of a job, from its log, until ``should_stop`` returns True.
 
     Args:
         endpoint: address to listen at.
@@ -67,7 +67,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
     should_stop: Callable[[], bool],
     on_listen: Callable[[RpcAddress], None] | None = None,
 ) -> None:
-    """Run a server of a job until it is told to stop; an incarnation that was evicted is followed by another.
+    """Run a server of a job until ``should_stop`` returns True; an evicted incarnation is followed by another.
 
     Args:
         endpoint: address of the coordinator.
@@ -115,7 +115,7 @@ def restore_server(
 
 
 def _run_until(loop: EventLoop, runner: NodeRunner, should_stop: Callable[[], bool]) -> None:
-    """Run the loop until told to stop; raise CheckpointError if the disk fails."""
+    """Run the loop until ``should_stop`` returns True; raise CheckpointError if the disk fails."""
     while not loop.wait(lambda: should_stop() or runner.error is not None, WAIT_SLICE_S):
         continue
     if runner.error is not None:

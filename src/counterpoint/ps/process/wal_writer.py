@@ -109,7 +109,7 @@ class WalWriter:
                 touched.add(order.log)
             else:
                 self._save_snapshot(order)
-        for log in touched & self._files.keys():  # what stood in others is saved
+        for log in touched & self._files.keys():  # logs that a snapshot has replaced need no sync
             os.fdatasync(self._files[log])
 
     def _save_snapshot(self, request: SaveSnapshot) -> None:

@@ -152,7 +152,7 @@ class RecomputeStore:
 
     @contextmanager
     def replay(self, key: tuple[int, int]) -> Iterator[SavedForward]:
-        """Yield a saved forward, with ``is_recomputing`` set meanwhile."""
+        """Yield a saved forward, with ``is_recomputing`` set inside the context."""
         saved_forward = self.saved.pop(key)
         saved_forward.require_unchanged(f"block {key[0]} on microbatch {key[1]}")
         self.is_recomputing = True

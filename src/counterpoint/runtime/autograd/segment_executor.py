@@ -380,7 +380,7 @@ class SegmentExecutor:
         """Return a context in which backward runs in this rank's thread if it waits for other ranks.
 
         Autograd has one thread for each device but the CPU. It would run the backwards of a process's ranks one after
-        the other, and synchronized batch norm in the first one would wait for the second one for ever.
+        the other, and synchronized batch norm in the first one would wait for the second one forever.
         """
         if self.device.type == "cpu" or self.batch_norm is None:
             return nullcontext()

@@ -178,7 +178,7 @@ class BatchNormInterceptor:
         return args[0] if id(args[0]) in self.state.counter_ids else func(*args, **kwargs)
 
     def call(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """Call the function; in training, normalize as the plan says."""
+        """Call the function; in training, normalize as the plan requires."""
         call = BATCH_NORM_FNS[func](*args, **kwargs)
         return self.normalize(call, lambda: func(*args, **kwargs)) if call.training else func(*args, **kwargs)
 

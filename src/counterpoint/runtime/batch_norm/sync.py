@@ -256,7 +256,7 @@ class ReplicaStatsGroup:
         self.fabric = fabric
         self.group = group
         self.path = path
-        self.count = 0  # values by channel of everybody, once gathered
+        self.count = 0  # values by channel of all members, once gathered
 
     def gather(self, row: Tensor) -> Tensor:
         """Return all members' rows."""

@@ -8,8 +8,8 @@ fastest (3)::
           (1)     warm-up    size 0 size 1  ...  (3)    best size
                              '----- (2) 3 rounds ---'
 
-Both (1) and (3) are small collectives that are started after the last bucket of a backward and waited for where its
-reductions are.
+Both (1) and (3) are small collectives that are started after the last bucket of a backward; their wait is that of its
+reductions.
 """
 
 from __future__ import annotations

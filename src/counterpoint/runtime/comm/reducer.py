@@ -1,16 +1,16 @@
 """Gradient reductions that overlap with the backward that computes the gradients, bucket by bucket.
 
-The program says which reductions may overlap with which backward; the exact time is decided here, as in DDP's Reducer.
+The program determines which reductions may overlap with which backward; this module decides when, as DDP's Reducer.
 In the first step, every reduction runs where its instruction is, and each rank records the order in which gradients
 become ready. From then on the order of the group's first member is used by all: gradients are assigned to buckets in
 this order, and a bucket's reduction starts as soon as it and all buckets before it are complete. So all members start
-them in the same order, whatever the order of their own gradients::
+them in the same order, also if their own gradients are ready in another order::
 
     backward   |  g5   g4   g3   g2   g1   g0  |
     buckets    [  0:  g5 g4  ][ 1: g3 g2 ][ 2 ]         in the order of the first member            (1)
     ready           x    x        x  x                  on_grad counts down num_waiting             (2)
     started              '--0--->    '--1---->          reductions run while backward continues     (3)
-    start_remaining                            '--2->   at the instruction: whatever is left        (4)
+    start_remaining                            '--2->   at the instruction: the rest                (4)
     wait                                          '-->  at its wait instruction: all of them        (5)
 
 A bucket is a set of ranges in flat gradients. Small gradients are copied there when their bucket is complete, large
@@ -98,7 +98,7 @@ class ToggledGradHooks:
             entry.hooks.pop(entry.number, None)
 
 
-def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs leave out these members
+def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs omit these members
     handle = param.register_post_accumulate_grad_hook(hook)
     return _HookEntry(param._post_accumulate_grad_hooks, handle.id, hook)  # noqa: SLF001 - it has no public name
 
@@ -309,7 +309,7 @@ class Reducer:
             self.reduces.append(OverlappedReduce(instruction, works, start_s))
 
     def start_remaining(self, instruction: Collective) -> Iterator[tuple[FlatParams, Work, Collective]]:
-        """Start whatever is left of a reduction at its instruction; yield everything in flight of it."""
+        """Start the rest of a reduction at its instruction; yield all of it that is in flight."""
         progress = self.progress
         if not progress.is_done:  # (4), once for all reductions of this reducer
             progress.is_done = True
@@ -398,7 +398,7 @@ class BackwardOverlap:
             bucket_plan.autotuner.record(time.perf_counter() - start_s)
 
     def wait(self, instruction: Collective) -> None:
-        """Wait for a reducer's synchronization before its reduction is waited for."""
+        """Wait for a reducer's synchronization, before the wait for its reduction."""
         reducer = self.active.pop(instruction.tensor, None)
         if reducer is not None:
             reducer.wait(instruction)

@@ -1,4 +1,4 @@
-"""Derive from a rank program what a rank does with each unit: which part it keeps, which it updates, with whom."""
+"""Derive a rank's role for each unit from its rank program: the parts that it keeps and updates, with which ranks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Pipeline:
         moment, w updates of the first stage ago. With pipedream_2bw all stages update once per global batch,
         ``W(t+1) = W(t) - lr * gradient at W(t-1)``. After a flush (at the end of an epoch or a fit, before an
         evaluation or a checkpoint) the first microbatches use the newest weights, as at the beginning. Running
-        statistics have no versions. Each stage decides by itself whether an update is applied.
+        statistics have no versions. Each stage decides independently whether an update is applied.
 
     Cost:
         Bytes sent per rank and step, for each of its microbatches: the activations of its chunks once to each stage
@@ -188,7 +188,7 @@ class Pipeline:
     def usable_microbatches(self, wanted: int) -> int:
         """Return the smallest number of microbatches from ``wanted`` on that is divisible by all numbers of replicas.
 
-        Under pipedream, where each microbatch is a batch of its own, it is the smallest number, whatever is wanted.
+        Under pipedream, where each microbatch is a batch of its own, it is always the smallest possible number.
         """
         multiple = lcm(*self.stage_ranks)
         least = warmup(0, self.stage_ranks) * self.stage_ranks[0] if self.schedule == "pipedream_2bw" else 1

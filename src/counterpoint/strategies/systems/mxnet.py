@@ -58,7 +58,7 @@ def kvstore(
     * ``dist_async``, ``dist_async_device``, ``dist_device_async``: servers apply each push when it arrives, which is
       ``server(n, consistency=asp)``.
 
-    With ``update_on_kvstore=off`` the store only adds up and every rank updates, ``data(n)`` with each key by itself;
+    With ``update_on_kvstore=off`` the store only sums and every rank updates, ``data(n)`` with one reduction per key;
     ``dist_async`` has no such form, there or here. A worker with several devices adds up over these first:
     ``data(k) * server(n/k)``, for types with ``device`` in their name and for others alike.
 

@@ -61,7 +61,7 @@ UNSUPPORTED_IN_DDP = {
     "gradient_as_bucket_view": "gradients are always views of the flat buffers that are all-reduced; drop it",
     "static_graph": "the order in which gradients become ready is observed, and may change; drop it",
     "find_unused_parameters": "parameters without a gradient are found by name in every step; drop it, and pass "
-    "unused_parameters='zero' to Trainer where some are meant to have none",
+    "unused_parameters='zero' to Trainer if some have none on purpose",
     "broadcast_buffers": "running statistics are those of the global batch on every rank; drop it",
     "forward_sync_buffers": "running statistics are those of the global batch on every rank; drop it",
     "init_sync": "all ranks always begin with the weights of rank 0; drop it",

@@ -138,7 +138,7 @@ def _check_shard(job: JobConfig, index: int, nodes: Sequence[ServerNode], histor
         return
     copies = shard_copies(index, nodes)
     if not copies:
-        yield f"nobody keeps shard {index} in the end"
+        yield f"no server has shard {index} in the end"
         return
     yield from check_acknowledged(index, entries, history)
     yield from check_replicas(job, index, entries, nodes, history)

@@ -105,7 +105,7 @@ def warn_forked_workers(known_pids: set[int]) -> bool:
     pids = ", ".join(str(child.pid) for child in forked)
     warnings.warn(
         f"{format_count(len(forked), 'worker')} (pid {pids}) came from a fork of this "
-        f"process, which has {num_threads} threads: a lock that a thread held then stays locked in the copy for ever, "
+        f"process, which has {num_threads} threads: a lock that a thread held then stays locked in the copy forever, "
         "so that such a worker may hang at any time; give the DataLoader multiprocessing_context='forkserver', or let "
         "cp.Trainer.fit(dataset, num_workers=...) read the samples",
         RuntimeWarning,

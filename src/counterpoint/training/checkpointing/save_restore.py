@@ -243,7 +243,7 @@ def collect_frozen_params(local_ranks: LocalRanks) -> list[TensorSlice]:
 
 
 def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint besides tensors and the scalars of optimizers."""
+    """Return the state of a checkpoint except tensors and the scalars of optimizers."""
     return {
         "step": progress.step,
         "cursor": progress.cursor.to_dict(),
@@ -322,7 +322,7 @@ def require_same_architecture(local_ranks: LocalRanks, checkpoint: Checkpoint) -
 
 
 def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple[TrainProgress, dict[str, Any]]:
-    """Load a checkpoint into all ranks, whatever plan wrote it.
+    """Load a checkpoint, written under any plan, into all ranks.
 
     Returns:
         The progress of the saved run, and its metadata.

@@ -73,7 +73,7 @@ def length_delimited_field(field: int, content: bytes) -> bytes:
 
 
 class TensorBoardWriter:
-    """An event file that grows; whatever was written can be read immediately.
+    """An event file that grows; every event can be read as soon as it is written.
 
     Args:
         folder: TensorBoard's log directory; a new file is created in it.
@@ -86,7 +86,7 @@ class TensorBoardWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.file: BinaryIO = (folder / f"events.out.tfevents.{clock():.6f}.counterpoint").open("wb", buffering=0)
         self.write_event(length_delimited_field(FILE_VERSION, b"brain.Event:2"))
-        if first_step:  # what an earlier file says about the steps from this one on is void
+        if first_step:  # discards the steps from this one on in earlier files
             self.write_event(
                 step_field(first_step + 1)
                 + length_delimited_field(SESSION, field_key(STATUS, VARINT) + encode_varint(START))
