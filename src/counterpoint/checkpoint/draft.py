@@ -1,4 +1,4 @@
-"""A save: shards are written to a draft folder, the manifest last; one rename publishes it, then old ones go."""
+"""A save: shards are written to a draft folder, the manifest last; a rename publishes it, then old ones are removed."""
 
 from __future__ import annotations
 

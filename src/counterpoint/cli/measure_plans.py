@@ -22,7 +22,7 @@ from counterpoint.training.validation import wrap_optimizer
 
 
 def measure_on_this_host(job: str, choice: PlanChoice, count: int) -> PlanChoice:
-    """Return the choice after measuring so many of the best plans and plain data parallelism on this host.
+    """Return the choice after measuring a number of the best plans and plain data parallelism on this host.
 
     Raises:
         LaunchError: a rank failed; the first line names it.

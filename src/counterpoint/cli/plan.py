@@ -235,7 +235,7 @@ def list_candidates(
 
 
 def load_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
-    """Load a plan file and check that it is for so many ranks and samples.
+    """Load a plan file and check that it is for these numbers of ranks and samples.
 
     Raises:
         PlanError: it cannot be read, or is for others.

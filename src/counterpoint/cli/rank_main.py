@@ -91,7 +91,7 @@ def choose_schedule(job: TrainingJob, config: RunConfig, num_samples: int) -> Bu
 
 
 def job_defaults(job: TrainingJob, optimizer: str | None = None) -> dict[str, Any]:
-    """Return the defaults of a job, with its own optimizer or the one with that name."""
+    """Return the defaults of a job, with its own optimizer or the named one."""
     build = choose_optimizer(job, optimizer)
     lr = build.keywords["lr"] if isinstance(build, partial) else None
     values = {"batch_size": job.batch_size, "epochs": job.epochs, "max_steps": job.max_steps, "lr": lr}

@@ -25,7 +25,7 @@ from counterpoint.errors import DataError
 GRACE_S = 2.0  # from the end of requests to the kernel's end of a worker that is still reading
 START_S = 60.0  # maximum time to start a worker, which imports torch and the dataset's modules
 STACK_S = 2.0  # maximum time until a worker that hangs begins to write its stack
-STACK_PAUSE_S = 0.2  # the stack is complete after so much silence
+STACK_PAUSE_S = 0.2  # the stack is complete if nothing arrives for this time
 STACK_BYTES = 65536
 
 

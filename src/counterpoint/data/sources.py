@@ -67,7 +67,7 @@ def select_split(sources: tuple[SourceFile, ...], split: DatasetSplit, one_in: i
     Args:
         sources: files of both splits.
         split: ``"train"`` or ``"held-out"``.
-        one_in: hold out one file in so many, on average.
+        one_in: hold out one of this number of files, on average.
 
     Raises:
         DataError: there is no such split, or it has no file.

@@ -213,7 +213,7 @@ MAX_NAMES_SHOWN: Final = 3
 
 
 def agree_on_keys(session: Session, keys: Sequence[ParameterKey], codec: str = "") -> list[ParameterKey]:
-    """Return the keys of a model as the job has them: the given ones, if this worker is the first.
+    """Return the job's keys for a model: the given ones, if this worker is the first.
 
     Args:
         session: of the worker.

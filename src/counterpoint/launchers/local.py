@@ -88,7 +88,7 @@ class OutputReader:
         return bool(ready)
 
     def finish(self, rank: int) -> None:
-        """Pass on what the ended rank has left in its pipes, and close them, even if another process holds them."""
+        """Forward the remaining output of an ended rank, and close its pipes, even if another process holds them."""
         for descriptor in [fd for fd, (owner, _, _) in self._parts.items() if owner == rank]:
             while descriptor in self._parts and self._read(descriptor):
                 pass

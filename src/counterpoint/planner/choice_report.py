@@ -155,7 +155,7 @@ def _describe_fastest(plan: Plan) -> str:
 
 
 def build_comparison(choice: PlanChoice, num_plans: int = 3) -> PlanComparison:
-    """Return the choice as a page shows it, with the timelines of so many of the best plans."""
+    """Return the choice for a page, with the timelines of a number of the best plans."""
     predictions, simulator = choice.ranking.predictions, simulator_for_problem(choice.problem)
     tried = {trial.plan: trial for trial in choice.trials}
     attributed = [

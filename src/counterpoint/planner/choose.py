@@ -23,18 +23,18 @@ from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.world.cluster import Cluster
 
 MEASURED_TOLERANCE = 1.02
-"""A simpler plan may have taken so many times the step of the plan that was measured to be fastest."""
+"""Maximum ratio of a simpler plan's measured step to the fastest measured step."""
 PREDICTED_TOLERANCE = 1.1
-"""A simpler plan may be predicted to take so many times the fastest step: the error of predictions."""
+"""Maximum ratio of a simpler plan's predicted step to the fastest one: the error of predictions."""
 NOISY_TOLERANCE = 1.05
-"""A plan that was as fast as the fastest in some rounds may have taken so many times its step: the error of trials."""
+"""The same ratio for a plan that was as fast as the fastest in some rounds: the error of trials."""
 MIN_WIN_FRACTION = 0.2
 """Fraction of rounds in which a plan must have been as fast as the fastest."""
 DATA_PARALLEL_TOLERANCE = 1.08
-"""Pure data parallelism may have taken so many times the fastest step: the difference between runs."""
+"""The same ratio for pure data parallelism: the difference between runs."""
 TRIAL_CUTOFF = 2.0
-"""The best plan of each kind is tried before a second one of another kind, unless it is predicted to take so many times
-the fastest step.
+"""The best plan of each kind is tried before a second one of another kind, unless its predicted step is at least this
+multiple of the fastest.
 """
 
 
@@ -88,7 +88,7 @@ class PlanChoice:
 
 
 def choose_plan(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) -> Plan:
-    """Return the best synchronous plan for so many ranks; the result does not depend on the machine.
+    """Return the best synchronous plan for a number of ranks; the result does not depend on the machine.
 
     Example:
         >>> from counterpoint.model.spec import linear_chain
@@ -133,7 +133,7 @@ def rank_and_choose(
     Args:
         plans: what to choose from, the simplest first.
         problem: what the plan is for.
-        tolerance: allows pruning of plans that take at least so many times the fastest step; None to predict all.
+        tolerance: allows pruning of plans whose step is at least this multiple of the fastest; None to predict all.
 
     Raises:
         PlanError: no plan is synchronous and fits; the message says what prevents it.

@@ -23,7 +23,7 @@ class Deadline:
 
     @staticmethod
     def after(seconds: float) -> Deadline:
-        """Return the deadline so many seconds from now."""
+        """Return the deadline that is ``seconds`` from now."""
         return Deadline(time.perf_counter() + seconds)
 
     @property

@@ -23,7 +23,7 @@ SIMPLEST_FIRST: tuple[type[Strategy], ...] = (Data, Zero, Pipeline, Tensor, Serv
 
 
 def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None = None) -> tuple[Plan, ...]:
-    """Return every composition of up to three strategies that needs exactly so many ranks, the simplest first.
+    """Return every composition of up to three strategies that needs exactly ``num_ranks`` ranks, the simplest first.
 
     From the inside out: tensor parallelism, pipeline stages, then replicas as data parallelism, ZeRO of each level,
     ZeRO shards inside replicas, or workers of a parameter server, which may be groups of replicas. A synchronous server

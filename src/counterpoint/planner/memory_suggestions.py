@@ -25,7 +25,7 @@ NUM_SMALLEST = 6
 STATE_COPIES = 3
 """Values per parameter that some rank keeps between steps: the weight, and the two states of Adam."""
 MAX_RANKS_FACTOR = 8
-"""Ranks are added up to so many times the number that the kept values need."""
+"""Ranks are added up to this multiple of the number that the kept values need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class MemorySuggestion:
 
 
 def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], problem: PlanningProblem) -> str:
-    """Return by how much nothing fits, and what would fit.
+    """Return how many bytes are missing for the smallest plan, and the changes that would fit.
 
     Args:
         predictions: of synchronous plans, at least one.

@@ -185,7 +185,7 @@ def rank_with_simulator(
         plans: what is compared.
         simulator: for one model, cluster and batch, from :func:`build_simulator`.
         deadline: when to end; the first plan that can be executed is evaluated in any case.
-        tolerance: allows pruning of plans that take at least so many times the step of the fastest eligible one; then
+        tolerance: allows pruning of plans whose step is at least this multiple of the fastest eligible one; then
             time is not attributed, and promising plans are simulated first. None to predict all plans in full.
     """
     predictions: dict[int, Prediction] = {}
@@ -362,7 +362,7 @@ def with_free_links(cluster: Cluster) -> Cluster:
 
 
 MAX_TRIED = 4
-"""The most promising schedules are tried, at most so many."""
+"""Maximum number of schedules that are tried, the most promising first."""
 
 
 def rank_with_schedules(

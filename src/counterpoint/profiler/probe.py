@@ -36,7 +36,7 @@ from counterpoint.world.cluster_file import format_cluster
 from counterpoint.world.topology import format_count
 
 BANDWIDTH_MIN_BYTES = 1 << 17
-"""Messages of at least so many bytes determine the bandwidth."""
+"""Messages of at least this size in bytes determine the bandwidth."""
 MIN_ROUND_TRIPS, MAX_ROUND_TRIPS = 3, 50
 """Round trips of each message size, within ``NUM_DURATIONS`` durations of the configuration if possible."""
 NUM_DURATIONS = 3
@@ -63,7 +63,7 @@ def time_messages_by_size(fabric: Fabric, peer: int, config: ProbeConfig) -> lis
 
 
 def time_stream(fabric: Fabric, peer: int, message: Tensor, num_messages: int) -> float:
-    """Return how long the lower rank of a pair takes to send so many messages to the other; both call it."""
+    """Return how long the lower rank of a pair takes to send messages to the other; both call it."""
     began = time.perf_counter()
     for _ in range(num_messages):
         if fabric.rank < peer:
@@ -120,18 +120,18 @@ NUM_SPEED_ROUNDS = 7
 SPEED_TOLERANCE = 0.15
 """A rank has a speed of its own if it deviates from the median by more than this fraction every time."""
 SHARED_LINK_SLOWDOWN = 1.5
-"""A link is shared if two pairs of ranks that use it at once are each so many times slower."""
+"""A link is shared if two pairs of ranks that use it at once are each slower by this factor."""
 STREAM_S, STREAM_MESSAGES = 0.1, 8
-"""To find that out, so many messages that take about so long each are sent."""
+"""Number and duration of the messages that are sent to find that out."""
 LARGE_MESSAGE_BYTES = 1 << 20
-"""The slowest of several links is the one on which so many bytes take longest."""
+"""The slowest of several links is the one on which a message of this size takes longest."""
 DEFAULT_PROBE = ProbeConfig()
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulRate:
-    """Rate of multiplying matrices of one size with so many threads."""
+    """Rate of multiplying matrices of one size with a number of threads."""
 
     threads: int
     size: int

@@ -116,7 +116,7 @@ def _matmul(rows: int) -> Callable[[], object]:
 
 
 def _timed_work(work: Callable[[], object], span_s: float) -> TimedWork:
-    """Return work that repeats a function for so long, after one call."""
+    """Return work that calls a function repeatedly for ``span_s``, after one call."""
     work()
 
     def timed() -> list[float]:
@@ -130,7 +130,7 @@ def _timed_work(work: Callable[[], object], span_s: float) -> TimedWork:
 
 
 def _median_s(work: Callable[[], object], span_s: float) -> float:
-    """Return the median seconds of calls for so long, after one call that does not count."""
+    """Return the median seconds of calls during ``span_s``, after one call that does not count."""
     work()
     seconds: list[float] = []
     while len(seconds) < MIN_REPEATS or sum(seconds) < span_s:
@@ -142,7 +142,7 @@ def _median_s(work: Callable[[], object], span_s: float) -> float:
 
 @contextmanager
 def _with_threads(count: int) -> Iterator[None]:
-    """Compute with so many threads inside the context."""
+    """Compute with ``count`` threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -56,7 +56,7 @@ class ProfileTarget:
     batch: tuple[Any, Any]
 
     def batches(self, samples: int, num_microbatches: int = NUM_MICROBATCHES) -> SlicedBatch:
-        """Return microbatches of so many samples, repeating the given samples if they are too few."""
+        """Return microbatches of the given size, repeating the given samples if they are too few."""
         count = num_samples(self.batch[0])
         sample_indices = torch.arange(samples * num_microbatches) % count
 

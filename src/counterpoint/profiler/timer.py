@@ -69,7 +69,7 @@ def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 @contextmanager
 def training_conditions(threads: int) -> Iterator[None]:
-    """Compute with so many threads and retain freed memory as training does; restore both afterwards."""
+    """Compute with a number of threads and retain freed memory as training does; restore both afterwards."""
     previous_threads, heap = torch.get_num_threads(), None if allocator_variables() else heap_of_process()
     torch.set_num_threads(threads)
     if heap is not None:

@@ -98,7 +98,7 @@ def parse_consistency(name: str, *, staleness: int, slices_per_step: int) -> Con
 
 
 def allows_lead(staleness: int | None, num_pushes: int) -> bool:
-    """Tell whether a worker may read that is so many pushes ahead of the slowest one.
+    """Tell whether a worker may read, given by how many pushes it is ahead of the slowest one.
 
     Args:
         staleness: the bound of ssp; None for asp, which has none.

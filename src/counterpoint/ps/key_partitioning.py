@@ -164,7 +164,7 @@ class TableKey:
         ]
 
     def split_pull(self, rows: Tensor | None, pooling: RowPooling | None = None) -> list[ShardRead]:
-        """Return what to request from each shard; a shard pools only its own rows."""
+        """Return the request to each shard; a shard pools only its own rows."""
         rows = self._validate_rows(rows)
         self._validate_pooling(pooling, rows)
         if self.num_shards == 1:

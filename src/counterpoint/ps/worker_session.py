@@ -176,7 +176,7 @@ class PendingRequest(Generic[Result]):
 CoordinatorResponse: TypeAlias = TaskReply | CheckpointReply | Ack | Rejected
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.005, 0.1
-"""After so long one asks again whether there is data by now: at first, and at most; twice as long each time."""
+"""Interval between requests for data: the first and the longest one; it doubles each time."""
 
 
 class CoordinatorClient:

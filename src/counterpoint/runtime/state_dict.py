@@ -334,7 +334,7 @@ def encode_scalar(key: str, value: object) -> Json:
 
 
 def decode_scalar(saved: Any) -> Any:  # noqa: ANN401 - JSON in, a number or a tensor of one out
-    """Return what :func:`encode_scalar` was given."""
+    """Decode the result of :func:`encode_scalar`."""
     return torch.tensor(saved[0], dtype=torch_dtype(saved[1])) if isinstance(saved, list) else saved
 
 

@@ -327,11 +327,11 @@ class SharedResources:
             yield replace(memory, count=memory_steps * memory.count)
 
     def _core_rate(self, steps: float) -> float:
-        """Return the speed of each rank while so many steps of processors are busy."""
+        """Return the speed of each rank for a number of busy ranks."""
         return self.cluster.contended_compute_fraction(steps / FRACTION_STEPS)
 
     def _memory_rate(self, own_steps: int, steps: float) -> float:
-        """Return the speed of a rank with some memory-bound steps, while all ranks have so many of them."""
+        """Return the speed of a rank with memory-bound steps, given how many all ranks have."""
         return 1 / (
             1
             - own_steps / FRACTION_STEPS

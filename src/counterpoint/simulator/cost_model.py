@@ -209,7 +209,7 @@ class AnalyticCosts:
 
 
 def update_s(weight_bytes: float, device: Device) -> float:
-    """Return how long a device takes to update parameters of so many bytes, at its memory bandwidth."""
+    """Return how long a device takes to update ``weight_bytes`` of parameters, at its memory bandwidth."""
     return ADAM_PASSES * weight_bytes / device.memory_bytes_per_s
 
 

@@ -132,7 +132,7 @@ class _InstructionTimer:
         return self.is_on_one_host[group]
 
     def time(self, instruction: Instruction, previous: Instruction | None, passes: float) -> _Duration:
-        """Return the duration of an instruction that makes so many passes over memory."""
+        """Return the duration of an instruction that makes ``passes`` passes over memory."""
         match instruction:
             case Forward() | Recompute() | Backward() | Update():
                 return self.compute(instruction, is_launch=previous is None or not fuses_with(previous, instruction))

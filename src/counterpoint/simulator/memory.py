@@ -73,7 +73,7 @@ class _RankMemory:
         self.totals[1] += sum(self.codec_buffers.values())
 
     def hold(self, fractions: dict[_Unit, Fraction], unit: _Unit, fraction: Fraction, times: int = 1) -> None:
-        """Hold a fraction of a unit, in so many copies, instead of what was held of it."""
+        """Hold ``times`` copies of a fraction of a unit, instead of what was held of it."""
         if fractions.get(unit) != fraction:
             self.free(fractions, unit, times)
             fractions[unit] = fraction

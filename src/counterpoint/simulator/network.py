@@ -230,7 +230,7 @@ class NetworkModel:
         return num_bytes / self.cluster.link_among(ranks).bytes_per_s
 
     def _transfer(self, ranks: Group, rounds: int, num_bytes: float) -> LinkLoad:
-        """Return the load of sending so many bytes in total between these ranks, in so many rounds."""
+        """Return the load of sending a total number of bytes between these ranks, in a number of rounds."""
         link, is_shared = _link_and_sharing(self.cluster, ranks)
         if is_shared:
             return LinkLoad(rounds * link.latency_s, num_bytes / link.bytes_per_s)

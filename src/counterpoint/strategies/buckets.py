@@ -20,7 +20,7 @@ class BucketConfig:
     Args:
         bucket_bytes: maximum size of a bucket; a larger parameter has its own. 0 gives each parameter its own.
         first_bytes: maximum size of the first bucket, if smaller; a larger parameter may complete it.
-        cycle_ms: a gradient that is ready more than so many milliseconds after the first one of its bucket starts a
+        cycle_ms: a gradient that is ready more than this many milliseconds after the first one of its bucket starts a
             new bucket; 0 for no limit.
         tune: whether other sizes are tried during training and the fastest one is kept.
 

@@ -49,7 +49,7 @@ class Data:
         compress: codec of the gradients: fp16, bf16, int8, twobit:0.5, sign, topk:0.01 or powersgd:1.
         reduce: ``sum``; or ``adasum``, which averages parallel components of the replicas' gradients and adds
             orthogonal ones.
-        sync_every: average weights once in so many steps instead of all-reducing gradients; 1 all-reduces gradients.
+        sync_every: average weights every this many steps instead of all-reducing gradients; 1 all-reduces gradients.
         sync_first: number of steps at the beginning that all-reduce gradients.
         staleness: 0 applies gradients in their own step, 1 in the next one.
         buckets: bucket sizes for all-reduces that overlap with the backward; without effect where nothing overlaps (a

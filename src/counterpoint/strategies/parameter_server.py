@@ -54,7 +54,7 @@ class Server:
         consistency: ``bsp``, ``ssp`` or ``asp``.
         staleness: with ssp, by how many pushes a worker may be ahead of the slowest; with 0 all wait for the slowest.
         compress: codec of the gradients that are pushed: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
-        pull_every: with asp, a worker pushes in every step and pulls weights once in so many steps.
+        pull_every: with asp, a worker pushes in every step and pulls weights every this many steps.
 
     Promise:
         bsp gives the same results as single-process training. asp and ssp apply the gradient of the mean loss over the

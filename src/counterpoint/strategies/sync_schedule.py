@@ -26,7 +26,7 @@ class SyncSchedule:
     """Which kind of step is taken when.
 
     Args:
-        sync_every: replicas average their weights, or exchange them with servers, once in so many steps; 1 if all
+        sync_every: replicas average their weights, or exchange them with servers, every this many steps; 1 if all
             steps are the same.
         sync_first: number of steps at the beginning that all-reduce gradients.
         staleness: number of steps by which gradients are applied late.

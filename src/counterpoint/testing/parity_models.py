@@ -146,7 +146,7 @@ def _in_float64(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def plan_for(strategy: str, num_microbatches: int) -> Plan:
-    """Return the plan of a row, cut into so many microbatches of the whole batch.
+    """Return the plan of a row, with a number of microbatches of the whole batch.
 
     Example:
         >>> plan = plan_for("data(2) + overlap", 4)

@@ -55,7 +55,7 @@ class ElasticTrainer:
         slices_per_task: data slices that a worker is assigned at once; without servers, that are recorded at once.
         sync_policy: how often workers push and pull.
         worker_config: how workers run.
-        evaluate_every: a worker also evaluates after so many data slices of its own; 0 for the end only.
+        evaluate_every: number of its own data slices after which a worker also evaluates; 0 for the end only.
         name: of the job.
         retry_policy: how often a task may fail before the job stops; no data slice is ever skipped.
         timeouts: of heartbeats and replies.
@@ -252,7 +252,7 @@ class WorkerReport:
 
     Attributes:
         events: data slices that it computed, tasks that ended, times without work, in order.
-        evaluations: its evaluations, after so many data slices of its own.
+        evaluations: its evaluations, each with the number of its own data slices before it.
         is_complete: whether all data of all epochs was processed when it ended.
     """
 

@@ -47,7 +47,7 @@ class ReportHeading:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPoint:
-    """Metrics on held-out data after so many steps: ``(name, value)`` per metric."""
+    """Metrics on held-out data after a number of steps: ``(name, value)`` per metric."""
 
     step: int
     metrics: tuple[tuple[str, float], ...]

@@ -158,7 +158,7 @@ class Cluster:
         return tuple(index for index in range(1, self.level_among(ranks) + 1) if self.levels[index].is_shared)
 
     def contended_compute_fraction(self, num_computing: float) -> float:
-        """Return the speed of each rank of a host while so many compute, as a fraction of the speed of one.
+        """Return the speed of each of ``num_computing`` ranks of a host, as a fraction of the speed of one.
 
         A rank that computes half of the time counts half; between two integers the fraction is interpolated.
         """
@@ -188,7 +188,7 @@ class Cluster:
 
 
 def _interpolate_fraction(fractions: tuple[float, ...], number: float) -> float:
-    """Return the fraction of its speed that each rank has among so many, interpolated between integers."""
+    """Return the fraction of its speed that each rank has among a number of ranks, interpolated between integers."""
     if not fractions or number <= 1:
         return fractions[0] if fractions and number == 1 else 1.0
     if number >= len(fractions):

@@ -225,7 +225,7 @@ def halving_doubling(num_ranks: int) -> AllReduceSchedule:
 
 
 def halving_chunks(rank: int, num_halvings: int, num_levels: int) -> range:
-    """Return the chunks that a rank still reduces after so many halvings; its lower bits say which half it kept.
+    """Return the chunks that a rank still reduces after a number of halvings; its lower bits tell which half it kept.
 
     Example:
         >>> [halving_chunks(1, halvings, 3) for halvings in range(4)]

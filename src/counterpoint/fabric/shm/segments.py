@@ -220,7 +220,7 @@ def memory_cgroups(root: Path) -> Iterator[MemoryCgroup]:
 
 
 def read_field(path: Path, name: str, default: str) -> str:
-    """Return what follows ``name`` at the start of a line of the file, or the default."""
+    """Return the text after ``name`` in the line of the file that begins with it, or the default."""
     values = [line.removeprefix(name).strip() for line in read_text(path).splitlines() if line.startswith(name)]
     return values[0] if values else default
 

@@ -200,7 +200,7 @@ def stage_model(query: PipelineQuery, layout: StageLayout) -> ModelSpec:
 
 
 def plan_for_layout(query: PipelineQuery, layout: StageLayout, balance: tuple[int, ...]) -> Plan:
-    """Return the plan of a layout for a model with so many blocks per stage; a single stage is data parallelism."""
+    """Return the plan of a layout, with the number of blocks of each stage; a single stage is data parallelism."""
     num_microbatches, num_replicas = query.step_microbatches(layout), layout.replicas[0]
     if layout.num_stages > 1:
         return Plan((query.pipeline(layout, balance),), num_microbatches)
@@ -215,7 +215,7 @@ MICROBATCHES_PER_RANK = 4
 MAX_MICROBATCH_COUNTS = 10
 """Numbers of microbatches that are tried."""
 MAX_PLANS_PER_SCHEDULE = 4
-"""The most promising plans of each schedule are worth simulating, at most so many."""
+"""Maximum number of plans of each schedule that are simulated, the most promising first."""
 
 
 def find_pipeline_plans(  # noqa: PLR0913 - what is planned for, and how long

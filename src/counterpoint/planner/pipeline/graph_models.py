@@ -18,7 +18,7 @@ from counterpoint.world.cluster import Cluster
 
 ITEM_BYTES = 4
 MIN_MICROBATCHES = 2
-"""A pipeline has at least so many microbatches, so that none is the only one of its step."""
+"""Minimum number of microbatches of a pipeline, so that none is the only one of its step."""
 
 
 def linearize(cuts: GraphCuts, stops: Sequence[int]) -> LayerGraph:
@@ -130,7 +130,7 @@ def _block_times(
 
 
 def merge_blocks(model: ModelSpec, counts: Sequence[int]) -> ModelSpec:
-    """Return a model in which runs of so many blocks each are one block.
+    """Return a model in which each run of the given numbers of blocks is one block.
 
     A stage runs its blocks one after the other, so that a program with one block per stage takes as long, and is
     shorter; only the latency of many small messages is counted once.

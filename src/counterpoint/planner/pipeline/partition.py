@@ -38,7 +38,7 @@ class StageObjective(Protocol):
     def stage_s(
         self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
     ) -> NDArray[np.float64]:
-        """Return the time of a minibatch and its all-reduce on so many replicas; infinity stays infinity."""
+        """Return the time of a minibatch and its all-reduce on ``replicas`` replicas; infinity stays infinity."""
         ...
 
     def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
@@ -156,7 +156,7 @@ CostTable = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PartitionLevel:
-    """One level of a network: so many parts of the level below, connected by links of one speed.
+    """One level of a network: several parts of the level below, connected by links of one speed.
 
     Args:
         count: parts; devices at the innermost level.
@@ -273,7 +273,7 @@ class _LevelSolution:
 
     Args:
         values: of the slowest stage, with one part, two, and so on.
-        single_stage: of one stage on so many parts, from the same cuts.
+        single_stage: of one stage on a number of parts, from the same cuts.
         later_stage: of one stage that follows others, likewise; these leave at least one part.
     """
 
@@ -283,7 +283,7 @@ class _LevelSolution:
 
     @classmethod
     def solve(cls, costs: _LevelCosts, rows: int) -> _LevelSolution:
-        """Return the optimum for the first so many cuts as starts."""
+        """Return the optimum for the first cuts as starts."""
         counts = range(1, costs.level.count + 1)
         alone = tuple(costs.single_stage(replicas, rows) for replicas in counts)
         behind = tuple(costs.later_stage(replicas) for replicas in counts[:-1])

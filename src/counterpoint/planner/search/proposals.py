@@ -238,7 +238,7 @@ def _choose_other(choices: Sequence[_Any], now: _Any, rng: Random) -> _Any:
 
 
 def _resize_pipeline(pipeline: Pipeline, degree: int) -> Pipeline:
-    """Return the pipeline with so many stages, with default partition and replicas."""
+    """Return the pipeline with another number of stages, with default partition and replicas."""
     if degree == 1:
         return Pipeline(1)
     return Pipeline(degree, pipeline.schedule, chunks_per_stage=pipeline.chunks_per_stage, recompute=pipeline.recompute)

@@ -250,7 +250,7 @@ class _Dataflow:
         return [("d", blocks, micro, consumer) for blocks in answered for consumer in blocks[1:]]
 
     def partial_sum(self, tensor: TensorRef) -> Collection[_LiveValue]:
-        """Return what the sum of a partial result is."""
+        """Return the value that the sum of a partial result becomes."""
         make = self.forward_results if tensor.name == "y" else self.input_grads
         return make(tensor.blocks[0], tensor.micro, is_summed=True)
 

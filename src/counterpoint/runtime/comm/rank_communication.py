@@ -1,4 +1,4 @@
-"""Communication of one rank: what each send, receive and collective instruction transfers, and how it is labelled.
+"""Communication of one rank: what each send, receive and collective instruction transfers, and its label.
 
 A message of an edge is a mask followed by tensors. The mask of activations says for each value whether it needs a
 gradient (``NEEDS_GRAD``), or is not sent (``MISSING``) because no other rank reads it in evaluation; the mask of

@@ -18,10 +18,10 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
 
 IMBALANCE_TOLERANCE = 1.05
-"""The slowest stage may have so many times the least possible work: counted FLOPs predict seconds no better."""
+"""Maximum ratio of the slowest stage's work to the least possible: counted FLOPs predict seconds no better."""
 
 MIN_SPLIT_GAIN = 1.01
-"""Blocks are not split unless the busiest stage has at least so many times more work without it."""
+"""Blocks are split only if the busiest stage has more work without it by at least this factor."""
 
 
 def balance_stages(

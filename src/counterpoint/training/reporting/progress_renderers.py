@@ -228,7 +228,7 @@ def format_metrics(record: ProgressRecord) -> str:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many significant digits, or all integer digits if they are more.
+    """Return a number with ``digits`` significant digits, or all integer digits if they are more.
 
     Example:
         >>> format_number(0.0123456), format_number(12345.6), format_number(None)
