@@ -14,7 +14,7 @@ A rank updates only after its commit (4), so a step that fails before it changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Literal
 
@@ -271,45 +271,40 @@ class Interpreter:
 
     def commit(self, group: tuple[int, ...], loss_group: tuple[int, ...]) -> None:
         """Agree with the group on whether and how the step is applied."""
-        own_squared_norm, batch_norm = 0.0, self.batch_norm
-        if self.guard.needs_norm:
-            own_squared_norm = squared_norm(
-                grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()
-            )
-        batch, scope = self.executor.batch, commit_scope(self.program, self.step_number, self.state.num_commits)
-        missing_grads = [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()]
-        sizes = batch.sizes if batch is not None else {}
-        losses = {micro: loss for micro, loss in self.executor.read_losses().items() if micro in scope}
-        first = self.step_number * self.program.microbatches_per_batch
-        is_idle = not any(sizes[micro] for micro in scope if micro - first in self.backward_micros)
-        report = make_step_report(
-            losses, sizes, own_squared_norm, missing_grads, checksum=self.replica_checksum.checksum(), is_idle=is_idle
-        )
+        scope = commit_scope(self.program, self.step_number, self.state.num_commits)
+        batch, batch_norm = self.executor.batch, self.batch_norm
+
+        # 1. Report this rank's losses and gradients; gather the reports and the statistics of batch norm together.
+        report = self.make_report(scope)
         if batch_norm is not None:
-            batch_norm.start_gather(scope)  # overlaps with the gather of step reports
+            batch_norm.start_gather(scope)
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
         if batch_norm is not None:
             batch_norm.finish_gather()  # here, so that nothing is in flight if the step raises
+
+        # 2. Check that replicas hold the same weights.
         checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
         self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
+
+        # 3. Decide. All members have the same reports, so that they reach the same result.
         result = decide_step(reports, group, self.guard, loss_group, self.program.microbatches_per_batch)
-        has_samples = batch is not None and any(batch.sizes[micro] for micro in scope)
         skip_update, skip_delayed_update = decide_skips(
             reports,
             result,
-            has_samples=has_samples,
+            has_samples=batch is not None and any(batch.sizes[micro] for micro in scope),
             delays_grads=self.delays_grads,
             skip_delayed=self.state.skip_delayed_update,
         )
         self.state.record_commit(result, skip_update=skip_update, skip_delayed_update=skip_delayed_update)
-        is_async_pipeline = bool(self.program.microbatches_per_batch)
         require_finite(
             result.skip_reason,
             self.step_number,
             self.state.num_skipped,
             self.guard,
-            is_async_pipeline=is_async_pipeline,
+            is_async_pipeline=bool(self.program.microbatches_per_batch),
         )
+
+        # 4. Apply the decision to everything that changes with a step; weights follow in `update`.
         if batch_norm is not None:
             is_bad = has_nonfinite_loss(reports) if self.delays_grads else bool(result.skip_reason)
             batch_norm.commit(is_applied=not is_bad)
@@ -317,6 +312,24 @@ class Interpreter:
             self.fill_unused_grads(reports, group)
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
+
+    def make_report(self, scope: Collection[int]) -> StepReport:
+        """Return this rank's report on the microbatches of a commit."""
+        own_squared_norm = 0.0
+        if self.guard.needs_norm:
+            own_squared_norm = squared_norm(
+                grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()
+            )
+        sizes = self.executor.batch.sizes if self.executor.batch is not None else {}
+        first = self.step_number * self.program.microbatches_per_batch
+        return make_step_report(
+            {micro: loss for micro, loss in self.executor.read_losses().items() if micro in scope},
+            sizes,
+            own_squared_norm,
+            [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()],
+            checksum=self.replica_checksum.checksum(),
+            is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
+        )
 
     def clip_grads(self, scale: float) -> None:
         """Scale all gradients that updates will use, then clip each element to the guard's value."""
