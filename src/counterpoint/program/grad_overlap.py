@@ -15,10 +15,9 @@ OverlapMap: TypeAlias = Mapping[int, tuple[Collective, ...]]
 def overlappable_reductions(program: Program, rank: int) -> OverlapMap:
     """Return which reductions a rank may start bucket by bucket while it computes the last of their gradients.
 
-    These reductions are started right after a backward; in between the rank only sends and receives activations and
-    starts other reductions of this kind. No other collective of the group can come between them, so that starting parts
-    of them earlier, in the same order on all members, keeps the order of the group's collectives. If the instructions
-    of the members differ in this, none of them starts early.
+    In the program a reduction starts right after a backward. The runtime may start parts of it earlier, during that
+    backward. All members of a group must start their collectives in the same order; this holds if only sends, receives
+    and other such reductions lie between the backward and the start, and if all members have the same ones.
 
     Args:
         program: the program.

@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias, assert_never, get_args
 from counterpoint.errors import PlanError, ProtocolError
 
 NO_SLICE = -1
-"""In place of the index of a data slice, for a push whose data is not counted."""
+"""In place of the index of a data slice: the push is applied, but a second push of its data would not be noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class ConsistencyTracker:
         Args:
             worker: sender of the push.
             slice_index: data slice of the push.
-            is_counted: whether its data counts: False for a duplicate, or if there is none.
+            is_counted: whether it contributes to an update: False for a duplicate, and for a push without data.
         """
         if is_counted and slice_index != NO_SLICE:
             self.applied_slices.add(slice_index)

@@ -116,7 +116,7 @@ class PrimaryReplica:
                 yield from self.append(header, change, now)
         else:
             reply = self.shard.clients[change.header.member].replies.get(change.header.sequence)
-            if reply is not None:
+            if reply is not None:  # otherwise the request waits for the backup, and its reply follows
                 yield reply_to(change.header, reply)
 
     def reject(self, request: WriteRequest | PullRequest, reason: RejectReason, text: str) -> SendMessage:

@@ -1,7 +1,7 @@
 """A shard: the state after a journal of entries, identical on primary, backup and in a replay.
 
-This is where a worker's push is counted once, by two mechanisms, in this order: a repeated *message* (retransmission)
-has an old sequence number and gets the recorded reply (``replication.py``, and ``ClientState`` here); repeated *data*
+This is where a worker's push is counted once, by two mechanisms. A repeated *message* (retransmission) has an old
+sequence number and gets the recorded reply (``replication.py``, and :class:`ClientRecord` here). Repeated *data*
 (a slice that another worker has already pushed) is found by :class:`ConsistencyTracker
 <counterpoint.ps.consistency.ConsistencyTracker>` and answered without being applied (:meth:`PsShard._apply_push`). The
 server of the strategy ``server(n)`` uses the same tracker: see :mod:`counterpoint.runtime.comm.server_loop`.

@@ -38,7 +38,7 @@ class RankState:
     Args:
         result: of the last commit; None for a rank without commits.
         num_commits: commits of this step that are done.
-        num_skipped: steps skipped in a row.
+        num_skipped: commits in a row in which something was not finite.
         skip_update: whether the updates after the last commit are skipped.
         skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
         push_log: the pushes that a server has applied, in order.

@@ -1,8 +1,9 @@
 """Step commit: every rank of a group decides from the same step reports whether the step is applied.
 
 A rank reports its loss, gradient norm, missing gradients and weight checksum as a few 64-bit numbers, which are
-all-gathered; names of parameters follow only where a gradient is missing. :func:`decide_step` is a pure function of the
-reports, so all members reach the same result without another message.
+all-gathered; names of parameters follow only where a gradient is missing. :func:`decide_step` finds the loss, the norm
+and what is not finite; :func:`decide_skips` decides which updates are skipped. Both are pure functions of the reports,
+so all members reach the same result without another message.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def decide_skips(
     delays_grads: bool = False,
     skip_delayed: bool = False,
 ) -> tuple[bool, bool]:
-    """Return whether this step's update is skipped, and whether that of this step's gradients is, once delayed.
+    """Return whether this step's update is skipped, and whether the one that applies this step's gradients late is.
 
     All members of a commit group call this with the same arguments, so all of them skip the same updates. A skipped
     update changes neither weights nor optimizer state.
@@ -199,7 +200,7 @@ def decide_skips(
     Args:
         reports: of all members.
         result: what :func:`decide_step` returned for them.
-        has_samples: whether any microbatch of the commit has samples.
+        has_samples: whether any microbatch of the commit has samples, on whichever rank.
         delays_grads: whether a step applies the gradients of the step before (``staleness=1``).
         skip_delayed: the second value of the step before, whose gradients this step applies.
 

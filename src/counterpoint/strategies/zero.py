@@ -144,7 +144,7 @@ class Zero:
         if self.level == 2:
             rank_program = map_parts(
                 rank_program,
-                lambda body: [new for one in body for new in _reduce_scatter_after_backward(one, group, use)],
+                lambda body: [new for one in body for new in _with_reduce_scatter(one, group, use)],
             )
         return map_parts(rank_program, lambda body: add_after_updates(body, "all_gather", group))
 
@@ -205,7 +205,8 @@ def _reduce_scatter_before_update(rank_program: RankProgram, group: Group) -> li
     return [Collective("reduce_scatter", grad(unit), group) for unit in units]
 
 
-def _reduce_scatter_after_backward(instruction: Instruction, group: Group, use: _UnitUse) -> Iterator[Instruction]:
+def _with_reduce_scatter(instruction: Instruction, group: Group, use: _UnitUse) -> Iterator[Instruction]:
+    """Yield an instruction, followed by the reductions of the gradients that it completes if it is a backward."""
     yield instruction
     if isinstance(instruction, Backward) and instruction.computes_weight_grad:
         for unit in use.completed_by[instruction.block]:
@@ -218,10 +219,10 @@ def _all_gather_around(instruction: Instruction, group: Group, use: _UnitUse) ->
         yield instruction
         return
     if isinstance(instruction, Backward) and not instruction.computes_input_grad:  # it reads no weights
-        yield from _reduce_scatter_after_backward(instruction, group, use)
+        yield from _with_reduce_scatter(instruction, group, use)
         return
     for unit in use.by_block[instruction.block]:
         yield Collective("all_gather", weight(unit), group)
-    yield from _reduce_scatter_after_backward(instruction, group, use)
+    yield from _with_reduce_scatter(instruction, group, use)
     for unit in use.by_block[instruction.block]:
         yield Free(weight(unit))

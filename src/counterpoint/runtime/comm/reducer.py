@@ -226,7 +226,7 @@ class Reducer:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether gradients are reduced at all; those in shared memory are not."""
+        """Whether this reducer sums gradients; those in shared memory are summed where they are needed."""
         return not any(flat_grad.flat_params.grads.is_shared for flat_grad in self.flat_grads)
 
     def new_progress(self) -> BackwardProgress:
@@ -263,7 +263,7 @@ class Reducer:
             for reduce in self.reduces:
                 reduce.poll(self.clock)
         expected, bucket = self.expected_hits[index], self.bucket_of[index]
-        if bucket == NO_BUCKET or not 0 < expected <= hits:
+        if bucket == NO_BUCKET or not 0 < expected <= hits:  # the number is not known yet, or more gradients follow
             return
         if bucket < progress.num_started:
             raise DataError(

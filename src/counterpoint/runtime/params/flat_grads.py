@@ -253,12 +253,12 @@ class FlatGrads:
         return fabric.reduce_scatter(label, part, local_bounds, group)
 
     def finish_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> None:
-        """Add this rank's part of the sum to its shard and drop the flat gradient."""
+        """Add this rank's part of the sum to its shard."""
         bounds, position = self.layout.shard_bounds(len(instruction.group)), instruction.group.index(fabric.rank)
         self.accumulate_shard(bounds[position], bounds[position + 1])
 
     def accumulate_shard(self, start: int, stop: int) -> None:
-        """Add a range of the reduced gradient to this rank's shard and drop the flat gradient."""
+        """Add a range of the reduced gradient to this rank's shard; the first one becomes the shard, as a view."""
         assert self.flat is not None, "a reduce-scatter needs a gradient"
         reduced = self.flat[start:stop]
         if self.shard is None:

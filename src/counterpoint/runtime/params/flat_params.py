@@ -162,7 +162,7 @@ class FlatParams:
             self.weights.untyped_storage().resize_(0)
 
     def start_all_gather(self, fabric: Fabric, group: Group, label: str) -> Work:
-        """Start to gather the shards of the weights that the members of a group have updated."""
+        """Start to gather the shards of the weights, each from the member of the group that keeps it."""
         if self.grads.is_shared:
             return fabric.barrier_async(label, group)
         self.unshard_weights()
