@@ -133,7 +133,7 @@ def test_a_value_that_was_cut_or_lengthened_is_rejected(data):
         (message('["tensor", "float32", [1.0]]'), r"a buffer has the shape \[1.0\]"),
         (message(f'["tensor", "float32", {[1] * 33}]', bytes(64)), "a buffer has the shape"),
         (message('["tensor", "float32", [0, 4611686018427387904, 4]]'), "a buffer has the shape"),
-        (message('["tensor", "float32", [17]]', bytes(64)), "a buffer of 68 bytes at 0 ends behind the 64"),
+        (message('["tensor", "float32", [17]]', bytes(64)), "a buffer of 68 bytes at 0 extends beyond the 64"),
         (message("null", bytes(64)), "its buffers take 0 of 64 bytes"),
         (message('["tensor", "bool", [2]]', b"\1\2" + bytes(62)), "a boolean is neither true nor false"),
         (message('["array", "|b1", [2]]', b"\1\2" + bytes(62)), "a boolean is neither true nor false"),

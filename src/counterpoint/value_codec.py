@@ -282,7 +282,7 @@ class ValueDecoder:
         self._offset += size + -size % ALIGNMENT
         if self._offset > len(self._payload):
             raise malformed_value(
-                f"a buffer of {size} bytes at {start} ends behind the {len(self._payload)} that there are"
+                f"a buffer of {size} bytes at {start} extends beyond the {len(self._payload)} bytes of the payload"
             )
         return start
 

@@ -26,7 +26,7 @@ def serve(tmp_path):
 
 REFUSED = [
     (("coordinator",), "tcp:0.0.0.0:0 is a wildcard address, to which others cannot connect"),
-    (("coordinator", "--name", "first"), "a coordinator has no --name, and listens at tcp:0.0.0.0:0"),
+    (("coordinator", "--name", "first"), "a coordinator has no --name, and listens at the address in "),
     (("server", "--name", "server-0"), "a server needs --name and --listen, as --name server-0 --listen"),
     (
         ("server", "--name", "server-0", "--listen", "tcp:0.0.0.0:0"),

@@ -266,7 +266,7 @@ def decode_tensor_meta(
         tensors.append((dtype, shape, start))
         offset, start = offset + 8 * num_dims, start + padded_size(prod(shape) * dtype.itemsize)
         if start > payload_bytes:
-            raise damaged_frame_error(f"tensor {index}, {dtype} {shape}, ends behind its payload")
+            raise damaged_frame_error(f"tensor {index}, {dtype} {shape}, extends beyond the payload")
     if len(head) - offset >= ALIGNMENT or any(head[offset:]):
         raise damaged_frame_error(f"its head has {len(head) - offset} bytes too many")
     if start != payload_bytes:

@@ -65,6 +65,8 @@ MAX_INITIAL = 8
 """Improved starting points that are simulated."""
 MAX_NEIGHBOURS = 6
 """Neighbours of the best layout that are simulated in each iteration."""
+MIN_SIMULATED = 12
+"""Simulated layouts below which the search leaves a local optimum, so that it is exhaustive for small models."""
 MAX_SIMULATED = 60
 """Simulated layouts in total."""
 MAX_CHANGES = 100
@@ -115,18 +117,23 @@ def find_pipeline(query: PipelineQuery, starts: Iterable[StageLayout] = ()) -> S
             f"no numbers of replicas on {query.num_ranks} ranks can share {query.num_microbatches} "
             f"microbatches; give a multiple of {query.num_ranks}"
         )
-    best = min(simulated.values(), key=lambda layout: layout.sort_key)
+    best = current = min(simulated.values(), key=lambda layout: layout.sort_key)
+    visited = set[StageLayout]()
     while len(simulated) < MAX_SIMULATED:
-        neighbours = (layout for layout in query.neighbours(best.layout) if layout not in simulated)
+        visited.add(current.layout)
+        neighbours = (layout for layout in query.neighbours(current.layout) if layout not in simulated)
         promising = [
             layout for layout in neighbours if best.missing_bytes or estimator.lower_bound_s(layout) < best.step_s
         ]
         candidates = sorted(promising, key=lambda layout: (estimator.estimate(layout), layout))[:MAX_NEIGHBOURS]
         simulated |= {layout: simulate_layout(query, layout) for layout in candidates}
-        better = min((simulated[layout] for layout in candidates), key=lambda layout: layout.sort_key, default=best)
-        if better.sort_key >= best.sort_key:
-            break
-        best = better
+        current = min((simulated[layout] for layout in candidates), key=lambda layout: layout.sort_key, default=best)
+        if current.sort_key >= best.sort_key:  # a local optimum
+            others = [result for layout, result in simulated.items() if layout not in visited]
+            if len(simulated) >= MIN_SIMULATED or not others:
+                break
+            current = min(others, key=lambda layout: layout.sort_key)
+        best = min(best, current, key=lambda layout: layout.sort_key)
     return best
 
 
