@@ -45,7 +45,7 @@ from counterpoint.program.step_variants import StepVariant
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
-from counterpoint.runtime.devices import model_device, require_single_process, to_device
+from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -166,8 +166,7 @@ class LocalRanks:
         self.buckets = plan.buckets
         self.model = model
         self.loss = loss
-        self.device = model_device(model)
-        require_single_process(self.device, len(world.fabrics), world.fabrics[0].num_ranks)
+        self.device = next((param.device for param in model.parameters()), CPU)  # checked by build()
         self.can_share_params = options.share_params_on_host and not has_max_norm(model) and self.device.type == "cpu"
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
@@ -205,10 +204,10 @@ class LocalRanks:
         """
         if self.compiled is not None and self.mutation_check is not None:
             return self.compiled
-        inputs = to_device(inputs, self.device)
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
         self.check_model_consistency()
+        inputs = to_device(inputs, self.device)
         partition = partition_for_plan(self.plan, self.model, inputs, self.options)
         require_no_grad_hooks(self.model, partition, self.plan)
         require_no_shared_memory(self.model, self.plan)
@@ -302,7 +301,9 @@ class LocalRanks:
         if len(self.world.fabrics) < fabric.num_ranks:
             plan = plan_fingerprint(self.plan, self.options.profile)
             require_same_model(fabric, self.model, plan, self.optimizer_spec.optimizer)
+            require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.model, self.options.init_sync)
+        model_device(self.model)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
         """Run one training step on all ranks and return the result of this process's first rank."""
