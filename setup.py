@@ -43,12 +43,14 @@ setup(
             extra_compile_args=[
                 "-O3",
                 "-fno-math-errno",
+                "-pthread",
                 "-std=c++17",
                 "-fvisibility=hidden",
                 "-g0",
                 "-Wall",
                 "-Wextra",
             ],
+            extra_link_args=["-pthread"],
             language="c++",
             optional=True,
         )

@@ -12,9 +12,7 @@ from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.fused_optimizer import (
     fused_update,
     is_param_contiguous,
-    own_grad,
     supports_fused_update,
-    update_tensor,
 )
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
@@ -42,7 +40,7 @@ def run_both(rule, dtype, num_parts, num_steps=4):
         reference.grad = sum(parts[1:], parts[0])
         one.step()
         with torch.no_grad():
-            update_tensor(other, other.param_groups[0], fused, [GradRange(0, fused.numel(), parts)])
+            fused_update(other, {id(fused): lambda *, as_rows, parts=parts: [GradRange(0, fused.numel(), parts)]})
     return reference, fused, one, other
 
 
@@ -91,14 +89,14 @@ def test_gradients_that_stay_on_their_rank_are_applied_as_torch_applies_them():
     one, other = RULES["adamw"]([reference]), RULES["adamw"]([fused])
     reference.grad, fused.grad = torch.arange(3.0).double(), torch.arange(3.0).double()
     one.step()
-    fused_update(other, {id(fused): partial(own_grad, fused)})
+    fused_update(other, {})
     assert torch.allclose(fused, reference, rtol=1e-13)
 
 
 def test_a_weight_without_a_gradient_stays_and_has_no_state():
     weights, rule = weights_and_rule()
     weights[0].grad = torch.ones_like(weights[0])
-    fused_update(rule, {id(weight): partial(own_grad, weight) for weight in weights})
+    fused_update(rule, {})
     assert weights[1].equal(torch.ones_like(weights[1]))
     assert weights[1] not in rule.state
 
@@ -108,9 +106,47 @@ def test_autograd_notices_an_update_of_a_saved_weight():
     x = torch.ones_like(weight).requires_grad_()
     output = (x * weight).sum()
     weight.grad = torch.ones_like(weight)
-    fused_update(RULES["sgd"]([weight]), {id(weight): partial(own_grad, weight)})
+    fused_update(RULES["sgd"]([weight]), {})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
+
+
+@pytest.mark.parametrize("rule", ["momentum", "amsgrad", "adagrad"])
+def test_the_number_of_threads_changes_no_bit(rule):
+    def train(num_threads):
+        draw = torch.Generator().manual_seed(0)
+        weights = [nn.Parameter(torch.randn(size, generator=draw)) for size in (300_001, 7, 0, 700_000, 2048)]
+        optimizer = RULES[rule](weights)
+        torch.set_num_threads(num_threads)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=draw)
+            fused_update(optimizer, {})
+        return weights
+
+    num_threads = torch.get_num_threads()
+    try:
+        assert all(one.equal(other) for one, other in zip(train(1), train(3), strict=True))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_tensors_with_different_histories_are_stepped_as_torch_steps_them():
+    """One tensor gets its first gradient later, and the group holds two dtypes."""
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(5, generator=draw, dtype=dtype) for dtype in (torch.float64, torch.float64, torch.float32)]
+    for rule in ("momentum", "adamw"):
+        references, weights = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+        one, other = RULES[rule](references), RULES[rule](weights)
+        for step in range(3):
+            for index, (reference, weight) in enumerate(zip(references, weights, strict=True)):
+                if step or index != 1:
+                    reference.grad = torch.randn(5, generator=draw, dtype=weight.dtype)
+                    weight.grad = reference.grad.clone()
+            one.step()
+            fused_update(other, {})
+        for reference, weight in zip(references, weights, strict=True):
+            assert torch.allclose(weight, reference, rtol=1e-13 if weight.dtype == torch.float64 else 2e-6)
 
 
 def test_a_weight_that_is_not_contiguous_is_left_to_torch():

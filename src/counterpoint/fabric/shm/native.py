@@ -76,23 +76,25 @@ class CollectiveRequest(Structure):
 
 
 class OptimizerStep(Structure):
-    """One optimizer step on one tensor; the fields are documented in ``native/optimizers.h``."""
+    """One optimizer step on many tensors; the fields are documented in ``native/optimizers.h``."""
 
     _fields_ = (
         ("kind", c_int32),
         ("dtype", c_uint32),
-        ("num_parts", c_int32),
         ("is_first", c_int32),
         ("nesterov", c_int32),
         ("decoupled", c_int32),
         ("maximize", c_int32),
+        ("max_threads", c_int32),
         ("unused", c_int32),
+        ("num_tensors", c_uint64),
+        ("counts", POINTER(c_uint64)),
+        ("num_parts", POINTER(c_uint64)),
         ("parts", POINTER(c_void_p)),
-        ("weights", c_void_p),
-        ("state0", c_void_p),
-        ("state1", c_void_p),
-        ("state2", c_void_p),
-        ("count", c_uint64),
+        ("weights", POINTER(c_void_p)),
+        ("state0", POINTER(c_void_p)),
+        ("state1", POINTER(c_void_p)),
+        ("state2", POINTER(c_void_p)),
         ("lr", c_double),
         ("weight_decay", c_double),
         ("beta1", c_double),

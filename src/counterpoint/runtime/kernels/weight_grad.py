@@ -206,12 +206,10 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -
 
 def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
     target, has_some = sink.target()
-    if not has_some and not target.is_cpu:
+    if has_some:
+        target.addmm_(rows.t(), inputs)
+    else:
         torch.mm(rows.t(), inputs, out=target)
-        return
-    if not has_some:
-        target.zero_()  # on CPUs, zeroing and adding is faster than overwriting for few samples
-    target.addmm_(rows.t(), inputs)
 
 
 class InPlaceGradMode(InterceptFunctions):

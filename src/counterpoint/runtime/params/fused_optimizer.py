@@ -1,12 +1,15 @@
 """Fused optimizer step: sum the replicas' gradients and update weights in one pass over memory.
 
-State and options stay in torch's optimizer; only the arithmetic of a step runs in the native library.
+State and options stay in torch's optimizer; only the arithmetic of a step runs in the native library, in one call for
+all tensors of an option group and with as many threads as torch uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +21,7 @@ from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.sparse_grads import add_rows
 
 OptimizerOptions = Mapping[str, Any]
+OptimizerStates = Mapping[Tensor, dict[str, Any]]
 
 
 class GradSource(Protocol):
@@ -27,15 +31,11 @@ class GradSource(Protocol):
         """Return the ranges; rows of tables may stay rows if ``as_rows``, else they are added up."""
 
 
-def own_grad(param: Tensor, *, as_rows: bool) -> list[GradRange]:
-    """Return a parameter's own gradient as a :class:`GradSource` does, if it has one."""
-    return [] if param.grad is None else [GradRange(0, param.numel(), [param.grad])]
-
-
 def is_param_contiguous(param: Tensor) -> bool:
     """Return whether a parameter and its gradient, if any, are contiguous."""
-    tensors = [param] if param.grad is None else [param, param.grad]
-    return all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors)
+    grad = param.grad
+    is_grad_contiguous = grad is None or (grad.layout is torch.strided and grad.is_contiguous())
+    return is_grad_contiguous and param.layout is torch.strided and param.is_contiguous()
 
 
 def supports_fused_update(optimizer: optim.Optimizer) -> bool:
@@ -60,113 +60,197 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
 
     Args:
         optimizer: has the state, as after its own step.
-        sources: the gradient of each tensor, by ``id``.
+        sources: the gradient of each tensor, by ``id``; that of other tensors is their own, ``tensor.grad``.
     """
-    for group in optimizer.param_groups:
-        as_rows = supports_row_updates(optimizer, group)
-        for tensor in group["params"]:
-            grad_ranges = sources[id(tensor)](as_rows=as_rows)
-            if grad_ranges:
-                update_tensor(optimizer, group, tensor, grad_ranges)
-                increment_version(tensor)
+    fused = FUSED_OPTIMIZERS[type(optimizer)]
+    for options in optimizer.param_groups:
+        as_rows = supports_row_updates(optimizer, options)
+        grads: dict[int, Sequence[GradRange]] = {}
+        for tensor in options["params"] if sources else ():
+            if id(tensor) in sources and (ranges := sources[id(tensor)](as_rows=as_rows)):
+                grads[id(tensor)] = ranges
+        tensors = [tensor for tensor in options["params"] if tensor.grad is not None or id(tensor) in grads]
+        if not tensors:
+            continue
+        batches: dict[tuple[torch.dtype, bool, float], list[Tensor]] = {}  # tensors for which the options are equal
+        for tensor, history in zip(tensors, fused.prepare_states(optimizer.state, options, tensors), strict=True):
+            batches.setdefault((tensor.dtype, *history), []).append(tensor)
+        for (dtype, is_first, step_number), batch in batches.items():
+            step = OptimizerStep(
+                kind=fused.kind,
+                dtype=DTYPES[dtype],
+                is_first=is_first,
+                step_number=step_number,
+                maximize=bool(options.get("maximize")),
+                weight_decay=float(options["weight_decay"]),
+                **{"lr": float(options["lr"])} | fused.native_options(options, step_number),
+            )
+            states = [[optimizer.state[tensor][name] for tensor in batch] for name in fused.state_names(options)]
+            if grads:
+                update_ranges(step, batch, states, grads)
+            else:
+                update_tensors(step, batch, states, [own_grad(tensor) for tensor in batch])
+        increment_version(tensors)
 
 
-def update_tensor(
-    optimizer: optim.Optimizer, options: OptimizerOptions, weights: Tensor, grad_ranges: Sequence[GradRange]
+def update_ranges(
+    step: OptimizerStep,
+    tensors: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    grads: Mapping[int, Sequence[GradRange]],
 ) -> None:
-    """Step one tensor; :func:`supports_fused_update` must be true.
+    """Step tensors whose gradients consist of ranges, each range as a tensor of its own; add rows of tables.
 
     Args:
-        optimizer: has the state, as after its own step.
-        options: of the tensor's group.
-        weights: the tensor.
-        grad_ranges: what its gradient consists of; rows only if :func:`supports_row_updates`.
+        step: the options.
+        tensors: all of one dtype.
+        states: for each kind of state, that of each tensor.
+        grads: the ranges of each tensor's gradient, by ``id``; none of a tensor that has its own.
+    """
+    weights: list[Tensor] = []
+    parts: list[Sequence[Tensor]] = []
+    range_states: list[list[Tensor]] = [[] for _ in states]
+    factor = step.lr if step.maximize else -step.lr
+    for index, tensor in enumerate(tensors):
+        ranges = grads.get(id(tensor)) or [GradRange(0, tensor.numel(), own_grad(tensor))]
+        flat, begin = tensor.detach().view(-1), ranges[0].start
+        for start, stop, range_parts, row_grads, table_offset in ranges:
+            low, high = start - begin, stop - begin
+            if not range_parts:
+                add_rows(flat[low:high], table_offset, row_grads, factor)
+                continue
+            weights.append(flat[low:high])
+            parts.append(range_parts)
+            for column, state in zip(range_states, states, strict=True):
+                column.append(state[index].view(-1)[low:high])
+    update_tensors(step, weights, range_states, parts)
+
+
+def update_tensors(
+    step: OptimizerStep,
+    weights: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    parts: Sequence[Sequence[Tensor]],
+) -> None:
+    """Step contiguous tensors in one call of the native library.
+
+    Args:
+        step: the options.
+        weights: the tensors, all of one dtype.
+        states: for each kind of state, that of each tensor.
+        parts: the tensors whose sum is the gradient, for each tensor.
     """
     library = native().library
     assert library is not None, "supports_fused_update has checked it"
-    kind, make_args = FUSED_OPTIMIZERS[type(optimizer)]
-    step = make_args(optimizer.state[weights], options, weights)
-    step.kind, step.dtype = kind, DTYPES[weights.dtype]
-    step.maximize = int(bool(options.get("maximize")))
-    state_pointers, begin = [step.state0, step.state1, step.state2], grad_ranges[0].start if grad_ranges else 0
-    for grad_range in grad_ranges:
-        low, high = grad_range.start - begin, grad_range.stop - begin
-        if not grad_range.parts:
-            factor = float(options["lr"]) * (1.0 if step.maximize else -1.0)
-            add_rows(weights.detach().view(-1)[low:high], grad_range.table_offset, grad_range.row_grads, factor)
-            continue
-        skipped_bytes = low * weights.element_size()
-        step.count, step.weights = high - low, weights.data_ptr() + skipped_bytes
-        step.state0, step.state1, step.state2 = (
-            None if pointer is None else pointer + skipped_bytes for pointer in state_pointers
-        )
-        step.num_parts = len(grad_range.parts)
-        step.parts = (c_void_p * len(grad_range.parts))(*(part.data_ptr() for part in grad_range.parts))
-        library.cp_optimizer_step(byref(step))
+    step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
+    step.counts = _numbers([tensor.numel() for tensor in weights])
+    step.num_parts = _numbers([len(summands) for summands in parts])
+    step.parts = _addresses([part for summands in parts for part in summands])
+    step.weights = _addresses(weights)
+    step.state0, step.state1, step.state2 = [*map(_addresses, states), None, None, None][:3]
+    library.cp_optimizer_step(byref(step))
 
 
-def _sgd(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
-    step = OptimizerStep(
-        lr=float(options["lr"]),
-        weight_decay=float(options["weight_decay"]),
-        beta1=float(options["momentum"]),
-        beta2=float(options["dampening"]),
-        nesterov=int(bool(options["nesterov"])),
-    )
-    if options["momentum"]:
-        step.is_first = int(state.get("momentum_buffer") is None)
-        if step.is_first:
-            state["momentum_buffer"] = torch.empty_like(weights)
-        step.state0 = state["momentum_buffer"].data_ptr()
-    return step
+def own_grad(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor's own gradient, the only part of the sum."""
+    assert tensor.grad is not None, "only tensors with a gradient are stepped"
+    return [tensor.grad]
 
 
-def _adam(state: dict[str, Any], options: OptimizerOptions, weights: Tensor, *, decoupled: bool) -> OptimizerStep:
-    if not state:
-        state["step"] = torch.tensor(0.0)
-        for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())):
-            state[name] = torch.zeros_like(weights)
-    state["step"] += 1
+def _numbers(numbers: Sequence[int]) -> Any:  # noqa: ANN401 - a ctypes array
+    return (c_uint64 * len(numbers))(*numbers)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - a ctypes array
+    return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class FusedOptimizer:
+    """How the native library steps one of torch's optimizers.
+
+    Args:
+        kind: its number in the library.
+        state_names: the state's tensors that the library reads and writes, under some options.
+        prepare_states: creates the missing state of tensors and counts the step, as the optimizer's own step does;
+            returns for each whether its momentum buffer is uninitialized, and the number of its step.
+        native_options: further fields of :class:`OptimizerStep` under some options, in some step.
+    """
+
+    kind: int
+    state_names: Callable[[OptimizerOptions], tuple[str, ...]]
+    prepare_states: Callable[[OptimizerStates, OptimizerOptions, Sequence[Tensor]], list[tuple[bool, float]]]
+    native_options: Callable[[OptimizerOptions, float], dict[str, Any]]
+
+
+def _prepare_sgd(
+    states: OptimizerStates, options: OptimizerOptions, tensors: Sequence[Tensor]
+) -> list[tuple[bool, float]]:
+    if not options["momentum"]:
+        return [(False, 0.0)] * len(tensors)
+    uninitialized = [states[tensor].get("momentum_buffer") is None for tensor in tensors]
+    for tensor, is_first in zip(tensors, uninitialized, strict=True):
+        if is_first:
+            states[tensor]["momentum_buffer"] = torch.empty_like(tensor)
+    return [(is_first, 0.0) for is_first in uninitialized]
+
+
+def _sgd_options(options: OptimizerOptions, step_number: float) -> dict[str, Any]:
+    return {
+        "beta1": float(options["momentum"]),
+        "beta2": float(options["dampening"]),
+        "nesterov": bool(options["nesterov"]),
+    }
+
+
+def _prepare_adam(
+    states: OptimizerStates, options: OptimizerOptions, tensors: Sequence[Tensor]
+) -> list[tuple[bool, float]]:
+    for tensor in tensors:
+        state = states[tensor]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in _adam_state_names(options):
+                state[name] = torch.zeros_like(tensor)
+    return _count_step(states, tensors)
+
+
+def _count_step(states: OptimizerStates, tensors: Sequence[Tensor]) -> list[tuple[bool, float]]:
+    steps = [states[tensor]["step"] for tensor in tensors]
+    torch._foreach_add_(steps, 1)
+    return [(False, float(step)) for step in steps]
+
+
+def _adam_state_names(options: OptimizerOptions) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ()))
+
+
+def _adam_options(options: OptimizerOptions, step_number: float, *, decoupled: bool) -> dict[str, Any]:
     beta1, beta2 = (float(beta) for beta in options["betas"])
-    return OptimizerStep(
-        lr=float(options["lr"]),
-        weight_decay=float(options["weight_decay"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(options["eps"]),
-        step_number=float(state["step"]),
-        decoupled=int(decoupled or bool(options.get("decoupled_weight_decay"))),
-        state0=state["exp_avg"].data_ptr(),
-        state1=state["exp_avg_sq"].data_ptr(),
-        state2=state["max_exp_avg_sq"].data_ptr() if options["amsgrad"] else None,
-    )
+    return {
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": float(options["eps"]),
+        "decoupled": decoupled or bool(options.get("decoupled_weight_decay")),
+    }
 
 
-def _adagrad(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
-    state["step"] += 1
-    decayed = 1 + (float(state["step"]) - 1) * float(options["lr_decay"])
-    return OptimizerStep(
-        lr=float(options["lr"]) / decayed,
-        weight_decay=float(options["weight_decay"]),
-        eps=float(options["eps"]),
-        state0=state["sum"].data_ptr(),
-    )
+def _prepare_adagrad(
+    states: OptimizerStates, _: OptimizerOptions, tensors: Sequence[Tensor]
+) -> list[tuple[bool, float]]:
+    return _count_step(states, tensors)
 
 
-def _adam_plain(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
-    return _adam(state, options, weights, decoupled=False)
+def _adagrad_options(options: OptimizerOptions, step_number: float) -> dict[str, Any]:
+    return {"lr": float(options["lr"]) / (1 + (step_number - 1) * float(options["lr_decay"])), "eps": options["eps"]}
 
 
-def _adam_decoupled(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
-    return _adam(state, options, weights, decoupled=True)
-
-
-FUSED_OPTIMIZERS: dict[
-    type[optim.Optimizer], tuple[int, Callable[[dict[str, Any], OptimizerOptions, Tensor], OptimizerStep]]
-] = {
-    optim.SGD: (0, _sgd),
-    optim.Adam: (1, _adam_plain),
-    optim.AdamW: (1, _adam_decoupled),
-    optim.Adagrad: (2, _adagrad),
+FUSED_OPTIMIZERS: dict[type[optim.Optimizer], FusedOptimizer] = {
+    optim.SGD: FusedOptimizer(
+        0, lambda options: ("momentum_buffer",) if options["momentum"] else (), _prepare_sgd, _sgd_options
+    ),
+    optim.Adam: FusedOptimizer(1, _adam_state_names, _prepare_adam, partial(_adam_options, decoupled=False)),
+    optim.AdamW: FusedOptimizer(1, _adam_state_names, _prepare_adam, partial(_adam_options, decoupled=True)),
+    optim.Adagrad: FusedOptimizer(2, lambda _: ("sum",), _prepare_adagrad, _adagrad_options),
 }
-"""Optimizers with a fused step: their number in the library, and the function that fills in its arguments."""
+"""Optimizers with a fused step."""

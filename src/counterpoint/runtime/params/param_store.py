@@ -20,7 +20,6 @@ from counterpoint.runtime.params.fused_optimizer import (
     GradSource,
     fused_update,
     is_param_contiguous,
-    own_grad,
     supports_fused_update,
 )
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
@@ -48,6 +47,7 @@ class UnitParams:
 
     Attributes:
         update_ranges: what the rank updates, as ``(flat parameters, option group, start, stop)``.
+        grad_sources: the gradient of each of :meth:`optimizer_targets`; None for a parameter's own.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class UnitParams:
             for storage in (flat_params if span is not None else ())
             for target_range in storage.layout.optimizer_ranges(span or WHOLE)
         ]
-        self.grad_sources: list[GradSource] = [
+        self.grad_sources: list[GradSource | None] = [
             partial(storage.grad_ranges, start, stop) for storage, _, start, stop in self.update_ranges
         ]
         if span is not None:
-            self.grad_sources += [partial(own_grad, param) for param in self.own_params.values()]
+            self.grad_sources += [None] * len(self.own_params)
 
     def optimizer_targets(self, optimizer_spec: OptimizerSpec) -> list[tuple[int, Tensor]]:
         """Return the tensors that an optimizer updates for this unit, with their option groups."""
@@ -148,6 +148,7 @@ class ParamStore:
         self.is_shared_on_host = False
         self.in_backward = False  # whether gradients computed now belong to a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
+        self._have_state: set[tuple[Unit, ...]] = set()  # whose optimizer has allocated its state
         self.weight_versions: WeightVersions | None = None
         if num_weight_versions > 1:
             self.weight_versions = WeightVersions(self.params, list(self.flat_params()), num_weight_versions)
@@ -268,9 +269,10 @@ class ParamStore:
         optimizer, tensors = self.optimizer(units)
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer)
-            with nullcontext() if optimizer.state else self.state_allocator():
+            with nullcontext() if units in self._have_state else self.state_allocator():
                 if not self._try_fused_update(optimizer, tensors, units):
                     self._update_with_optimizer(optimizer, tensors, units)
+            self._have_state.add(units)
         for unit in units:
             self.units[unit].clear_grads()
 
@@ -279,7 +281,8 @@ class ParamStore:
         if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous() for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]
-        fused_update(optimizer, {id(tensor): source for tensor, source in zip(tensors, sources, strict=True)})
+        pairs = zip(tensors, sources, strict=True)
+        fused_update(optimizer, {id(tensor): source for tensor, source in pairs if source is not None})
         return True
 
     def _update_with_optimizer(
