@@ -10,8 +10,8 @@ from torch import nn, optim
 from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.fused_optimizer import (
+    are_contiguous,
     fused_update,
-    is_param_contiguous,
     supports_fused_update,
 )
 
@@ -150,5 +150,6 @@ def test_tensors_with_different_histories_are_stepped_as_torch_steps_them():
 
 
 def test_a_weight_that_is_not_contiguous_is_left_to_torch():
-    assert not is_param_contiguous(nn.Parameter(torch.ones(2, 3).t()))
-    assert is_param_contiguous(nn.Parameter(torch.ones(2, 3)))
+    assert not are_contiguous([torch.ones(2), nn.Parameter(torch.ones(2, 3).t())])
+    assert not are_contiguous([torch.ones(2).to_sparse()])
+    assert are_contiguous([torch.ones(2), nn.Parameter(torch.ones(2, 3))])

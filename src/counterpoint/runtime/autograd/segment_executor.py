@@ -233,8 +233,7 @@ class SegmentExecutor:
             add_location(error, self.describe_location(block, stop, micro, leaves))
             raise
         if stop == self.model.num_blocks:
-            with self.autocast(micro), FusedCrossEntropyMode():
-                outputs = self.last_loss = (self.compute_loss(outputs, micro),)
+            outputs = self.last_loss = (self.compute_loss(outputs, micro),)
         return outputs
 
     def step_and_micro(self, micro: int) -> tuple[int, int]:
@@ -300,7 +299,8 @@ class SegmentExecutor:
         targets = self.batch.targets(micro)
         if self.device.type != "cpu":
             targets = to_device(targets, self.device)
-        loss: Any = self.model.loss(self.model.unflatten(outputs), targets)
+        with self.autocast(micro), FusedCrossEntropyMode():
+            loss: Any = self.model.loss(self.model.unflatten(outputs), targets)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,13 @@ from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.sparse_grads import add_rows
 
 OptimizerOptions = Mapping[str, Any]
+# Attributes of many tensors are read without a Python call for each.
+LAYOUT_OF, DTYPE_OF, IS_CPU, GRAD_OF = (
+    attrgetter("layout"),
+    attrgetter("dtype"),
+    attrgetter("is_cpu"),
+    attrgetter("grad"),
+)
 OptimizerStates = Mapping[Tensor, dict[str, Any]]
 
 
@@ -31,23 +39,22 @@ class GradSource(Protocol):
         """Return the ranges; rows of tables may stay rows if ``as_rows``, else they are added up."""
 
 
-def is_param_contiguous(param: Tensor) -> bool:
-    """Return whether a parameter and its gradient, if any, are contiguous."""
-    grad = param.grad
-    is_grad_contiguous = grad is None or (grad.layout is torch.strided and grad.is_contiguous())
-    return is_grad_contiguous and param.layout is torch.strided and param.is_contiguous()
+def are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are dense and contiguous."""
+    return {*map(LAYOUT_OF, tensors)} <= {torch.strided} and all(map(Tensor.is_contiguous, tensors))
 
 
 def supports_fused_update(optimizer: optim.Optimizer) -> bool:
     """Return whether a step of this optimizer, with its current options, can be fused."""
     if native().library is None or type(optimizer) not in FUSED_OPTIMIZERS:
         return False
-    for group in optimizer.param_groups:
-        if group.get("differentiable") or group.get("capturable"):
-            return False
-        if any(tensor.dtype not in {torch.float32, torch.float64} or not tensor.is_cpu for tensor in group["params"]):
-            return False
-    return True
+    return all(
+        not group.get("differentiable")
+        and not group.get("capturable")
+        and {*map(DTYPE_OF, group["params"])} <= {torch.float32, torch.float64}
+        and all(map(IS_CPU, group["params"]))
+        for group in optimizer.param_groups
+    )
 
 
 def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) -> bool:
@@ -65,17 +72,19 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
     fused = FUSED_OPTIMIZERS[type(optimizer)]
     for options in optimizer.param_groups:
         as_rows = supports_row_updates(optimizer, options)
-        grads: dict[int, Sequence[GradRange]] = {}
-        for tensor in options["params"] if sources else ():
-            if id(tensor) in sources and (ranges := sources[id(tensor)](as_rows=as_rows)):
-                grads[id(tensor)] = ranges
-        tensors = [tensor for tensor in options["params"] if tensor.grad is not None or id(tensor) in grads]
+        ranges = (
+            {id(tensor): sources[id(tensor)](as_rows=as_rows) for tensor in options["params"] if id(tensor) in sources}
+            if sources
+            else {}
+        )
+        tensors = [tensor for tensor in options["params"] if tensor.grad is not None or ranges.get(id(tensor))]
         if not tensors:
             continue
-        batches: dict[tuple[torch.dtype, bool, float], list[Tensor]] = {}  # tensors for which the options are equal
-        for tensor, history in zip(tensors, fused.prepare_states(optimizer.state, options, tensors), strict=True):
-            batches.setdefault((tensor.dtype, *history), []).append(tensor)
-        for (dtype, is_first, step_number), batch in batches.items():
+        histories = fused.prepare_states(optimizer.state, options, tensors)
+        keys = [(tensor.dtype, *history) for tensor, history in zip(tensors, histories, strict=True)]
+        for key in dict.fromkeys(keys):  # the options of a step
+            dtype, is_first, step_number = key
+            batch = [tensor for tensor, other in zip(tensors, keys, strict=True) if other == key]
             step = OptimizerStep(
                 kind=fused.kind,
                 dtype=DTYPES[dtype],
@@ -86,10 +95,10 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
                 **{"lr": float(options["lr"])} | fused.native_options(options, step_number),
             )
             states = [[optimizer.state[tensor][name] for tensor in batch] for name in fused.state_names(options)]
-            if grads:
-                update_ranges(step, batch, states, grads)
+            if ranges:
+                update_ranges(step, batch, states, ranges)
             else:
-                update_tensors(step, batch, states, [own_grad(tensor) for tensor in batch])
+                update_tensors(step, batch, states, own_grads(batch), [1] * len(batch))
         increment_version(tensors)
 
 
@@ -97,7 +106,7 @@ def update_ranges(
     step: OptimizerStep,
     tensors: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    grads: Mapping[int, Sequence[GradRange]],
+    ranges: Mapping[int, Sequence[GradRange]],
 ) -> None:
     """Step tensors whose gradients consist of ranges, each range as a tensor of its own; add rows of tables.
 
@@ -105,32 +114,35 @@ def update_ranges(
         step: the options.
         tensors: all of one dtype.
         states: for each kind of state, that of each tensor.
-        grads: the ranges of each tensor's gradient, by ``id``; none of a tensor that has its own.
+        ranges: of each tensor's gradient, by ``id``; none of a tensor that has its own.
     """
     weights: list[Tensor] = []
-    parts: list[Sequence[Tensor]] = []
+    parts: list[Tensor] = []
+    num_parts: list[int] = []
     range_states: list[list[Tensor]] = [[] for _ in states]
     factor = step.lr if step.maximize else -step.lr
     for index, tensor in enumerate(tensors):
-        ranges = grads.get(id(tensor)) or [GradRange(0, tensor.numel(), own_grad(tensor))]
-        flat, begin = tensor.detach().view(-1), ranges[0].start
-        for start, stop, range_parts, row_grads, table_offset in ranges:
+        grad_ranges = ranges.get(id(tensor)) or [GradRange(0, tensor.numel(), own_grads([tensor]))]
+        flat, begin = tensor.detach().view(-1), grad_ranges[0].start
+        for start, stop, range_parts, row_grads, table_offset in grad_ranges:
             low, high = start - begin, stop - begin
             if not range_parts:
                 add_rows(flat[low:high], table_offset, row_grads, factor)
                 continue
             weights.append(flat[low:high])
-            parts.append(range_parts)
+            parts += range_parts
+            num_parts.append(len(range_parts))
             for column, state in zip(range_states, states, strict=True):
                 column.append(state[index].view(-1)[low:high])
-    update_tensors(step, weights, range_states, parts)
+    update_tensors(step, weights, range_states, parts, num_parts)
 
 
 def update_tensors(
     step: OptimizerStep,
     weights: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    parts: Sequence[Sequence[Tensor]],
+    parts: Sequence[Tensor],
+    num_parts: Sequence[int],
 ) -> None:
     """Step contiguous tensors in one call of the native library.
 
@@ -138,23 +150,21 @@ def update_tensors(
         step: the options.
         weights: the tensors, all of one dtype.
         states: for each kind of state, that of each tensor.
-        parts: the tensors whose sum is the gradient, for each tensor.
+        parts: the tensors whose sums are the gradients, those of one gradient after those of another.
+        num_parts: how many of them make up each tensor's gradient.
     """
     library = native().library
     assert library is not None, "supports_fused_update has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
-    step.counts = _numbers([tensor.numel() for tensor in weights])
-    step.num_parts = _numbers([len(summands) for summands in parts])
-    step.parts = _addresses([part for summands in parts for part in summands])
-    step.weights = _addresses(weights)
+    step.counts, step.num_parts = _numbers([*map(Tensor.numel, weights)]), _numbers(num_parts)
+    step.parts, step.weights = _addresses(parts), _addresses(weights)
     step.state0, step.state1, step.state2 = [*map(_addresses, states), None, None, None][:3]
     library.cp_optimizer_step(byref(step))
 
 
-def own_grad(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor's own gradient, the only part of the sum."""
-    assert tensor.grad is not None, "only tensors with a gradient are stepped"
-    return [tensor.grad]
+def own_grads(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors' own gradients; all must have one."""
+    return [*map(GRAD_OF, tensors)]
 
 
 def _numbers(numbers: Sequence[int]) -> Any:  # noqa: ANN401 - a ctypes array
@@ -162,7 +172,7 @@ def _numbers(numbers: Sequence[int]) -> Any:  # noqa: ANN401 - a ctypes array
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - a ctypes array
-    return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+    return (c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
 
 
 @dataclass(frozen=True)

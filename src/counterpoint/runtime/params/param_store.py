@@ -17,9 +17,10 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE, build_layouts
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
+    GRAD_OF,
     GradSource,
+    are_contiguous,
     fused_update,
-    is_param_contiguous,
     supports_fused_update,
 )
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
@@ -79,7 +80,8 @@ class UnitParams:
 
     def is_contiguous(self) -> bool:
         """Return whether weights and gradients are contiguous, in the same order of elements."""
-        return all(map(is_param_contiguous, self.own_params.values()))
+        params = [*self.own_params.values()]
+        return are_contiguous(params) and are_contiguous([grad for grad in map(GRAD_OF, params) if grad is not None])
 
     def grads(self) -> list[Tensor]:
         """Return the gradients of :meth:`optimizer_targets`, without parameters that have none."""
