@@ -5,6 +5,7 @@ READY  := .venv/ready
 CLAIM  ?=
 SEEDS  ?= 0:100000
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal  # one pytest process per core
+export PYTHONDONTWRITEBYTECODE :=  # the processes that tests start read what the first of them has compiled
 
 .PHONY: setup spark check test test-all soak golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
