@@ -13,7 +13,7 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile, load_profile
 from counterpoint.plan.parser import build_strategies, parse_term, resolve_microbatches
-from counterpoint.plan.registry import HAS_STEP_VARIANTS, NEEDS_SERVERS
+from counterpoint.plan.registry import NEEDS_SERVERS
 from counterpoint.plan.source import PlanSource, parse_plan_file, plan_error_at
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.data import Data
@@ -63,7 +63,7 @@ class Plan:
             if strategy.degree < 1:
                 raise PlanError(f"{strategy} has {strategy.degree} ranks; give 1 or more")
         for strategy in self.strategies[:-1]:
-            if isinstance(strategy, HAS_STEP_VARIANTS) and len(strategy.sync_schedule.step_fractions) > 1:
+            if len(strategy.sync_schedule.step_fractions) > 1:
                 raise PlanError(
                     f"{strategy} has several kinds of steps and must come last in a plan, but {self.strategies[-1]} "
                     "comes after it; write it last"
@@ -177,7 +177,7 @@ class Plan:
     def sync_schedule(self) -> SyncSchedule:
         """Which kind of step is taken when; only the last strategy may have several kinds."""
         last = self.strategies[-1] if self.strategies else None
-        return last.sync_schedule if isinstance(last, HAS_STEP_VARIANTS) else SyncSchedule()
+        return SyncSchedule() if last is None else last.sync_schedule
 
     @property
     def buckets(self) -> BucketConfig:
@@ -186,10 +186,10 @@ class Plan:
 
     def variant(self, kind: StepKind) -> Plan:
         """Return the plan whose program is that of one kind of step."""
-        last = self.strategies[-1] if self.strategies else None
-        if not isinstance(last, HAS_STEP_VARIANTS):
+        if kind == "step":
             return self
-        return replace(self, strategies=(*self.strategies[:-1], last.variant(kind)))
+        *inner, last = self.strategies
+        return replace(self, strategies=(*inner, last.variant(kind)))
 
     @property
     def mesh(self) -> Mesh:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, NewType, get_args, get_origin, get_type_hints
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import parse_bytes
+from counterpoint.strategies.renamed import renamed_hint
 
 ByteSize = NewType("ByteSize", int)
 """A size, written as ``64MiB`` or as a number of bytes."""
@@ -84,7 +86,7 @@ def _parse_float(key: str, value: str, text: str) -> float:
         raise PlanError(f"{key}={value} in {text!r} must be a number") from None
 
 
-def require_choice(system: str, option: str, value: str, choices: tuple[str, ...]) -> None:
+def require_choice(system: str, option: str, value: object, choices: Sequence[object]) -> None:
     """Check that an option of a system has one of its values.
 
     Raises:
@@ -92,4 +94,31 @@ def require_choice(system: str, option: str, value: str, choices: tuple[str, ...
     """
     if value not in choices:
         texts = [f"{option}={choice}" for choice in choices]
-        raise PlanError(f"{system} has no {option}={value}; give {', '.join(texts[:-1])} or {texts[-1]}")
+        hint = renamed_hint(f"{option}={value}")
+        raise PlanError(f"{system} has no {option}={value}; give {', '.join(texts[:-1])} or {texts[-1]}{hint}")
+
+
+def format_term(name: str, degree: int, options: Iterable[str] = ()) -> str:
+    """Write a strategy as in a plan."""
+    return f"{name}({', '.join([str(degree), *options])})"
+
+
+def changed_options(strategy: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - any dataclass
+    """Yield those of a strategy's options that differ from their defaults, as in a plan.
+
+    Example:
+        >>> from counterpoint.strategies.tensor import Tensor
+        >>> list(changed_options(Tensor(2, dims=("hidden", "heads", "vocab")), "dims"))
+        ['dims=hidden+heads+vocab']
+    """
+    defaults = {field.name: field.default for field in fields(strategy)}
+    for name in names:
+        value = getattr(strategy, name)
+        if value != defaults[name]:
+            yield f"{name}={_format_value(value)}"
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(value) if isinstance(value[0], str) else f"({','.join(map(str, value))})"
+    return str(value)
