@@ -88,7 +88,7 @@ def test_what_is_no_codec_is_refused_in_a_plan_as_in_a_program(code, why):
             "compress=adasum",
             r"compress=adasum and reduce=sum, but adasum needs uncompressed gradients; give reduce=adasum",
         ),
-        ("reduce=mean", r"data has no reduce='mean'; give reduce=sum or reduce=adasum"),
+        ("reduce=mean", r"data has no reduce=mean; give reduce=sum or reduce=adasum"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, why):

@@ -52,8 +52,10 @@ def test_expanding_reaches_all_three_parts_of_a_rank_program():
 
 def test_instructions_are_put_before_the_commit_of_rank_programs_that_have_one():
     program = parse_program("B0.0 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0")
-    put = insert_before_commit(program, lambda rank, _row: [Update((7,))] if rank != 1 else [])
-    assert format_program(put) == "B0.0 U7 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0"
+    put = [
+        insert_before_commit(row, [Update((7,))] if rank != 1 else []) for rank, row in enumerate(program.rank_programs)
+    ]
+    assert format_program(Program(tuple(put))) == "B0.0 U7 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0"
 
 
 def test_copies_commit_together():

@@ -9,7 +9,7 @@ from typing import Any
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.registry import STRATEGIES, StrategyEntry, find_strategy
-from counterpoint.strategies.options import MicrobatchCount, option_types, parse_option
+from counterpoint.strategies.options import MicrobatchCount, PlanTextError, option_types, parse_option
 from counterpoint.strategies.renamed import RENAMED, renamed_hint
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.world.mesh import replicas_per_host
@@ -26,7 +26,10 @@ def explicit_microbatches(text: str) -> int | None:
         PlanError: two of its strategies give different numbers, or a value is not a number.
     """
     matches = re.findall(rf"\b({'|'.join(MICROBATCH_OPTIONS)})\s*=([^,()*]*)", text)
-    counts = {parse_option(name, count.strip(), MicrobatchCount, text): name for name, count in matches}
+    try:
+        counts = {parse_option(name, count.strip(), MicrobatchCount): name for name, count in matches}
+    except PlanTextError as error:
+        raise error.in_text(text) from None
     if len(counts) > 1:
         (count, name), (other_count, other_name) = sorted(counts.items())[:2]
         raise PlanError(
@@ -58,23 +61,21 @@ def published_optimizers(text: str) -> dict[str, str]:
     return {name: optimizer for name, optimizer in optimizers.items() if optimizer}
 
 
-def parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
+def parse_term(term: str, start: int) -> tuple[str, str | None]:
     """Return the name of a strategy and the text in its brackets, or None without brackets.
 
     Args:
         term: one of those joined by ``*``.
         start: its index in the text.
-        text: the whole plan, for errors.
 
     Raises:
         PlanError: it is not a term, or there is no strategy of that name.
     """
     match = _TERM.match(term)
     if match is None:
-        caret = " " * (start + len(term) - len(term.lstrip())) + "^"
-        raise PlanError(
-            f"{term.strip()!r} is not a strategy; write name(ranks, option=value), joined by *\n  {text}\n  {caret}"
-        )
+        column = start + len(term) - len(term.lstrip())
+        fact = "is not a strategy; write name(ranks, option=value), joined by *"
+        raise PlanTextError(repr(term.strip()), fact, column)
     if match["name"] != "solo":
         find_strategy(match["name"])
     elif match["arguments"] is not None:
@@ -82,7 +83,7 @@ def parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
     return match["name"], match["arguments"]
 
 
-def build_strategies(terms: Sequence[tuple[str, str]], text: str, hosts: Sequence[int]) -> tuple[Strategy, ...]:
+def build_strategies(terms: Sequence[tuple[str, str]], hosts: Sequence[int]) -> tuple[Strategy, ...]:
     """Return the strategies of all terms; a default that depends on hosts is computed from the ranks of its axis.
 
     Raises:
@@ -91,7 +92,7 @@ def build_strategies(terms: Sequence[tuple[str, str]], text: str, hosts: Sequenc
     strategies: tuple[Strategy, ...] = ()
     stride = 1
     for name, arguments in terms:
-        built = _build_term(name, arguments, text, partial(_ranks_per_host, stride=stride, hosts=hosts))
+        built = _build_term(name, arguments, partial(_ranks_per_host, stride=stride, hosts=hosts))
         strategies += built
         for strategy in built:
             stride = strategy.num_ranks(stride)
@@ -102,19 +103,19 @@ def _ranks_per_host(degree: int, stride: int, hosts: Sequence[int]) -> int:
     return replicas_per_host(degree, stride, hosts) if hosts else 0
 
 
-def _build_term(name: str, arguments: str, text: str, ranks_per_host: Callable[[int], int]) -> tuple[Strategy, ...]:
+def _build_term(name: str, arguments: str, ranks_per_host: Callable[[int], int]) -> tuple[Strategy, ...]:
     entry = find_strategy(name)
     parts = [part.strip() for part in re.split(r",(?![^()]*\))", arguments) if part.strip()]
     if not parts or not re.fullmatch(r"\d+", parts[0]) or int(parts[0]) < 1:
-        raise PlanError(f"{name} in {text!r} needs the number of ranks along its axis first: {name}(2)")
+        raise PlanTextError(name, f"needs the number of ranks along its axis first: {name}(2)")
     options: dict[str, Any] = {}
     types = option_types(entry.doc_source)
     for part in parts[1:]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         _check_option(name, entry, part, key if equals else "")
         if key in options:
-            raise PlanError(f"{name} in {text!r} has {key}= twice; give it once")
-        options[key] = parse_option(key, value, types.get(key, str), text)
+            raise PlanTextError(name, f"has {key}= twice; give it once")
+        options[key] = parse_option(key, value, types.get(key, str))
     degree = int(parts[0])
     if "per_host" in entry.options:
         options.setdefault("per_host", ranks_per_host(degree))

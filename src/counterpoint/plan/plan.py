@@ -13,10 +13,11 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile, load_profile
 from counterpoint.plan.parser import build_strategies, parse_term, resolve_microbatches
-from counterpoint.plan.registry import HAS_STEP_VARIANTS, NEEDS_SERVERS
+from counterpoint.plan.registry import NEEDS_SERVERS
 from counterpoint.plan.source import PlanSource, parse_plan_file, plan_error_at
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.options import PlanTextError
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS, Recomputation
 from counterpoint.strategies.strategy import Granularity, Strategy
@@ -63,7 +64,7 @@ class Plan:
             if strategy.degree < 1:
                 raise PlanError(f"{strategy} has {strategy.degree} ranks; give 1 or more")
         for strategy in self.strategies[:-1]:
-            if isinstance(strategy, HAS_STEP_VARIANTS) and len(strategy.sync_schedule.step_fractions) > 1:
+            if len(strategy.sync_schedule.step_fractions) > 1:
                 raise PlanError(
                     f"{strategy} has several kinds of steps and must come last in a plan, but {self.strategies[-1]} "
                     "comes after it; write it last"
@@ -177,7 +178,7 @@ class Plan:
     def sync_schedule(self) -> SyncSchedule:
         """Which kind of step is taken when; only the last strategy may have several kinds."""
         last = self.strategies[-1] if self.strategies else None
-        return last.sync_schedule if isinstance(last, HAS_STEP_VARIANTS) else SyncSchedule()
+        return SyncSchedule() if last is None else last.sync_schedule
 
     @property
     def buckets(self) -> BucketConfig:
@@ -186,10 +187,10 @@ class Plan:
 
     def variant(self, kind: StepKind) -> Plan:
         """Return the plan whose program is that of one kind of step."""
-        last = self.strategies[-1] if self.strategies else None
-        if not isinstance(last, HAS_STEP_VARIANTS):
+        if kind == "step":
             return self
-        return replace(self, strategies=(*self.strategies[:-1], last.variant(kind)))
+        *inner, last = self.strategies
+        return replace(self, strategies=(*inner, last.variant(kind)))
 
     @property
     def mesh(self) -> Mesh:
@@ -227,19 +228,10 @@ class Plan:
                 ``num_microbatches``.
         """
         count = resolve_microbatches(text, num_microbatches)
-        terms_text = text.split("*")
-        starts = accumulate((len(term) + 1 for term in terms_text), initial=0)
-        terms = [parse_term(term, start, text) for term, start in zip(terms_text, starts, strict=False)]
-        terms = [(name, arguments) for name, arguments in terms if name != "solo"]
-        bare = [name for name, arguments in terms if arguments is None]
-        if len(bare) > 1:
-            raise PlanError(f"{text!r} omits the ranks of {' and '.join(bare)}; give a number to all but one")
-        if bare and num_ranks is None:
-            raise PlanError(f"{text!r} omits the ranks of {bare[0]}; write {bare[0]}(2), or give num_ranks")
-        degree = 1 if not bare else _infer_open_degree(terms, text, num_ranks or 1, hosts)
-        strategies = build_strategies(_with_degree(terms, degree), text, hosts)
-        if bare and degree == 1 and len(terms) == 1 and bare[0] not in NEEDS_SERVERS:
-            strategies = ()
+        try:
+            strategies = _parse_strategies(text, num_ranks, hosts)
+        except PlanTextError as error:
+            raise error.in_text(text) from None
         return Plan(strategies, count)
 
     def with_microbatches_for(self, batch_size: int, *, min_samples: int = 1) -> Plan:
@@ -327,19 +319,39 @@ class Plan:
         return Plan.from_yaml(text, str(path))
 
 
+def _parse_strategies(text: str, num_ranks: int | None, hosts: Sequence[int]) -> tuple[Strategy, ...]:
+    terms_text = text.split("*")
+    starts = accumulate((len(term) + 1 for term in terms_text), initial=0)
+    terms = [parse_term(term, start) for term, start in zip(terms_text, starts, strict=False)]
+    terms = [(name, arguments) for name, arguments in terms if name != "solo"]
+    bare = [name for name, arguments in terms if arguments is None]
+    if len(bare) > 1:
+        raise PlanError(f"{text!r} omits the ranks of {' and '.join(bare)}; give a number to all but one")
+    if bare and num_ranks is None:
+        raise PlanError(f"{text!r} omits the ranks of {bare[0]}; write {bare[0]}(2), or give num_ranks")
+    degree = _infer_open_degree(terms, num_ranks or 1, hosts) if bare else 1
+    if degree is None:
+        raise PlanError(
+            f"{text!r} cannot use {num_ranks} ranks; the ranks of its strategies must multiply to that number"
+        )
+    if bare and degree == 1 and len(terms) == 1 and bare[0] not in NEEDS_SERVERS:
+        return ()
+    return build_strategies(_with_degree(terms, degree), hosts)
+
+
 def _with_degree(terms: list[tuple[str, str | None]], degree: int) -> list[tuple[str, str]]:
     return [(name, str(degree) if arguments is None else arguments) for name, arguments in terms]
 
 
-def _infer_open_degree(terms: list[tuple[str, str | None]], text: str, num_ranks: int, hosts: Sequence[int]) -> int:
-    """Return the omitted degree with which the whole plan needs ``num_ranks``.
+def _infer_open_degree(terms: list[tuple[str, str | None]], num_ranks: int, hosts: Sequence[int]) -> int | None:
+    """Return the omitted degree with which the whole plan needs ``num_ranks``; None if there is none.
 
     The number of ranks is an affine function of the degree (servers add a constant), so that two degrees that are valid
     predict all others.
     """
 
     def num_ranks_for(degree: int) -> int:
-        return Plan(build_strategies(_with_degree(terms, degree), text, hosts)).num_ranks
+        return Plan(build_strategies(_with_degree(terms, degree), hosts)).num_ranks
 
     last_error: PlanError | None = None
     previous: int | None = None
@@ -361,4 +373,4 @@ def _infer_open_degree(terms: list[tuple[str, str | None]], text: str, num_ranks
         previous = ranks
     if last_error is not None:
         raise last_error
-    raise PlanError(f"{text!r} cannot use {num_ranks} ranks; the ranks of its strategies must multiply to that number")
+    return None

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.options import option_names
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
@@ -283,8 +282,6 @@ STRATEGIES: dict[str, StrategyEntry] = {
 }
 
 
-HAS_STEP_VARIANTS = (Data, Server, ElasticAveraging)
-"""The strategies that may have several kinds of steps."""
 NEEDS_SERVERS = {
     "server", "bsp", "ssp", "asp", "kvstore", "mxnet_mpi", "downpour", "project_adam",
     "parameter_server_strategy", "easgd",

@@ -123,23 +123,17 @@ def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruc
     return replace(program, rank_programs=tuple(rank_programs))
 
 
-def insert_before_commit(program: Program, extra: Callable[[int, RankProgram], Sequence[Instruction]]) -> Program:
-    """Insert ``extra(rank, rank_program)`` before the first commit of every body that updates anything."""
-    rank_programs = []
-    for rank, rank_program in enumerate(program.rank_programs):
-        commit_index = next(
-            (i for i, instruction in enumerate(rank_program.body) if isinstance(instruction, Commit)), None
-        )
-        inserted = extra(rank, rank_program)
-        if commit_index is None or not inserted:
-            rank_programs.append(rank_program)
-            continue
-        rank_programs.append(
-            replace(
-                rank_program, body=rank_program.body[:commit_index] + tuple(inserted) + rank_program.body[commit_index:]
-            )
-        )
-    return replace(program, rank_programs=tuple(rank_programs))
+def split_at_commit(instructions: Instructions) -> tuple[Instructions, Instructions]:
+    """Return the instructions before the first commit, and those from it on; all are before it if there is none."""
+    commits = (index for index, instruction in enumerate(instructions) if isinstance(instruction, Commit))
+    first = next(commits, len(instructions))
+    return instructions[:first], instructions[first:]
+
+
+def insert_before_commit(rank_program: RankProgram, inserted: Sequence[Instruction]) -> RankProgram:
+    """Return the rank program with instructions before the first commit of its body; unchanged without a commit."""
+    compute, update = split_at_commit(rank_program.body)
+    return replace(rank_program, body=(*compute, *inserted, *update)) if inserted and update else rank_program
 
 
 def widen_commits(program: Program, times: int) -> Program:

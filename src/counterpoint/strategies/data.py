@@ -9,21 +9,21 @@ from typing import ClassVar, Literal
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.program.compression import find_codec, ring_volume_factor
-from counterpoint.program.instruction import ApplyPushes, Collective, Instruction, grad
+from counterpoint.program.instruction import ApplyPushes, Collective, Group, grad
 from counterpoint.program.program import Program, RankProgram
-from counterpoint.program.rewrite import insert_before_commit, order_by_grad_completion, replicate, widen_commits
+from counterpoint.program.rewrite import insert_before_commit, order_by_grad_completion
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.delayed_allreduce import DelayedAllReduce
 from counterpoint.strategies.local_sgd import LocalSGD
-from counterpoint.strategies.renamed import renamed_hint
-from counterpoint.strategies.replica_groups import replica_group, updated_units
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
+from counterpoint.strategies.options import changed_options, format_term, require_choice
+from counterpoint.strategies.replica_groups import map_replicas, updated_units
+from counterpoint.strategies.strategy import CostEstimate, RankCost, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.zero import Zero
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class Data(Strategy):
     """Replicate the program ``degree`` times and all-reduce the gradients before every update.
 
     With ``update="sharded"`` each replica reduces and updates only its shard of the weights, which are gathered
@@ -103,15 +103,11 @@ class Data:
     buckets: BucketConfig = DEFAULT_BUCKETS
 
     axis: ClassVar[str] = "data"
-    splits_batch: ClassVar[bool] = True
-    granularity: ClassVar[Granularity] = "whole"
 
     def __post_init__(self) -> None:
-        if self.update not in {"replicated", "sharded"}:
-            hint = renamed_hint(f"update={self.update}")
-            raise PlanError(f"data has no update={self.update}; give update=replicated or update=sharded{hint}")
-        if self.reduce not in {"sum", "adasum"}:
-            raise PlanError(f"data has no reduce={self.reduce!r}; give reduce=sum or reduce=adasum")
+        require_choice("data", "update", self.update, ("replicated", "sharded"))
+        require_choice("data", "reduce", self.reduce, ("sum", "adasum"))
+        require_choice("data", "staleness", self.staleness, (0, 1))
         self._check_codec()
         self._check_sync_options()
         if (self.update == "sharded") + (self.sync_every > 1) + (self.staleness > 0) > 1:
@@ -147,8 +143,6 @@ class Data:
                 f"sync_every={self.sync_every}, sync_first={self.sync_first} of data are not numbers of steps; give "
                 "sync_every=1 or more, and sync_first=0 or more"
             )
-        if self.staleness not in {0, 1}:
-            raise PlanError(f"data has no staleness={self.staleness}; give staleness=0 or staleness=1")
         if self.sync_first and self.sync_every == 1:
             raise PlanError(
                 f"sync_first={self.sync_first} is the number of steps before sync_every=... begins; also give "
@@ -157,14 +151,8 @@ class Data:
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        options = [f"update={self.update}"] if self.update != "replicated" else []
-        options += [f"compress={self.compress}"] if self.compress else []
-        options += [f"reduce={self.reduce}"] if self.reduce != "sum" else []
-        options += [f"sync_every={self.sync_every}"] if self.sync_every != 1 else []
-        options += [f"sync_first={self.sync_first}"] if self.sync_first else []
-        options += [f"staleness={self.staleness}"] if self.staleness else []
-        options += self.buckets.options()
-        return f"data({', '.join([str(self.degree), *options])})"
+        changed = changed_options(self, "update", "compress", "reduce", "sync_every", "sync_first", "staleness")
+        return format_term("data", self.degree, [*changed, *self.buckets.options()])
 
     @property
     def codec(self) -> str:
@@ -191,14 +179,6 @@ class Data:
             return LocalSGD(self.degree, averages=True, name=str(self))
         return DelayedAllReduce(self.degree, str(self)) if self.staleness else None
 
-    def num_ranks(self, inner: int) -> int:
-        """Return ``degree`` times as many ranks."""
-        return inner * self.degree
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
-
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` replicas.
 
@@ -222,15 +202,13 @@ class Data:
         delegate = self._delegate
         if delegate is not None:
             return delegate.lower(program, model)
-        stride = program.num_ranks
-        replicated = widen_commits(replicate(program, self.degree), self.degree)
 
-        def all_reduces(rank: int, rank_program: RankProgram) -> list[Instruction]:
-            group = replica_group(rank, stride, self.degree)
+        def add_all_reduces(rank_program: RankProgram, group: Group) -> RankProgram:
             units = order_by_grad_completion(rank_program, updated_units(rank_program.body))
-            return [Collective("all_reduce", grad(unit), group, codec=self.codec) for unit in units]
+            all_reduces = [Collective("all_reduce", grad(unit), group, codec=self.codec) for unit in units]
+            return insert_before_commit(rank_program, all_reduces)
 
-        return insert_before_commit(replicated, all_reduces)
+        return map_replicas(program, self.degree, add_all_reduces)
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost with one all-reduce of what each rank updates, or the equivalent."""
@@ -247,4 +225,4 @@ class Data:
     def _reduced_bytes(self, rank: RankCost, model: ModelSpec) -> Fraction | int:
         if self.codec:
             return sum(model.unit_bytes(unit, self.codec) for unit in rank.updates)
-        return sum(rank.updates.values())
+        return rank.updated_bytes

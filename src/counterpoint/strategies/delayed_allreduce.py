@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
     Collective,
-    Commit,
     Free,
     Group,
     Instruction,
@@ -26,14 +26,13 @@ from counterpoint.program.instruction import (
     delayed_grad,
 )
 from counterpoint.program.program import Program, RankProgram, shift_microbatch
-from counterpoint.program.rewrite import order_by_grad_completion, replicate, widen_commits
-from counterpoint.strategies.local_sgd import require_unsharded
-from counterpoint.strategies.replica_groups import replica_group, updated_units
-from counterpoint.strategies.strategy import CostEstimate, Granularity, ring_fraction
+from counterpoint.program.rewrite import order_by_grad_completion, split_at_commit
+from counterpoint.strategies.replica_groups import map_replicas, require_unsharded, updated_units
+from counterpoint.strategies.strategy import CostEstimate, Strategy, ring_fraction
 
 
 @dataclass(frozen=True, slots=True)
-class DelayedAllReduce:
+class DelayedAllReduce(Strategy):
     """Replicas with two gradient buffers: one is all-reduced and applied while the other is computed.
 
     Args:
@@ -52,20 +51,10 @@ class DelayedAllReduce:
     name: str
 
     axis: ClassVar[str] = "data"
-    splits_batch: ClassVar[bool] = True
-    granularity: ClassVar[Granularity] = "whole"
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
         return self.name
-
-    def num_ranks(self, inner: int) -> int:
-        """Return ``degree`` times as many ranks."""
-        return inner * self.degree
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program: its prologue is a step without an update, its body applies the previous gradient.
@@ -83,36 +72,25 @@ class DelayedAllReduce:
             )
         if program.is_async_pipeline:
             raise PlanError(f"{self.name} comes after a strategy that delays gradients already; keep one of the two")
-        stride = program.num_ranks
-        replicated = widen_commits(replicate(program, self.degree), self.degree)
-        step = len(replicated.micros)
-        return Program(
-            tuple(
-                _delayed_rank_program(rank_program, replica_group(rank, stride, self.degree), step)
-                for rank, rank_program in enumerate(replicated.rank_programs)
-            )
-        )
+        num_micros = len(program.micros) * self.degree
+        return map_replicas(program, self.degree, partial(_delayed_rank_program, num_micros=num_micros))
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost with one all-reduce of what each rank updates, applied one update late."""
-        ranks = tuple(
-            replace(rank, other_bytes=rank.other_bytes + 2 * ring_fraction(self.degree) * sum(rank.updates.values()))
-            for rank in inner.ranks
-        )
-        staleness = None if inner.staleness is None else inner.staleness + 1
-        return replace(inner, ranks=ranks, staleness=staleness).replicate(self.degree)
+        factor = 2 * ring_fraction(self.degree)
+        late = replace(inner, staleness=None if inner.staleness is None else inner.staleness + 1)
+        return late.add_sent_bytes(lambda rank: factor * rank.updated_bytes).replicate(self.degree)
 
 
-def _delayed_rank_program(rank_program: RankProgram, group: Group, step: int) -> RankProgram:
+def _delayed_rank_program(rank_program: RankProgram, group: Group, num_micros: int) -> RankProgram:
     body = rank_program.body
     units = order_by_grad_completion(rank_program, updated_units(body))
     swaps = [SwapGradBuffers(unit) for unit in units]
-    commit = next((index for index, instruction in enumerate(body) if isinstance(instruction, Commit)), len(body))
-    compute, update = body[:commit], body[commit:]
+    compute, update = split_at_commit(body)
     fill = (*compute, *swaps, *(instruction for instruction in update if not isinstance(instruction, Update)))
     steady = (*_all_reduces(units, group, "start"), *compute, *_all_reduces(units, group, "wait"), *swaps, *update)
     drain = tuple(Free(delayed_grad(unit)) for unit in units)
-    shifted = tuple(shift_microbatch(instruction, step) for instruction in steady)
+    shifted = tuple(shift_microbatch(instruction, num_micros) for instruction in steady)
     return replace(rank_program, prologue=fill, body=shifted, epilogue=drain)
 
 

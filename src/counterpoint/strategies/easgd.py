@@ -24,14 +24,13 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Instructions, Program, RankProgram
 from counterpoint.program.rewrite import map_parts, replicate
 from counterpoint.ps.placement import assign
-from counterpoint.strategies.local_sgd import require_unsharded
-from counterpoint.strategies.replica_groups import updated_units, updating_ranks
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
+from counterpoint.strategies.replica_groups import require_unsharded, updated_units, updating_ranks
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticAveraging:
+class ElasticAveraging(Strategy):
     """``degree`` workers update independently; every ``tau`` steps each is averaged elastically with a center.
 
     When a worker with weights ``w`` exchanges them with the center ``c``, the worker continues with
@@ -65,7 +64,6 @@ class ElasticAveraging:
     exchanges: bool = True
 
     axis: ClassVar[str] = "worker"
-    splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"0\.\d*[1-9]\d*", self.alpha):
@@ -97,10 +95,6 @@ class ElasticAveraging:
     def num_ranks(self, inner: int) -> int:
         """Return all workers' ranks and the servers."""
         return inner * self.degree + self.servers
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program of one step of the workers' ranks, followed by one rank for each server.

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.program.instruction import ApplyPushes, Collective, Commit, Instruction
+from counterpoint.program.instruction import Commit, Instruction
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import replicate, widen_commits
-from counterpoint.strategies.replica_groups import add_after_updates, receives_grad, replica_group
-from counterpoint.strategies.strategy import CostEstimate, Granularity, ring_fraction
-from counterpoint.strategies.tree_reduce import uses_tree_reduce
+from counterpoint.strategies.replica_groups import add_after_updates, replica_group, require_unsharded
+from counterpoint.strategies.strategy import CostEstimate, Strategy, ring_fraction
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSGD:
+class LocalSGD(Strategy):
     """One step of replicas that update independently, with or without the averaging of their weights.
 
     Args:
@@ -37,20 +35,10 @@ class LocalSGD:
     name: str
 
     axis: ClassVar[str] = "data"
-    splits_batch: ClassVar[bool] = True
-    granularity: ClassVar[Granularity] = "whole"
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
         return self.name
-
-    def num_ranks(self, inner: int) -> int:
-        """Return ``degree`` times as many ranks."""
-        return inner * self.degree
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program of one step: replicas commit together, each with the mean over its own samples."""
@@ -71,32 +59,8 @@ class LocalSGD:
         """Return the cost with one all-reduce of the weights that each rank updates, or with none."""
         if not self.averages:
             return replace(inner, replicas_may_diverge=True).replicate(self.degree)
-        ranks = tuple(
-            replace(rank, other_bytes=rank.other_bytes + 2 * ring_fraction(self.degree) * sum(rank.updates.values()))
-            for rank in inner.ranks
-        )
-        return replace(inner, ranks=ranks).replicate(self.degree)
-
-
-def require_unsharded(program: Program, name: str) -> None:
-    """Check that every replica holds whole weights and updates them itself.
-
-    Raises:
-        PlanError: states are sharded, weights live on servers, or only the root of a tree updates.
-    """
-    if uses_tree_reduce(program):
-        raise PlanError(
-            f"{name} comes after tree, where only the first replica updates; write data(...) instead of tree(...), so "
-            "that each replica updates its own weights"
-        )
-    for _, instruction in program.instructions():
-        if isinstance(instruction, ApplyPushes) or receives_grad(instruction):
-            raise PlanError(f"{name} comes after server, whose workers do not update; write {name} without server")
-        if isinstance(instruction, Collective) and instruction.op in {"reduce_scatter", "all_gather"}:
-            raise PlanError(
-                f"{name} comes after zero or update=sharded, whose ranks update only their shards; write data(...) "
-                "instead, so that each replica updates its own weights"
-            )
+        factor = 2 * ring_fraction(self.degree)
+        return inner.add_sent_bytes(lambda rank: factor * rank.updated_bytes).replicate(self.degree)
 
 
 def _with_local_commits(own: RankProgram, wide: RankProgram) -> Iterator[Instruction]:

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, NewType, get_args, get_origin, get_type_hints
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import parse_bytes
+from counterpoint.strategies.renamed import renamed_hint
 
 ByteSize = NewType("ByteSize", int)
 """A size, written as ``64MiB`` or as a number of bytes."""
 
 MicrobatchCount = NewType("MicrobatchCount", int)
 """A number of microbatches, which is a property of the plan and not of a strategy."""
+
+
+class PlanTextError(PlanError):
+    """What is wrong with a part of the text of a plan; the caller that has the text adds it, with :meth:`in_text`.
+
+    Args:
+        subject: the part.
+        fact: what is wrong with it.
+        column: the index in the text to be marked, if the place is not obvious.
+    """
+
+    def __init__(self, subject: str, fact: str, column: int | None = None) -> None:
+        super().__init__(f"{subject} {fact}")
+        self.subject, self.fact, self.column = subject, fact, column
+
+    def in_text(self, text: str) -> PlanError:
+        """Return the error with the text of the plan."""
+        if self.column is None:
+            return PlanError(f"{self.subject} in {text!r} {self.fact}")
+        return PlanError(f"{self}\n  {text}\n  {' ' * self.column}^")
 
 
 def option_types(function: Callable[..., Any]) -> Mapping[str, Any]:
@@ -29,17 +51,16 @@ def option_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(param.name for param in params if param.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
-def parse_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: ANN401 - types and values of all sorts
+def parse_option(key: str, value: str, kind: Any) -> Any:  # noqa: ANN401 - types and values of all sorts
     """Parse the value of an option.
 
     Args:
         key: name of the option.
         value: the text after its ``=``.
         kind: its type; a name is checked by the strategy itself.
-        text: the whole plan, for errors.
 
     Raises:
-        PlanError: the text is not of that type.
+        PlanError: the text is not of that type; a :class:`PlanTextError` if the whole plan should be shown.
     """
     if get_origin(kind) is tuple and get_args(kind)[0] is str:
         return tuple(value.split("+"))
@@ -50,23 +71,23 @@ def parse_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: AN
             raise PlanError(f"there is no {key}={value}; give {key}=on or {key}=off")
         return value == "on"
     if kind is float:
-        return _parse_float(key, value, text)
+        return _parse_float(key, value)
     try:
         if kind in {int, MicrobatchCount} or all(isinstance(choice, int) for choice in get_args(kind) or ("",)):
             count = _parse_int(value)
-            return _check_microbatch_count(key, count, text) if kind is MicrobatchCount else count
+            return _check_microbatch_count(key, count) if kind is MicrobatchCount else count
         if get_origin(kind) is tuple:
             return tuple(_parse_int(part.strip()) for part in value.strip("()").split(",") if part.strip())
     except PlanError:
         raise
     except ValueError:
-        raise PlanError(f"{key}={value} in {text!r} must be whole numbers") from None
+        raise PlanTextError(f"{key}={value}", "must be whole numbers") from None
     return value
 
 
-def _check_microbatch_count(key: str, count: int, text: str) -> int:
+def _check_microbatch_count(key: str, count: int) -> int:
     if count < 1:
-        raise PlanError(f"{key}={count} in {text!r} is a number of microbatches; give 1 or more")
+        raise PlanTextError(f"{key}={count}", "is a number of microbatches; give 1 or more")
     return count
 
 
@@ -77,14 +98,14 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def _parse_float(key: str, value: str, text: str) -> float:
+def _parse_float(key: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise PlanError(f"{key}={value} in {text!r} must be a number") from None
+        raise PlanTextError(f"{key}={value}", "must be a number") from None
 
 
-def require_choice(system: str, option: str, value: str, choices: tuple[str, ...]) -> None:
+def require_choice(system: str, option: str, value: object, choices: Sequence[object]) -> None:
     """Check that an option of a system has one of its values.
 
     Raises:
@@ -92,4 +113,31 @@ def require_choice(system: str, option: str, value: str, choices: tuple[str, ...
     """
     if value not in choices:
         texts = [f"{option}={choice}" for choice in choices]
-        raise PlanError(f"{system} has no {option}={value}; give {', '.join(texts[:-1])} or {texts[-1]}")
+        hint = renamed_hint(f"{option}={value}")
+        raise PlanError(f"{system} has no {option}={value}; give {', '.join(texts[:-1])} or {texts[-1]}{hint}")
+
+
+def format_term(name: str, degree: int, options: Iterable[str] = ()) -> str:
+    """Write a strategy as in a plan."""
+    return f"{name}({', '.join([str(degree), *options])})"
+
+
+def changed_options(strategy: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - any dataclass
+    """Yield those of a strategy's options that differ from their defaults, as in a plan.
+
+    Example:
+        >>> from counterpoint.strategies.tensor import Tensor
+        >>> list(changed_options(Tensor(2, dims=("hidden", "heads", "vocab")), "dims"))
+        ['dims=hidden+heads+vocab']
+    """
+    defaults = {field.name: field.default for field in fields(strategy)}
+    for name in names:
+        value = getattr(strategy, name)
+        if value != defaults[name]:
+            yield f"{name}={_format_value(value)}"
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(value) if isinstance(value[0], str) else f"({','.join(map(str, value))})"
+    return str(value)

@@ -30,16 +30,16 @@ from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import map_parts, replicate, widen_commits
 from counterpoint.ps.consistency import ConsistencyName, parse_consistency
 from counterpoint.ps.placement import assign
+from counterpoint.strategies.options import changed_options, format_term
 from counterpoint.strategies.renamed import RENAMED
-from counterpoint.strategies.replica_groups import receives_grad, updated_units, updating_ranks
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
+from counterpoint.strategies.replica_groups import receives_grad, updated_units, updating_ranks, uses_tree_reduce
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
-from counterpoint.strategies.tree_reduce import uses_tree_reduce
 
 
 @renamed_parameters({"fetch_every": RENAMED["fetch_every"]})
 @dataclass(frozen=True, slots=True)
-class Server:
+class Server(Strategy):
     """Train on ``degree`` workers; ``servers`` more ranks keep and update the weights.
 
     Under ``bsp`` (bulk synchronous parallel) the servers wait for all workers, sum their gradients and update once.
@@ -83,7 +83,6 @@ class Server:
     replies: bool = True
 
     axis: ClassVar[str] = "worker"
-    splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_consistency(self.consistency, staleness=self.staleness, slices_per_step=self.degree)
@@ -101,9 +100,7 @@ class Server:
         """Write the strategy as in a plan."""
         options = [f"servers={self.servers}", f"consistency={self.consistency}"]
         options += [f"staleness={self.staleness}"] if self.consistency == "ssp" else []
-        options += [f"compress={self.compress}"] if self.compress else []
-        options += [f"pull_every={self.pull_every}"] if self.pull_every != 1 else []
-        return f"server({', '.join([str(self.degree), *options])})"
+        return format_term("server", self.degree, [*options, *changed_options(self, "compress", "pull_every")])
 
     @property
     def sync_schedule(self) -> SyncSchedule:
@@ -136,10 +133,6 @@ class Server:
     def num_ranks(self, inner: int) -> int:
         """Return all workers' ranks and the servers."""
         return inner * self.degree + self.servers
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program of the workers' ranks, followed by one rank for each server.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.edges import Edge
 from counterpoint.program.program import Program
 from counterpoint.program.recompute_sets import RecomputePolicy
+from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 
 Granularity: TypeAlias = Literal["whole", "prefer_blocks", "blocks", "tensor_parallel"]
 """How finely a model is split: not at all, into blocks where possible, into blocks, or into blocks and TP shards."""
@@ -43,6 +44,11 @@ class RankCost:
     grad_fraction: Fraction = Fraction(1)
     chunk_starts: tuple[int, ...] = (0,)
     weight_versions: int = 1
+
+    @property
+    def updated_bytes(self) -> Fraction:
+        """Bytes of gradient that it updates."""
+        return sum(self.updates.values(), Fraction(0))
 
     def num_chunks(self, unit: Unit) -> int:
         """Return how many of the rank's chunks use a unit."""
@@ -83,41 +89,55 @@ class CostEstimate:
         """Return the estimate of ``times`` replicas, each with its own microbatches."""
         return replace(self, ranks=self.ranks * times, num_micros=self.num_micros * times)
 
+    def add_sent_bytes(self, sent_bytes: Callable[[RankCost], Fraction | int]) -> CostEstimate:
+        """Return the estimate with bytes added that each rank sends, except in all-reduces of gradients."""
+        ranks = tuple(replace(rank, other_bytes=rank.other_bytes + sent_bytes(rank)) for rank in self.ranks)
+        return replace(self, ranks=ranks)
+
     def sent_bytes(self) -> tuple[Fraction, ...]:
         """Return the bytes that each rank sends in one step."""
         return tuple(rank.other_bytes + rank.allreduce_bytes for rank in self.ranks)
 
 
 class Strategy(Protocol):
-    """A pure rewrite of a program that spreads it over one more axis of ranks."""
+    """A pure rewrite of a program that spreads it over one more axis of ranks.
 
-    @property
-    def degree(self) -> int:
-        """Number of ranks along the new axis."""
-        ...
+    The defaults are those of replicas that each run the whole model on their own samples. A strategy is a frozen
+    dataclass; the class has to have :meth:`lower` and :meth:`estimate_cost`.
 
-    @property
-    def axis(self) -> str:
-        """Name of the new axis."""
-        ...
+    Attributes:
+        degree: number of ranks along the new axis.
+        axis: name of the new axis.
+        splits_batch: whether the ranks along the axis read different samples.
+    """
 
-    @property
-    def splits_batch(self) -> bool:
-        """Whether the ranks along the axis read different samples."""
-        ...
+    __slots__ = ()
+
+    degree: int
+    axis: ClassVar[str]
+    splits_batch: ClassVar[bool] = True
 
     @property
     def granularity(self) -> Granularity:
-        """How finely the model has to be split."""
-        ...
+        """How finely the model should be split."""
+        return "whole"
+
+    @property
+    def sync_schedule(self) -> SyncSchedule:
+        """Which kind of step is taken when."""
+        return SyncSchedule()
+
+    def variant(self, kind: StepKind) -> Strategy:
+        """Return the strategy that builds the program of one kind of step."""
+        return self
 
     def num_ranks(self, inner: int) -> int:
         """Return how many ranks the rewritten program needs if the given one needs ``inner``."""
-        ...
+        return inner * self.degree
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
         """Return the model with the blocks that this strategy needs."""
-        ...
+        return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program spread over the new axis."""

@@ -11,12 +11,13 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, TensorRef
 from counterpoint.program.program import Program
 from counterpoint.program.rewrite import expand, replicate, widen_commits
+from counterpoint.strategies.options import changed_options, format_term
 from counterpoint.strategies.replica_groups import replica_group
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction, tp_allreduce_bytes
+from counterpoint.strategies.strategy import CostEstimate, Granularity, Strategy, ring_fraction, tp_allreduce_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Strategy):
     """Shard the named dims of layers over ``degree`` ranks; all-reduce partial results.
 
     A column-parallel linear layer and the row-parallel one after it make one tensor-parallel block: its forward ends
@@ -45,13 +46,7 @@ class Tensor:
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        if self.dims == ("hidden", "heads"):
-            return f"tensor({self.degree})"
-        return f"tensor({self.degree}, dims={'+'.join(self.dims)})"
-
-    def num_ranks(self, inner: int) -> int:
-        """Return ``degree`` times as many ranks."""
-        return inner * self.degree
+        return format_term("tensor", self.degree, changed_options(self, "dims"))
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
         """Return the model with every sharded layer in a block of its own.
@@ -93,7 +88,7 @@ class Tensor:
             return program
         stride = program.num_ranks
         replicated = widen_commits(replicate(program, self.degree, same_samples=True), self.degree)
-        tp_blocks = {index for index, block in enumerate(model.blocks) if block.tp is not None}
+        tp_blocks = _tp_blocks(model)
 
         def add_all_reduce(rank: int, instruction: Instruction) -> Iterable[Instruction]:
             yield instruction
@@ -116,10 +111,10 @@ class Tensor:
         """Return the cost with one ring all-reduce per tensor-parallel block, direction and microbatch."""
         if self.degree == 1:
             return inner
-        ranks = tuple(self._rank_cost(rank, inner.samples_per_microbatch, model) for rank in inner.ranks)
-        tp_blocks = frozenset(index for index, block in enumerate(model.blocks) if block.tp is not None)
-        return replace(inner, ranks=ranks * self.degree, tp_blocks=tp_blocks)
+        factor = 2 * ring_fraction(self.degree) * inner.samples_per_microbatch
+        sent = inner.add_sent_bytes(lambda rank: factor * rank.num_micros * tp_allreduce_bytes(model, rank.blocks))
+        return replace(sent, ranks=sent.ranks * self.degree, tp_blocks=_tp_blocks(model))
 
-    def _rank_cost(self, rank: RankCost, samples: int, model: ModelSpec) -> RankCost:
-        volume = tp_allreduce_bytes(model, rank.blocks) * samples * rank.num_micros
-        return replace(rank, other_bytes=rank.other_bytes + 2 * ring_fraction(self.degree) * volume)
+
+def _tp_blocks(model: ModelSpec) -> frozenset[int]:
+    return frozenset(index for index, block in enumerate(model.blocks) if block.tp is not None)

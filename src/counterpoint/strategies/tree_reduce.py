@@ -20,10 +20,8 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
-    ApplyPushes,
     Backward,
     Collective,
-    Commit,
     Instruction,
     Recv,
     Send,
@@ -32,16 +30,21 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.program import Instructions, Program, RankProgram
-from counterpoint.program.rewrite import forward_blocks, grad_completion_index, replicate, widen_commits
-from counterpoint.strategies.renamed import renamed_hint
-from counterpoint.strategies.replica_groups import receives_grad, updated_units
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
+from counterpoint.program.rewrite import (
+    grad_completion_index,
+    replicate,
+    split_at_commit,
+    widen_commits,
+)
+from counterpoint.strategies.options import changed_options, format_term, require_choice
+from counterpoint.strategies.replica_groups import updated_units, uses_servers
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
 
 TreeShape: TypeAlias = Literal["binomial", "star", "chain"]
 
 
 @dataclass(frozen=True, slots=True)
-class TreeReduce:
+class TreeReduce(Strategy):
     """Replicate the program ``degree`` times; gradients are summed up a tree to replica 0, which alone updates.
 
     Weights are sent down the same tree. With ``shape=binomial`` replica i sends its gradients to the replica whose
@@ -70,33 +73,19 @@ class TreeReduce:
     send: Literal["after_backward", "during_backward"] = "after_backward"
 
     axis: ClassVar[str] = "tree"
-    splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.shape not in get_args(TreeShape):
-            raise PlanError(f"tree has no shape={self.shape}; give shape=binomial, shape=star or shape=chain")
-        if self.send not in {"after_backward", "during_backward"}:
-            hint = renamed_hint(f"send={self.send}")
-            raise PlanError(f"tree has no send={self.send}; give send=after_backward or send=during_backward{hint}")
+        require_choice("tree", "shape", self.shape, get_args(TreeShape))
+        require_choice("tree", "send", self.send, ("after_backward", "during_backward"))
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        options = [f"shape={self.shape}"] if self.shape != "binomial" else []
-        options += [f"send={self.send}"] if self.send != "after_backward" else []
-        return f"tree({', '.join([str(self.degree), *options])})"
+        return format_term("tree", self.degree, changed_options(self, "shape", "send"))
 
     @property
     def granularity(self) -> Granularity:
         """How finely the model should be split."""
         return "prefer_blocks" if self.send == "during_backward" else "whole"
-
-    def num_ranks(self, inner: int) -> int:
-        """Return ``degree`` times as many ranks."""
-        return inner * self.degree
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
 
     def parent(self, replica: int) -> int:
         """Return the replica to which a replica other than the root sends its gradients."""
@@ -118,7 +107,7 @@ class TreeReduce:
         Raises:
             PlanError: gradients are sharded, or the weights live on servers.
         """
-        if _uses_servers(program):
+        if uses_servers(program):
             raise PlanError(f"{self} comes after server, which keeps the weights already; write data(...) instead")
         instructions = (instruction for _, instruction in program.instructions())
         if any(isinstance(one, Collective) and one.op == "reduce_scatter" for one in instructions):
@@ -147,7 +136,7 @@ class TreeReduce:
 
     def _rank_cost(self, replica: int, rank: RankCost) -> RankCost:
         num_messages = len(self.children(replica)) + (replica > 0)
-        other_bytes = rank.other_bytes + num_messages * sum(rank.updates.values(), Fraction(0))
+        other_bytes = rank.other_bytes + num_messages * rank.updated_bytes
         if replica:
             return replace(rank, other_bytes=other_bytes, updates={}, optimizer_fraction=Fraction(0))
         return replace(rank, other_bytes=other_bytes)
@@ -170,8 +159,7 @@ class _TreeRank:
     def rewrite(self, rank_program: RankProgram) -> RankProgram:
         """Return the rank program with its messages; one that updates nothing has none."""
         body = rank_program.body
-        commit = next((index for index, instruction in enumerate(body) if isinstance(instruction, Commit)), len(body))
-        compute, update = body[:commit], body[commit:]
+        compute, update = split_at_commit(body)
         with_grads = self.add_grad_messages(compute, updated_units(body))
         return replace(rank_program, body=(*with_grads, *self.add_weight_messages(update)))
 
@@ -223,18 +211,3 @@ class _TreeRank:
     def send_down(self, unit: Unit) -> Iterable[Instruction]:
         """Return the messages with weights, to the children with the largest subtrees first."""
         return (Send(weight(unit), child) for child in reversed(self.children))
-
-
-def uses_tree_reduce(program: Program) -> bool:
-    """Tell whether gradients are sent to a rank that computes gradients itself: then the others do not update."""
-    computing = (rank_program.body for rank_program in program.rank_programs if forward_blocks(rank_program))
-    return any(receives_grad(instruction) for body in computing for instruction in body)
-
-
-def _uses_servers(program: Program) -> bool:
-    not_computing = (rank_program.body for rank_program in program.rank_programs if not forward_blocks(rank_program))
-    return any(
-        isinstance(instruction, ApplyPushes) or receives_grad(instruction)
-        for body in not_computing
-        for instruction in body
-    )

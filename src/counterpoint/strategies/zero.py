@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 from counterpoint.errors import PlanError
@@ -33,16 +34,19 @@ from counterpoint.program.rewrite import (
     insert_before_commit,
     map_parts,
     order_by_grad_completion,
-    replicate,
-    widen_commits,
 )
-from counterpoint.strategies.replica_groups import add_after_updates, receives_grad, replica_group, updated_units
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction
-from counterpoint.strategies.tree_reduce import uses_tree_reduce
+from counterpoint.strategies.replica_groups import (
+    add_after_updates,
+    map_replicas,
+    receives_grad,
+    updated_units,
+    uses_tree_reduce,
+)
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy, ring_fraction
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
+class Zero(Strategy):
     """Replicate the program ``degree`` times; each replica keeps and updates its own shard of the states.
 
     Level 1 shards the optimizer state: gradients are reduce-scattered once before the update, weights gathered
@@ -70,7 +74,6 @@ class Zero:
     name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
-    splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.level not in {1, 2, 3}:
@@ -85,14 +88,6 @@ class Zero:
         """How finely the model should be split."""
         return "prefer_blocks" if self.level == 3 else "whole"
 
-    def num_ranks(self, inner: int) -> int:
-        """Return ``degree`` times as many ranks."""
-        return inner * self.degree
-
-    def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model unchanged."""
-        return model
-
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` replicas with one shard each.
 
@@ -102,21 +97,8 @@ class Zero:
         self._check_unsharded(program)
         if self.degree == 1:
             return program
-        stride = program.num_ranks
-        replicated = widen_commits(replicate(program, self.degree), self.degree)
-        if self.level == 1:
-            replicated = insert_before_commit(
-                replicated,
-                lambda rank, rank_program: _reduce_scatter_before_update(
-                    rank_program, replica_group(rank, stride, self.degree)
-                ),
-            )
         units = tuple(model.units)
-        sharded = (
-            self._shard_rank_program(rank_program, replica_group(rank, stride, self.degree), units)
-            for rank, rank_program in enumerate(replicated.rank_programs)
-        )
-        return replace(replicated, rank_programs=tuple(sharded))
+        return map_replicas(program, self.degree, partial(self._shard_rank_program, units=units))
 
     def _check_unsharded(self, program: Program) -> None:
         if uses_tree_reduce(program):
@@ -137,6 +119,8 @@ class Zero:
 
     def _shard_rank_program(self, rank_program: RankProgram, group: Group, units: tuple[Unit, ...]) -> RankProgram:
         use = _UnitUse.from_rank_program(rank_program, units)
+        if self.level == 1:
+            rank_program = _reduce_scatter_before_update(rank_program, group)
         if self.level == 3:
             return map_parts(
                 rank_program, lambda body: [new for one in body for new in _all_gather_around(one, group, use)]
@@ -200,9 +184,9 @@ class _UnitUse(NamedTuple):
         return _UnitUse(by_block, completed_by)
 
 
-def _reduce_scatter_before_update(rank_program: RankProgram, group: Group) -> list[Instruction]:
+def _reduce_scatter_before_update(rank_program: RankProgram, group: Group) -> RankProgram:
     units = order_by_grad_completion(rank_program, updated_units(rank_program.body))
-    return [Collective("reduce_scatter", grad(unit), group) for unit in units]
+    return insert_before_commit(rank_program, [Collective("reduce_scatter", grad(unit), group) for unit in units])
 
 
 def _with_reduce_scatter(instruction: Instruction, group: Group, use: _UnitUse) -> Iterator[Instruction]:

@@ -53,9 +53,15 @@ class GradStorage(Protocol):
 
     Attributes:
         is_shared: whether the other replicas read the gradients, and the weights, in shared memory.
+        params: the parameters by name.
+        tables: those whose gradients may be kept as rows.
+        names_with_grad: parameters with a gradient from autograd in this step.
     """
 
     is_shared: bool
+    params: Mapping[str, nn.Parameter]
+    tables: Mapping[str, ParamSlot]
+    names_with_grad: set[str]
 
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
@@ -69,8 +75,24 @@ class GradStorage(Protocol):
     def sink_slots(self) -> list[ParamSlot]:
         """Return the parameters whose gradients backward writes to :meth:`target`."""
 
+    def collect(self, slot: ParamSlot) -> None:
+        """Move the gradient that autograd has put on a parameter here, if there is any."""
+        param = self.params[slot.name]
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if slot.name in self.tables and self.keep_as_rows(slot, grad):
+            return
+        target, has_some = self.target(slot)
+        (target.add_ if has_some else target.copy_)(grad.to_dense() if grad.is_sparse else grad)
+
+    def keep_as_rows(self, slot: ParamSlot, grad: Tensor) -> bool:
+        """Keep a table's gradient as rows and return true, or return false if it has to be dense."""
+
     def params_without_grad(self) -> list[str]:
         """Return the parameters without a gradient from autograd in this step, collected or not."""
+        return [name for name, param in self.params.items() if name not in self.names_with_grad and param.grad is None]
 
     def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
         """Start to sum the gradients of a group; each member gets its shard of the sum."""
@@ -88,7 +110,7 @@ class GradStorage(Protocol):
         """Drop all gradients."""
 
 
-class FlatGrads:
+class FlatGrads(GradStorage):
     """Gradients in this rank's own memory: a flat one, and rows of tables with sparse gradients.
 
     Args:
@@ -113,7 +135,8 @@ class FlatGrads:
         self.shard_start = 0  # its first element
         self.rows = rows  # (3)
         self.filled_names: set[str] = set()  # parameters whose slot in the flat gradient is valid
-        self.names_with_grad: set[str] = set()  # parameters with a gradient from autograd in this step
+        self.tables = rows.slots
+        self.names_with_grad = set()
 
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
@@ -149,19 +172,11 @@ class FlatGrads:
             if is_large_matrix(self.params[slot.name]) and slot.name not in self.rows.slots
         ]
 
-    def collect(self, slot: ParamSlot) -> None:
-        """Move the gradient that autograd has put on a parameter into the flat one, if there is any."""
-        param = self.params[slot.name]
-        grad = param.grad
-        if grad is None:
-            return
-        param.grad = None
-        if slot.name in self.rows.slots:
-            self.rows.add(slot.name, grad)
-            self.names_with_grad.add(slot.name)
-            return
-        view, has_some = self.target(slot)
-        (view.add_ if has_some else view.copy_)(grad.to_dense() if grad.is_sparse else grad)
+    def keep_as_rows(self, slot: ParamSlot, grad: Tensor) -> bool:
+        """Keep a table's gradient as rows: it has no place in the flat one."""
+        self.rows.add(slot.name, grad)
+        self.names_with_grad.add(slot.name)
+        return True
 
     def collect_many(self, slots: Sequence[ParamSlot]) -> None:
         """Do :meth:`collect` for each; small ones are copied together, large ones one by one and freed at once."""
@@ -183,10 +198,6 @@ class FlatGrads:
                 flat[slot.start : slot.stop].zero_()
                 self.filled_names.add(slot.name)
         return flat
-
-    def params_without_grad(self) -> list[str]:
-        """Return the parameters without a gradient from autograd in this step, collected or not."""
-        return [name for name, param in self.params.items() if name not in self.names_with_grad and param.grad is None]
 
     def pack(self) -> list[Tensor]:
         """Return the gradient as tensors to be sent; :meth:`add_packed` is its inverse."""

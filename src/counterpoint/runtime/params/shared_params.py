@@ -33,7 +33,7 @@ from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.fabric.shm.segments import discard_shared_pages
 from counterpoint.program.instruction import Collective
-from counterpoint.runtime.params.flat_grads import GradRange
+from counterpoint.runtime.params.flat_grads import GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.sparse_grads import (
     RowGrad,
@@ -295,7 +295,7 @@ def aligned_elements(num_elements: int, dtype: torch.dtype) -> int:
     return -(-num_elements // step) * step
 
 
-class SharedGrads:
+class SharedGrads(GradStorage):
     """Gradients of a unit in shared memory: each replica writes its own and updates its shard with the sum of all.
 
     Args:
@@ -321,7 +321,8 @@ class SharedGrads:
         self.shard: Tensor | None = None  # the sum of this rank's shard, if a caller has asked for it as a tensor
         self.shard_start, self.shard_stop = layout.shard_bounds(len(gradients))[exchange.replica :][:2]
         self.filled_names: set[str] = set()  # parameters whose slot in the own gradient is valid
-        self.names_with_grad: set[str] = set()  # parameters with a gradient from autograd in this step
+        self.tables = exchange.tables
+        self.names_with_grad = set()
         self._sparse_sums: dict[str, Tensor] = {}
         self._large_slots = [slot for slot in layout.slots if not is_small(slot, layout)]
         small_slots = [slot for slot in layout.slots if is_small(slot, layout)]
@@ -357,18 +358,11 @@ class SharedGrads:
         """Return the parameters whose gradients backward writes to :meth:`target`."""
         return self._large_slots
 
-    def collect(self, slot: ParamSlot) -> None:
-        """Move the gradient that autograd has put on a parameter here, if there is any."""
-        param = self.params[slot.name]
-        grad = param.grad
-        if grad is None:
-            return
-        param.grad = None
-        if grad.is_sparse and slot.name in self.exchange.tables:
+    def keep_as_rows(self, slot: ParamSlot, grad: Tensor) -> bool:
+        """Keep a sparse gradient as rows; a dense one stays dense."""
+        if grad.is_sparse:
             self.add_rows(slot, row_grad_from_sparse(grad))
-            return
-        view, has_some = self.target(slot)
-        (view.add_ if has_some else view.copy_)(grad.to_dense() if grad.is_sparse else grad)
+        return grad.is_sparse
 
     def _on_grad(self, slot: ParamSlot, _: Tensor) -> None:
         self.collect(slot)
@@ -386,10 +380,6 @@ class SharedGrads:
             slots = tuple(self._large_slots)
         for slot in slots:
             self.collect(slot)
-
-    def params_without_grad(self) -> list[str]:
-        """Return the parameters without a gradient from autograd in this step, collected or not."""
-        return [name for name, param in self.params.items() if name not in self.names_with_grad and param.grad is None]
 
     def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
         """Complete the own gradient, for the others to read after a barrier."""

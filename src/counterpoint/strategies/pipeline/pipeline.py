@@ -14,7 +14,7 @@ from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.optim.validation import renamed_parameters
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Update
 from counterpoint.program.program import Program, RankProgram
-from counterpoint.strategies.options import require_choice
+from counterpoint.strategies.options import changed_options, format_term, require_choice
 from counterpoint.strategies.pipeline.async_pipeline import AsyncPipeline
 from counterpoint.strategies.pipeline.chunks import Chunks
 from counterpoint.strategies.pipeline.partition import choose_chunk_starts, default_partition, split_before
@@ -32,12 +32,12 @@ from counterpoint.strategies.pipeline.split_points import (
 from counterpoint.strategies.pipeline.stage_programs import StageGrid, build_stage_programs, stage_tp_bytes
 from counterpoint.strategies.recomputation import RECOMPUTE_MODES, RecomputeMode
 from counterpoint.strategies.renamed import RENAMED
-from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy, ring_fraction
 
 
 @renamed_parameters({old: RENAMED[old] for old in ("order", "virtual", "cuts")})
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(Strategy):
     """Split the model into stages on different ranks and run microbatches through them.
 
     Args:
@@ -158,22 +158,8 @@ class Pipeline:
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        parts = [str(self.degree)]
-        if self.schedule != "one_f_one_b":
-            parts.append(f"schedule={self.schedule}")
-        if self.chunks_per_stage > 1:
-            parts.append(f"chunks_per_stage={self.chunks_per_stage}")
-        if self.replicas:
-            parts.append(f"replicas=({','.join(map(str, self.replicas))})")
-        if self.balance:
-            parts.append(f"balance=({','.join(map(str, self.balance))})")
-        if self.split_points:
-            parts.append(f"split_points={'+'.join(self.split_points)}")
-        if self.vertical_sync == "on":
-            parts.append("vertical_sync=on")
-        if self.recompute != "never":
-            parts.append(f"recompute={self.recompute}")
-        return f"pipeline({', '.join(parts)})"
+        names = "schedule", "chunks_per_stage", "replicas", "balance", "split_points", "vertical_sync", "recompute"
+        return format_term("pipeline", self.degree, changed_options(self, *names))
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
