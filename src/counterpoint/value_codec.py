@@ -341,6 +341,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond the range of a float")
+    return number
+
+
 def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
@@ -349,7 +356,9 @@ def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValu
 
 
 _JSON_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_reject_duplicates)
+_JSON_DECODER = json.JSONDecoder(
+    parse_float=_parse_float, parse_constant=_refuse_constant, object_pairs_hook=_reject_duplicates
+)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

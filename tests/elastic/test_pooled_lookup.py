@@ -12,6 +12,7 @@ from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.fabric.shm.native import NativeLibrary, native
 from counterpoint.ps.consistency import Asp, Bsp, Ssp
 from counterpoint.ps.messages import PullRequest, PushRequest
+from counterpoint.ps.shard import PsShard
 from counterpoint.ps.update_rules import UniformInit
 from tests.elastic.worker_fixtures import (
     InterleavedWorkers,
@@ -38,17 +39,18 @@ def trained(consistency, build=embedding_bag_model, *, config=None, minibatches=
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Every pull and push of a table that is made, as whether it is one of sums."""
+    """Every pull and push of a table that a shard executes, as whether it is one of sums."""
     result = []
-    for kind in (PullRequest, PushRequest):
-        check = kind.__post_init__
+    for method in ("apply", "read"):
+        execute = getattr(PsShard, method)
 
-        def noted(self, check=check):
-            check(self)
-            if self.rows is not None and self.key != layout.LAYOUT_KEY:
-                result.append((type(self), self.pooling is not None))
+        def noted(self, request, execute=execute):
+            is_lookup = isinstance(request, PullRequest | PushRequest) and request.key != layout.LAYOUT_KEY
+            if is_lookup and request.rows is not None:
+                result.append((type(request), request.pooling is not None))
+            return execute(self, request)
 
-        monkeypatch.setattr(kind, "__post_init__", noted)
+        monkeypatch.setattr(PsShard, method, noted)
     return result
 
 

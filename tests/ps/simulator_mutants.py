@@ -1,6 +1,6 @@
 """Bugs that have been made elsewhere, planted one at a time: a checker that finds none of them proves nothing."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from counterpoint.ps.actions import COORDINATOR, SendMessage
 from counterpoint.ps.consistency import ConsistencyTracker

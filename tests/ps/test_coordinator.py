@@ -4,7 +4,7 @@ from counterpoint.ps.actions import AppendLog, SendMessage
 from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.coordinator import Coordinator
 from counterpoint.ps.coordinator_state import assign_replicas, remove_replica
-from counterpoint.ps.job_config import DataConfig, JobConfig
+from counterpoint.ps.job_config import DataConfig, JobConfig, Timeouts
 from counterpoint.ps.messages import (
     Ack,
     DataTask,
@@ -43,6 +43,11 @@ def with_worker():
     coordinator = Coordinator(JOB)
     coordinator.on_event(hello(), 0.0)
     return coordinator
+
+
+def test_jobs_with_one_second_as_integer_and_as_float_are_equal():
+    digests = {JobConfig("job", Asp(), timeouts=Timeouts(heartbeat_s=seconds)).digest() for seconds in (1, 1.0)}
+    assert len(digests) == 1
 
 
 def test_a_second_member_of_one_name_is_refused_while_the_first_is_alive():

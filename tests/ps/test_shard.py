@@ -1,10 +1,10 @@
 """A shard alone: what it answers, and what changes nothing."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from counterpoint.errors import ProtocolError
 from counterpoint.ps.consistency import Asp, Bsp, Ssp

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from counterpoint.ps.actions import COORDINATOR, DeliverReply, PsAction, SendMessage, Shutdown
 from counterpoint.ps.job_config import JobConfig

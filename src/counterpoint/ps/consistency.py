@@ -18,9 +18,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias, assert_never, get_args
+
+from msgspec import Struct
 
 from counterpoint.errors import PlanError, ProtocolError
 
@@ -28,8 +29,7 @@ NO_SLICE = -1
 """In place of the index of a data slice: the push is applied, but a second push of its data would not be noticed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bsp:
+class Bsp(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Bulk-synchronous: one update of a key sums a fixed number of data slices in slice order, from any worker."""
 
     slices_per_step: int
@@ -41,8 +41,7 @@ class Bsp:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Ssp:
+class Ssp(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Stale-synchronous: a worker's reads are at most ``staleness`` of its pushes ahead of the slowest worker's.
 
     Source:
@@ -56,8 +55,7 @@ class Ssp:
             raise PlanError(f"ssp with staleness {self.staleness}; give 0 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class Asp:
+class Asp(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Asynchronous: every push is an update of its own, and no worker waits."""
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
+
+from msgspec.structs import replace
 
 from counterpoint.ps.job_config import DataConfig, JobConfig, RetryPolicy
 from counterpoint.ps.messages import (

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Struct, field
 
 from counterpoint.errors import PlanError
 from counterpoint.ps.consistency import Bsp, Consistency
 
 
-@dataclass(frozen=True, slots=True)
-class DataConfig:
+class DataConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How a job's data is split into slices and tasks.
 
     Args:
@@ -39,8 +40,7 @@ class DataConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True, forbid_unknown_fields=True):
     """How often a task may be retried before the job stops with an error; no data is ever skipped.
 
     Args:
@@ -62,8 +62,7 @@ class RetryPolicy:
             raise PlanError(f"{self} has a negative number")
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True, forbid_unknown_fields=True):
     """Time limits of a job.
 
     Args:
@@ -79,8 +78,7 @@ class Timeouts:
     resend_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class JobConfig:
+class JobConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration that must be identical on every member of a job.
 
     Args:
@@ -133,4 +131,5 @@ class JobConfig:
 
     def digest(self) -> str:
         """Return a hash of the configuration, equal for equal jobs."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+        decoded = msgspec.convert(msgspec.to_builtins(self), JobConfig)  # as read from a job file: 1 s becomes 1.0 s
+        return hashlib.blake2b(repr(decoded).encode(), digest_size=16).hexdigest()

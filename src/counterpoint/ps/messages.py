@@ -11,10 +11,10 @@ shard that receives a message checks it against its keys::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from counterpoint.errors import ProgramError
@@ -38,8 +38,7 @@ invalid; ``identity``: the name is taken, or the sender does not belong to the j
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHeader:
+class RequestHeader(Struct, frozen=True, forbid_unknown_fields=True):
     """Sender of a request, and its position in the sender's sequence.
 
     Args:
@@ -64,8 +63,7 @@ class RequestHeader:
             raise invalid_request(f"acked_before={self.acked_before} is beyond sequence {self.sequence}")
 
 
-@dataclass(frozen=True, slots=True)
-class KeySpec:
+class KeySpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Definition of a key on one shard.
 
     Args:
@@ -98,8 +96,7 @@ class KeySpec:
         check_request(not self.width or not isinstance(self.rule, Assign), f"rows of {self.key} without an optimizer")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InitRequest:
+class InitRequest(Struct, frozen=True, forbid_unknown_fields=True, eq=False, tag=str.lower):
     """Create a key, unless it exists with the same definition.
 
     Args:
@@ -136,8 +133,7 @@ class InitRequest:
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PushRequest:
+class PushRequest(Struct, frozen=True, forbid_unknown_fields=True, eq=False, tag=str.lower):
     """Apply a gradient.
 
     Args:
@@ -193,8 +189,7 @@ def validate_encoded(push: PushRequest) -> None:
     check_request(fits, f"a push to {push.key} in {push.codec} of {push.values.dtype} with {push.values.dim()} dims")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PullRequest:
+class PullRequest(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """Read a key, once it has the requested version and the consistency model allows it.
 
     Args:
@@ -225,8 +220,7 @@ class PullRequest:
             validate_pooling(self.pooling, self.key, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class JoinClock:
+class JoinClock(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Include this worker in the ssp clock from now on; it starts at the minimum clock."""
 
     header: RequestHeader
@@ -236,8 +230,7 @@ class JoinClock:
         validate_counts(self.shard)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveClock:
+class LeaveClock(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Exclude this worker from the ssp clock until it joins again."""
 
     header: RequestHeader
@@ -247,8 +240,7 @@ class LeaveClock:
         validate_counts(self.shard)
 
 
-@dataclass(frozen=True, slots=True)
-class JobMember:
+class JobMember(Struct, frozen=True, forbid_unknown_fields=True):
     """A member of the job: name, incarnation and address."""
 
     name: str
@@ -261,8 +253,7 @@ class JobMember:
         check_request(len(self.address) <= MAX_NAME, f"the address of {self.name} has {len(self.address)} characters")
 
 
-@dataclass(frozen=True, slots=True)
-class SetMembers:
+class SetMembers(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Journal entry: the workers of a new membership generation."""
 
     generation: int
@@ -272,8 +263,7 @@ class SetMembers:
         validate_counts(self.generation)
 
 
-@dataclass(frozen=True, slots=True)
-class PushReply:
+class PushReply(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """The push is applied (or pending within its step) and survives the failure of one server.
 
     Args:
@@ -292,8 +282,7 @@ class PushReply:
         validate_counts(self.shard, self.sequence, self.version)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PullReply:
+class PullReply(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """Value of a key; ``values`` as in `PushRequest`."""
 
     shard: int
@@ -308,8 +297,7 @@ class PullReply:
         check_request(self.values.dtype in DTYPES.values(), f"{self.key} comes as {self.values.dtype}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """The request with this sequence was executed; ``shard`` is -1 in replies of the coordinator."""
 
     shard: int
@@ -319,8 +307,7 @@ class Ack:
         validate_counts(self.shard + 1, self.sequence)
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """The request was rejected; no state changed.
 
     Args:
@@ -367,8 +354,7 @@ def validate_rows(rows: Tensor | None, key: str) -> None:
         raise invalid_request(f"rows of {key} that do not ascend from 0")
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRequest:
+class JoinRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Request to join the job.
 
     Args:
@@ -391,8 +377,7 @@ class JoinRequest:
         validate_counts(self.token)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardReplicas:
+class ShardReplicas(Struct, frozen=True, forbid_unknown_fields=True):
     """Servers that hold a shard.
 
     Args:
@@ -412,8 +397,7 @@ class ShardReplicas:
         check_request(self.backup != self.primary, f"{self.primary} is primary and backup of one shard")
 
 
-@dataclass(frozen=True, slots=True)
-class MembershipView:
+class MembershipView(Struct, frozen=True, forbid_unknown_fields=True):
     """Members of the job and replicas of each shard in one generation; a larger generation supersedes a smaller one."""
 
     generation: int
@@ -425,8 +409,7 @@ class MembershipView:
         validate_counts(self.generation)
 
 
-@dataclass(frozen=True, slots=True)
-class JoinReply:
+class JoinReply(Struct, frozen=True, forbid_unknown_fields=True):
     """The sender of the join request with this token is a member, with this incarnation."""
 
     token: int
@@ -437,22 +420,19 @@ class JoinReply:
         validate_counts(self.token, self.incarnation)
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True):
     """Liveness signal; the coordinator replies with its view if the sender's is older."""
 
     header: RequestHeader
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRequest:
+class TaskRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Request for a task."""
 
     header: RequestHeader
 
 
-@dataclass(frozen=True, slots=True)
-class DataTask:
+class DataTask(Struct, frozen=True, forbid_unknown_fields=True):
     """A range of data slices of one epoch, ``[start, stop)``, and how often it has been assigned before."""
 
     epoch: int
@@ -465,8 +445,7 @@ class DataTask:
         check_request(self.start < self.stop, f"a task of slices {self.start} to {self.stop}")
 
 
-@dataclass(frozen=True, slots=True)
-class TaskReply:
+class TaskReply(Struct, frozen=True, forbid_unknown_fields=True):
     """A task, leased for a limited time; None if all data of all epochs has been processed."""
 
     sequence: int
@@ -476,8 +455,7 @@ class TaskReply:
         validate_counts(self.sequence)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskReport:
+class TaskReport(Struct, frozen=True, forbid_unknown_fields=True):
     """Outcome of a task.
 
     Args:
@@ -498,15 +476,13 @@ class TaskReport:
         validate_counts(self.version)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveRequest:
+class LeaveRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Leave the job; leased tasks are preempted."""
 
     header: RequestHeader
 
 
-@dataclass(frozen=True, slots=True)
-class BackupReady:
+class BackupReady(Struct, frozen=True, forbid_unknown_fields=True):
     """The backup of this shard has a full copy, in the generation of the header."""
 
     header: RequestHeader
@@ -516,15 +492,13 @@ class BackupReady:
         validate_counts(self.shard)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRequest:
+class CheckpointRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Request a consistent snapshot of all shards."""
 
     header: RequestHeader
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReply:
+class CheckpointReply(Struct, frozen=True, forbid_unknown_fields=True):
     """The number of the snapshot that will be taken once no task is partially applied."""
 
     sequence: int
@@ -534,8 +508,7 @@ class CheckpointReply:
         validate_counts(self.sequence, self.snapshot)
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotRequest:
+class SnapshotRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Request to save the receiver's primary shards now, as this snapshot."""
 
     generation: int
@@ -545,8 +518,7 @@ class SnapshotRequest:
         validate_counts(self.generation, self.snapshot)
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotSaved:
+class SnapshotSaved(Struct, frozen=True, forbid_unknown_fields=True):
     """The shard is durably saved for this snapshot, as of this journal position."""
 
     header: RequestHeader
@@ -565,8 +537,7 @@ JournalEntry: TypeAlias = InitRequest | PushRequest | JoinClock | LeaveClock | S
 """Entries of a shard's journal."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerClock:
+class WorkerClock(Struct, frozen=True, forbid_unknown_fields=True):
     """Number of pushes of a worker to a key (ssp)."""
 
     worker: str
@@ -577,8 +548,7 @@ class WorkerClock:
         validate_counts(self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyProgress:
+class KeyProgress(Struct, frozen=True, forbid_unknown_fields=True):
     """Consistency state of a key.
 
     Args:
@@ -600,8 +570,7 @@ class KeyProgress:
         check_request(all(low < high for low, high in runs), f"slice ranges {self.applied_slices} overlap")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingGradient:
+class PendingGradient(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """A gradient of a bsp step whose other slices have not arrived."""
 
     slice_index: int
@@ -613,8 +582,7 @@ class PendingGradient:
         validate_rows(self.rows, "a held gradient")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyState:
+class KeyState(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """Full state of a key.
 
     Args:
@@ -642,8 +610,7 @@ class KeyState:
         validate_rows(self.previous_rows, self.spec.key)
 
 
-@dataclass(frozen=True, slots=True)
-class ClientState:
+class ClientState(Struct, frozen=True, forbid_unknown_fields=True):
     """Duplicate-detection state of one worker incarnation: next sequence, and replies that may be requested again."""
 
     worker: str
@@ -656,8 +623,7 @@ class ClientState:
         validate_counts(self.incarnation, self.next_sequence)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardState:
+class ShardState(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """State of a shard after ``position`` journal entries."""
 
     position: int
@@ -673,8 +639,7 @@ class ShardState:
             validate_name(name)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InstallSnapshot:
+class InstallSnapshot(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """Make the receiver the backup of a shard, from this state on."""
 
     header: RequestHeader
@@ -685,8 +650,7 @@ class InstallSnapshot:
         validate_counts(self.shard)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicateEntry:
+class ReplicateEntry(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """Journal entry at this position, to be applied by the backup."""
 
     header: RequestHeader
@@ -698,8 +662,7 @@ class ReplicateEntry:
         validate_counts(self.shard, self.position)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicationAck:
+class ReplicationAck(Struct, frozen=True, forbid_unknown_fields=True):
     """The backup has applied all entries before this position."""
 
     header: RequestHeader

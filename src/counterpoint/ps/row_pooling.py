@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
 from torch import Tensor
 
 from counterpoint.ps.update_rules import invalid_request
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowPooling:
+class RowPooling(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """Which rows each output sums, in the format of ``torch.nn.functional.embedding_bag``.
 
     Output ``i`` sums rows ``indices[offsets[i]:offsets[i + 1]]``; the last output runs to the end.

@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
@@ -24,7 +25,7 @@ from counterpoint.fabric.compression import decompress
 from counterpoint.program.compression import find_codec
 from counterpoint.ps.consistency import Bsp, ConsistencyTracker
 from counterpoint.ps.job_config import JobConfig
-from counterpoint.ps.message_codec import encode_message
+from counterpoint.ps.message_codec import decode_as, encode_message
 from counterpoint.ps.messages import (
     DTYPES,
     Ack,
@@ -317,7 +318,8 @@ class PsShard:
 
     def digest(self) -> str:
         """Return a hash that is equal for bitwise equal shards."""
-        _, fields, tensors = encode_message(self.state)
+        state = decode_as({"shardstate": ShardState}, *encode_message(self.state))  # as a backup has it: 1 becomes 1.0
+        _, fields, tensors = encode_message(state)
         digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16)
         for tensor in tensors:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())

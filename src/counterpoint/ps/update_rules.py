@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from counterpoint.errors import ProtocolError
 
 
-@dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """No optimizer: the pushed value replaces the stored one (under bsp, the sum of a step); workers update locally."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sgd:
+class Sgd(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """``torch.optim.SGD``; with momentum, the momentum of rows that are not pushed does not decay.
 
     Source:
@@ -36,8 +35,7 @@ class Sgd:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Adagrad:
+class Adagrad(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """``torch.optim.Adagrad``, for dense keys and for rows.
 
     Source:
@@ -55,8 +53,7 @@ class Adagrad:
         check_request(min(options) >= 0, f"{self} has a negative option")
 
 
-@dataclass(frozen=True, slots=True)
-class Adam:
+class Adam(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """``torch.optim.Adam`` for dense keys, ``torch.optim.SparseAdam`` for rows.
 
     Source:
@@ -77,15 +74,13 @@ class Adam:
 UpdateRule: TypeAlias = Assign | Sgd | Adagrad | Adam
 
 
-@dataclass(frozen=True, slots=True)
-class ConstantInit:
+class ConstantInit(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Initialize every element of a row to one value."""
 
     value: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class UniformInit:
+class UniformInit(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Initialize a row uniformly in ``[low, high)``, as a function of (seed, key, row, column) only."""
 
     low: float
@@ -96,8 +91,7 @@ class UniformInit:
         check_request(-inf < self.low <= self.high < inf, f"{self} is not a finite, ordered range")
 
 
-@dataclass(frozen=True, slots=True)
-class NormalInit:
+class NormalInit(Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     """Initialize a row from a normal distribution, as a function of (seed, key, row, column) only."""
 
     mean: float

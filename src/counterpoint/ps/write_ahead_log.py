@@ -6,12 +6,11 @@ anywhere else is an error.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from counterpoint.errors import CheckpointError, PeerError
@@ -27,10 +26,10 @@ from counterpoint.fabric.frames import (
 )
 from counterpoint.ps.message_codec import decode_as, encode_message
 from counterpoint.ps.messages import DataTask, JournalEntry, Role, ShardReplicas, TaskOutcome
+from counterpoint.value_codec import format_json, parse_json
 
 
-@dataclass(frozen=True, slots=True)
-class MemberJoined:
+class MemberJoined(Struct, frozen=True, forbid_unknown_fields=True):
     """A member joined the job."""
 
     name: str
@@ -40,23 +39,20 @@ class MemberJoined:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLeft:
+class MemberLeft(Struct, frozen=True, forbid_unknown_fields=True):
     """A member left the job or timed out."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicasAssigned:
+class ReplicasAssigned(Struct, frozen=True, forbid_unknown_fields=True):
     """The replicas of a shard changed."""
 
     shard: int
     replicas: ShardReplicas
 
 
-@dataclass(frozen=True, slots=True)
-class TaskAssigned:
+class TaskAssigned(Struct, frozen=True, forbid_unknown_fields=True):
     """A task was assigned in reply to the request with this sequence; None if all data has been processed."""
 
     worker: str
@@ -64,8 +60,7 @@ class TaskAssigned:
     task: DataTask | None
 
 
-@dataclass(frozen=True, slots=True)
-class TaskReported:
+class TaskReported(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker reported the outcome of a task in the request with this sequence."""
 
     worker: str
@@ -76,30 +71,26 @@ class TaskReported:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseExpired:
+class LeaseExpired(Struct, frozen=True, forbid_unknown_fields=True):
     """The lease of a task expired, so the task is to be assigned again."""
 
     task: DataTask
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRequested:
+class CheckpointRequested(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker requested a snapshot in the request with this sequence."""
 
     worker: str
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotQuiesced:
+class SnapshotQuiesced(Struct, frozen=True, forbid_unknown_fields=True):
     """No task is partially applied; shards are being saved for this snapshot from now on."""
 
     snapshot: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSaved:
+class ShardSaved(Struct, frozen=True, forbid_unknown_fields=True):
     """A shard has been saved for a snapshot, as of this journal position."""
 
     snapshot: int
@@ -107,15 +98,13 @@ class ShardSaved:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobLost:
+class JobLost(Struct, frozen=True, forbid_unknown_fields=True):
     """The job cannot continue without its last checkpoint, for this reason."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobResumed:
+class JobResumed(Struct, frozen=True, forbid_unknown_fields=True):
     """The job restarts from a snapshot with no members; later records have been removed from the log.
 
     Args:
@@ -129,8 +118,7 @@ class JobResumed:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JournalRecord:
+class JournalRecord(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """An entry of a shard's journal, kept for inspection and replay.
 
     Args:
@@ -177,7 +165,7 @@ def encode_record(record: LogRecord) -> bytes:
 def encode_chunks(value: object) -> list[Tensor]:
     """Return a record or message as a list of flat byte tensors; large tensors are not copied."""
     kind, fields, tensors = encode_message(value)
-    text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(format_json(fields).encode()), dtype=torch.uint8)
     return encode_parts(RECORD_HEADER, kind, [text, *tensors])
 
 
@@ -193,7 +181,7 @@ def decode_one(types: Mapping[str, type], buffer: Tensor) -> Any:  # noqa: ANN40
     """
     frame = decode(buffer)
     text, *tensors = frame.tensors
-    return decode_as(types, frame.label, json.loads(text.numpy().tobytes()), tensors)
+    return decode_as(types, frame.label, parse_json(text.numpy().tobytes()), tensors)
 
 
 def decode_log(raw: bytes) -> tuple[list[Any], int]:

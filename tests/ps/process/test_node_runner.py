@@ -2,10 +2,10 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from counterpoint.elastic.remote_module import RemoteModule

@@ -34,6 +34,8 @@ P2PTask = Callable[[], int]
 class SerialExecutor:
     """A daemon thread that runs tasks one after the other.
 
+    Not a ``ThreadPoolExecutor(1)``, whose thread the interpreter joins at exit: it would wait for a missing message.
+
     Args:
         name: of the thread.
     """

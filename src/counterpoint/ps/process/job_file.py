@@ -11,6 +11,7 @@ from counterpoint.errors import LaunchError, ProtocolError
 from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.message_codec import decode_as, encode_message
 from counterpoint.rpc.address import RpcAddress, parse_address
+from counterpoint.value_codec import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def read_job_file(path: Path) -> JobEndpoint:
         LaunchError: it cannot be read, or is not a job file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         job = decode_as({"job": JobConfig}, "job", content["job"], [])
         return JobEndpoint(job, parse_address(str(content["coordinator"])))
     except OSError as error:
