@@ -194,15 +194,17 @@ def decide_skips(
 ) -> tuple[bool, bool]:
     """Return whether this step's update is skipped, and whether the one that applies this step's gradients late is.
 
-    All members of a commit group call this with the same arguments, so all of them skip the same updates. A skipped
-    update changes neither weights nor optimizer state.
+    All members that share a mean loss call this with the same arguments, so all of them skip the same updates. (Workers
+    of ``easgd`` update on their own: one without samples skips its own step.) A skipped update changes neither weights
+    nor optimizer state. A step without samples is skipped without a reason; with a reason,
+    :func:`require_finite` may raise instead.
 
     Args:
         reports: of all members.
         result: what :func:`decide_step` returned for them.
         has_samples: whether any microbatch of the commit has samples, on whichever rank.
         delays_grads: whether a step applies the gradients of the step before (``staleness=1``).
-        skip_delayed: the second value of the step before, whose gradients this step applies.
+        skip_delayed: whether the step before found its own gradients unusable, which this step would apply.
 
     Example:
         >>> reports = [StepReport(loss_sum=1.0, num_samples=2)]
@@ -228,9 +230,8 @@ def _find_skip_reason(
     reports: Sequence[StepReport], group: Sequence[int], squared_norm: float, microbatches_per_batch: int
 ) -> str:
     nonfinite = [report for report in reports if report.nonfinite_micro >= 0]
-    if (
-        microbatches_per_batch and nonfinite
-    ):  # every stage decides separately from the last stage's loss: one text for all
+    if microbatches_per_batch and nonfinite:
+        # each stage of an asynchronous pipeline decides separately, from the last stage's loss: one text for all
         first = min(nonfinite, key=lambda report: report.nonfinite_micro)
         batch, micro = divmod(first.nonfinite_micro, microbatches_per_batch)
         return f"the loss of microbatch {micro} of batch {batch} is {first.loss_sum}"

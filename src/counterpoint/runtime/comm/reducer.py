@@ -263,7 +263,8 @@ class Reducer:
             for reduce in self.reduces:
                 reduce.poll(self.clock)
         expected, bucket = self.expected_hits[index], self.bucket_of[index]
-        if bucket == NO_BUCKET or not 0 < expected <= hits:  # the number is not known yet, or more gradients follow
+        is_known, is_last = expected > 0, hits >= expected
+        if bucket == NO_BUCKET or not is_known or not is_last:
             return
         if bucket < progress.num_started:
             raise DataError(
@@ -271,15 +272,17 @@ class Reducer:
                 f"started, because no earlier backward gave it more than {expected}; a reduction that overlaps with "
                 "backward must know which gradient is the last: set passes=(), so that reductions start after backward"
             )
-        progress.num_waiting[bucket] -= hits == expected
+        if hits == expected:
+            progress.num_waiting[bucket] -= 1
         if self.grad_slots[index].is_large or (bucket == progress.num_started and progress.num_waiting[bucket] == 0):
             with without_torch_function():
-                self._collect(self.grad_slots[index])
+                grad_slot = self.grad_slots[index]
+                if grad_slot.is_large:
+                    grad_slot.flat_grad.flat_params.own_grads.collect(grad_slot.slot)
+                self._start_complete_buckets()
 
-    def _collect(self, grad_slot: GradSlot) -> None:
-        """Copy a large gradient, and start the buckets that are complete."""
-        if grad_slot.is_large:
-            grad_slot.flat_grad.flat_params.own_grads.collect(grad_slot.slot)
+    def _start_complete_buckets(self) -> None:
+        """Start the next buckets, up to the first that still waits for a gradient."""
         progress = self.progress
         # (3): in order, so that all members start the same buckets in the same order
         while progress.num_started < len(progress.assignment) and progress.num_waiting[progress.num_started] == 0:
