@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import DataError, ProtocolError
-from counterpoint.value_codec import ALIGNMENT, DTYPES, decode_value, encode_parts, encode_value
+from counterpoint.value_codec import ALIGNMENT, DTYPES, decode_value, encode_parts, encode_value, parse_json
 
 
 class Priority(IntEnum):
@@ -144,3 +144,13 @@ def test_a_value_that_was_cut_or_lengthened_is_rejected(data):
 def test_hostile_bytes_are_rejected_with_what_was_found(data, found):
     with pytest.raises(ProtocolError, match=f"a malformed value: .*{found}"):
         decode_value(data)
+
+
+@pytest.mark.parametrize("text", [rb'{"\ud800": 1}', rb'["\uDFFF"]', b'"\\ud83d"'])
+def test_half_of_a_surrogate_pair_is_no_text(text):
+    with pytest.raises(ValueError, match="surrogates"):
+        parse_json(text)
+
+
+def test_a_whole_surrogate_pair_is_a_character():
+    assert parse_json(rb'"\ud83d\ude00"') == "\U0001f600"

@@ -332,9 +332,12 @@ def parse_json(text: bytes) -> JsonValue:
         ValueError: it is not JSON in UTF-8, a name occurs twice, a number is not finite, or it is nested too deeply.
     """
     try:
-        return _JSON_DECODER.decode(text.decode())
+        value: JsonValue = _JSON_DECODER.decode(text.decode())
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half of a surrogate pair
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

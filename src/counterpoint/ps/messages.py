@@ -25,6 +25,7 @@ from counterpoint.ps.update_rules import Assign, Initializer, UpdateRule, check_
 
 MAX_NAME = 512
 MAX_NUMBER = (1 << 63) - 1
+MAX_WIDTH = 1 << 24  # elements of a row
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Role: TypeAlias = Literal["worker", "server"]
@@ -87,6 +88,9 @@ class KeySpec(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         validate_name(self.key)
         validate_counts(self.low, self.high, self.width)
+        check_request(
+            self.width <= MAX_WIDTH, f"rows of {self.key} with {self.width} elements; at most {MAX_WIDTH} fit"
+        )
         check_request(self.dtype in DTYPES, f"{self.key} of dtype {self.dtype!r}; supported are {', '.join(DTYPES)}")
         check_request(self.low <= self.high, f"{self.key} has the range [{self.low}, {self.high})")
         check_request(
@@ -604,6 +608,7 @@ class KeyState(Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     previous_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_request(bool(self.tensors), f"the state of {self.spec.key} has no values")
         if self.rows is not None:
             message = f"rows of {self.spec.key} as {self.rows.dtype} with {self.rows.dim()} dims"
             check_request(self.rows.dtype == torch.int64 and self.rows.dim() == 1, message)

@@ -4,8 +4,8 @@ This is where a worker's push is counted once, by two mechanisms. A repeated *me
 sequence number and gets the recorded reply (``replication.py``, and :class:`ClientRecord` here). Repeated *data*
 (a slice that another worker has already pushed) is found by :class:`ConsistencyTracker
 <counterpoint.ps.consistency.ConsistencyTracker>` and answered as any push, but not applied
-(:meth:`PsShard._apply_push`). The server of the strategy ``server(n)`` uses the tracker for staleness alone, because its
-messages are neither lost nor repeated: see :mod:`counterpoint.runtime.comm.server_loop`.
+(:meth:`PsShard._apply_push`). The server of the strategy ``server(n)`` uses the tracker for staleness alone, since
+its messages are neither lost nor repeated: see :mod:`counterpoint.runtime.comm.server_loop`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from counterpoint.fabric.frames import (
     encode_parts,
     read_header,
 )
-from counterpoint.ps.message_codec import decode_as, encode_message
+from counterpoint.ps.message_codec import decode_as, encode_message, malformed_message
 from counterpoint.ps.messages import DataTask, JournalEntry, Role, ShardReplicas, TaskOutcome
 from counterpoint.value_codec import format_json, parse_json
 
@@ -180,8 +180,14 @@ def decode_one(types: Mapping[str, type], buffer: Tensor) -> Any:  # noqa: ANN40
         PeerError: the bytes are not what :func:`encode_chunks` wrote.
     """
     frame = decode(buffer)
+    if not frame.tensors or frame.tensors[0].dtype != torch.uint8:
+        raise malformed_message(f"{frame.label[:40]!r} without the text of its fields")
     text, *tensors = frame.tensors
-    return decode_as(types, frame.label, parse_json(text.numpy().tobytes()), tensors)
+    try:
+        fields = parse_json(text.numpy().tobytes())
+    except ValueError as error:
+        raise malformed_message(f"the fields of {frame.label[:40]!r} are no JSON ({ascii(str(error))[:80]})") from error
+    return decode_as(types, frame.label, fields, tensors)
 
 
 def decode_log(raw: bytes) -> tuple[list[Any], int]:

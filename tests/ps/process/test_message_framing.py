@@ -7,16 +7,19 @@ import torch
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import ProtocolError
+from counterpoint.fabric.frames import encode_parts
 from counterpoint.ps.message_codec import encode_message
 from counterpoint.ps.messages import Ack, PullReply
 from counterpoint.ps.process.message_framing import (
     BATCH_BYTES,
     BATCH_KIND,
     BATCHED_TYPES,
+    CHUNK_KIND,
     MAX_BATCH_MESSAGES,
     MessageAssembler,
     MessageBatch,
 )
+from counterpoint.ps.write_ahead_log import RECORD_HEADER
 from counterpoint.rpc.frame import RpcMessage
 from tests.ps.message_examples import MESSAGES
 from tests.ps.test_message_codec import ODD, changed, places, seen
@@ -103,3 +106,35 @@ def test_a_bundle_with_another_value_somewhere_is_read_or_a_protocol_error(data,
     except ProtocolError:
         result = []
     assert len(result) in {0, 4}
+
+
+def chunk_of(label, parts):
+    """Return a complete state in one chunk, encoded from these tensors."""
+    encoded = torch.cat(encode_parts(RECORD_HEADER, label, parts))
+    return RpcMessage(CHUNK_KIND, {"whole": len(encoded), "at": 0}, (encoded,))
+
+
+def as_bytes(text):
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+BAD_CHUNKS = {
+    "a number": RpcMessage(CHUNK_KIND, {"whole": 8, "at": 0}, (torch.tensor(5, dtype=torch.uint8),)),
+    "no tensor": RpcMessage(CHUNK_KIND, {"whole": 8, "at": 0}),
+    "two tensors": RpcMessage(CHUNK_KIND, {"whole": 2, "at": 0}, (as_bytes(b"1"), as_bytes(b"2"))),
+    "floats": RpcMessage(CHUNK_KIND, {"whole": 8, "at": 0}, (torch.zeros(8),)),
+    "fields that are no JSON": chunk_of("installsnapshot", [as_bytes(b"[")]),
+    "fields that are not UTF-8": chunk_of("installsnapshot", [as_bytes(b"\xff")]),
+    "fields with nan": chunk_of("installsnapshot", [as_bytes(b"[NaN]")]),
+    "deep fields": chunk_of("installsnapshot", [as_bytes(b"[" * 5000)]),
+    "a long number": chunk_of("installsnapshot", [as_bytes(b"9" * 5000)]),
+    "no fields": chunk_of("installsnapshot", []),
+    "fields as floats": chunk_of("installsnapshot", [torch.zeros(3)]),
+    "another kind": chunk_of("ack", [as_bytes(b"{}")]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHUNKS)
+def test_a_malformed_chunk_is_a_protocol_error(name):
+    with pytest.raises(ProtocolError, match=r"malformed|chunk|unknown"):
+        MessageAssembler().feed(BAD_CHUNKS[name])

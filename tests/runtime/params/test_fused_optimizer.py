@@ -1,5 +1,7 @@
 """A fused optimizer step gives the same results as torch's."""
 
+import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from counterpoint.errors import PlanError
 from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.fused_optimizer import (
@@ -99,6 +102,21 @@ def test_a_weight_without_a_gradient_stays_and_has_no_state():
     fused_update(rule, {})
     assert weights[1].equal(torch.ones_like(weights[1]))
     assert weights[1] not in rule.state
+
+
+@pytest.mark.parametrize("lr", [None, "0.1", [0.1], 1j, math.nan, math.inf, torch.tensor([0.1, 0.2])], ids=str)
+@pytest.mark.parametrize("rule", ["momentum", "adamw", "adagrad"])
+def test_a_wrong_learning_rate_is_refused_and_changes_nothing(rule, lr):
+    weights = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    optimizer = RULES[rule]([{"params": weights[:1]}, {"params": weights[1:]}])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    fused_update(optimizer, {})
+    before = copy.deepcopy((weights, optimizer.state_dict()["state"]))
+    optimizer.param_groups[1]["lr"] = lr
+    with pytest.raises(PlanError, match="option lr is"):
+        fused_update(optimizer, {})
+    assert str((weights, optimizer.state_dict()["state"])) == str(before)
 
 
 def test_autograd_notices_an_update_of_a_saved_weight():

@@ -118,13 +118,15 @@ class MessageAssembler:
             return unpack_batch(rpc_message)
         if rpc_message.kind != CHUNK_KIND:
             return [decode_message(rpc_message.kind, dict(rpc_message.fields), rpc_message.tensors)]
-        (chunk,) = rpc_message.tensors if len(rpc_message.tensors) == 1 else (None,)
+        if [(tensor.dtype, tensor.dim()) for tensor in rpc_message.tensors] != [(torch.uint8, 1)]:
+            raise malformed_message("a chunk of a state that is not one tensor of bytes")
+        (chunk,) = rpc_message.tensors
         total_bytes, offset = int_fields(RpcMessage(CHUNK_KIND, rpc_message.fields), "whole", "at")
         if offset == 0 and 0 < total_bytes <= MAX_CHUNKED_BYTES:
             self._buffer, self._num_received = _allocate_buffer(total_bytes), 0
-        buffer, end = self._buffer, offset + (0 if chunk is None else len(chunk))
+        buffer, end = self._buffer, offset + len(chunk)
         fits = buffer is not None and offset == self._num_received and total_bytes == len(buffer) and end <= total_bytes
-        if chunk is None or buffer is None or not fits or chunk.dtype != torch.uint8 or chunk.dim() != 1:
+        if buffer is None or not fits:
             raise ProtocolError(
                 f"a chunk of a state at {offset} of {total_bytes} bytes, but {self._num_received} bytes were received; "
                 "check that both sides run the same version"

@@ -6,10 +6,12 @@ all tensors of an option group and with as many threads as torch uses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 
+from counterpoint.errors import PlanError
 from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.sparse_grads import add_rows
@@ -68,8 +71,13 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
     Args:
         optimizer: has the state, as after its own step.
         sources: the gradient of each tensor, by ``id``; that of other tensors is their own, ``tensor.grad``.
+
+    Raises:
+        PlanError: an option is not a finite number; nothing has changed.
     """
     fused = FUSED_OPTIMIZERS[type(optimizer)]
+    for options in optimizer.param_groups:
+        native_fields(fused, options, 1.0)  # raises before any state is changed
     for options in optimizer.param_groups:
         as_rows = supports_row_updates(optimizer, options)
         ranges = (
@@ -90,9 +98,7 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
                 dtype=DTYPES[dtype],
                 is_first=is_first,
                 step_number=step_number,
-                maximize=bool(options.get("maximize")),
-                weight_decay=float(options["weight_decay"]),
-                **{"lr": float(options["lr"])} | fused.native_options(options, step_number),
+                **native_fields(fused, options, step_number),
             )
             states = [[optimizer.state[tensor][name] for tensor in batch] for name in fused.state_names(options)]
             if ranges:
@@ -100,6 +106,26 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
             else:
                 update_tensors(step, batch, states, own_grads(batch), [1] * len(batch))
         increment_version(tensors)
+
+
+def native_fields(fused: FusedOptimizer, options: OptimizerOptions, step_number: float) -> dict[str, Any]:
+    """Return the fields of :class:`OptimizerStep` for the options of a group, in some step."""
+    fields = {
+        "lr": as_number(options, "lr"),
+        "weight_decay": as_number(options, "weight_decay"),
+        "maximize": bool(options.get("maximize")),
+    }
+    return fields | fused.native_options(options, step_number)
+
+
+def as_number(options: OptimizerOptions, name: str, index: int | None = None) -> float:
+    """Return an option, or one of a pair, as a finite number; raise PlanError if it is none."""
+    value = options[name] if index is None else options[name][index]
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    number = float(value) if is_number or isinstance(value, Real) else math.nan
+    if not math.isfinite(number):
+        raise PlanError(f"the optimizer's option {name} is {value!r}; it must be a finite number, or a tensor with one")
+    return number
 
 
 def update_ranges(
@@ -207,8 +233,8 @@ def _prepare_sgd(
 
 def _sgd_options(options: OptimizerOptions, step_number: float) -> dict[str, Any]:
     return {
-        "beta1": float(options["momentum"]),
-        "beta2": float(options["dampening"]),
+        "beta1": as_number(options, "momentum"),
+        "beta2": as_number(options, "dampening"),
         "nesterov": bool(options["nesterov"]),
     }
 
@@ -236,11 +262,10 @@ def _adam_state_names(options: OptimizerOptions) -> tuple[str, ...]:
 
 
 def _adam_options(options: OptimizerOptions, step_number: float, *, decoupled: bool) -> dict[str, Any]:
-    beta1, beta2 = (float(beta) for beta in options["betas"])
     return {
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": float(options["eps"]),
+        "beta1": as_number(options, "betas", 0),
+        "beta2": as_number(options, "betas", 1),
+        "eps": as_number(options, "eps"),
         "decoupled": decoupled or bool(options.get("decoupled_weight_decay")),
     }
 
@@ -252,7 +277,8 @@ def _prepare_adagrad(
 
 
 def _adagrad_options(options: OptimizerOptions, step_number: float) -> dict[str, Any]:
-    return {"lr": float(options["lr"]) / (1 + (step_number - 1) * float(options["lr_decay"])), "eps": options["eps"]}
+    decay = 1 + (step_number - 1) * as_number(options, "lr_decay")
+    return {"lr": as_number(options, "lr") / decay, "eps": as_number(options, "eps")}
 
 
 FUSED_OPTIMIZERS: dict[type[optim.Optimizer], FusedOptimizer] = {
