@@ -1,6 +1,7 @@
 """Configuration of a run: nothing is ignored, and every value has an origin."""
 
 import json
+import re
 
 import pytest
 
@@ -154,3 +155,29 @@ def test_who_says_how_long_lifts_what_an_earlier_layer_said(tmp_path):
     path = written(tmp_path, "training:\n  epochs: 3\n")
     layer = merge_layers([default_layer(), file_layer(path), set_layer(["training.max_steps=7"])])
     assert (layer["training.epochs"].value, layer["training.max_steps"].value) == (None, 7)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("plan.measure", "plan.num_measured_plans"),
+        ("launch.deadline_s", "launch.timeout_s"),
+        ("output.keep", "output.keep_last"),
+        ("output.save_by", "output.checkpoint_mode"),
+    ],
+)
+def test_a_key_with_an_earlier_name_is_refused_with_its_present_one(tmp_path, old, new):
+    section, _, key = old.partition(".")
+    message = f"{old} is not a key of a run; {old} is now called {new}"
+    with pytest.raises(PlanError, match=f"^--set: {re.escape(message)}$"):
+        set_layer([f"{old}=2"])
+    with pytest.raises(PlanError, match=rf"run\.yaml:2: {re.escape(message)}$"):
+        file_layer(written(tmp_path, f"{section}:\n  {key}: 2\n"))
+    assert new in default_layer()
+
+
+@pytest.mark.parametrize(("old", "new"), [("run", "synchronous"), ("stage", "per_stage")])
+def test_a_value_with_an_earlier_name_is_refused_with_its_present_one(old, new):
+    key = "output.checkpoint_mode"
+    assert refused([set_layer([f"{key}={old}"])]).endswith(f"; {key}={old} is now called {key}={new}")
+    assert build_config(merge_layers([default_layer(), set_layer([f"{key}={new}"])])).output.checkpoint_mode == new

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli.error_handling import with_error_handling
-from counterpoint.cli.main import COMMANDS, build_app
+from counterpoint.cli.main import COMMANDS, RENAMED_FLAGS, build_app
 from counterpoint.errors import PlanError
 
 LOADED = """
@@ -93,3 +93,17 @@ def test_ctrl_c_ends_with_130():
 
 def test_a_wrong_option_is_wrong_usage():
     assert CliRunner().invoke(build_app(["run"]), ["run", "--rnaks", "2", "x.py"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "old"),
+    [("profile", "--again"), ("serve", "--cut"), ("run", "--deadline"), ("launch", "--deadline"), ("plan", "--timing")],
+)
+def test_an_option_with_an_earlier_name_is_refused_with_its_present_one(command, old):
+    result = CliRunner().invoke(build_app([command]), [command, old])
+    assert result.exit_code == 2
+    assert f"No such option: {old}; {old} is now called {RENAMED_FLAGS[old]}" in result.output
+
+
+def test_an_option_of_another_command_has_no_present_name():
+    assert "now called" not in CliRunner().invoke(build_app(["show"]), ["show", "--again"]).output

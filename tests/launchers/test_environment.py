@@ -51,6 +51,7 @@ def test_a_partial_environment_is_refused_with_what_is_missing(name):
         ({"RANK": "-1"}, "RANK='-1' is not a number from 0; start the script with `counterpoint run"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
         ({"COUNTERPOINT_TIMEOUT_S": "soon"}, "COUNTERPOINT_TIMEOUT_S='soon' is not a number of seconds above 0"),
+        ({"COUNTERPOINT_DEADLINE_S": "3"}, "COUNTERPOINT_DEADLINE_S is now called COUNTERPOINT_TIMEOUT_S"),
     ],
 )
 def test_a_contradiction_is_refused_with_the_values(change, text):

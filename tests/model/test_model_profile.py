@@ -97,6 +97,7 @@ def test_a_profile_reads_back_as_it_was_written():
 def test_a_text_that_is_no_profile_is_refused():
     assert refused("{").startswith("this is not a profile: Expecting property name")
     assert refused("[]").startswith("this is not a profile: it has no 'counterpoint profile'")
+    assert "; counterpoint timing is now called counterpoint profile; " in refused('{"counterpoint timing": 2}')
     assert refused('{"counterpoint profile": 7}').startswith("the profile has version 7, but only version 3 can be")
 
 

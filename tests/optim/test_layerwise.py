@@ -156,5 +156,5 @@ def test_an_option_that_makes_no_sense_is_refused(make, text):
 
 def test_an_earlier_parameter_is_refused_with_its_present_name():
     former: Any = {"trust": 0.1}
-    with pytest.raises(PlanError, match=r"^LARS has no parameter trust; it is now called trust_coefficient$"):
+    with pytest.raises(PlanError, match=r"^LARS has no parameter trust; trust is now called trust_coefficient$"):
         LARS([torch.zeros(1)], lr=0.1, **former)

@@ -9,6 +9,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.plan.registry import STRATEGIES, find_strategy
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.renamed import RENAMED
+from counterpoint.strategies.tree_reduce import TreeReduce
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -32,6 +33,8 @@ def test_a_name_with_a_slip_of_the_pen_finds_the_nearest(wrong, near):
     ("text", "hint"),
     [
         ("pipeline(2, order=gpipe)", "order is now called schedule"),
+        ("one_f_one_b(2, order=gpipe)", "order is now called schedule"),
+        ("interleaved(2, order=gpipe)", "order is now called schedule"),
         ("gpipe(2, virtual=2)", "virtual is now called chunks_per_stage"),
         ("pipedream(2, cuts=block1)", "cuts is now called split_points"),
         ("tree(2, sends=early)", "sends is now called send"),
@@ -49,15 +52,21 @@ def test_an_earlier_name_is_refused_with_its_present_one(text, hint):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("order", "schedule"), ("virtual", "chunks_per_stage"), ("cuts", "split_points")]
+    ("strategy", "old", "new"),
+    [
+        (Pipeline, "order", "schedule"),
+        (Pipeline, "virtual", "chunks_per_stage"),
+        (Pipeline, "cuts", "split_points"),
+        (TreeReduce, "sends", "send"),
+    ],
 )
-def test_a_call_with_an_earlier_parameter_is_refused_with_its_present_name(old, new):
+def test_a_call_with_an_earlier_parameter_is_refused_with_its_present_name(strategy, old, new):
     former: Any = {old: 1}
     unknown: Any = {"colour": 1}
-    with pytest.raises(PlanError, match=f"^Pipeline has no parameter {old}; it is now called {new}$"):
-        Pipeline(2, **former)
+    with pytest.raises(PlanError, match=f"^{strategy.__name__} has no parameter {old}; {old} is now called {new}$"):
+        strategy(2, **former)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        Pipeline(2, **unknown)
+        strategy(2, **unknown)
 
 
 def test_every_present_name_is_known():

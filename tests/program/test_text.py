@@ -234,3 +234,18 @@ def test_a_former_name_of_an_instruction_is_refused_with_its_current_one(former,
     with pytest.raises(ProgramError) as caught:
         parse_instruction(former)
     assert str(caught.value) == f"{former!r} is not an instruction; its name has changed: write {current}"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("draw(0)@0,1", "draw is now called elastic_average"),
+        ("sum(grad0)", "sum is now called all_reduce"),
+        ("join", "join is now called all_gather"),
+        ("all_reduce(late0)", "late is now called delayed_grad"),
+    ],
+)
+def test_a_former_name_in_an_incomplete_instruction_is_refused_with_its_current_one(text, hint):
+    with pytest.raises(ProgramError) as caught:
+        parse_instruction(text)
+    assert str(caught.value).startswith(f"{text!r} is not an instruction; {hint}; expected one such as F0.2")

@@ -91,14 +91,14 @@ def test_a_consistency_that_does_not_exist_is_refused(options, message):
 
 @pytest.mark.parametrize(("old", "new"), [("budget", "retry_policy"), ("patience", "timeouts")])
 def test_an_earlier_option_is_refused_with_its_present_name(old, new):
-    with pytest.raises(PlanError, match=f"ElasticTrainer has no parameter {old}; it is now called {new}"):
+    with pytest.raises(PlanError, match=f"ElasticTrainer has no parameter {old}; {old} is now called {new}"):
         elastic(make_numeric_data(), **{old: None})
 
 
 @pytest.mark.parametrize(("old", "new"), [("codec", "compress"), ("unused", "unused_parameters")])
 def test_an_earlier_option_of_a_worker_is_refused_with_its_present_name(old, new):
     plan = elastic(make_numeric_data())
-    with pytest.raises(PlanError, match=f"RemoteModule has no parameter {old}; it is now called {new}"):
+    with pytest.raises(PlanError, match=f"RemoteModule has no parameter {old}; {old} is now called {new}"):
         train(plan, LocalJob(plan.job).join("a"), **{old: "int8"})
 
 

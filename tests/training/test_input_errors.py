@@ -14,7 +14,9 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler
-from counterpoint.training.options import RENAMED_FIT_OPTIONS, RENAMED_OPTIONS, TrainingOptions
+from counterpoint.training.options import RENAMED_FIT_OPTIONS, RENAMED_OPTIONS, RENAMED_VALUES, TrainingOptions
+from counterpoint.training.parallelize import RENAMED_METHODS
+from counterpoint.training.profiling import RENAMED_PROFILE_OPTIONS
 from tests.training.trainers import (
     ADAMW,
     STRATEGIES,
@@ -123,16 +125,58 @@ def test_a_composition_for_another_number_of_ranks_says_which_axes_it_has(num_ra
 @pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
 def test_a_former_option_names_the_new_one(old, new):
     former: Any = {old: None}
-    with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; it is called {new}")):
+    with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; {old} is now called {new}")):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **former)
-    with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; it is called {new}")):
+    with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; {old} is now called {new}")):
         cp.parallelize(mlp(), ADAMW, F.cross_entropy, **former)
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_FIT_OPTIONS.items())
 def test_a_former_option_of_fit_names_the_new_one(old, new):
-    with pytest.raises(cp.PlanError, match=re.escape(f"fit has no option {old!r}; it is called {new}")):
+    with pytest.raises(cp.PlanError, match=re.escape(f"fit has no option {old!r}; {old} is now called {new}")):
         make_trainer("solo").fit(dataset(), batch_size=12, **{old: None})
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        (cp.Trainer.evaluate, "measure", "metrics"),
+        (cp.Trainer.save, "keep", "keep_last"),
+        (cp.launch, "deadline_s", "timeout_s"),
+        *((cp.profile, old, new) for old, new in RENAMED_PROFILE_OPTIONS.items()),
+    ],
+)
+def test_a_former_option_of_a_function_names_the_new_one(function, old, new):
+    assert new in signature(function).parameters
+    with pytest.raises(cp.PlanError, match=f"^{function.__name__} has no parameter {old}; {old} is now called {new}$"):
+        function(None, **{old: None})
+
+
+def use_option(name, value):
+    """Call what takes an option with a value."""
+    if name == "batches":
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, batches=value)
+    elif name == "checkpoint_mode":
+        make_trainer("solo").fit(dataset(), batch_size=12, checkpoint_mode=value)
+    else:
+        TrainingOptions(**{name: value})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_VALUES.items())
+def test_a_former_value_of_an_option_names_the_new_one(old, new):
+    with pytest.raises(cp.PlanError, match=f"; {old} is now called {new}$"):
+        use_option(*old.split("="))
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_METHODS.items())
+def test_a_former_method_of_a_training_step_names_the_new_one(old, new):
+    with cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="solo") as step:
+        assert hasattr(step, new)
+        assert not hasattr(step, "colour")
+        with pytest.raises(
+            AttributeError, match=f"'TrainStep' object has no attribute '{old}'; {old} is now called {new}"
+        ):
+            getattr(step, old)
 
 
 def test_the_new_names_of_options_exist():

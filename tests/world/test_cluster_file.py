@@ -193,3 +193,19 @@ def test_more_ranks_than_the_levels_have_are_refused_and_fewer_are_not():
     cluster.require_ranks(3)
     with pytest.raises(PlanError, match=r"9 ranks do not fit into a cluster of 8 \(host=2, network=4\); take as many"):
         cluster.require_ranks(9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("crowding", "compute_contention", f"{HOSTS}crowding: [0.5]"),
+        ("memory_crowding", "memory_contention", f"{HOSTS}memory_crowding: [0.5]"),
+        ("turns", "time_slicing", f"{HOSTS}turns: {{cores: 2}}"),
+        ("parts", "fractions", f"{HOSTS}time_slicing: {{cores: 2, parts: [0.5]}}"),
+        ("copied", "shared_memory", HOSTS.replace("    count: 4", "    copied: true\n    count: 4")),
+        ("part", "fraction", f"{HOSTS}slow_links: [{{level: 0, group: 7, part: 0.5}}]"),
+    ],
+)
+def test_a_key_with_an_earlier_name_is_refused_with_its_present_one(old, new, text):
+    (message,) = mistakes(text)
+    assert message.endswith(f" has an unknown key {old}; {old} is now called {new}")

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 
 JobName: TypeAlias = Literal["text", "digits", "lines"]
@@ -130,6 +131,16 @@ def json_schema() -> str:
 
 PRECEDENCE = "default < job < file < --set < flags"
 LENGTH_KEYS = frozenset({"training.epochs", "training.max_steps"})
+RENAMED_KEYS = {
+    "launch.deadline_s": "launch.timeout_s",
+    "output.keep": "output.keep_last",
+    "output.save_by": "output.checkpoint_mode",
+    "plan.measure": "plan.num_measured_plans",
+    # values
+    "output.checkpoint_mode=run": "output.checkpoint_mode=synchronous",
+    "output.checkpoint_mode=stage": "output.checkpoint_mode=per_stage",
+}
+"""Present names of keys, and of values, by the names that they had before."""
 
 
 class ConfigYamlLoader(yaml.SafeLoader):
@@ -272,6 +283,7 @@ def explain_error(values: Mapping[str, Any], layer: ConfigLayer) -> str:
     rule = str(values["msg"]).replace("Input should be", "it must be", 1)
     suggestion = get_close_matches(str(values["input"]), str(values.get("ctx", {}).get("expected", "")).split("'"), n=1)
     remedy = f"; did you mean {suggestion[0]}?" if suggestion else ""
+    remedy = renamed_hint(f"{path}={values['input']}", RENAMED_KEYS) or remedy
     return f"{layer[path].origin}: {path} is {values['input']!r}; {rule}{remedy}"
 
 
@@ -285,8 +297,8 @@ def check_key(path: str, origin: str) -> None:
     if path in known:
         return
     suggestion = find_closest_key(path, known)
-    remedy = f"did you mean {suggestion}?" if suggestion else f"the keys are {', '.join(known)}"
-    raise PlanError(f"{origin}: {path} is not a key of a run; {remedy}")
+    remedy = f"; did you mean {suggestion}?" if suggestion else f"; the keys are {', '.join(known)}"
+    raise PlanError(f"{origin}: {path} is not a key of a run{renamed_hint(path, RENAMED_KEYS) or remedy}")
 
 
 def find_closest_key(path: str, known: Sequence[str]) -> str | None:

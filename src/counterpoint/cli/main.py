@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from counterpoint.cli.error_handling import with_error_handling
+from counterpoint.optim.validation import renamed_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,27 @@ COMMANDS = {
 }
 """The command NAME is the function NAME of ``counterpoint.cli.NAME``."""
 
+RENAMED_FLAGS = {"--again": "--remeasure", "--cut": "--snapshot", "--deadline": "--timeout", "--timing": "--profile"}
+"""Present names of options of commands by the names that they had before."""
+
+
+class RenamingCommand(TyperCommand):
+    """A command whose error about an option's earlier name has the present one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's class for it is private
+        """Parse the arguments.
+
+        Raises:
+            UsageError: an option does not exist, or a value is missing or wrong.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            old = getattr(error, "option_name", "")  # of NoSuchOption, which typer does not export
+            if any(RENAMED_FLAGS.get(old) in param.opts for param in self.params):
+                error.message += renamed_hint(old, RENAMED_FLAGS)  # type: ignore[attr-defined]
+            raise
+
 
 def app(argv: Sequence[str] | None = None) -> None:
     """Run the command and exit the process: with 0, 1, 2 (wrong usage) or 130 (Ctrl-C)."""
@@ -64,7 +87,9 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
     )
     for name, entry in COMMANDS.items():
         command = with_error_handling(load_command(name)) if name == requested else unloaded_command
-        typer_app.command(name, short_help=entry.summary, context_settings=dict(entry.settings))(command)
+        typer_app.command(name, cls=RenamingCommand, short_help=entry.summary, context_settings=dict(entry.settings))(
+            command
+        )
     return typer_app
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.ports import LOOPBACK
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.rpc.job_key import read_key
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
@@ -335,6 +336,8 @@ TRANSPORT = "COUNTERPOINT_TRANSPORT"
 ERROR_FILE = "COUNTERPOINT_ERROR_FILE"
 KEY_FILE = "COUNTERPOINT_KEY_FILE"
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+RENAMED_VARIABLES = {"COUNTERPOINT_DEADLINE_S": TIMEOUT_S}
+"""Present names of our own variables by the names that they had before."""
 
 #: Set if an agent, and not a user or an outer launcher, has set torchrun's variables.
 AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", ERROR_FILE)
@@ -424,9 +427,11 @@ def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: 
     """Combine the launcher's variables with our own.
 
     Raises:
-        LaunchError: the rendezvous host is unknown, or one of our variables is invalid.
+        LaunchError: the rendezvous host is unknown, or one of our variables is invalid or has an earlier name.
     """
-    store_fd, deadline_s = variables.get(STORE_FD), variables.get(TIMEOUT_S)
+    for old in RENAMED_VARIABLES.keys() & variables.keys():
+        raise LaunchError(f"{old}={variables[old]!r} is set, but is not read{renamed_hint(old, RENAMED_VARIABLES)}")
+    store_fd, timeout_s = variables.get(STORE_FD), variables.get(TIMEOUT_S)
     host, port = variables.get(MASTER_VARIABLES[0]) or detected.host, detected.port
     if variables.get(MASTER_VARIABLES[1]):
         port = parse_int(variables, MASTER_VARIABLES[1], launcher)
@@ -447,7 +452,7 @@ def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: 
         master_addr=host,
         master_port=port,
         job=detected.job or f"{host}:{port}",
-        timeout_s=_seconds(deadline_s) if deadline_s else None,
+        timeout_s=_seconds(timeout_s) if timeout_s else None,
         store_fd=parse_int(variables, STORE_FD, launcher) if store_fd else None,
         agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         transport=transport,

@@ -11,6 +11,7 @@ from typing import Any
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import OnLine, run_command, write_prefixed
+from counterpoint.optim.validation import renamed_parameters
 from counterpoint.value_codec import decode_value, encode_value
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 
@@ -42,6 +43,7 @@ def _unsupported(name: str, part: object) -> LaunchError:
     )
 
 
+@renamed_parameters({"deadline_s": "timeout_s"})
 def launch(  # noqa: PLR0913 - the options of a run, most by keyword
     fn: Callable[..., object],
     *,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
+from counterpoint.optim.validation import renamed_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +376,8 @@ def _describe_difference(profile: ModelProfile, model: ModelSpec) -> str:
 
 FORMAT_VERSION = 3
 FORMAT_NAME = "counterpoint profile"
+RENAMED_FORMATS = {"counterpoint timing": FORMAT_NAME}
+"""Earlier names of the format, whose files have other fields."""
 T = TypeVar("T")
 SIGNED_FIELDS = {"accumulate_s"}
 """Fields that may be negative."""
@@ -415,8 +418,11 @@ def parse_profile(text: str) -> ModelProfile:
     except ValueError as error:
         raise PlanError(f"this is not a profile: {error}; `counterpoint profile JOB --out FILE` writes one") from None
     if not isinstance(loaded, dict) or FORMAT_NAME not in loaded:
+        earlier = [name for name in RENAMED_FORMATS if isinstance(loaded, dict) and name in loaded]
         raise PlanError(
-            f"this is not a profile: it has no {FORMAT_NAME!r}; `counterpoint profile JOB --out FILE` writes one"
+            f"this is not a profile: it has no {FORMAT_NAME!r}"
+            f"{''.join(renamed_hint(name, RENAMED_FORMATS) for name in earlier)}; "
+            "`counterpoint profile JOB --out FILE` writes one"
         )
     if loaded[FORMAT_NAME] != FORMAT_VERSION:
         raise PlanError(

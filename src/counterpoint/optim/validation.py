@@ -7,11 +7,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from counterpoint.errors import PlanError
 
-Class = TypeVar("Class", bound=type)
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def require_at_least(least: float, **options: float) -> None:
@@ -81,8 +81,22 @@ def require_counts(*, optional: bool = False, **counts: Any) -> None:  # noqa: A
             raise PlanError(f"{name}={count!r} is not a count; give a whole number, 1 or more{none}")
 
 
-def renamed_parameters(names: Mapping[str, str]) -> Callable[[Class], Class]:
-    """Return a class decorator: a call with a parameter's earlier name raises an error that has the new one.
+def renamed_hint(old: str, names: Mapping[str, str]) -> str:
+    """Return a remedy for errors about an earlier name, or the empty string for one that never existed.
+
+    Args:
+        old: the name that was given.
+        names: from earlier to present names.
+
+    Example:
+        >>> renamed_hint("colour", {"colour": "color"}), renamed_hint("size", {"colour": "color"})
+        ('; colour is now called color', '')
+    """
+    return f"; {old} is now called {names[old]}" if old in names else ""
+
+
+def renamed_parameters(names: Mapping[str, str]) -> Callable[[Target], Target]:
+    """Return a decorator of a class or function: a call with a parameter's earlier name raises an error with the new.
 
     Args:
         names: from earlier to present names.
@@ -93,22 +107,24 @@ def renamed_parameters(names: Mapping[str, str]) -> Callable[[Class], Class]:
         ...     def __init__(self, color): ...
         >>> Pen(colour="red")
         Traceback (most recent call last):
-        counterpoint.errors.PlanError: Pen has no parameter colour; it is now called color
+        counterpoint.errors.PlanError: Pen has no parameter colour; colour is now called color
     """
 
-    def decorate(cls: Class) -> Class:
-        init = cls.__init__  # type: ignore[misc]  # wrapped for this very class, before it can have subclasses
+    def decorate(target: Target) -> Target:
+        called: Callable[..., Any] = target
+        if isinstance(target, type):
+            called = target.__init__  # type: ignore[misc]  # of this very class, before it can have subclasses
 
-        @wraps(init)
-        def checked_init(self: object, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever was given
-            try:
-                init(self, *args, **kwargs)
-            except TypeError:
-                for old in kwargs.keys() & names.keys():
-                    raise PlanError(f"{cls.__name__} has no parameter {old}; it is now called {names[old]}") from None
-                raise
+        @wraps(called)
+        def checked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever was given
+            for old in kwargs.keys() & names.keys():
+                hint = renamed_hint(old, names)
+                raise PlanError(f"{getattr(target, '__name__', target)} has no parameter {old}{hint}")
+            return called(*args, **kwargs)
 
-        cls.__init__ = checked_init  # type: ignore[misc]
-        return cls
+        if not isinstance(target, type):
+            return cast("Target", checked)
+        target.__init__ = checked  # type: ignore[misc]
+        return target
 
     return decorate

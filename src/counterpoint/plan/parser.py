@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.plan.registry import STRATEGIES, StrategyEntry, find_strategy
 from counterpoint.strategies.options import MicrobatchCount, PlanTextError, option_types, parse_option
-from counterpoint.strategies.renamed import RENAMED, renamed_hint
+from counterpoint.strategies.renamed import RENAMED
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.world.mesh import replicas_per_host
 
@@ -127,5 +128,7 @@ def _check_option(name: str, entry: StrategyEntry, part: str, key: str) -> None:
         raise PlanError(f"{name} has no option {key}=: {entry.unsupported[key]}")
     if key not in entry.options:
         known = ", ".join(f"{option}=" for option in entry.options) or "none"
-        hint = renamed_hint(key) if RENAMED.get(key) in entry.options else ""
+        hint = (
+            renamed_hint(key, RENAMED) if RENAMED.get(key) in {*entry.options, *option_types(entry.doc_source)} else ""
+        )
         raise PlanError(f"{name} has no option {part!r}; its options are {known}{hint}")

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError, ProgramError
-from counterpoint.strategies.renamed import renamed_hint
+from counterpoint.optim.validation import renamed_hint
+from counterpoint.strategies.renamed import RENAMED
 
 PLAN_KEYS = ("strategy", "num_microbatches", "passes")
 TOP_LEVEL_KEYS = ("plan", "num_ranks", "profile")
@@ -114,6 +115,6 @@ def _check_known_keys(source: PlanSource, owner: str, known: tuple[str, ...]) ->
     for name, _ in source.lines:
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            hint = renamed_hint(name) or (f"; did you mean {near[0]}?" if near else "")
+            hint = renamed_hint(name, RENAMED) or (f"; did you mean {near[0]}?" if near else "")
             with source.error_at(name):
                 raise PlanError(f"{owner} has no key {name!r}; its keys are {', '.join(known)}{hint}")

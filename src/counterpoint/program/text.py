@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal, assert_never, cast
 
 from counterpoint.errors import ProgramError
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.program.compression import CODEC_PATTERN, find_codec
 from counterpoint.program.instruction import (
     ApplyPushes,
@@ -52,7 +53,7 @@ _INSTRUCTION = re.compile(
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _BACKWARD_PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
 _OPCODES: dict[type, str] = {Forward: "F", Recompute: "R"}
-_FORMER_OPS = {
+_FORMER_NAMES = {
     "sum": "all_reduce",
     "share": "reduce_scatter",
     "join": "all_gather",
@@ -64,8 +65,9 @@ _FORMER_OPS = {
     "draw": "elastic_average",
     "swap": "swap_grad_buffers",
     "release": "free",
+    "late": "delayed_grad",
 }
-"""Current names of operations by the names that they had before."""
+"""Current names of operations, and of a tensor, by the names that they had before."""
 _EXAMPLES = (
     "F0.2, B0.2, U0, commit@0,1, x1.2>1, all_reduce(grad0)@0,1, push(grad0)>2, apply_and_reply(0)@0,1 or free(weight0)"
 )
@@ -202,7 +204,8 @@ def parse_instruction(text: str) -> Instruction:
         renamed = _rename_instruction(text)
         if renamed is not None:
             raise ProgramError(f"{text!r} is not an instruction; its name has changed: write {renamed}")
-        raise ProgramError(f"{text!r} is not an instruction; expected one such as {_EXAMPLES}")
+        hint = "".join(renamed_hint(name, _FORMER_NAMES) for name in dict.fromkeys(re.findall(r"[a-z_]+", text)))
+        raise ProgramError(f"{text!r} is not an instruction{hint}; expected one such as {_EXAMPLES}")
     if match["opcode"]:
         arguments = int(match["block"]), int(match["micro"]), int(match["version"] or 0)
         if match["opcode"] in "FR":
@@ -223,10 +226,10 @@ def _rename_instruction(text: str) -> str | None:
     """Return an instruction that is written with a former name under its current one; None if it has none."""
     head, parenthesis, operand = text.partition("(")
     name, colon, option = head.partition(":")
-    op = _FORMER_OPS.get(name, name)
+    op = _FORMER_NAMES.get(name, name)
     if parenthesis and operand.endswith(("+", "-")):
         op, operand = op + ("_start" if operand.endswith("+") else "_wait"), operand[:-1]
-    renamed = re.sub(r"(?<![a-z_])late(?=\d)", "delayed_grad", f"{op}{colon}{option}{parenthesis}{operand}")
+    renamed = re.sub(r"(?<![a-z_])late(?=\d)", _FORMER_NAMES["late"], f"{op}{colon}{option}{parenthesis}{operand}")
     return renamed if renamed != text and _INSTRUCTION.match(renamed) else None
 
 

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, NewType, get_args, get_origin, get_type_hints
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.strategies.buckets import parse_bytes
-from counterpoint.strategies.renamed import renamed_hint
+from counterpoint.strategies.renamed import RENAMED
 
 ByteSize = NewType("ByteSize", int)
 """A size, written as ``64MiB`` or as a number of bytes."""
@@ -113,7 +114,7 @@ def require_choice(system: str, option: str, value: object, choices: Sequence[ob
     """
     if value not in choices:
         texts = [f"{option}={choice}" for choice in choices]
-        hint = renamed_hint(f"{option}={value}")
+        hint = renamed_hint(f"{option}={value}", RENAMED)
         raise PlanError(f"{system} has no {option}={value}; give {', '.join(texts[:-1])} or {texts[-1]}{hint}")
 
 

@@ -21,13 +21,3 @@ RENAMED = {
     # keys of a plan file
     "timing": "profile",
 }
-
-
-def renamed_hint(old: str) -> str:
-    """Return a remedy for errors about an earlier name, or the empty string.
-
-    Example:
-        >>> renamed_hint("virtual"), renamed_hint("replicas")
-        ('; virtual is now called chunks_per_stage', '')
-    """
-    return f"; {old} is now called {RENAMED[old]}" if old in RENAMED else ""

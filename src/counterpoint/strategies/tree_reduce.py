@@ -19,6 +19,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.optim.validation import renamed_parameters
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -37,12 +38,14 @@ from counterpoint.program.rewrite import (
     widen_commits,
 )
 from counterpoint.strategies.options import changed_options, format_term, require_choice
+from counterpoint.strategies.renamed import RENAMED
 from counterpoint.strategies.replica_groups import updated_units, uses_servers
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
 
 TreeShape: TypeAlias = Literal["binomial", "star", "chain"]
 
 
+@renamed_parameters({"sends": RENAMED["sends"]})
 @dataclass(frozen=True, slots=True)
 class TreeReduce(Strategy):
     """Replicate the program ``degree`` times; gradients are summed up a tree to replica 0, which alone updates.

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
@@ -36,6 +37,16 @@ RENAMED_FIT_OPTIONS = {
     "workers": "num_workers",
 }
 """Former names of keyword options of ``Trainer.fit``."""
+
+RENAMED_VALUES = {
+    "batches=own": "batches=per_rank",
+    "batches=same": "batches=global",
+    "checkpoint_mode=run": "checkpoint_mode=synchronous",
+    "checkpoint_mode=stage": "checkpoint_mode=per_stage",
+    "init_sync=rank0": "init_sync=broadcast",
+    "init_sync=same": "init_sync=verify",
+}
+"""Former values of options, whatever the options were called at that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +126,10 @@ class TrainingOptions:
             ("batch_norm", (None, *get_args(BatchNormRule))),
             ("cross_sample", ("error", "accept")),
         ):
-            if getattr(self, name) not in allowed:
-                raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}")
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = renamed_hint(f"{name}={value}", RENAMED_VALUES)
+                raise PlanError(f"{name}={value!r} is not one of {', '.join(filter(None, allowed))}{hint}")
 
     def _require_types(self) -> None:
         for name, expected in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn, optim
 
@@ -13,6 +13,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
@@ -29,6 +30,7 @@ from counterpoint.training.batches.global_batch import (
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
+from counterpoint.training.options import RENAMED_VALUES
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     AutoStrategy,
@@ -39,6 +41,9 @@ from counterpoint.training.plan_resolution import (
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
+
+RENAMED_METHODS = {"give_back": "export_weights", "take": "import_weights"}
+"""Former names of methods of :class:`TrainStep`."""
 
 
 class TrainStep:
@@ -302,6 +307,13 @@ class TrainStep:
             self.is_closed = True
             self.local_ranks.close()
 
+    if not TYPE_CHECKING:  # or every name would be an attribute for a type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Report an attribute that does not exist, with the present name of one that was renamed."""
+            hint = renamed_hint(name, RENAMED_METHODS)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
     def __enter__(self) -> TrainStep:
         """Use the step in a ``with`` block, which closes it."""
         return self
@@ -364,7 +376,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         given = f"batches={batches!r}" + (f" with uneven={uneven}" if uneven is not None else "")
         raise PlanError(
             f"{given} is not possible; batches is 'global' or 'per_rank', and uneven is about the batches of "
-            "batches='per_rank'"
+            f"batches='per_rank'{renamed_hint(f'batches={batches}', RENAMED_VALUES)}"
         )
     training_options = parse_options(options)
     rank_environment = environment if environment is not None else detect()

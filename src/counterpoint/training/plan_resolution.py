@@ -13,6 +13,7 @@ from torch import nn
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.dry_run import Inputs
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
@@ -98,7 +99,7 @@ def parse_options(options: dict[str, Any]) -> TrainingOptions:
     for name in options:
         if name not in known:
             if name in RENAMED_OPTIONS:
-                raise PlanError(f"there is no option {name!r}; it is called {RENAMED_OPTIONS[name]}")
+                raise PlanError(f"there is no option {name!r}{renamed_hint(name, RENAMED_OPTIONS)}")
             matches = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {matches[0]}? " if matches else ""
             raise PlanError(f"there is no option {name!r}; {hint}the options are {', '.join(known)}")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from counterpoint.errors import PlanError
 from counterpoint.launchers.machine import processor_name
 from counterpoint.model.model_profile import ModelProfile, layer_keys, param_sizes
-from counterpoint.optim.validation import require_counts
+from counterpoint.optim.validation import renamed_parameters, require_counts
 from counterpoint.partitioning.dry_run import Inputs, num_samples
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.profiler.cache import load_or_measure
@@ -29,7 +29,17 @@ from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 from counterpoint.world.cluster import Device
 
+RENAMED_PROFILE_OPTIONS = {
+    "anew": "remeasure",
+    "folder": "cache_dir",
+    "roof": "roofline_device",
+    "samples": "microbatch_sizes",
+    "threads": "num_threads",
+}
+"""Former names of keyword options of :func:`profile`."""
 
+
+@renamed_parameters(RENAMED_PROFILE_OPTIONS)
 def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     model: nn.Module,
     inputs: Inputs,

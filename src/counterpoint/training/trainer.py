@@ -16,7 +16,7 @@ from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
-from counterpoint.optim.validation import require_counts
+from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
@@ -186,8 +186,9 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written or read.
         """
         for name in renamed:
-            hint = f"it is called {RENAMED_FIT_OPTIONS[name]}" if name in RENAMED_FIT_OPTIONS else "see Trainer.fit"
-            raise PlanError(f"fit has no option {name!r}; {hint}")
+            raise PlanError(
+                f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}"
+            )
         require_counts(batch_size=batch_size)
         checkpoint = CheckpointConfig(
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
@@ -251,6 +252,7 @@ class Trainer:
         finally:
             self.close()
 
+    @renamed_parameters({"measure": RENAMED_FIT_OPTIONS["measure"]})
     def evaluate(
         self, dataset: MapDataset, *, metrics: MetricsFn | None = None, batch_size: int | None = None
     ) -> dict[str, float]:
@@ -270,6 +272,7 @@ class Trainer:
         with preserve_training_mode(self.model):
             return evaluate(team, dataset, metrics if metrics is not None else make_loss_metric(self.loss), size)
 
+    @renamed_parameters({"keep": RENAMED_FIT_OPTIONS["keep"]})
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
         """Write a checkpoint of the whole run, durable and verified; a collective call.
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
 from counterpoint.world.quantities import (
     BANDWIDTH,
@@ -32,6 +33,14 @@ _SLOW_KEYS = ("level", "group", "fraction")
 _LINK_KEYS = (*LINK_KEYS, "shared_memory")
 _TIME_SLICING_KEYS = ("cores", "fractions", "message")
 _LEVEL_KEYS = ("name", "count", *_LINK_KEYS, "shared")
+_RENAMED_KEYS = {
+    "copied": "shared_memory",
+    "crowding": "compute_contention",
+    "memory_crowding": "memory_contention",
+    "part": "fraction",
+    "parts": "fractions",
+    "turns": "time_slicing",
+}
 _BOOLEANS = {"true": True, "false": False}
 _EXAMPLES = {
     "device": "device: {flops: 30 GFLOP/s, memory: 16 GiB, memory_bandwidth: 10 GB/s}",
@@ -227,10 +236,12 @@ class _ClusterReader:
             if key in values:
                 self.add_error(key_node, f"{location} has {key} twice; give it once")
             elif key not in known:
-                closest = get_close_matches(key, known, n=1)
+                is_renamed = _RENAMED_KEYS.get(key) in known
+                closest = [_RENAMED_KEYS[key]] if is_renamed else get_close_matches(key, known, n=1)
                 suggested += closest
-                remedy = f"did you mean {closest[0]}?" if closest else f"its keys are {', '.join(known)}"
-                self.add_error(key_node, f"{location} has an unknown key {key}; {remedy}")
+                remedy = f"; did you mean {closest[0]}?" if closest else f"; its keys are {', '.join(known)}"
+                remedy = renamed_hint(key, _RENAMED_KEYS) if is_renamed else remedy
+                self.add_error(key_node, f"{location} has an unknown key {key}{remedy}")
             values[key] = value
         for key in required:
             if key not in values and key not in suggested:

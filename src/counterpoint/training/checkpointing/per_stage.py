@@ -25,6 +25,7 @@ from counterpoint.checkpoint import (
 )
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.optim.validation import renamed_hint
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.runtime.state_dict import collect_state_slices
 from counterpoint.training.checkpointing.save_restore import (
@@ -34,6 +35,7 @@ from counterpoint.training.checkpointing.save_restore import (
     saved_buffers,
 )
 from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.options import RENAMED_VALUES
 
 CheckpointMode: TypeAlias = Literal["synchronous", "per_stage"]
 """Who writes a checkpoint: all ranks together, after a flush, or each stage independently."""
@@ -120,7 +122,8 @@ def require_checkpoint_mode(local_ranks: LocalRanks, checkpoint_mode: Checkpoint
         PlanError: the plan flushes after every step, or no period is given.
     """
     if checkpoint_mode not in {"synchronous", "per_stage"}:
-        raise PlanError(f"there is no checkpoint_mode={checkpoint_mode!r}; give synchronous or per_stage")
+        hint = renamed_hint(f"checkpoint_mode={checkpoint_mode}", RENAMED_VALUES)
+        raise PlanError(f"there is no checkpoint_mode={checkpoint_mode!r}; give synchronous or per_stage{hint}")
     if checkpoint_mode == "synchronous":
         return
     if save_every is None:
