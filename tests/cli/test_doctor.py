@@ -33,7 +33,7 @@ def test_what_is_broken_ends_with_1(monkeypatch):
     assert "broken: gloo" in seen.output
 
 
-@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
+@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None), ("9" * 5000, None)])
 def test_only_a_positive_number_of_threads_is_a_wish(text, threads):
     assert requested_threads({"OMP_NUM_THREADS": text}) == threads
 

@@ -5,6 +5,8 @@ import pytest
 from counterpoint.errors import LaunchError
 from counterpoint.launchers import RankEnvironment, detect
 from counterpoint.launchers.environment import LAUNCHERS, derived_port, expand_hostlist, tasks_per_node
+from counterpoint.launchers.variables import horovod_variables, kvstore_variables
+from counterpoint.rpc.address import parse_address
 
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",
@@ -141,3 +143,27 @@ def test_a_list_of_hosts_is_unfolded(text, names):
 
 def test_tasks_of_nodes_are_unfolded():
     assert tasks_per_node("2(x3),1,4(x1)") == [2, 2, 2, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (expand_hostlist, f"gpu[1-{'9' * 5000}]", "a number of a host list has 5000 digits; give at most 18"),
+        (expand_hostlist, "gpu[1-999999999]", "has 999999999 nodes; a list of nodes has at most 100000"),
+        (expand_hostlist, "gpu[1-90000,1-90000]", "has 180000 nodes; a list of nodes has at most 100000"),
+        (expand_hostlist, "gpu[1-2]" * 40, "has 1099511627776 nodes; a list of nodes has at most 100000"),
+        (expand_hostlist, "gpu[\N{SUPERSCRIPT TWO}]", "is not a range, such as"),
+        (tasks_per_node, "9" * 5000, "a number of tasks has 5000 digits; give at most 18"),
+        (tasks_per_node, "2(x999999999)", "has 999999999 nodes; a list of nodes has at most 100000"),
+        (kvstore_variables, {"DMLC_NUM_SERVER": "9" * 5000}, "DMLC_NUM_SERVER has 5000 digits; give at most 18"),
+        (
+            horovod_variables,
+            {"HOROVOD_FUSION_THRESHOLD": "9" * 5000},
+            "HOROVOD_FUSION_THRESHOLD has 5000 digits; give at most 18",
+        ),
+        (parse_address, f"tcp:host:{'9' * 5000}", "is not an address; write unix:NAME or tcp:HOST:PORT"),
+    ],
+)
+def test_a_number_that_is_too_large_is_refused(parse, text, message):
+    with pytest.raises(LaunchError, match=message):
+        parse(text)

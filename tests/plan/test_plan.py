@@ -274,3 +274,27 @@ def test_a_bare_name_takes_very_many_ranks_at_once():
     assert str(Plan.parse("pipeline(2) * data", num_ranks=1_000_000)) == "pipeline(2) * data(500000)"
     with pytest.raises(PlanError, match="cannot use 1000001 ranks;"):
         Plan.parse("pipeline(2) * data", num_ranks=1_000_001)
+
+
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (f"data({MANY})", "the number of ranks of data"),
+        (f"data(2, sync_every={MANY})", "sync_every"),
+        (f"data(2, bucket={MANY}MiB)", "bucket"),
+        (f"gpipe(2, chunks={MANY})", "chunks"),
+        (f"pipeline(2, balance=({MANY},1))", "balance"),
+        (f"pipeline(2, split_points=a:{MANY})", "the stage of a"),
+    ],
+)
+def test_a_number_with_too_many_digits_is_refused(text, what):
+    assert refusal(text) == f"{what} has 5000 digits; give at most 18"
+
+
+def test_a_number_that_is_not_written_in_plain_digits_is_refused():
+    assert "must be a positive number in digits" in refusal(f"data(2, compress=topk:{MANY})")
+    assert "must be a finite number" in refusal("ddp(2, bucket_cap_mb=inf)")
+    assert "needs the number of ranks along its axis first" in refusal("data(\N{SUPERSCRIPT TWO})")

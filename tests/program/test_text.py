@@ -160,7 +160,7 @@ def test_what_is_no_value_is_refused(text):
             "pull(weight0)>2",
             "apply_and_reply()@0",
         ),
-        *("apply_and_reply(0)", "release()", "free(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
+        *("apply_and_reply(0)", "free()", "free(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
     ],
 )
 def test_what_is_no_instruction_is_refused_with_examples(instruction):
@@ -249,3 +249,36 @@ def test_a_former_name_in_an_incomplete_instruction_is_refused_with_its_current_
     with pytest.raises(ProgramError) as caught:
         parse_instruction(text)
     assert str(caught.value).startswith(f"{text!r} is not an instruction; {hint}; expected one such as F0.2")
+
+
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"F{MANY}.0",
+        f"F0.{MANY}",
+        f"F0.0:-{MANY}",
+        f"U{MANY}",
+        f"U0+{MANY}",
+        f"commit@{MANY}",
+        f"commit@0-{MANY}",
+        f"commit@0-8/{MANY}",
+        f"x0.{MANY}>1",
+        f"x0.0>{MANY}",
+        f"s0+{MANY}.0>1",
+        f"push(grad0)>{MANY}",
+        f"apply_and_reply:{MANY}(0)@0,1",
+        f"0/{MANY}: F0.0",
+    ],
+)
+def test_a_number_with_too_many_digits_is_refused(text):
+    with pytest.raises(ProgramError, match="a number of an instruction has 5000 digits; give at most 18"):
+        parse_program(text)
+
+
+@pytest.mark.parametrize("text", [f"elastic_average:0.{MANY}(0)@0", f"all_reduce:topk:{MANY}(grad0)@0,1"])
+def test_a_fraction_with_too_many_digits_is_refused(text):
+    with pytest.raises(ProgramError, match="is not an instruction"):
+        parse_instruction(text)

@@ -209,3 +209,11 @@ def test_more_ranks_than_the_levels_have_are_refused_and_fewer_are_not():
 def test_a_key_with_an_earlier_name_is_refused_with_its_present_one(old, new, text):
     (message,) = mistakes(text)
     assert message.endswith(f" has an unknown key {old}; {old} is now called {new}")
+
+
+def test_a_quantity_with_too_many_digits_is_refused():
+    for text in ("9" * 5000, f"1.{'9' * 5000}"):
+        (message,) = mistakes(changed("30 GFLOP/s", f"{text} GFLOP/s"))
+        assert message.endswith(
+            "it must be a number with a unit of floating point operations per second, as in 30 GFLOP/s"
+        )

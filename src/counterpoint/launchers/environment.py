@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -19,11 +20,12 @@ from pathlib import Path
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.ports import LOOPBACK
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import parse_digits, renamed_hint
 from counterpoint.rpc.job_key import read_key
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
-TASK_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+TASK_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+MAX_NODES = 100_000
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -39,7 +41,11 @@ def expand_hostlist(text: str) -> list[str]:
     parts = HOST_PART.findall(text)
     if not parts or ",".join(parts) != text:
         raise LaunchError(f"{text!r} is not a host list, such as gpu[01-03,7],login")
-    return [name for part in parts for name in _expand_part(part, text)]
+    names: list[str] = []
+    for part in parts:
+        names += _expand_part(part, text)
+        _require_few_nodes(len(names), text)
+    return names
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -55,12 +61,19 @@ def tasks_per_node(text: str) -> list[int]:
     matches = [TASK_COUNT.fullmatch(part) for part in text.split(",")]
     if not all(matches):
         raise LaunchError(f"{text!r} is not a list of tasks per node, such as 2(x3),1")
-    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
+    counts = [
+        [parse_digits(part or "1", "a number of tasks", LaunchError) for part in match.groups()]
+        for match in matches
+        if match
+    ]
+    _require_few_nodes(sum(num_nodes for _, num_nodes in counts), text)
+    return [num_tasks for num_tasks, num_nodes in counts for _ in range(num_nodes)]
 
 
 def _expand_part(part: str, text: str) -> Iterator[str]:
     pieces = re.split(r"\[([^\]]*)\]", part)  # outside, inside, outside, ...
     choices = [_expand_range(piece, text) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    _require_few_nodes(math.prod(map(len, choices)), text)
     return map("".join, itertools.product(*choices))
 
 
@@ -69,10 +82,19 @@ def _expand_range(inside: str, text: str) -> list[str]:
     numbers: list[str] = []
     for piece in inside.split(","):
         first, _, last = piece.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or int(last or first) < int(first):
+        if not re.fullmatch(r"[0-9]+", first) or not re.fullmatch(r"[0-9]*", last):
             raise LaunchError(f"[{inside}] in the host list {text!r} is not a range, such as [01-03,7]")
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+        start, end = (parse_digits(bound, "a number of a host list", LaunchError) for bound in (first, last or first))
+        if end < start:
+            raise LaunchError(f"[{inside}] in the host list {text!r} is not a range, such as [01-03,7]")
+        _require_few_nodes(len(numbers) + end - start + 1, text)
+        numbers += [f"{number:0{len(first)}d}" for number in range(start, end + 1)]
     return numbers
+
+
+def _require_few_nodes(num_nodes: int, text: str) -> None:
+    if num_nodes > MAX_NODES:
+        raise LaunchError(f"{text[:200]!r} has {num_nodes} nodes; a list of nodes has at most {MAX_NODES}")
 
 
 DERIVED_PORTS = range(20_000, 32_000)  # below the ephemeral ports
@@ -274,7 +296,7 @@ def parse_int(variables: Mapping[str, str], name: str, launcher: LauncherEnv) ->
     text = variables[name].strip()
     if not (text.isascii() and text.isdigit()):
         raise LaunchError(f"{name}={variables[name]!r} is not a number from 0; {launcher.remedy}")
-    return int(text)
+    return parse_digits(text, f"the number {name}", LaunchError)
 
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
+from counterpoint.optim.validation import parse_digits
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -32,7 +34,7 @@ TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 def requested_threads(environ: Mapping[str, str] | None = None) -> int | None:
     """Return OMP_NUM_THREADS; None if it is not set."""
     text = (os.environ if environ is None else environ).get(THREADS_VARIABLE, "")
-    return int(text) if text.isdigit() and int(text) > 0 else None
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0 else None
 
 
 def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -76,9 +78,10 @@ def kvstore_variables(environ: Mapping[str, str] | None = None) -> KvstoreVariab
     """
     variables = os.environ if environ is None else environ
     text = variables.get("DMLC_NUM_SERVER", "").strip()
-    if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+    if text and not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise LaunchError(f"DMLC_NUM_SERVER={text!r} is not a number of servers; give 1 or more, or unset it")
-    return KvstoreVariables(int(text) if text else KvstoreVariables().num_servers, variables.get("DMLC_ROLE") or None)
+    num_servers = parse_digits(text, "DMLC_NUM_SERVER", LaunchError) if text else KvstoreVariables().num_servers
+    return KvstoreVariables(num_servers, variables.get("DMLC_ROLE") or None)
 
 
 def horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariables:
@@ -96,5 +99,6 @@ def horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariab
         )
     default = HorovodVariables()
     return HorovodVariables(
-        int(text) if text else default.fusion_bytes, variables.get("HOROVOD_TIMELINE") or default.timeline
+        parse_digits(text, "HOROVOD_FUSION_THRESHOLD", LaunchError) if text else default.fusion_bytes,
+        variables.get("HOROVOD_TIMELINE") or default.timeline,
     )

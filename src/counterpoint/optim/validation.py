@@ -54,6 +54,31 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         raise PlanError(f"{name}={value!r} is not one of {', '.join(names)}; {hint}")
 
 
+MAX_DIGITS = 18
+"""The largest number of digits of a whole number in a text: those of 64 bits."""
+
+
+def parse_digits(text: str, name: str, error: Callable[[str], Exception] = PlanError) -> int:
+    """Return the number that a text of digits stands for; ``int`` refuses thousands of them with an error of its own.
+
+    Args:
+        text: digits only.
+        name: what the number is, for the error.
+        error: makes the error.
+
+    Raises:
+        PlanError: there are more digits than a number here may have; or what ``error`` makes.
+
+    Example:
+        >>> parse_digits("9" * 5000, "the seed")
+        Traceback (most recent call last):
+        counterpoint.errors.PlanError: the seed has 5000 digits; give at most 18
+    """
+    if len(text) > MAX_DIGITS:
+        raise error(f"{name} has {len(text)} digits; give at most {MAX_DIGITS}")
+    return int(text)
+
+
 def require_counts(*, optional: bool = False, **counts: Any) -> None:  # noqa: ANN401 - whatever was given
     """Check that counts are whole numbers and at least 1.
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from counterpoint.errors import PlanError
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import parse_digits, renamed_hint
 from counterpoint.plan.registry import STRATEGIES, StrategyEntry, find_strategy
 from counterpoint.strategies.options import MicrobatchCount, PlanTextError, option_types, parse_option
 from counterpoint.strategies.renamed import RENAMED
@@ -17,6 +17,7 @@ from counterpoint.world.mesh import replicas_per_host
 
 MICROBATCH_OPTIONS = ("chunks", "n_push")
 """The options that give the plan's number of microbatches."""
+_DIGITS = re.compile(r"[0-9]+")
 _TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<arguments>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
 
 
@@ -107,7 +108,8 @@ def _ranks_per_host(degree: int, stride: int, hosts: Sequence[int]) -> int:
 def _build_term(name: str, arguments: str, ranks_per_host: Callable[[int], int]) -> tuple[Strategy, ...]:
     entry = find_strategy(name)
     parts = [part.strip() for part in re.split(r",(?![^()]*\))", arguments) if part.strip()]
-    if not parts or not re.fullmatch(r"\d+", parts[0]) or int(parts[0]) < 1:
+    degree = parse_digits(parts[0], f"the number of ranks of {name}") if parts and _DIGITS.fullmatch(parts[0]) else 0
+    if degree < 1:
         raise PlanTextError(name, f"needs the number of ranks along its axis first: {name}(2)")
     options: dict[str, Any] = {}
     types = option_types(entry.doc_source)
@@ -117,7 +119,6 @@ def _build_term(name: str, arguments: str, ranks_per_host: Callable[[int], int])
         if key in options:
             raise PlanTextError(name, f"has {key}= twice; give it once")
         options[key] = parse_option(key, value, types.get(key, str))
-    degree = int(parts[0])
     if "per_host" in entry.options:
         options.setdefault("per_host", ranks_per_host(degree))
     return entry.build_strategies(degree, options)

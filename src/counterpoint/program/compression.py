@@ -20,7 +20,8 @@ CHUNK_ELEMENTS = 1024
 """Number of consecutive elements of a parameter that share one scale; the last chunk of a parameter may be shorter."""
 
 INDEX_BYTES = 4
-CODEC_PATTERN = r"[a-z][a-z0-9]*(?::\d+(?:\.\d+)?)?"
+_NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,40})?"
+CODEC_PATTERN = rf"[a-z][a-z0-9]*(?::{_NUMBER})?"
 """Regular expression for the text of a codec, such as ``int8`` or ``topk:0.01``."""
 
 ReductionMethod: TypeAlias = Literal["reduce", "reduce twice", "gather"]
@@ -164,7 +165,7 @@ def find_codec(text: str) -> Codec:
     """
     name, colon, written = text.partition(":")
     spec = CODECS.get(name)
-    if spec is not None and spec.number is not None and colon and not re.fullmatch(r"\d+(\.\d+)?", written):
+    if spec is not None and spec.number is not None and colon and not re.fullmatch(_NUMBER, written):
         usual = f"{name}:{float(spec.number[1]):g}"
         raise ProgramError(
             f"the {spec.number[0]} of {text!r} must be a positive number in digits; write {usual}, for example"

@@ -13,6 +13,9 @@ from typing import Literal, TypeAlias
 Group: TypeAlias = tuple[int, ...]
 """Ranks that act together, in ascending order."""
 
+ALPHA_PATTERN = r"0\.[0-9]{1,40}"
+"""Regular expression for the moving rate of an elastic average, see :class:`ApplyPushes`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:

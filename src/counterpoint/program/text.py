@@ -8,13 +8,15 @@ the last two, microbatch indices are relative to the repetition and are written 
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import pairwise
 from typing import Literal, assert_never, cast
 
 from counterpoint.errors import ProgramError
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import parse_digits, renamed_hint
 from counterpoint.program.compression import CODEC_PATTERN, find_codec
 from counterpoint.program.instruction import (
+    ALPHA_PATTERN,
     ApplyPushes,
     Backward,
     Collective,
@@ -39,14 +41,14 @@ _EDGE = r"\d+(?:\+\d+(?:-\d+)?)+"
 _TENSOR_REF = rf"(?:grad|delayed_grad|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_EDGE}\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _INSTRUCTION = re.compile(
-    r"(?P<opcode>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
+    r"(?P<opcode>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::-(?P<version>\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"
     rf"|commit@(?P<commit_group>{_GROUP})(?::(?P<loss_group>{_GROUP}))?$"
     rf"|swap_grad_buffers\(grad(?P<swapped_unit>{_UNIT})\)$"
     rf"|(?P<collective>all_reduce_mean|all_reduce|reduce_scatter|all_gather|broadcast)(?:_(?P<phase>start|wait))?(?::(?P<codec>{CODEC_PATTERN}))?"
     rf"\((?P<operand>{_TENSOR_REF})\)@(?P<group>{_GROUP})$"
     rf"|(?:(?P<push_op>push_no_reply|push)(?=\S*>)(?::(?P<push_codec>{CODEC_PATTERN}))?|pull(?=\S*<))\((?P<ps_tensor>{_TENSOR_REF})\)[<>](?P<server>\d+)$"
-    rf"|(?:apply_and_reply(?::(?P<staleness>\d+))?|(?P<apply>apply)|elastic_average:(?P<alpha>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
+    rf"|(?:apply_and_reply(?::(?P<staleness>\d+))?|(?P<apply>apply)|elastic_average:(?P<alpha>{ALPHA_PATTERN}))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|free\((?P<freed>{_TENSOR_REF})\)$"
     rf"|(?P<message_tensor>{_TENSOR_REF})(?::(?P<message_codec>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
@@ -149,14 +151,17 @@ def format_operation(instruction: Collective) -> str:
     return f"{op}:{instruction.codec}" if instruction.codec else op
 
 
+_parse_number = partial(parse_digits, name="a number of an instruction", error=ProgramError)
+
+
 def parse_group(text: str) -> Group:
     """Parse a group; the inverse of :func:`format_group`."""
     ranks: list[int] = []
     for part in text.split(","):
         span, _, step = part.partition("/")
         first, _, last = span.partition("-")
-        end = int(last or first)
-        run = range(int(first), end + 1, int(step or 1) or end + 1)
+        end = _parse_number(last or first)
+        run = range(_parse_number(first), end + 1, _parse_number(step or "1") or end + 1)
         if end not in run or (ranks and ranks[-1] >= run[0]):
             raise ProgramError(f"{text!r} is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4")
         ranks += run
@@ -165,7 +170,7 @@ def parse_group(text: str) -> Group:
 
 def parse_unit(text: str) -> tuple[int, ...]:
     """Parse a unit; the inverse of :func:`format_unit`."""
-    return tuple(map(int, text.split("+")))
+    return tuple(map(_parse_number, text.split("+")))
 
 
 def parse_edge(text: str) -> tuple[int, ...]:
@@ -173,7 +178,7 @@ def parse_edge(text: str) -> tuple[int, ...]:
     blocks: list[int] = []
     for part in text.split("+"):
         first, _, last = part.partition("-")
-        blocks += range(int(first), int(last or first) + 1)
+        blocks += range(_parse_number(first), _parse_number(last or first) + 1)
     if sorted(set(blocks)) != blocks or len(blocks) == 1 or blocks[1:] == [blocks[0] + 1]:
         raise ProgramError(
             f"{text!r} is not a skip connection; write the producing block and the consuming blocks in ascending "
@@ -189,7 +194,7 @@ def parse_tensor_ref(text: str) -> TensorRef:
         raise ProgramError(f"{text!r} is not a tensor reference; expected one such as x1.2, g0.0, grad3 or weight0+4")
     name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'delayed_grad', 'weight']", match[1])
     blocks = parse_edge(match[2]) if name in {"s", "ds"} else parse_unit(match[2])
-    return TensorRef(name, blocks, None if match[3] is None else int(match[3]))
+    return TensorRef(name, blocks, None if match[3] is None else _parse_number(match[3]))
 
 
 def parse_instruction(text: str) -> Instruction:
@@ -207,7 +212,8 @@ def parse_instruction(text: str) -> Instruction:
         hint = "".join(renamed_hint(name, _FORMER_NAMES) for name in dict.fromkeys(re.findall(r"[a-z_]+", text)))
         raise ProgramError(f"{text!r} is not an instruction{hint}; expected one such as {_EXAMPLES}")
     if match["opcode"]:
-        arguments = int(match["block"]), int(match["micro"]), int(match["version"] or 0)
+        version = -_parse_number(match["version"] or "0")
+        arguments = _parse_number(match["block"]), _parse_number(match["micro"]), version
         if match["opcode"] in "FR":
             return Forward(*arguments) if match["opcode"] == "F" else Recompute(*arguments)
         return Backward(*arguments, _BACKWARD_PARTS[match["opcode"]])
@@ -254,7 +260,7 @@ def _parse_collective(match: re.Match[str]) -> Instruction:
 
 def _parse_message(match: re.Match[str]) -> Instruction:
     if match["ps_tensor"]:
-        tensor, server = parse_tensor_ref(match["ps_tensor"]), int(match["server"])
+        tensor, server = parse_tensor_ref(match["ps_tensor"]), _parse_number(match["server"])
         if not match["push_op"]:
             return Pull(tensor, server)
         op = cast("Literal['push', 'push_no_reply']", match["push_op"])
@@ -263,7 +269,7 @@ def _parse_message(match: re.Match[str]) -> Instruction:
         return Free(parse_tensor_ref(match["freed"]))
     make = Send if match["arrow"] == ">" else Recv
     tensor = parse_tensor_ref(match["message_tensor"])
-    return make(tensor, int(match["peer"]), _check_gradient_codec(match, match["message_codec"], tensor))
+    return make(tensor, _parse_number(match["peer"]), _check_gradient_codec(match, match["message_codec"], tensor))
 
 
 def _parse_apply_pushes(match: re.Match[str]) -> Instruction:
@@ -272,7 +278,7 @@ def _parse_apply_pushes(match: re.Match[str]) -> Instruction:
         return ApplyPushes(units, workers, op="elastic_average", alpha=match["alpha"])
     if match["apply"]:
         return ApplyPushes(units, workers, op="apply")
-    return ApplyPushes(units, workers, None if match["staleness"] is None else int(match["staleness"]))
+    return ApplyPushes(units, workers, None if match["staleness"] is None else _parse_number(match["staleness"]))
 
 
 def _check_gradient_codec(match: re.Match[str], codec: str | None, tensor: TensorRef) -> str:
@@ -332,7 +338,7 @@ def _parse_rank_program(line: str, number: int) -> RankProgram:
             f"{line}"
         )
     prologue, body, epilogue = parts if len(parts) == 3 else ((), parts[0], ())
-    index, count = (int(head[1]), int(head[2])) if head else (0, 1)
+    index, count = (_parse_number(head[1]), _parse_number(head[2])) if head else (0, 1)
     return RankProgram(body, prologue, epilogue, index, count)
 
 

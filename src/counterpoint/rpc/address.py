@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def parse_address(text: str) -> RpcAddress:
         return UnixAddress(rest)
     host, _, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+    if kind == "tcp" and host and re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 1 << 16:
         return TcpAddress(host, int(port))
     raise LaunchError(f"{text[:120]!r} is not an address; write unix:NAME or tcp:HOST:PORT, such as tcp:10.0.0.1:4000")
 

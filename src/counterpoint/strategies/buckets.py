@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from math import isfinite
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.validation import parse_digits
 
-_SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|)")
+_SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|)")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1, "": 1}
 
 
@@ -154,7 +155,7 @@ def parse_bytes(name: str, text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise PlanError(f"{name}={text} is not a size; give whole numbers such as {name}=64MiB, 512KiB, 1000B or 0")
-    return int(match[1]) * _UNITS[match[2]]
+    return parse_digits(match[1], name) * _UNITS[match[2]]
 
 
 def format_bytes(size: int) -> str:

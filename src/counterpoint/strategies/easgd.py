@@ -12,6 +12,7 @@ from typing import ClassVar
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
+    ALPHA_PATTERN,
     ApplyPushes,
     Collective,
     Commit,
@@ -66,7 +67,7 @@ class ElasticAveraging(Strategy):
     axis: ClassVar[str] = "worker"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"0\.\d*[1-9]\d*", self.alpha):
+        if not re.fullmatch(rf"(?=.*[1-9]){ALPHA_PATTERN}", self.alpha):
             raise PlanError(f"alpha={self.alpha} of easgd is not between 0 and 1; give a decimal fraction, alpha=0.5")
         if self.servers < 1 or self.tau < 1:
             raise PlanError(

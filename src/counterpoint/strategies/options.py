@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from math import isfinite
 from typing import Any, NewType, get_args, get_origin, get_type_hints
 
 from counterpoint.errors import PlanError
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import parse_digits, renamed_hint
 from counterpoint.strategies.buckets import parse_bytes
 from counterpoint.strategies.renamed import RENAMED
 
@@ -75,10 +76,10 @@ def parse_option(key: str, value: str, kind: Any) -> Any:  # noqa: ANN401 - type
         return _parse_float(key, value)
     try:
         if kind in {int, MicrobatchCount} or all(isinstance(choice, int) for choice in get_args(kind) or ("",)):
-            count = _parse_int(value)
+            count = _parse_int(key, value)
             return _check_microbatch_count(key, count) if kind is MicrobatchCount else count
         if get_origin(kind) is tuple:
-            return tuple(_parse_int(part.strip()) for part in value.strip("()").split(",") if part.strip())
+            return tuple(_parse_int(key, part.strip()) for part in value.strip("()").split(",") if part.strip())
     except PlanError:
         raise
     except ValueError:
@@ -92,18 +93,22 @@ def _check_microbatch_count(key: str, count: int) -> int:
     return count
 
 
-def _parse_int(text: str) -> int:
+def _parse_int(key: str, text: str) -> int:
     """Parse an integer that has only digits; Python's own ``int`` also accepts 1_6 and +4."""
     if re.fullmatch(r"-?[0-9]+", text) is None:
         raise ValueError(text)
-    return int(text)
+    number = parse_digits(text.removeprefix("-"), key)
+    return -number if text.startswith("-") else number
 
 
 def _parse_float(key: str, value: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
         raise PlanTextError(f"{key}={value}", "must be a number") from None
+    if not isfinite(number):
+        raise PlanTextError(f"{key}={value}", "must be a finite number")
+    return number
 
 
 def require_choice(system: str, option: str, value: object, choices: Sequence[object]) -> None:

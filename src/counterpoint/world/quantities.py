@@ -20,10 +20,10 @@ _OPERATIONS = {f"{prefix}FLOP/s": _THOUSAND**power for power, prefix in enumerat
 _SECONDS = {name: _THOUSAND**power for power, name in ((-3, "ns"), (-2, "us"), (-1, "ms"), (0, "s"))}
 _RATES = {f"{name}/s": size for name, size in (_DECIMAL | _BINARY).items()} | _BITS
 
-NUMBER = r"[-+]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?|inf)"
-"""Regular expression for a number."""
+NUMBER = r"[-+]?(?:(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?|inf)"
+"""Regular expression for a number, with as many digits as ``Decimal`` could need."""
 
-_QUANTITY = re.compile(rf"({NUMBER})\s*(\S.*)?")
+_QUANTITY = re.compile(rf"({NUMBER})(?![0-9.])\s*(\S.*)?")
 
 
 @dataclass(frozen=True, slots=True)

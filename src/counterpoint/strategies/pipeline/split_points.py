@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
+from counterpoint.optim.validation import parse_digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,11 @@ def parse_split_points(texts: Sequence[str], owner: str) -> tuple[SplitPoint, ..
     points = []
     for text in texts:
         module, colon, stage = text.partition(":")
-        if not module or (colon and not stage.isdecimal()):
+        if not module or (colon and not re.fullmatch(r"[0-9]+", stage)):
             raise PlanError(
                 f"split_points of {owner} has {text!r}; write the path of a module, or module:stage with its stage"
             )
-        points.append(SplitPoint(module, int(stage) if colon else None))
+        points.append(SplitPoint(module, parse_digits(stage, f"the stage of {module}") if colon else None))
     modules = [point.module for point in points]
     for module in modules:
         if modules.count(module) > 1:
