@@ -76,7 +76,7 @@ def test_the_schema_refuses_what_the_command_refuses():
         ("batch_size: 3\n", "run.yaml:1: batch_size is not a key of a run; did you mean training.batch_size?"),
         ("job: text\njob: digits\n", "run.yaml:2: job is given twice; give it once"),
         ("training: 3\n", "run.yaml:1: training must be a mapping of keys to values"),
-        ("a: [1\n", "run.yaml is not YAML"),
+        ("a: [1\n", "run.yaml:2: the file is not YAML: while parsing a flow sequence"),
     ],
 )  # fmt: skip
 def test_a_file_with_a_mistake_is_refused_at_its_line(tmp_path, text, message):

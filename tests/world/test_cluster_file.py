@@ -129,7 +129,7 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
         ("speeds:", "time_slicing: {cores: 1, message: 5}\nspeeds:", "c.yaml:15: time_slicing.message is 5; it has no unit"),
         ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: the file has both link and levels"),
         ("speeds:", "compute_contention:", "c.yaml:16: the file has compute_contention twice; give it once"),
-        ("device:", "? [device]\n:", "c.yaml:1: the file has an unknown key a list; its keys are device"),
+        ("device:", "? [device]\n:", "c.yaml:1: a key is a list or a mapping; give it a name"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_reported_with_its_line_the_rule_and_the_remedy(old, new, message):
@@ -170,7 +170,7 @@ def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
     ("text", "message"),
     [
         ("", "c.yaml is empty; a cluster has a device and a link or levels"),
-        ("a: [b", "c.yaml is not YAML: while parsing a flow sequence"),
+        ("a: [b", "c.yaml:1: the cluster is not YAML: while parsing a flow sequence"),
         ("words", "c.yaml:1: the file is words; it must have keys with values, device, link, levels, speeds"),
         ("[1, 2]", "c.yaml:1: the file is a list; it must have keys"),
         ("device:\nlink:", "c.yaml:1: device is empty; it must have keys with values, flops, memory, memory_bandwidth"),

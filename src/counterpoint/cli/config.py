@@ -8,7 +8,6 @@ silently ignored would train something else than its author believes.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,8 +18,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterpoint.errors import PlanError
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import renamed_hint, shorten
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
+from counterpoint.yaml_reader import compose_yaml, construct_value
 
 JobName: TypeAlias = Literal["text", "digits", "lines"]
 
@@ -143,17 +143,6 @@ RENAMED_KEYS = {
 """Present names of keys, and of values, by the names that they had before."""
 
 
-class ConfigYamlLoader(yaml.SafeLoader):
-    """YAML loader that reads 1e-3 as a number, as YAML 1.2 does; PyYAML requires 1.0e-3."""
-
-
-ConfigYamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class SourcedValue:
     """A value and its origin.
@@ -183,15 +172,12 @@ def file_layer(path: Path) -> dict[str, SourcedValue]:
         PlanError: the file cannot be read, is not YAML, or has a key that is unknown or given twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=ConfigYamlLoader)
+        root = compose_yaml(path.read_text(encoding="utf-8"), str(path), "the file")
         return dict(read_node(root, path, "")) if root is not None else {}
     except OSError as error:
         raise PlanError(f"the file {path} cannot be read: {error.strerror}; give an existing YAML file") from None
     except UnicodeDecodeError:
         raise PlanError(f"the file {path} is not text in UTF-8; give a YAML file") from None
-    except yaml.YAMLError as error:
-        raise PlanError(f"the file {path} is not YAML: {error}") from None
 
 
 def read_node(node: yaml.Node, file: Path, prefix: str) -> Iterator[tuple[str, SourcedValue]]:
@@ -213,7 +199,7 @@ def read_node(node: yaml.Node, file: Path, prefix: str) -> Iterator[tuple[str, S
             yield from read_node(value_node, file, path)
         else:
             check_key(path, origin)
-            yield path, SourcedValue(yaml.safe_load(yaml.serialize(value_node)), origin)
+            yield path, SourcedValue(construct_value(value_node, str(file)), origin)
 
 
 def set_layer(assignments: Sequence[str]) -> dict[str, SourcedValue]:
@@ -230,12 +216,15 @@ def set_layer(assignments: Sequence[str]) -> dict[str, SourcedValue]:
     for assignment in assignments:
         path, equals, text = (piece.strip() for piece in assignment.partition("="))
         if not equals:
-            raise PlanError(f"--set {assignment} is not an assignment; write --set KEY=VALUE, as in training.epochs=3")
+            raise PlanError(
+                f"--set {shorten(assignment)} is not an assignment; write --set KEY=VALUE, as in training.epochs=3"
+            )
         check_key(path, "--set")
         try:
-            layer[path] = SourcedValue(yaml.load(text, Loader=ConfigYamlLoader), "--set")
-        except yaml.YAMLError:
-            raise PlanError(f"--set {assignment}: {text!r} is not a YAML value; put quotes around a text") from None
+            node = compose_yaml(text, "", "the value")
+            layer[path] = SourcedValue(None if node is None else construct_value(node, ""), "--set")
+        except PlanError as error:
+            raise PlanError(f"--set {shorten(assignment)}: {error}") from None
     return layer
 
 
@@ -284,7 +273,7 @@ def explain_error(values: Mapping[str, Any], layer: ConfigLayer) -> str:
     suggestion = get_close_matches(str(values["input"]), str(values.get("ctx", {}).get("expected", "")).split("'"), n=1)
     remedy = f"; did you mean {suggestion[0]}?" if suggestion else ""
     remedy = renamed_hint(f"{path}={values['input']}", RENAMED_KEYS) or remedy
-    return f"{layer[path].origin}: {path} is {values['input']!r}; {rule}{remedy}"
+    return f"{layer[path].origin}: {path} is {shorten(repr(values['input']))}; {rule}{remedy}"
 
 
 def check_key(path: str, origin: str) -> None:
@@ -298,7 +287,7 @@ def check_key(path: str, origin: str) -> None:
         return
     suggestion = find_closest_key(path, known)
     remedy = f"; did you mean {suggestion}?" if suggestion else f"; the keys are {', '.join(known)}"
-    raise PlanError(f"{origin}: {path} is not a key of a run{renamed_hint(path, RENAMED_KEYS) or remedy}")
+    raise PlanError(f"{origin}: {shorten(path)} is not a key of a run{renamed_hint(path, RENAMED_KEYS) or remedy}")
 
 
 def find_closest_key(path: str, known: Sequence[str]) -> str | None:

@@ -54,6 +54,20 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         raise PlanError(f"{name}={value!r} is not one of {', '.join(names)}; {hint}")
 
 
+MAX_QUOTED = 200
+"""How much of a wrong value an error shows, in characters."""
+
+
+def shorten(text: str) -> str:
+    """Return a text for an error, without its end if it is very long.
+
+    Example:
+        >>> shorten("short"), len(shorten("long" * 1000))
+        ('short', 221)
+    """
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}... ({len(text)} characters)"
+
+
 MAX_DIGITS = 18
 """The largest number of digits of a whole number in a text: those of 64 bits."""
 

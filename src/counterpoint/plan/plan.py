@@ -12,6 +12,7 @@ import yaml
 
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile, load_profile
+from counterpoint.optim.validation import shorten
 from counterpoint.plan.parser import build_strategies, parse_term, resolve_microbatches
 from counterpoint.plan.registry import NEEDS_SERVERS
 from counterpoint.plan.source import PlanSource, parse_plan_file, plan_error_at
@@ -73,7 +74,7 @@ class Plan:
         self._require_async_pipeline_alone()
         for name in self.passes:
             if name.partition(":")[0] not in KNOWN_PASSES or (":" in name and not name.startswith(RECOMPUTE_PASS)):
-                raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(KNOWN_PASSES)}")
+                raise PlanError(f"there is no pass {shorten(repr(name))}; the passes are {', '.join(KNOWN_PASSES)}")
         self._require_one_recomputation()
 
     def _require_one_pipeline(self) -> None:
@@ -281,7 +282,8 @@ class Plan:
         with source.error_at(wrong):
             if type(count) is not int or not isinstance(passes, list):
                 raise PlanError(
-                    f"num_microbatches must be a whole number and passes a list, not {count!r} and {passes!r}"
+                    "num_microbatches must be a whole number and passes a list, not "
+                    f"{shorten(repr(count))} and {shorten(repr(passes))}"
                 )
         with source.error_at("num_microbatches"):
             Plan((), count)
@@ -295,8 +297,8 @@ class Plan:
         if num_ranks != plan.num_ranks:
             with source.error_at("num_ranks"):
                 raise PlanError(
-                    f"num_ranks is {num_ranks}, but {plan} in {source.location('strategy')} needs {plan.num_ranks}; "
-                    "change the numbers of the strategy, or drop num_ranks"
+                    f"num_ranks is {shorten(str(num_ranks))}, but {plan} in {source.location('strategy')} needs "
+                    f"{plan.num_ranks}; change the numbers of the strategy, or drop num_ranks"
                 )
         if "profile" not in fields:
             return plan

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError, ProgramError
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import renamed_hint, shorten
 from counterpoint.strategies.renamed import RENAMED
+from counterpoint.yaml_reader import compose_yaml, construct_value
 
 PLAN_KEYS = ("strategy", "num_microbatches", "passes")
 TOP_LEVEL_KEYS = ("plan", "num_ranks", "profile")
@@ -73,13 +74,8 @@ def parse_plan_file(text: str, file: str) -> tuple[dict[str, Any], PlanSource]:
     Raises:
         PlanError: it is not YAML, has no plan, or has an unknown or duplicate key.
     """
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        loaded: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        location = f"{file}:{mark.line + 1 if mark is not None else 1}: " if file else ""
-        raise PlanError(f"{location}the plan file is not YAML: {error}") from None
+    root = compose_yaml(text, file, "the plan file")
+    loaded: Any = None if root is None else construct_value(root, file)
     fields = loaded.get("plan") if isinstance(loaded, Mapping) else None
     if root is None or not isinstance(fields, dict):
         raise PlanError(f"{file}:1: {FORMAT_HELP}" if file else FORMAT_HELP)
@@ -117,4 +113,4 @@ def _check_known_keys(source: PlanSource, owner: str, known: tuple[str, ...]) ->
             near = get_close_matches(name, known, n=1)
             hint = renamed_hint(name, RENAMED) or (f"; did you mean {near[0]}?" if near else "")
             with source.error_at(name):
-                raise PlanError(f"{owner} has no key {name!r}; its keys are {', '.join(known)}{hint}")
+                raise PlanError(f"{owner} has no key {shorten(name)!r}; its keys are {', '.join(known)}{hint}")

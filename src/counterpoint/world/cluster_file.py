@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import renamed_hint, shorten
 from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
 from counterpoint.world.quantities import (
     BANDWIDTH,
@@ -24,6 +24,7 @@ from counterpoint.world.quantities import (
     format_quantity,
     parse_quantity,
 )
+from counterpoint.yaml_reader import compose_yaml
 
 DEVICE_KEYS = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
 LINK_KEYS = {"latency": LATENCY, "bandwidth": BANDWIDTH}
@@ -104,10 +105,7 @@ def parse_cluster(text: str, *, name: str = "cluster file") -> Cluster:
         >>> parse_cluster(text).link.bytes_per_s
         125000000.0
     """
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise PlanError(f"{name} is not YAML: {error}") from None
+    root = compose_yaml(text, name, "the cluster")
     if root is None:
         raise PlanError(f"{name} is empty; a cluster has a device and a link or levels, as `counterpoint probe` writes")
     reader = _ClusterReader()
@@ -298,7 +296,7 @@ class _ClusterReader:
     def name(self, node: yaml.Node | None, path: str) -> str:
         if node is not None and (not isinstance(node, yaml.ScalarNode) or not node.value):
             self.add_error(node, f"{path} is {_describe_node(node)}; it must be a name, as in {_EXAMPLES['name']}")
-        return "" if node is None else _describe_node(node)
+        return "" if node is None else str(node.value)
 
     def add_error(self, node: yaml.Node | None, mistake: str) -> None:
         self.errors.append((1 if node is None else node.start_mark.line + 1, mistake))
@@ -308,7 +306,7 @@ def _describe_node(node: yaml.Node) -> str:
     """Return a scalar as written in the file; for another node, its kind."""
     match node:
         case yaml.ScalarNode(value=value):
-            return str(value) or "empty"
+            return shorten(str(value)) or "empty"
         case yaml.SequenceNode():
             return "a list"
         case _:
