@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.errors import PlanError
-from counterpoint.model.model_profile import BatchSizeProfile, Overheads, format_profile, parse_profile
+from counterpoint.model.model_profile import BatchSizeProfile, Overheads, format_profile, load_profile, parse_profile
 from counterpoint.model.spec import linear_chain
 from tests.model.profiles import build_profile, layer_profile
 
@@ -115,3 +115,21 @@ def test_a_profile_with_figures_that_cannot_be_is_refused(change, words):
     change(loaded)
     with pytest.raises(PlanError, match=words):
         parse_profile(json.dumps(loaded))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, "x", None, [], {}])
+@pytest.mark.parametrize("key", ["weight_bytes", "cost", "output_bytes"])
+def test_a_layer_with_a_value_that_cannot_be_is_refused(key, value):
+    loaded = json.loads(format_profile(TIMING))
+    loaded["layers"][0][key] = value
+    assert refused(json.dumps(loaded)).startswith("this is not a complete profile: ")
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path):
+    path = tmp_path / "a.profile.json"
+    for content, message in [(b"\xff", "cannot be read: 'utf-8' codec"), (b"[" * 100_000, "this is not a profile: ")]:
+        path.write_bytes(content)
+        with pytest.raises(PlanError, match=message):
+            load_profile(path)
+    with pytest.raises(PlanError, match="cannot be read: embedded null byte"):
+        load_profile(tmp_path / "a\0b")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import renamed_hint, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +415,7 @@ def parse_profile(text: str) -> ModelProfile:
     """
     try:
         loaded: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"this is not a profile: {error}; `counterpoint profile JOB --out FILE` writes one") from None
     if not isinstance(loaded, dict) or FORMAT_NAME not in loaded:
         earlier = [name for name in RENAMED_FORMATS if isinstance(loaded, dict) and name in loaded]
@@ -426,13 +426,13 @@ def parse_profile(text: str) -> ModelProfile:
         )
     if loaded[FORMAT_NAME] != FORMAT_VERSION:
         raise PlanError(
-            f"the profile has version {loaded[FORMAT_NAME]!r}, but only version {FORMAT_VERSION} can be read; "
-            "profile the model again"
+            f"the profile has version {shorten(repr(loaded[FORMAT_NAME]))}, but only version {FORMAT_VERSION} can be "
+            "read; profile the model again"
         )
     try:
         return _build_profile(loaded)
-    except (KeyError, TypeError, ValueError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        problem = shorten(f"no {error}" if isinstance(error, KeyError) else str(error))
         raise PlanError(f"this is not a complete profile: {problem}; profile the model again") from None
 
 
@@ -443,11 +443,13 @@ def load_profile(path: Path) -> ModelProfile:
         PlanError: the file cannot be read, or :func:`parse_profile` rejects it.
     """
     try:
-        return parse_profile(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # a ValueError for bytes that are not UTF-8, and for a path with a null byte
+        problem = error.strerror if isinstance(error, OSError) else error
         raise PlanError(
-            f"{path} cannot be read: {error.strerror}; give what `counterpoint profile --out` wrote"
+            f"{shorten(str(path))} cannot be read: {problem}; give what `counterpoint profile --out` wrote"
         ) from None
+    return parse_profile(text)
 
 
 def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
@@ -455,7 +457,10 @@ def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
     points = tuple(_build_batch_size(entry) for entry in loaded["batch_sizes"])
     layers = tuple(
         LayerKey(
-            str(entry["name"]), int(entry["weight_bytes"]), _parse_number(entry["cost"]), int(entry["output_bytes"])
+            str(entry["name"]),
+            _parse_size(entry["weight_bytes"]),
+            _parse_number(entry["cost"]),
+            _parse_size(entry["output_bytes"]),
         )
         for entry in loaded["layers"]
     )
@@ -470,9 +475,12 @@ def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
     return ModelProfile(
         model=str(loaded["model"]),
         layers=layers,
-        params=tuple((str(name), int(size)) for name, size in loaded["params"]),
+        params=tuple((str(name), _parse_size(size)) for name, size in loaded["params"]),
         profiled_on=ProfiledOn(
-            str(machine["device"]), int(machine["threads"]), str(machine["optimizer"]), bool(machine["is_measured"])
+            str(machine["device"]),
+            _parse_size(machine["threads"]),
+            str(machine["optimizer"]),
+            bool(machine["is_measured"]),
         ),
         batch_sizes=points,
         update_s_per_byte=_parse_number(loaded["update_s_per_byte"]),
@@ -485,7 +493,7 @@ def _build_batch_size(entry: dict[str, Any]) -> BatchSizeProfile:
     layers = tuple(_parse_fields(LayerProfile, layer) for layer in entry["layers"])
     single_microbatch = entry["single_microbatch"]
     return BatchSizeProfile(
-        int(entry["samples"]),
+        _parse_size(entry["samples"]),
         layers,
         _parse_fields(LayerProfile, entry["unpartitioned"]),
         None if single_microbatch is None else _parse_fields(LayerProfile, single_microbatch),
@@ -507,3 +515,7 @@ def _parse_number(value: object, *, is_signed: bool = False) -> float:
     if value < 0 and not is_signed:
         raise ValueError(f"{value!r} is not a time or a size; both are finite and at least 0")
     return float(value)
+
+
+def _parse_size(value: object) -> int:
+    return int(_parse_number(value))
