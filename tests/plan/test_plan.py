@@ -298,3 +298,8 @@ def test_a_number_that_is_not_written_in_plain_digits_is_refused():
     assert "must be a positive number in digits" in refusal(f"data(2, compress=topk:{MANY})")
     assert "must be a finite number" in refusal("ddp(2, bucket_cap_mb=inf)")
     assert "needs the number of ranks along its axis first" in refusal("data(\N{SUPERSCRIPT TWO})")
+
+
+@pytest.mark.parametrize("text", [f"data(2, {'x=1,' * 25_000})", "data(2)*" * 12_500 + "data(2)", "(" * 100_000])
+def test_a_text_that_would_take_too_long_to_read_is_refused(text):
+    assert refusal(text) == f"the text of a plan has {len(text)} characters; write at most 10000"

@@ -20,6 +20,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.text import (
+    MAX_LINE,
     format_group,
     format_instruction,
     format_program,
@@ -282,3 +283,34 @@ def test_a_number_with_too_many_digits_is_refused(text):
 def test_a_fraction_with_too_many_digits_is_refused(text):
     with pytest.raises(ProgramError, match="is not an instruction"):
         parse_instruction(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("|" * 100_000, "line 1 has 100001 parts; a rank program is a body, or prologue | body | epilogue"),
+        ("all_reduce(grad0)@0-99999999", "'0-99999999' has 100000000 ranks; a group here has at most 1024"),
+        ("commit@0-99999999999", "'0-99999999999' has 100000000000 ranks; a group here has at most 1024"),
+        ("apply(0)@0-4096/2", "'0-4096/2' has 2049 ranks; a group here has at most 1024"),
+        ("s0+1-99999999.0>1", "'0+1-99999999' has 100000000 blocks; a skip connection has at most 65536"),
+        ("x" * (MAX_LINE + 1), "line 1 has 10000001 characters; a line has at most 10000000"),
+    ],
+)
+def test_a_program_that_would_take_too_long_to_read_is_refused(text, message):
+    with pytest.raises(ProgramError) as caught:
+        parse_program(text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_group_may_have_as_many_ranks_as_the_program():
+    result = parse_program("\n".join(["commit@0-1999"] * 2000))
+    assert result.rank_programs[0].body == (Commit(tuple(range(2000))),)
+
+
+def test_an_error_in_a_long_line_shows_the_part_around_it():
+    with pytest.raises(ProgramError) as caught:
+        parse_program("F0.0 " * 1000 + "wrong" + " F0.0" * 1000)
+    line, caret = str(caught.value).splitlines()[-2:]
+    assert len(line) == 202
+    assert line[caret.index("^") : caret.rindex("^") + 1] == "wrong"

@@ -17,8 +17,20 @@ from counterpoint.world.mesh import replicas_per_host
 
 MICROBATCH_OPTIONS = ("chunks", "n_push")
 """The options that give the plan's number of microbatches."""
+MAX_LENGTH = 10_000
+"""The longest text of a plan, in characters."""
 _DIGITS = re.compile(r"[0-9]+")
 _TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<arguments>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
+
+
+def require_short_text(text: str) -> None:
+    """Check the length of the text of a plan; the time to parse it grows with its square.
+
+    Raises:
+        PlanError: it is too long.
+    """
+    if len(text) > MAX_LENGTH:
+        raise PlanError(f"the text of a plan has {len(text)} characters; write at most {MAX_LENGTH}")
 
 
 def explicit_microbatches(text: str) -> int | None:

@@ -13,7 +13,7 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile, load_profile
 from counterpoint.optim.validation import shorten
-from counterpoint.plan.parser import build_strategies, parse_term, resolve_microbatches
+from counterpoint.plan.parser import build_strategies, parse_term, require_short_text, resolve_microbatches
 from counterpoint.plan.registry import NEEDS_SERVERS
 from counterpoint.plan.source import PlanSource, parse_plan_file, plan_error_at
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
@@ -225,9 +225,10 @@ class Plan:
             hosts: the host of every rank, for systems that reduce within hosts first; by default all are on one host.
 
         Raises:
-            PlanError: the text is not a plan, names a strategy or option that does not exist, or contradicts
-                ``num_microbatches``.
+            PlanError: the text is not a plan, is longer than 10,000 characters, names a strategy or option that does
+                not exist, or contradicts ``num_microbatches``.
         """
+        require_short_text(text)
         count = resolve_microbatches(text, num_microbatches)
         try:
             strategies = _parse_strategies(text, num_ranks, hosts)

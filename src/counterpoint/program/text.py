@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, assert_never, cast
 
 from counterpoint.errors import ProgramError
-from counterpoint.optim.validation import parse_digits, renamed_hint
+from counterpoint.optim.validation import MAX_QUOTED, parse_digits, renamed_hint, shorten
 from counterpoint.program.compression import CODEC_PATTERN, find_codec
 from counterpoint.program.instruction import (
     ALPHA_PATTERN,
@@ -70,6 +70,15 @@ _FORMER_NAMES = {
     "late": "delayed_grad",
 }
 """Current names of operations, and of a tensor, by the names that they had before."""
+MAX_RANGE = 65_536
+"""The largest number of ranks or blocks that one part of a group or a skip connection may stand for."""
+
+MAX_RANGE_OF_PROGRAM = 1024
+"""The same for the ranks of a program that has not even so many lines."""
+
+MAX_LINE = 10_000_000
+"""The longest line of a program, in characters."""
+
 _EXAMPLES = (
     "F0.2, B0.2, U0, commit@0,1, x1.2>1, all_reduce(grad0)@0,1, push(grad0)>2, apply_and_reply(0)@0,1 or free(weight0)"
 )
@@ -154,8 +163,8 @@ def format_operation(instruction: Collective) -> str:
 _parse_number = partial(parse_digits, name="a number of an instruction", error=ProgramError)
 
 
-def parse_group(text: str) -> Group:
-    """Parse a group; the inverse of :func:`format_group`."""
+def parse_group(text: str, max_ranks: int = MAX_RANGE) -> Group:
+    """Parse a group of at most ``max_ranks`` ranks; the inverse of :func:`format_group`."""
     ranks: list[int] = []
     for part in text.split(","):
         span, _, step = part.partition("/")
@@ -163,7 +172,11 @@ def parse_group(text: str) -> Group:
         end = _parse_number(last or first)
         run = range(_parse_number(first), end + 1, _parse_number(step or "1") or end + 1)
         if end not in run or (ranks and ranks[-1] >= run[0]):
-            raise ProgramError(f"{text!r} is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4")
+            raise ProgramError(
+                f"{shorten(text)!r} is not a group; write its ranks in ascending order, as 0,1 or 0-7 or 0-12/4"
+            )
+        if len(run) > max_ranks:
+            raise ProgramError(f"{shorten(text)!r} has {len(run)} ranks; a group here has at most {max_ranks}")
         ranks += run
     return tuple(ranks)
 
@@ -178,11 +191,16 @@ def parse_edge(text: str) -> tuple[int, ...]:
     blocks: list[int] = []
     for part in text.split("+"):
         first, _, last = part.partition("-")
-        blocks += range(_parse_number(first), _parse_number(last or first) + 1)
+        run = range(_parse_number(first), _parse_number(last or first) + 1)
+        if len(blocks) + len(run) > MAX_RANGE:
+            raise ProgramError(
+                f"{shorten(text)!r} has {len(blocks) + len(run)} blocks; a skip connection has at most {MAX_RANGE}"
+            )
+        blocks += run
     if sorted(set(blocks)) != blocks or len(blocks) == 1 or blocks[1:] == [blocks[0] + 1]:
         raise ProgramError(
-            f"{text!r} is not a skip connection; write the producing block and the consuming blocks in ascending "
-            "order, as 2+7 or 2+5+7-9; what only the next block reads is x3"
+            f"{shorten(text)!r} is not a skip connection; write the producing block and the consuming blocks in "
+            "ascending order, as 2+7 or 2+5+7-9; what only the next block reads is x3"
         )
     return tuple(blocks)
 
@@ -197,8 +215,12 @@ def parse_tensor_ref(text: str) -> TensorRef:
     return TensorRef(name, blocks, None if match[3] is None else _parse_number(match[3]))
 
 
-def parse_instruction(text: str) -> Instruction:
+def parse_instruction(text: str, max_ranks: int = MAX_RANGE) -> Instruction:
     """Parse one instruction; the inverse of :func:`format_instruction`.
+
+    Args:
+        text: without spaces.
+        max_ranks: how many ranks a group may have.
 
     Raises:
         ProgramError: the text is not an instruction; for an instruction of an earlier version, the message has its new
@@ -208,9 +230,11 @@ def parse_instruction(text: str) -> Instruction:
     if match is None:
         renamed = _rename_instruction(text)
         if renamed is not None:
-            raise ProgramError(f"{text!r} is not an instruction; its name has changed: write {renamed}")
+            raise ProgramError(
+                f"{shorten(text)!r} is not an instruction; its name has changed: write {shorten(renamed)}"
+            )
         hint = "".join(renamed_hint(name, _FORMER_NAMES) for name in dict.fromkeys(re.findall(r"[a-z_]+", text)))
-        raise ProgramError(f"{text!r} is not an instruction{hint}; expected one such as {_EXAMPLES}")
+        raise ProgramError(f"{shorten(text)!r} is not an instruction{hint}; expected one such as {_EXAMPLES}")
     if match["opcode"]:
         version = -_parse_number(match["version"] or "0")
         arguments = _parse_number(match["block"]), _parse_number(match["micro"]), version
@@ -222,9 +246,9 @@ def parse_instruction(text: str) -> Instruction:
             Update(parse_unit(match["unit"])) if match["unit"] else SwapGradBuffers(parse_unit(match["swapped_unit"]))
         )
     if match["collective"] or match["commit_group"]:
-        return _parse_collective(match)
+        return _parse_collective(match, max_ranks)
     if match["units"]:
-        return _parse_apply_pushes(match)
+        return _parse_apply_pushes(match, max_ranks)
     return _parse_message(match)
 
 
@@ -239,11 +263,10 @@ def _rename_instruction(text: str) -> str | None:
     return renamed if renamed != text and _INSTRUCTION.match(renamed) else None
 
 
-def _parse_collective(match: re.Match[str]) -> Instruction:
+def _parse_collective(match: re.Match[str], max_ranks: int) -> Instruction:
     if match["commit_group"]:
-        return Commit(
-            parse_group(match["commit_group"]), parse_group(match["loss_group"]) if match["loss_group"] else ()
-        )
+        loss_group = parse_group(match["loss_group"], max_ranks) if match["loss_group"] else ()
+        return Commit(parse_group(match["commit_group"], max_ranks), loss_group)
     op = cast(
         "Literal['all_reduce', 'reduce_scatter', 'all_gather', 'broadcast', 'all_reduce_mean']", match["collective"]
     )
@@ -255,7 +278,7 @@ def _parse_collective(match: re.Match[str]) -> Instruction:
         )
     if codec:
         find_codec(codec)
-    return Collective(op, parse_tensor_ref(match["operand"]), parse_group(match["group"]), phase, codec)
+    return Collective(op, parse_tensor_ref(match["operand"]), parse_group(match["group"], max_ranks), phase, codec)
 
 
 def _parse_message(match: re.Match[str]) -> Instruction:
@@ -272,8 +295,8 @@ def _parse_message(match: re.Match[str]) -> Instruction:
     return make(tensor, _parse_number(match["peer"]), _check_gradient_codec(match, match["message_codec"], tensor))
 
 
-def _parse_apply_pushes(match: re.Match[str]) -> Instruction:
-    units, workers = tuple(map(parse_unit, match["units"].split(","))), parse_group(match["workers"])
+def _parse_apply_pushes(match: re.Match[str], max_ranks: int) -> Instruction:
+    units, workers = tuple(map(parse_unit, match["units"].split(","))), parse_group(match["workers"], max_ranks)
     if match["alpha"]:
         return ApplyPushes(units, workers, op="elastic_average", alpha=match["alpha"])
     if match["apply"]:
@@ -322,32 +345,44 @@ def parse_program(text: str) -> Program:
         ProgramError: the text has something that is not an instruction; the message shows the line with a caret below
             it.
     """
-    return Program(tuple(_parse_rank_program(line, number) for number, line in enumerate(text.splitlines())))
+    lines = text.splitlines()
+    max_ranks = max(len(lines), MAX_RANGE_OF_PROGRAM)
+    return Program(tuple(_parse_rank_program(line, number, max_ranks) for number, line in enumerate(lines)))
 
 
-def _parse_rank_program(line: str, number: int) -> RankProgram:
+def _parse_rank_program(line: str, number: int, max_ranks: int) -> RankProgram:
+    if len(line) > MAX_LINE:
+        raise ProgramError(f"line {number + 1} has {len(line)} characters; a line has at most {MAX_LINE}")
     head = re.match(r"(\d+)/(\d+): ?", line)
     rest = line[head.end() :] if head else line
     texts = rest.split("|")
-    parts = [
-        _parse_instructions(part, len(line) - len("|".join(texts[at:])), line, number) for at, part in enumerate(texts)
-    ]
-    if len(parts) not in {1, 3}:
+    if len(texts) not in {1, 3}:
         raise ProgramError(
-            f"line {number + 1} has {len(parts)} parts; a rank program is a body, or prologue | body | epilogue\n  "
-            f"{line}"
+            f"line {number + 1} has {len(texts)} parts; a rank program is a body, or prologue | body | epilogue\n  "
+            f"{shorten(line)}"
         )
+    starts = accumulate((len(part) + 1 for part in texts), initial=len(line) - len(rest))
+    parts = [
+        _parse_instructions(part, start, line, number, max_ranks) for part, start in zip(texts, starts, strict=False)
+    ]
     prologue, body, epilogue = parts if len(parts) == 3 else ((), parts[0], ())
     index, count = (_parse_number(head[1]), _parse_number(head[2])) if head else (0, 1)
     return RankProgram(body, prologue, epilogue, index, count)
 
 
-def _parse_instructions(part: str, start: int, line: str, number: int) -> Instructions:
+def _parse_instructions(part: str, start: int, line: str, number: int, max_ranks: int) -> Instructions:
     instructions: list[Instruction] = []
     for match in re.finditer(r"\S+", part):
         try:
-            instructions.append(parse_instruction(match[0]))
+            instructions.append(parse_instruction(match[0], max_ranks))
         except ProgramError as error:
-            caret = " " * (start + match.start()) + "^" * len(match[0])
-            raise ProgramError(f"line {number + 1}: {error}\n  {line}\n  {caret}") from None
+            marked = _mark_instruction(line, start + match.start(), len(match[0]))
+            raise ProgramError(f"line {number + 1}: {error}\n{marked}") from None
     return tuple(instructions)
+
+
+def _mark_instruction(line: str, start: int, length: int) -> str:
+    """Return a line, or the part of a long one around an instruction, and below it a caret for each character of it."""
+    begin = max(0, start - MAX_QUOTED // 2) if len(line) > MAX_QUOTED else 0
+    shown = line[begin : begin + MAX_QUOTED]
+    return f"  {shown}\n  {' ' * (start - begin)}{'^' * min(length, len(shown) - start + begin)}"
