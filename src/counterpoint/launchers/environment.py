@@ -20,7 +20,7 @@ from pathlib import Path
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.ports import LOOPBACK
-from counterpoint.optim.validation import parse_digits, renamed_hint
+from counterpoint.optim.validation import parse_digits, renamed_hint, shorten
 from counterpoint.rpc.job_key import read_key
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
@@ -40,7 +40,7 @@ def expand_hostlist(text: str) -> list[str]:
     """
     parts = HOST_PART.findall(text)
     if not parts or ",".join(parts) != text:
-        raise LaunchError(f"{text!r} is not a host list, such as gpu[01-03,7],login")
+        raise LaunchError(f"{shorten(text)!r} is not a host list, such as gpu[01-03,7],login")
     names: list[str] = []
     for part in parts:
         names += _expand_part(part, text)
@@ -60,9 +60,9 @@ def tasks_per_node(text: str) -> list[int]:
     """
     matches = [TASK_COUNT.fullmatch(part) for part in text.split(",")]
     if not all(matches):
-        raise LaunchError(f"{text!r} is not a list of tasks per node, such as 2(x3),1")
+        raise LaunchError(f"{shorten(text)!r} is not a list of tasks per node, such as 2(x3),1")
     counts = [
-        [parse_digits(part or "1", "a number of tasks", LaunchError) for part in match.groups()]
+        [parse_digits(number or "1", "a number of tasks", LaunchError) for number in match.groups()]
         for match in matches
         if match
     ]
@@ -83,10 +83,14 @@ def _expand_range(inside: str, text: str) -> list[str]:
     for piece in inside.split(","):
         first, _, last = piece.partition("-")
         if not re.fullmatch(r"[0-9]+", first) or not re.fullmatch(r"[0-9]*", last):
-            raise LaunchError(f"[{inside}] in the host list {text!r} is not a range, such as [01-03,7]")
+            raise LaunchError(
+                f"[{shorten(inside)}] in the host list {shorten(text)!r} is not a range, such as [01-03,7]"
+            )
         start, end = (parse_digits(bound, "a number of a host list", LaunchError) for bound in (first, last or first))
         if end < start:
-            raise LaunchError(f"[{inside}] in the host list {text!r} is not a range, such as [01-03,7]")
+            raise LaunchError(
+                f"[{shorten(inside)}] in the host list {shorten(text)!r} is not a range, such as [01-03,7]"
+            )
         _require_few_nodes(len(numbers) + end - start + 1, text)
         numbers += [f"{number:0{len(first)}d}" for number in range(start, end + 1)]
     return numbers
@@ -94,7 +98,7 @@ def _expand_range(inside: str, text: str) -> list[str]:
 
 def _require_few_nodes(num_nodes: int, text: str) -> None:
     if num_nodes > MAX_NODES:
-        raise LaunchError(f"{text[:200]!r} has {num_nodes} nodes; a list of nodes has at most {MAX_NODES}")
+        raise LaunchError(f"{shorten(text)!r} has {num_nodes} nodes; a list of nodes has at most {MAX_NODES}")
 
 
 DERIVED_PORTS = range(20_000, 32_000)  # below the ephemeral ports
