@@ -294,6 +294,12 @@ def test_a_number_with_too_many_digits_is_refused(text, what):
     assert refusal(text) == f"{what} has 5000 digits; give at most 18"
 
 
+def test_an_axis_with_too_many_ranks_is_refused():
+    message = "data in 'data(1000001)' has 1000001 ranks along its axis; give at most 1000000"
+    assert refusal("data(1000001)") == message
+    assert Plan.parse("data(1000000)").num_ranks == 1_000_000
+
+
 def test_a_number_that_is_not_written_in_plain_digits_is_refused():
     assert "must be a positive number in digits" in refusal(f"data(2, compress=topk:{MANY})")
     assert "must be a finite number" in refusal("ddp(2, bucket_cap_mb=inf)")

@@ -19,6 +19,8 @@ MICROBATCH_OPTIONS = ("chunks", "n_push")
 """The options that give the plan's number of microbatches."""
 MAX_LENGTH = 10_000
 """The longest text of a plan, in characters."""
+MAX_DEGREE = 1_000_000
+"""The largest number of ranks along one axis; a pipeline keeps a number for each of its stages."""
 _DIGITS = re.compile(r"[0-9]+")
 _TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<arguments>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
 
@@ -123,6 +125,8 @@ def _build_term(name: str, arguments: str, ranks_per_host: Callable[[int], int])
     degree = parse_digits(parts[0], f"the number of ranks of {name}") if parts and _DIGITS.fullmatch(parts[0]) else 0
     if degree < 1:
         raise PlanTextError(name, f"needs the number of ranks along its axis first: {name}(2)")
+    if degree > MAX_DEGREE:
+        raise PlanTextError(name, f"has {degree} ranks along its axis; give at most {MAX_DEGREE}")
     options: dict[str, Any] = {}
     types = option_types(entry.doc_source)
     for part in parts[1:]:
