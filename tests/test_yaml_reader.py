@@ -57,7 +57,7 @@ WRONG_VALUES = [
     ("!!bool x", "x is not of the type bool; put quotes around a text"),
     ("!!timestamp x", "x is not of the type timestamp; put quotes around a text"),
     ("!!python/object:os.system x", "could not determine a constructor for the tag"),
-    ("9" * 5000, "a whole number has 5000 digits; give at most 18"),
+    ("9" * 5000, "a whole number has 5000 digits; give at most 20"),
 ]
 
 
@@ -99,3 +99,10 @@ def test_a_text_that_is_too_long_or_no_text_is_refused():
         "the plan file has 1000001 characters; give a text of at most 1000000 characters"
     )
     assert refused(Plan.from_yaml, None).startswith("the plan file is of the type NoneType; give a text")
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 1, -(2**63)])
+def test_the_largest_seeds_are_numbers(seed):
+    root = compose_yaml(f"seed: {seed}", "", "the job file")
+    assert root is not None
+    assert construct_value(root, "") == {"seed": seed}

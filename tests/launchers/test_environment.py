@@ -49,7 +49,7 @@ def test_a_partial_environment_is_refused_with_what_is_missing(name):
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE cannot exceed WORLD_SIZE"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT must be between 1 and 65535"),
         ({"RANK": "-1"}, "RANK='-1' is not a number from 0; start the script with `counterpoint run"),
-        ({"RANK": "9" * 5000}, "^the number RANK has 5000 digits; give at most 18$"),
+        ({"RANK": "9" * 5000}, "^the number RANK has 5000 digits; give at most 20$"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
         ({"COUNTERPOINT_TIMEOUT_S": "soon"}, "COUNTERPOINT_TIMEOUT_S='soon' is not a number of seconds above 0"),
         ({"COUNTERPOINT_DEADLINE_S": "3"}, "COUNTERPOINT_DEADLINE_S is now called COUNTERPOINT_TIMEOUT_S"),

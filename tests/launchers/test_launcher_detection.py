@@ -148,18 +148,18 @@ def test_tasks_of_nodes_are_unfolded():
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
-        (expand_hostlist, f"gpu[1-{'9' * 5000}]", "a number of a host list has 5000 digits; give at most 18"),
+        (expand_hostlist, f"gpu[1-{'9' * 5000}]", "a number of a host list has 5000 digits; give at most 20"),
         (expand_hostlist, "gpu[1-999999999]", "has 999999999 nodes; a list of nodes has at most 100000"),
         (expand_hostlist, "gpu[1-90000,1-90000]", "has 180000 nodes; a list of nodes has at most 100000"),
         (expand_hostlist, "gpu[1-2]" * 40, "has 1099511627776 nodes; a list of nodes has at most 100000"),
         (expand_hostlist, "gpu[\N{SUPERSCRIPT TWO}]", "is not a range, such as"),
-        (tasks_per_node, "9" * 5000, "a number of tasks has 5000 digits; give at most 18"),
+        (tasks_per_node, "9" * 5000, "a number of tasks has 5000 digits; give at most 20"),
         (tasks_per_node, "2(x999999999)", "has 999999999 nodes; a list of nodes has at most 100000"),
-        (kvstore_variables, {"DMLC_NUM_SERVER": "9" * 5000}, "DMLC_NUM_SERVER has 5000 digits; give at most 18"),
+        (kvstore_variables, {"DMLC_NUM_SERVER": "9" * 5000}, "DMLC_NUM_SERVER has 5000 digits; give at most 20"),
         (
             horovod_variables,
             {"HOROVOD_FUSION_THRESHOLD": "9" * 5000},
-            "HOROVOD_FUSION_THRESHOLD has 5000 digits; give at most 18",
+            "HOROVOD_FUSION_THRESHOLD has 5000 digits; give at most 20",
         ),
         (parse_address, f"tcp:host:{'9' * 5000}", "is not an address; write unix:NAME or tcp:HOST:PORT"),
     ],

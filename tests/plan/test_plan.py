@@ -291,7 +291,7 @@ MANY = "9" * 5000
     ],
 )
 def test_a_number_with_too_many_digits_is_refused(text, what):
-    assert refusal(text) == f"{what} has 5000 digits; give at most 18"
+    assert refusal(text) == f"{what} has 5000 digits; give at most 20"
 
 
 def test_an_axis_with_too_many_ranks_is_refused():

@@ -275,7 +275,7 @@ MANY = "9" * 5000
     ],
 )
 def test_a_number_with_too_many_digits_is_refused(text):
-    with pytest.raises(ProgramError, match="a number of an instruction has 5000 digits; give at most 18"):
+    with pytest.raises(ProgramError, match="a number of an instruction has 5000 digits; give at most 20"):
         parse_program(text)
 
 

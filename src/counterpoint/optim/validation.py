@@ -68,8 +68,8 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}... ({len(text)} characters)"
 
 
-MAX_DIGITS = 18
-"""The largest number of digits of a whole number in a text: those of 64 bits."""
+MAX_DIGITS = 20
+"""The largest number of digits of a whole number in a text: 2**64 - 1, the largest seed, has as many."""
 
 
 def parse_digits(text: str, name: str, error: Callable[[str], Exception] = PlanError) -> int:
@@ -86,7 +86,7 @@ def parse_digits(text: str, name: str, error: Callable[[str], Exception] = PlanE
     Example:
         >>> parse_digits("9" * 5000, "the seed")
         Traceback (most recent call last):
-        counterpoint.errors.PlanError: the seed has 5000 digits; give at most 18
+        counterpoint.errors.PlanError: the seed has 5000 digits; give at most 20
     """
     if len(text) > MAX_DIGITS:
         raise error(f"{name} has {len(text)} digits; give at most {MAX_DIGITS}")

@@ -327,17 +327,19 @@ def _parse_strategies(text: str, num_ranks: int | None, hosts: Sequence[int]) ->
     starts = accumulate((len(term) + 1 for term in terms_text), initial=0)
     terms = [parse_term(term, start) for term, start in zip(terms_text, starts, strict=False)]
     terms = [(name, arguments) for name, arguments in terms if name != "solo"]
-    bare = [name for name, arguments in terms if arguments is None]
-    if len(bare) > 1:
-        raise PlanError(f"{text!r} omits the ranks of {' and '.join(bare)}; give a number to all but one")
-    if bare and num_ranks is None:
-        raise PlanError(f"{text!r} omits the ranks of {bare[0]}; write {bare[0]}(2), or give num_ranks")
-    degree = _infer_open_degree(terms, num_ranks or 1, hosts) if bare else 1
+    without_degree = [name for name, arguments in terms if arguments is None]
+    if len(without_degree) > 1:
+        raise PlanError(f"{text!r} omits the ranks of {' and '.join(without_degree)}; give a number to all but one")
+    if without_degree and num_ranks is None:
+        raise PlanError(
+            f"{text!r} omits the ranks of {without_degree[0]}; write {without_degree[0]}(2), or give num_ranks"
+        )
+    degree = _infer_open_degree(terms, num_ranks or 1, hosts) if without_degree else 1
     if degree is None:
         raise PlanError(
             f"{text!r} cannot use {num_ranks} ranks; the ranks of its strategies must multiply to that number"
         )
-    if bare and degree == 1 and len(terms) == 1 and bare[0] not in NEEDS_SERVERS:
+    if without_degree and degree == 1 and len(terms) == 1 and without_degree[0] not in NEEDS_SERVERS:
         return ()
     return build_strategies(_with_degree(terms, degree), hosts)
 
@@ -347,7 +349,7 @@ def _with_degree(terms: list[tuple[str, str | None]], degree: int) -> list[tuple
 
 
 def _infer_open_degree(terms: list[tuple[str, str | None]], num_ranks: int, hosts: Sequence[int]) -> int | None:
-    """Return the omitted degree with which the whole plan needs ``num_ranks``; None if there is none.
+    """Return the omitted degree with which the whole plan needs ``num_ranks``, or None if no degree gives that number.
 
     The number of ranks is an affine function of the degree (servers add a constant), so that two degrees that are valid
     predict all others.

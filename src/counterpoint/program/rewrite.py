@@ -124,7 +124,7 @@ def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruc
 
 
 def split_at_commit(instructions: Instructions) -> tuple[Instructions, Instructions]:
-    """Return the instructions before the first commit, and those from it on; all are before it if there is none."""
+    """Split instructions in front of the first commit; without a commit, the second part is empty."""
     commits = (index for index, instruction in enumerate(instructions) if isinstance(instruction, Commit))
     first = next(commits, len(instructions))
     return instructions[:first], instructions[first:]
