@@ -23,8 +23,8 @@ spark: $(READY)  ## install what the Spark tests need: PySpark (456 MB), and Jav
 
 check: $(READY)  ## format, lint, types, import contracts, rules of names and code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
-test: $(READY)  ## every test except the slow ones and those that need a GPU
-	$(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not serial"
+test: $(READY)  ## every test except the slow ones, those that need a GPU, and the rules that `make check` checks
+	$(BIN)/pytest $(PARALLEL) --ignore tests/house -m "not slow and not gpu and not serial"
 	$(BIN)/pytest -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
 test-all: $(READY)  ## every test, with new random plans
 	$(BIN)/pytest --hypothesis-profile=explore

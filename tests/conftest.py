@@ -1,6 +1,8 @@
 """Golden files, texts that a person has read once and that must not change unseen; and signals that tests can send."""
 
+import gc
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,20 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if "golden" in item.fixturenames]
 
 
+def pytest_collection_finish():
+    """Let the garbage collector pass over torch's modules and thousands of tests: 7 % of a run's time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible():
     """Processes that tests start can be interrupted, even where nohup or a shell in the background lets none be."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "tests.forkserver" in sys.modules:
+        sys.modules["tests.forkserver"].start_forkserver()
     yield
     signal.signal(signal.SIGINT, before)
 

@@ -23,6 +23,22 @@ MAX_DEPTH = 50
 class _Loader(yaml.SafeLoader):
     """A loader that reads 1e-3 as a number, as YAML 1.2 does, and has one kind of error for all wrong values."""
 
+    depth = 0  # of the node that is being composed
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node of the text.
+
+        Raises:
+            RecursionError: it is nested too deeply. The scanner's time grows with the square of the depth, so it stops
+                here.
+        """
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002 - as in yaml
         """Return the value of a node.
 

@@ -3,7 +3,8 @@ from functools import partial
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.run_ranks import CONTEXT, on_gloo, on_hosts, on_local, on_shm
+from tests.fabric.run_ranks import on_gloo, on_hosts, on_local, on_shm
+from tests.forkserver import CONTEXT
 
 SHARED = [
     pytest.mark.process,

@@ -1,6 +1,5 @@
 """Run a function of one rank's fabric on every rank of a transport, and collect the results."""
 
-import multiprocessing
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -9,11 +8,7 @@ import torch
 
 from counterpoint.errors import CounterpointError
 from counterpoint.fabric import Address, LocalWorld, connect
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["tests.process.rank_functions", "torch._dynamo"]
-)  # the first optimizer imports the second
+from tests.forkserver import CONTEXT
 
 
 def result_or_error(scenario, fabric):

@@ -13,7 +13,8 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
-from tests.fabric.run_ranks import CONTEXT, receive_answer
+from tests.fabric.run_ranks import receive_answer
+from tests.forkserver import CONTEXT
 
 
 @cache

@@ -19,7 +19,14 @@ from counterpoint.world.cluster import Cluster, Device
 from tests.planner.models import layers
 from tests.training.trainers import ADAMW, batch_norm_mlp, build_seeded, dataset, max_difference, mlp, params_of
 
+ROUND_S = "counterpoint.training.plan_trials.ROUND_S"
 QUESTION = PlanningProblem(layers(4, cost=1e9), Cluster(), 16)
+
+
+@pytest.fixture(autouse=True)
+def _short_rounds(monkeypatch):
+    """What is measured need not be accurate here."""
+    monkeypatch.setattr(ROUND_S, 0.02)
 
 
 def chosen(num_ranks=2, question=QUESTION):

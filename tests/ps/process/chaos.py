@@ -1,7 +1,6 @@
 """Chaos testing of a job: servers, workers and the coordinator are killed at random; workers join and leave."""
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from counterpoint.ps.coordinator import COORDINATOR_LOG
 from counterpoint.ps.coordinator_state import CoordinatorState
 from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.process.disk_layout import log_path, read_records
+from tests.forkserver import CONTEXT
 from tests.ps.process.chaos_workloads import ChaosWorkload, CountingWorkload, TrainingWorkload
 
 WORK_S = 110.0
@@ -27,8 +27,6 @@ WORK_S = 110.0
 LIVE_S = 60.0
 """In which the first worker has to be there."""
 COORDINATOR_REST_S = 6.0
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.ps.process.chaos_workloads"])  # torch is imported once, not by each worker
 EXPELLED = "the job continues without this incarnation", "does not belong to the job; join again"
 
 

@@ -20,7 +20,8 @@ from counterpoint.ps.process.join_job import join
 from counterpoint.rpc.job_key import JobKey
 from counterpoint.training.elastic_trainer import ElasticTrainer, watch_sigterm
 from tests.elastic.worker_fixtures import make_numeric_data, mlp
-from tests.fabric.run_ranks import CONTEXT, result_or_error
+from tests.fabric.run_ranks import result_or_error
+from tests.forkserver import CONTEXT
 from tests.ps.process.conftest import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
