@@ -4,7 +4,8 @@ BIN    := .venv/bin
 READY  := .venv/ready
 CLAIM  ?=
 SEEDS  ?= 0:100000
-PARALLEL := -n auto --maxprocesses 4 --dist worksteal  # one pytest process per core
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 5)))
+PARALLEL := -n $(WORKERS) --dist worksteal  # one pytest process more than cores, since some tests wait
 export PYTHONDONTWRITEBYTECODE :=  # the processes that tests start read what the first of them has compiled
 
 .PHONY: setup spark check test test-all soak golden docs bench demo clean
