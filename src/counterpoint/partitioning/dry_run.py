@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -187,6 +188,7 @@ def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 @contextmanager
 def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     """Restore the model's buffers, training flags and the random state afterwards."""
+    slots = BufferSlots(model)
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer, _ in saved} | {parameter.device for parameter in model.parameters()}
     cuda_devices = [device for device in devices if device.type == "cuda"]
@@ -199,5 +201,105 @@ def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]
             raise_batch_norm_error(error, f"{type(model).__name__}, run once on an example microbatch")
             raise
         finally:
+            slots.restore()
             for buffer, value in saved:
                 buffer.copy_(value)
+
+
+class BufferSlots:
+    """Where the buffers of a model are registered, to find those that a forward has replaced by other tensors.
+
+    Args:
+        model: the model, whose buffers are the ones to keep.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.slots = [
+            (f"{path}.{name}".lstrip("."), module._buffers, name, buffer)  # noqa: SLF001 - where they can be replaced
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001 - as above
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Register the buffers again that were replaced."""
+        for _, buffers, name, buffer in self.slots:
+            if buffers.get(name) is not buffer:
+                buffers[name] = buffer
+
+    def adopt(self) -> None:
+        """Give buffers the values that they were replaced by, and register them again.
+
+        Raises:
+            DataError: the shape or the dtype is another one.
+        """
+        for full_name, buffers, name, buffer in self.slots:
+            replacement = buffers.get(name)
+            if replacement is buffer:
+                continue
+            if replacement is None or replacement.shape != buffer.shape or replacement.dtype != buffer.dtype:
+                self.restore()
+                given = "None" if replacement is None else f"{replacement.dtype} {tuple(replacement.shape)}"
+                raise DataError(
+                    f"the forward has replaced the buffer {full_name}, {buffer.dtype} {tuple(buffer.shape)}, by "
+                    f"{given}; ranks and checkpoints hold buffers of one shape and dtype: register it in its final "
+                    "shape, or keep what changes its shape in a plain attribute"
+                )
+            with torch.no_grad():
+                buffer.copy_(replacement)
+            buffers[name] = buffer
+
+
+class KeptValues:
+    """Finds the attributes in which a forward keeps differentiable values.
+
+    Args:
+        model: before the forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        attributes = _plain_attributes(model)
+        self.before = {key: (value, _differentiable_leaves(value)) for key, value in attributes.items()}
+        self.contents = {
+            key: copy.copy(value) for key, value in attributes.items() if isinstance(value, list | dict | set)
+        }
+        self.found: dict[tuple[str, str], Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The attributes that were found, by their full names."""
+        return [f"{path}.{name}".lstrip(".") for path, name in self.found]
+
+    def find(self) -> None:
+        """Find them, after the forward."""
+        for key, value in _plain_attributes(self.model).items():
+            if not _differentiable_leaves(value) <= self.before.get(key, (None, set()))[1]:
+                self.found[key] = value
+
+    def restore(self) -> None:
+        """Give the attributes that were found the values back that they had before."""
+        for (path, name), value in self.found.items():
+            module, first = self.model.get_submodule(path), self.before.get((path, name), (None, set()))[0]
+            if (path, name) not in self.before:
+                vars(module).pop(name, None)
+            elif first is value and isinstance(value, list):
+                value[:] = self.contents[path, name]
+            elif first is value and isinstance(value, dict | set):
+                value.clear()
+                value.update(self.contents[path, name])
+            else:
+                setattr(module, name, first)
+
+
+def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
+
+
+def _differentiable_leaves(value: object) -> set[int]:
+    return {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad}

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import (
     Inputs,
+    KeptValues,
     preserve_state,
     raise_batch_norm_error,
     split_call_args,
@@ -191,7 +192,8 @@ def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedG
     require_no_backward_hooks(model)
     open_calls: list[str] = []
     detector = CustomBackwardDetector(open_calls)
-    tracking = _track_calls(model, open_calls, detector)
+    kept_values = KeptValues(model)
+    tracking = _track_calls(model, open_calls, detector, kept_values)
     with training_mode(model, training=training), tracking as stripped_types, silence_export(), detector:
         _require_fixed_momentum(model)
         try:
@@ -203,6 +205,14 @@ def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedG
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain_error(model, error, open_calls)) from error
     detector.require_none(model)
+    kept_values.restore()
+    if kept_values.found:
+        raise PlanError(
+            f"the forward of {type(model).__name__} keeps a differentiable value in its attribute "
+            f"{kept_values.names[0]}, but a model is split along the operations of its forward, so a loss that reads "
+            "the attribute would not see it; return the value from forward together with the output, or use a strategy "
+            "that keeps the model whole (data, zero of level 1 or 2, server)"
+        )
     if stripped_types:
         module.graph.eliminate_dead_code()
     traced = _parse_module(module, canonical_names(model))
@@ -243,8 +253,12 @@ def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
 
 
 @contextmanager
-def _track_calls(model: nn.Module, open_calls: list[str], detector: CustomBackwardDetector) -> Iterator[list[str]]:
+def _track_calls(
+    model: nn.Module, open_calls: list[str], detector: CustomBackwardDetector, kept_values: KeptValues
+) -> Iterator[list[str]]:
     """Track the paths of running modules, and search for custom backwards in what they take and return.
+
+    In the end, values are found that the forward keeps; the tracer removes them.
 
     Output leaves that no trace can show are stripped; the list then names the output's type.
     """
@@ -257,6 +271,8 @@ def _track_calls(model: nn.Module, open_calls: list[str], detector: CustomBackwa
     def leave(module: nn.Module, args: object, output: object) -> object:
         detector.inspect_graph(output)
         open_calls.pop()
+        if not open_calls:
+            kept_values.find()
         stripped = output if open_calls else strip_unknown_leaves(output)
         if stripped is not output:
             stripped_types.append(type(output).__name__)

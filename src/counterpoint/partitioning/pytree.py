@@ -1,4 +1,4 @@
-"""Flatten nested inputs and outputs to tensors and back; other leaves keep the value they had first."""
+"""Flatten nested inputs and outputs to tensors and back; other leaves are part of the structure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import ScriptObject, SymBool, SymFloat, SymInt, Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+from counterpoint.errors import DataError
 
 KNOWN_LEAF_TYPES = (Tensor, bool, int, float, str, type(None), SymInt, SymFloat, SymBool, ScriptObject)
 """Leaves an output may have; any other object, such as a key-value cache, may hide tensors."""
@@ -47,6 +49,47 @@ def build_tensor_tree(value: Any) -> TensorTree:  # noqa: ANN401
     leaves, spec = tree_flatten(value)
     indices = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     return TensorTree(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), indices)
+
+
+def find_changed_leaf(first: Any, now: Any) -> tuple[str, Any, Any] | None:  # noqa: ANN401
+    """Return where a nested value differs from the first one in a leaf that is no tensor, with both leaves; else None.
+
+    Example:
+        >>> find_changed_leaf({"tau": 1.0}, {"tau": 2.0})
+        ("['tau']", 1.0, 2.0)
+    """
+    paths, _ = tree_flatten_with_path(first)
+    leaves, _ = tree_flatten(now)
+    for (path, before), after in zip(paths, leaves, strict=False):
+        is_changed = before is not after and not isinstance(before, Tensor) and not _are_equal(before, after)
+        if is_changed or isinstance(before, Tensor) is not isinstance(after, Tensor):
+            return keystr(path), before, after
+    if len(paths) != len(leaves):
+        return "", f"{len(paths)} values", f"{len(leaves)}"
+    return None
+
+
+def _are_equal(first: object, second: object) -> bool:
+    return type(first) is type(second) and bool(first == second)
+
+
+def require_unchanged_leaves(first: Any, now: Any) -> None:  # noqa: ANN401
+    """Check that inputs differ from those that a model was partitioned with in tensors only.
+
+    Raises:
+        DataError: another value differs, which the model would not see.
+    """
+    changed = find_changed_leaf(first, now)
+    if changed is not None:
+        path, before, after = changed
+        values = [f"a tensor of {len(leaf)} samples" if isinstance(leaf, Tensor) and leaf.dim() else repr(leaf)[:80]
+                  for leaf in (before, after)]  # fmt: skip
+        raise DataError(
+            f"the input{path} of the model was {values[0]} when it was split, and is {values[1]} now; a model is "
+            "split along the tensor operations of one call, in which other values are constants; give the value as a "
+            "tensor with one entry for each sample (torch.full((len(x), 1), value)), or use a strategy that keeps the "
+            "model whole (data, zero of level 1 or 2, server)"
+        )
 
 
 def build_output_tree(value: Any) -> TensorTree:  # noqa: ANN401

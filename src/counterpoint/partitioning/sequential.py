@@ -21,7 +21,7 @@ from counterpoint.partitioning.partitioned_model import (
     list_params,
     num_bytes,
 )
-from counterpoint.partitioning.pytree import TensorTree, build_tensor_tree
+from counterpoint.partitioning.pytree import TensorTree, build_tensor_tree, require_unchanged_leaves
 from counterpoint.partitioning.seed_hooks import SeedHooks, is_plain_sequential, iter_children, no_seed
 
 
@@ -192,8 +192,14 @@ class SequentialPartition(PartitionedModel):
         return _value_specs(self._boundaries_for(training=training))
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
-        """Return the tensors of the one input."""
+        """Return the tensors of the one input.
+
+        Raises:
+            DataError: a value in it that is no tensor differs from that of the first batch.
+        """
         (value,), _ = split_call_args(inputs)
+        if not isinstance(value, Tensor):
+            require_unchanged_leaves(split_call_args(self._example_inputs), split_call_args(inputs))
         return self._boundaries_for(training=training)[0].tree.flatten(value)
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401

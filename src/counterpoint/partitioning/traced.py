@@ -21,6 +21,7 @@ from counterpoint.partitioning.fx_ops import fake_value, is_aten_op, is_random_o
 from counterpoint.partitioning.graph_dataflow import find_differentiable_values
 from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, format_path_range
 from counterpoint.partitioning.partitioned_model import PartitionedModel, SeedFn, Segment, list_params, num_bytes
+from counterpoint.partitioning.pytree import require_unchanged_leaves
 from counterpoint.partitioning.segment_builder import BuiltSegment, build_segment
 from counterpoint.partitioning.split_points import compute_module_spans
 from counterpoint.partitioning.split_trace import SplitPreference, SplitTrace, choose_split_points, split_trace
@@ -50,6 +51,7 @@ class TracedPartition(PartitionedModel):
     ) -> None:
         self.model = model
         self._example_inputs = inputs
+        self._has_only_tensors = all(isinstance(leaf, Tensor) for leaf in tree_leaves(split_call_args(inputs)))
         self._num_samples = num_samples(inputs)
         self._dims = dims or {}
         traced = export_graph(model, inputs, training=True)
@@ -167,8 +169,14 @@ class TracedPartition(PartitionedModel):
         return _value_specs(self.split_trace(training=training), self._num_samples)
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
-        """Return the input tensors that the forward reads."""
+        """Return the input tensors that the forward reads.
+
+        Raises:
+            DataError: a value that is no tensor differs from the one that the model was traced with.
+        """
         trace = self.split_trace(training=training)
+        if not self._has_only_tensors:
+            require_unchanged_leaves(split_call_args(self._example_inputs), split_call_args(inputs))
         leaves = dict(zip(trace.traced.inputs, tree_leaves(split_call_args(inputs)), strict=True))
         return tuple(leaves[value.node] for value in trace.boundary_values if value.producer == INPUT)
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec
-from counterpoint.partitioning.dry_run import Inputs, TrainingModes, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import (
+    BufferSlots,
+    Inputs,
+    KeptValues,
+    TrainingModes,
+    num_samples,
+    preserve_state,
+    split_call_args,
+)
 from counterpoint.partitioning.flop_counter import FlopCounter
 from counterpoint.partitioning.partitioned_model import PartitionedModel, SeedFn, Segment, list_params, num_bytes
 from counterpoint.partitioning.pytree import TensorTree, build_output_tree, build_tensor_tree
@@ -25,12 +34,23 @@ class WholeModel(PartitionedModel):
     Args:
         model: any module.
         inputs: example arguments of its forward.
+
+    Attributes:
+        kept_attributes: in which the forward keeps differentiable values.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self._args, self._kwargs = split_call_args(inputs)
-        with preserve_state(model), FlopCounter() as counter:
+        kept_values = KeptValues(model)
+        with (
+            preserve_state(model),
+            torch.enable_grad(),  # for a forward that differentiates
+            FlopCounter() as counter,
+        ):
             output = model(*self._args, **self._kwargs)
+        kept_values.find()
+        kept_values.restore()
+        self.kept_attributes = tuple(kept_values.names)
         batch_size = num_samples(inputs)
         params = list_params(model)
         layer = LayerSpec(
@@ -43,6 +63,7 @@ class WholeModel(PartitionedModel):
         self._values = (ValueSpec(INPUT, (0,)),) * len(self._call_tree.tensor_indices)
         super().__init__(ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=counter.uses_rng)
         self.model = model
+        self._buffer_slots = BufferSlots(model)
         self._training_modes = TrainingModes(model)
         self._seed_hooks = SeedHooks(model, no_seed) if counter.uses_rng else None
         self._has_only_tensor_args = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
@@ -61,14 +82,8 @@ class WholeModel(PartitionedModel):
         return self._segments[training]
 
     def _build_segment(self, *, training: bool) -> Segment:
-        model, seed_hooks, call_tree, has_only_tensor_args = (
-            self.model,
-            self._seed_hooks,
-            self._call_tree,
-            self._has_only_tensor_args,
-        )
+        model, seed_hooks = self.model, self._seed_hooks
         modes = self._training_modes
-        output_tree = self._output_tree(training=training)
 
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
@@ -78,11 +93,13 @@ class WholeModel(PartitionedModel):
                 modes.set(training=training)
             if seed_hooks is not None:
                 seed_hooks.begin_forward(seed)
-            if has_only_tensor_args:
+            if self._has_only_tensor_args:
                 output = model(*values)
             else:
-                args, kwargs = call_tree.unflatten(values)
+                args, kwargs = self._call_tree.unflatten(values)
                 output = model(*args, **kwargs)
+            self._buffer_slots.adopt()
+            self._output_trees[training] = output_tree = build_output_tree(output)  # its other values are this call's
             return output_tree.flatten(output)
 
         return Segment(
@@ -105,10 +122,27 @@ class WholeModel(PartitionedModel):
         return self._values
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
-        """Return the tensors among the inputs."""
-        if self._has_only_tensor_args and type(inputs) is tuple:
+        """Return the tensors among the inputs; the next call of the model has their other values, too.
+
+        Raises:
+            DataError: there are more or fewer tensors than in the first call.
+        """
+        if (
+            self._has_only_tensor_args
+            and type(inputs) is tuple
+            and len(inputs) == len(self._values)
+            and all(isinstance(arg, Tensor) for arg in inputs)
+        ):
             return inputs
-        return self._call_tree.flatten(split_call_args(inputs))
+        call = split_call_args(inputs)
+        call_tree = build_tensor_tree(call)
+        if len(call_tree.tensor_indices) != len(self._values):
+            raise DataError(
+                f"the inputs have {len(call_tree.tensor_indices)} tensors, those of the first batch had "
+                f"{len(self._values)}; give as many in every batch, empty ones where there is nothing"
+            )
+        self._call_tree, self._has_only_tensor_args = call_tree, False
+        return call_tree.flatten(call)
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
         """Return the output as the model returns it in this mode."""

@@ -1,0 +1,83 @@
+"""Buffers that a forward replaces have the values of a plain loop, and are neither lost nor kept from a trial run."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import DataError
+from tests.training.trainers import max_difference
+
+
+class Codebook(nn.Module):
+    """Moves the codes that its samples are nearest to."""
+
+    codes: torch.Tensor
+    counts: torch.Tensor
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.encode, self.decode = nn.Linear(4, 3), nn.Linear(3, 4)
+        self.register_buffer("codes", torch.randn(5, 3))
+        self.register_buffer("counts", torch.ones(5))
+
+    def forward(self, x):
+        hidden = self.encode(x)
+        nearest = torch.cdist(hidden, self.codes).argmin(1)
+        codes = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(nearest, 5).to(hidden.dtype)
+                counts = self.counts * 0.9 + hot.sum(0) * 0.1
+                moved = self.codes * 0.9 + 0.1 * (hot.t() @ hidden) / counts[:, None]
+                if self.how == "replaced":
+                    self.counts, self.codes = counts, moved
+                elif self.how == "in place":
+                    self.counts.copy_(counts)
+                    self.codes.copy_(moved)
+                else:
+                    self.codes = torch.cat([self.codes, moved])
+        return self.decode(hidden + (codes - hidden).detach())
+
+
+def build(how):
+    torch.manual_seed(0)
+    return Codebook(how).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 4, generator=generator).double() for _ in range(4)]
+
+
+def state(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+def test_a_run_ends_with_the_buffers_of_a_plain_loop(how):
+    model, plain = build(how), build(how)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in batches():
+        optimizer.zero_grad()
+        F.mse_loss(plain(x), x).backward()
+        optimizer.step()
+    with cp.parallelize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy="solo", num_microbatches=1
+    ) as step:
+        for x in batches():
+            step(x, x)
+    assert max_difference(state(model), state(plain)) < 1e-12
+
+
+def test_a_buffer_of_another_shape_is_refused():
+    model = build("grown")
+    with (
+        cp.parallelize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy="solo", num_microbatches=1
+        ) as step,
+        pytest.raises(DataError, match=r"has replaced the buffer codes, torch.float64 \(5, 3\), by .* \(10, 3\)"),
+    ):
+        step(batches()[0], batches()[0])
