@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from counterpoint.program.text import format_program, parse_program
     from counterpoint.program.trace import Trace
     from counterpoint.program.verify.verifier import verify
+    from counterpoint.runtime.loss_reduction import WeightedMean
     from counterpoint.simulator.simulate import simulate
     from counterpoint.strategies.data import Data
     from counterpoint.strategies.parameter_server import Server
@@ -68,6 +69,7 @@ _MODULES = {
     "Tensor": "strategies.tensor",
     "Trace": "program.trace",
     "Trainer": "training.trainer",
+    "WeightedMean": "runtime.loss_reduction",
     "Zero": "strategies.zero",
     "compile": "compiler.compile",
     "format_program": "program.text",
@@ -105,6 +107,7 @@ __all__ = [
     "Tensor",
     "Trace",
     "Trainer",
+    "WeightedMean",
     "Zero",
     "compile",
     "format_program",

@@ -209,6 +209,28 @@ def another_rate():
     )
 
 
+def another_seed():
+    cp.parallelize(mlp(), partial(optim.SGD, lr=0.1), F.cross_entropy, strategy="data", seed=rank() // 2)(
+        *dataset(12).tensors
+    )
+
+
+def another_clip_norm():
+    cp.parallelize(mlp(), partial(optim.SGD, lr=0.1), F.cross_entropy, strategy="data", clip_norm=1.0 + rank())(
+        *dataset(12).tensors
+    )
+
+
+def another_loss():
+    loss = F.cross_entropy if rank() else F.nll_loss
+    cp.parallelize(mlp(), partial(optim.SGD, lr=0.1), loss, strategy="data")(*dataset(12).tensors)
+
+
+def another_smoothing():
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1 * rank())
+    cp.parallelize(mlp(), partial(optim.SGD, lr=0.1), loss, strategy="data")(*dataset(12).tensors)
+
+
 def another_order():
     names = ["left", "right"] if rank() != 1 else ["right", "left"]
     step_of(Named(names).double())(*dataset(12).tensors)
@@ -259,6 +281,7 @@ ALIKE = (
     a_branch_that_one_rank_does_not_take,
     weights_that_share_memory, a_model_in_evaluation_mode_on_one_rank, a_module_in_evaluation_mode_on_one_rank,
     another_dtype, another_device, another_width, another_depth, another_dropout, another_plan, another_rate,
+    another_seed, another_clip_norm, another_loss, another_smoothing,
     other_first_weights, batch_norm_by_microbatches, batch_norm_by_microbatches_as_meant,
     batch_norm_by_microbatches_that_is_refused, other_first_weights_that_are_refused, another_order,
     sizes_of_one_batch_that_differ, a_branch_that_no_rank_takes,

@@ -21,6 +21,8 @@ REFUSED = [
     (mistake_scripts.another_plan, ANOTHER, 4),
     (mistake_scripts.other_first_weights_that_are_refused, "Different initial weights", 1),
     (mistake_scripts.another_rate, "Another optimizer on a rank", 0),
+    (mistake_scripts.another_seed, "Another option on a rank", 0),
+    (mistake_scripts.another_clip_norm, "Another option on a rank", 1),
     (mistake_scripts.another_order, "Parameters in another order", 0),
     (mistake_scripts.batch_norm_by_microbatches_that_is_refused, "Batch norm by microbatches", 1),
 ]
@@ -36,6 +38,15 @@ def collect_answers(script):
 def test_a_model_that_cannot_be_is_refused_equally_on_all_ranks(script, title, place):
     answers, seconds, _ = collect_answers(script)
     assert answers == [documented_messages(title)[place]] * mistake_scripts.NUM_RANKS
+    assert max(seconds) < 2
+
+
+@pytest.mark.parametrize("script", [mistake_scripts.another_loss, mistake_scripts.another_smoothing])
+def test_another_loss_on_a_rank_is_named(script):
+    answers, seconds, _ = collect_answers(script)
+    assert len(set(answers)) == 1
+    assert "the loss is " in answers[0]
+    assert answers[0].endswith("give the same function, with the same code and the same settings, on all of them")
     assert max(seconds) < 2
 
 

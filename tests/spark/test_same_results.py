@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import counterpoint as cp
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.spark.training import train_local
 from counterpoint.spark.training_loop import SparkOptions
@@ -173,3 +174,19 @@ def test_the_users_model_keeps_its_ties_and_what_is_frozen():
     assert isinstance(model, Net)
     assert model.tied.weight is model.again.weight
     assert model.frozen.tolist() == [0.5] * 5
+
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+def test_a_weighted_mean_is_that_of_the_whole_batch():
+    def masked(output, targets):
+        mask = targets > 0
+        return cp.WeightedMean(((output - targets) ** 2 * mask).sum(), mask.sum())
+
+    model, plain = make_net(), make_net()
+    done = train_local(split_partitions(DATA, 5), model, loss=masked, optimizer=ADAM, options=TEN)
+    trainer = cp.Trainer(plain, loss=masked, optimizer=ADAM, strategy="solo", progress="off", seed=TEN.seed)
+    history = trainer.fit(DATA, batch_size=TEN.batch_size, epochs=TEN.epochs, max_steps=TEN.max_steps)
+    assert done.losses == pytest.approx(history.losses, rel=1e-12)
+    assert max_relative_difference(model, plain) < TOLERANCE

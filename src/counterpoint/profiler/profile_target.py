@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,11 @@ from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.batch_norm.deferred import find_batch_norm_buffers
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank
 from counterpoint.runtime.step_commit import StepGuard
-
-LossFn = Callable[[Any, Any], Tensor]
 
 NUM_MICROBATCHES = 2
 """Microbatches of a step: the gradient of the second one is added to that of the first."""
@@ -51,7 +50,7 @@ class ProfileTarget:
     model: nn.Module
     partitioned: PartitionedModel
     spec: ModelSpec
-    loss: LossFn
+    loss: LossFunction
     optimizer_spec: OptimizerSpec
     batch: tuple[Any, Any]
 

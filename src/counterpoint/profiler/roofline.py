@@ -29,6 +29,7 @@ from counterpoint.partitioning.flop_counter import FlopCounter, OpCost
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.profiler.profile_target import ProfileTarget, storage_sizes
+from counterpoint.runtime.loss_reduction import WeightedMean
 from counterpoint.simulator.cost_model import ADAM_PASSES
 from counterpoint.simulator.memory_traffic import ADD_PASSES
 from counterpoint.world.cluster import Device
@@ -105,7 +106,8 @@ class FakeTensorModel:
         with self.mode, torch.autograd.graph.saved_tensors_hooks(record, _identity), FlopCounter() as forward:
             outputs = segment(leaves, self.params, self.buffers, no_seed)
             if not segment.outputs:
-                outputs = (self.target.loss(self.target.partitioned.unflatten_output(outputs), self.targets),)
+                loss = self.target.loss(self.target.partitioned.unflatten_output(outputs), self.targets)
+                outputs = (loss.total if isinstance(loss, WeightedMean) else loss,)
         self.values.update(zip(segment.outputs, outputs, strict=bool(segment.outputs)))
         saved.update(storage_sizes(outputs if segment.outputs else ()))
         saved_bytes = sum(size for address, size in saved.items() if address not in self.known_storages)

@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
@@ -57,7 +58,7 @@ from counterpoint.runtime.step_commit import (
     decide_step,
     find_unused_params,
     gather_reports,
-    has_nonfinite_loss,
+    has_unusable_loss,
     make_step_report,
     require_all_used,
     require_finite,
@@ -122,6 +123,11 @@ class Interpreter:
         self.backward_micros = {call.micro for call, _, _ in self.calls if isinstance(call, BackwardRun)}
         self.computed_units = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         calls = [call for _, run in self.programs.values() for call, _, _ in run]
+        self.pushed_units = {
+            instruction.tensor.blocks
+            for instruction in self.program.instructions
+            if isinstance(instruction, Push) and instruction.tensor.name != "weight"
+        }
         self.splits_backward = any(isinstance(call, BackwardRun) and call.part for call in calls)
         self.model = model
         self.compressed_contributions = compressed_contributions
@@ -175,9 +181,8 @@ class Interpreter:
                 (shift_call(call, number * self.program.microbatches_per_batch), start, stop)
                 for call, start, stop in calls
             )
-        self.executor.begin_step(
-            batch, compute_loss_weights(self.program, number, batch.sizes), self.program.microbatches_per_batch
-        )
+        loss_weights = compute_loss_weights(self.program, number, batch.sizes, self.state.weight_unit)
+        self.executor.begin_step(batch, loss_weights, self.program.microbatches_per_batch)
         self.executor.recompute_store.begin_step(self.recompute_sets[variant])
         self.store.begin_step()
         self.state.begin_step()
@@ -287,7 +292,16 @@ class Interpreter:
         self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
 
         # 3. Decide. All members have the same reports, so that they reach the same result.
-        result = decide_step(reports, group, self.guard, loss_group, self.program.microbatches_per_batch)
+        loss_weights = self.executor.loss_weights
+        result = decide_step(
+            reports,
+            group,
+            self.guard,
+            loss_group,
+            self.program.microbatches_per_batch,
+            weight_unit=0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit,
+            delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
+        )
         skip_update, skip_delayed_update = decide_skips(
             reports,
             result,
@@ -306,7 +320,7 @@ class Interpreter:
 
         # 4. Apply the decision to everything that changes with a step; weights follow in `update`.
         if batch_norm is not None:
-            is_bad = has_nonfinite_loss(reports) if self.delays_grads else bool(result.skip_reason)
+            is_bad = has_unusable_loss(reports) if self.delays_grads else bool(result.skip_reason)
             batch_norm.commit(is_applied=not is_bad)
         if not self.is_skipped():
             self.fill_unused_grads(reports, group)
@@ -318,7 +332,10 @@ class Interpreter:
         own_squared_norm = 0.0
         if self.guard.needs_norm:
             own_squared_norm = squared_norm(
-                grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()
+                [
+                    *(grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()),
+                    *(tensor for unit in self.pushed_units for tensor in self.pushed_values(unit)),
+                ]
             )
         sizes = self.executor.batch.sizes if self.executor.batch is not None else {}
         first = self.step_number * self.program.microbatches_per_batch
@@ -327,6 +344,8 @@ class Interpreter:
             sizes,
             own_squared_norm,
             [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()],
+            weights=self.executor.read_loss_weights(),
+            is_sum=self.model.loss_is_sum,
             checksum=self.replica_checksum.checksum(),
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
         )
@@ -338,10 +357,15 @@ class Interpreter:
             return
         for unit in self.store.units.values():
             for grad in unit.grads():
-                if scale < 1.0:
+                if scale != 1.0:
                     grad.mul_(scale)
                 if bound is not None:
                     clip_by_value(grad, bound)
+
+    def pushed_values(self, unit: Unit) -> list[Tensor]:
+        """Return what is pushed of a unit's gradient, without indices of rows."""
+        packed = [tensor for storage in self.store.units[unit].flat_params for tensor in storage.own_grads.pack()]
+        return [tensor for tensor in packed if tensor.is_floating_point()]
 
     def fill_unused_grads(self, reports: Sequence[StepReport], group: Group) -> None:
         """Fill missing gradients with zeros; unless that is asked for, require that some rank has a gradient."""
@@ -378,7 +402,12 @@ class Interpreter:
                 [flat_params.weights.detach() for flat_params in unit.flat_params],
             )
             return
-        grads = [] if self.is_skipped() else self.communication.grad_message(unit, instruction.peer, instruction.codec)
+        scale = 1.0 if self.state.result is None else self.state.result.scale
+        grads = (
+            []
+            if self.is_skipped()
+            else self.communication.grad_message(unit, instruction.peer, instruction.codec, scale=scale)
+        )
         self.fabric.send(instruction.peer, format_push_label(instruction), grads)
         for flat_params in unit.flat_params if instruction.codec else ():
             flat_params.error_feedback_for(peer_pair(instruction.peer, self.fabric.rank)).commit(applied=bool(grads))

@@ -134,36 +134,49 @@ class LossWeights:
 
     Args:
         weights: for each microbatch its samples divided by those of its loss scope.
+        is_whole: the microbatches that are alone in their loss scope, so that their mean is that of the batch.
+        unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss_reduction`.
         upstream_ratios: by microbatch and sender of its gradient the factor from the sender's loss scope to this
             rank's;
             absent where it is 1.
     """
 
     weights: Mapping[int, float]
+    is_whole: frozenset[int] = frozenset()
+    unit: float = 1.0
     upstream_ratios: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
-def compute_loss_weights(program: LoweredProgram, step: int, sizes: Mapping[int, int]) -> LossWeights:
+def compute_loss_weights(
+    program: LoweredProgram, step: int, sizes: Mapping[int, int], unit: float = 1.0
+) -> LossWeights:
     """Return the loss weights of a rank in one step.
 
     Args:
         program: what the rank runs.
         step: its number.
         sizes: number of samples of every microbatch.
+        unit: of the weights of weighted means.
     """
     first = step * program.microbatches_per_batch
     weights: dict[int, float] = {}
     totals: dict[int, int] = {}
+    is_whole: set[int] = set()
     for scope in program.loss_scopes:
         total = _num_samples(scope, first, sizes)
         for micro in scope:
             totals[micro] = total
             weights[micro + first] = sizes[micro + first] / max(total, 1)
+            if sizes[micro + first] == total:
+                is_whole.add(micro + first)
     ratios = {
         (micro + first, peer): _num_samples(upstream_scope, first, sizes) / max(totals[micro], 1)
         for (micro, peer), upstream_scope in program.upstream_scopes.items()
     }
-    return LossWeights(weights, {key: ratio for key, ratio in ratios.items() if ratio != 1.0})
+    ratios = {key: ratio for key, ratio in ratios.items() if ratio != 1.0}
+    if program.microbatches_per_batch:  # whose stages decide at different times, from different batches
+        return LossWeights(weights, upstream_ratios=ratios)
+    return LossWeights(weights, frozenset(is_whole), unit, ratios)
 
 
 def _num_samples(scope: Sequence[int], first: int, sizes: Mapping[int, int]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.dataflow import INPUT, assign_values_to_edges
 from counterpoint.model.spec import ModelSpec, Unit
@@ -44,6 +44,7 @@ from counterpoint.runtime.batch_norm.sync import (
 )
 from counterpoint.runtime.devices import model_device
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
@@ -65,24 +66,28 @@ class RunSpec:
     Args:
         step_variants: every step variant with its program and symbolic execution, which says who updates which part.
         model_spec: the model with the program's blocks.
-        loss: from output and targets to a scalar.
+        loss: from output and targets to a scalar or a weighted mean.
         optimizer_spec: the user's optimizer.
         guard: what is checked before updates.
         seed: the run's seed.
         buckets: how gradients are grouped for reductions that overlap with backward.
         batch_norm: what the user asked for; None for what the plan needs.
         unused_params: what a commit does about parameters without a gradient.
+        loss_is_sum: whether the loss is a sum over samples.
+        checks_loss: whether the first loss is checked to add up from its samples' halves.
     """
 
     step_variants: tuple[StepVariant, ...]
     model_spec: ModelSpec
-    loss: Callable[[Any, Any], Tensor]
+    loss: LossFunction
     optimizer_spec: OptimizerSpec
     guard: StepGuard
     seed: int
     buckets: BucketConfig = DEFAULT_BUCKETS
     batch_norm: BatchNormRule | None = None
     unused_params: Literal["error", "zero"] = "error"
+    loss_is_sum: bool = False
+    checks_loss: bool = False
 
     @property
     def program(self) -> Program:
@@ -190,6 +195,35 @@ def has_max_norm(model: nn.Module) -> bool:
     return any(table.max_norm is not None for table in tables)
 
 
+class StaleGradientHook:
+    """A hook on a parameter of the user's model of which ranks train a copy: it rejects a gradient in a step.
+
+    A loss that reads such a parameter would have the values of an earlier step, and its gradient would be lost.
+
+    Args:
+        name: of the parameter.
+        plan: for the error.
+        is_in_step: returns whether a step is running.
+    """
+
+    def __init__(self, name: str, plan: Plan, is_in_step: Callable[[], bool]) -> None:
+        self.name, self.plan, self.is_in_step = name, plan, is_in_step
+
+    def __call__(self, _: Tensor) -> None:
+        """Raise in a step.
+
+        Raises:
+            DataError: always, in a step.
+        """
+        if self.is_in_step():
+            raise DataError(
+                f"the loss reads {self.name} of the model, but under {self.plan} ranks train copies of it, so the loss "
+                "would use values of an earlier step, and its gradient would be lost; write a penalty on weights as "
+                "the optimizer's weight_decay, return what the loss needs from forward, or use a strategy that trains "
+                "the model itself (solo, or data with one rank in each process)"
+            )
+
+
 def require_no_grad_hooks(model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
     """Raise if a parameter has gradient hooks but ranks compute with copies of it, or sum its gradient later.
 
@@ -199,7 +233,9 @@ def require_no_grad_hooks(model: nn.Module, partition: PartitionedModel, plan: P
     if plan.num_ranks == 1 and isinstance(partition, WholeModel):
         return
     for name, param in model.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no other way to see them
+        hooks = (param._backward_hooks or {}).values()  # noqa: SLF001 - there is no other way to see them
+        has_own = any(not isinstance(hook, StaleGradientHook) for hook in hooks)
+        if has_own or param._post_accumulate_grad_hooks:  # noqa: SLF001 - as above
             raise PlanError(
                 f"{name} has a gradient hook, which under {plan} would not see the gradient that is applied: ranks "
                 "have shards and copies of the parameter, and sum their gradients later; remove the hook and change "
@@ -229,6 +265,8 @@ def bind_segments(
         unflatten=partial(partition.unflatten_output, training=training),
         loss=run_spec.loss,
         uses_rng=partition.uses_rng and training,
+        loss_is_sum=run_spec.loss_is_sum,
+        checks_loss=run_spec.checks_loss and training,
     )
 
 

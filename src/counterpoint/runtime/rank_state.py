@@ -41,6 +41,8 @@ class RankState:
         num_skipped: commits in a row in which something was not finite.
         skip_update: whether the updates after the last commit are skipped.
         skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
+        weight_unit: the unit of weights in this step, see :mod:`counterpoint.runtime.loss_reduction`.
+        delayed_loss_scale: what makes the delayed gradients those of a weighted mean.
         push_log: the pushes that a server has applied, in order.
         timings: the calls of the last step, if there was a clock.
     """
@@ -50,27 +52,30 @@ class RankState:
     num_skipped: int = 0
     skip_update: bool = False
     skip_delayed_update: bool = False
+    weight_unit: float = 1.0
+    delayed_loss_scale: float = 1.0
     push_log: list[PushRecord] = field(default_factory=list)
     timings: list[CallTiming] = field(default_factory=list)
-    _before_step: tuple[int, bool] = (0, False)  # num_skipped and skip_delayed_update
+    _before_step: tuple[int, bool, float, float] = (0, False, 1.0, 1.0)  # what a commit changes for later steps
 
     def begin_step(self) -> None:
         """Start a step without results."""
         self.result, self.num_commits, self.skip_update = None, 0, False
         self.timings.clear()
-        self._before_step = (self.num_skipped, self.skip_delayed_update)
+        self._before_step = self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale
 
     def record_commit(self, result: StepResult, *, skip_update: bool, skip_delayed_update: bool) -> None:
         """Record what a commit has decided."""
         self.result = result if self.result is None else merge_results(self.result, result)
         self.skip_update, self.skip_delayed_update = skip_update, skip_delayed_update
+        self.weight_unit, self.delayed_loss_scale = result.weight_unit, result.loss_scale
         self.num_commits += 1
         self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
 
-    def restore_delayed(self, *, is_skipped: bool) -> None:
-        """Record whether the update with the delayed gradients of a checkpoint, or of none, will be skipped."""
-        self.skip_delayed_update = is_skipped
+    def restore_delayed(self, *, is_skipped: bool, loss_scale: float = 1.0) -> None:
+        """Record whether the update with the delayed gradients of a checkpoint will be skipped, and their scale."""
+        self.skip_delayed_update, self.delayed_loss_scale = is_skipped, loss_scale
 
     def rollback(self) -> None:
         """Restore what a failed step has changed."""
-        self.num_skipped, self.skip_delayed_update = self._before_step
+        self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale = self._before_step

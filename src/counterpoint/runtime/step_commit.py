@@ -8,11 +8,14 @@ so all members reach the same result without another message.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, cast
 
 import numpy as np
@@ -21,6 +24,7 @@ import torch
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.runtime.loss_reduction import choose_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,10 @@ class StepReport:
     """What one rank reports of a step.
 
     Args:
-        loss_sum: mean loss of each microbatch times its samples, summed; nan and inf are kept.
+        loss_sum: mean loss of each microbatch times its weight, summed; nan and inf are kept.
         num_samples: the samples of these microbatches.
+        loss_weight: of these microbatches: their samples, or what their means were divided by.
+        loss_kinds: the kinds of these losses, added up: means over samples 1, weighted means 2, sums over samples 4.
         squared_norm: of the gradients that this rank owns.
         nonfinite_micro: the first microbatch whose loss is not finite; -1 for none.
         missing_grads: the parameters that this rank computes with and that got no gradient.
@@ -63,6 +69,8 @@ class StepReport:
 
     loss_sum: float = 0.0
     num_samples: int = 0
+    loss_weight: float = 0.0
+    loss_kinds: int = 0
     squared_norm: float = 0.0
     nonfinite_micro: int = -1
     missing_grads: tuple[str, ...] = ()
@@ -75,12 +83,17 @@ class StepResult:
     """What a commit group decided.
 
     Args:
-        loss: mean over the samples of the group; nan without samples.
+        loss: mean over the group, or the sum if it is one; nan without samples.
         num_samples: samples of the group.
         norm: global gradient norm; nan if it was not needed.
         scale: what gradients are multiplied with before the update.
         skip_reason: what was not finite, so that the step is skipped; else empty. A step without samples is skipped,
             too: :func:`decide_skips`.
+        loss_weight: what the loss was divided by: samples, or the sum of weights.
+        weight_unit: the unit of the next step's weights, see :mod:`counterpoint.runtime.loss_reduction`.
+        loss_scale: what makes this step's gradients those of the weighted mean; part of ``scale``, unless the
+            gradients are delayed.
+        is_sum: whether the loss is a sum.
     """
 
     loss: float
@@ -88,23 +101,43 @@ class StepResult:
     norm: float
     scale: float
     skip_reason: str
+    loss_weight: float = 0.0
+    weight_unit: float = 1.0
+    loss_scale: float = 1.0
+    is_sum: bool = False
 
 
-def make_step_report(
+def make_step_report(  # noqa: PLR0913 - what a report has
     losses: Mapping[int, float],
     sizes: Mapping[int, int],
     squared_norm: float,
     missing_grads: Sequence[str] = (),
     *,
+    weights: Mapping[int, float] = MappingProxyType({}),
+    is_sum: bool = False,
     checksum: int = 0,
     is_idle: bool = False,
 ) -> StepReport:
-    """Return the report of a rank from the mean losses of its microbatches."""
+    """Return the report of a rank.
+
+    Args:
+        losses: mean losses of its microbatches.
+        sizes: their numbers of samples.
+        squared_norm: of the gradients that it owns.
+        missing_grads: the parameters without a gradient.
+        weights: of the microbatches whose loss is a weighted mean.
+        is_sum: whether the user's loss is the sum over the samples.
+        checksum: of a part of its weights.
+        is_idle: whether none of its microbatches had samples.
+    """
+    kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in weights else SAMPLE_MEAN for micro in losses}
     nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
-    total = sum(loss * sizes[micro] for micro, loss in losses.items())
+    total = sum(loss * weights.get(micro, sizes[micro]) for micro, loss in losses.items())
     return StepReport(
         total,
         sum(sizes[micro] for micro in losses),
+        sum(weights.get(micro, sizes[micro]) for micro in losses),
+        sum(kinds),
         squared_norm,
         nonfinite_micro,
         tuple(missing_grads),
@@ -113,7 +146,10 @@ def make_step_report(
     )
 
 
-REPORT_NUMBERS = 6
+SAMPLE_MEAN, WEIGHTED_MEAN, SUM = 1, 2, 4
+"""Kinds of losses in a report."""
+
+REPORT_NUMBERS = 8
 """Length of :func:`encode_report`."""
 
 
@@ -122,6 +158,8 @@ def encode_report(report: StepReport) -> list[float]:
     return [
         report.loss_sum,
         report.num_samples,
+        report.loss_weight,
+        report.loss_kinds,
         report.squared_norm,
         report.nonfinite_micro,
         report.checksum,
@@ -131,34 +169,55 @@ def encode_report(report: StepReport) -> list[float]:
 
 def decode_report(numbers: Sequence[float], missing_grads: Sequence[str] = (), *, is_idle: bool = False) -> StepReport:
     """Return the report that :func:`encode_report` was given; names of missing gradients are sent separately."""
-    loss_sum, num_samples, squared_norm, nonfinite_micro, checksum, _ = numbers
+    loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, _ = numbers
     return StepReport(
-        loss_sum, int(num_samples), squared_norm, int(nonfinite_micro), tuple(missing_grads), int(checksum), is_idle
+        loss_sum,
+        int(num_samples),
+        loss_weight,
+        int(loss_kinds),
+        squared_norm,
+        int(nonfinite_micro),
+        tuple(missing_grads),
+        int(checksum),
+        is_idle,
     )
 
 
 def merge_results(first: StepResult, second: StepResult) -> StepResult:
-    """Return the results of two commits of one step as one: the mean loss over all samples, the first skip reason.
+    """Return the results of two commits of one step as one: the mean loss over both, the first skip reason.
 
     Example:
-        >>> merge_results(StepResult(1.0, 1, 0.5, 1.0, ""), StepResult(3.0, 3, 0.2, 1.0, "")).loss
+        >>> first = StepResult(1.0, 1, 0.5, 1.0, "", loss_weight=1.0)
+        >>> merge_results(first, StepResult(3.0, 3, 0.2, 1.0, "", loss_weight=3.0)).loss
         2.5
     """
-    num_samples = first.num_samples + second.num_samples
-    with_samples = [result for result in (first, second) if result.num_samples]
-    loss = sum(result.loss * result.num_samples for result in with_samples) / num_samples if num_samples else math.nan
-    skip_reason = first.skip_reason or second.skip_reason
-    return StepResult(loss, num_samples, max(first.norm, second.norm), min(first.scale, second.scale), skip_reason)
+    weight = first.loss_weight + second.loss_weight
+    weighted = [result for result in (first, second) if result.loss_weight]
+    terms = [result.loss if result.is_sum else result.loss * result.loss_weight / weight for result in weighted]
+    return StepResult(
+        sum(terms) if terms else math.nan,
+        first.num_samples + second.num_samples,
+        max(first.norm, second.norm),
+        min(first.scale, second.scale),
+        first.skip_reason or second.skip_reason,
+        weight,
+        second.weight_unit,
+        second.loss_scale,
+        first.is_sum or second.is_sum,
+    )
 
 
-def decide_step(
+def decide_step(  # noqa: PLR0913 - all that a decision depends on
     reports: Sequence[StepReport],
     group: Sequence[int],
     guard: StepGuard,
     loss_group: Collection[int] = (),
     microbatches_per_batch: int = 0,
+    *,
+    weight_unit: float = 1.0,
+    delayed_loss_scale: float | None = None,
 ) -> StepResult:
-    """Return the result of a group; equal on all members, except norm and scale where ``loss_group`` differs.
+    """Return the result of a group; equal on all members, except what concerns gradients where ``loss_group`` differs.
 
     Args:
         reports: of all members, in the order of the group.
@@ -166,22 +225,48 @@ def decide_step(
         guard: what is checked.
         loss_group: the members whose gradients are clipped together with this rank's; empty for all.
         microbatches_per_batch: in an asynchronous pipeline; else 0.
+        weight_unit: of the weights in this step; 0 if the gradients are those of the weighted mean already.
+        delayed_loss_scale: the ``loss_scale`` of the step before, if this step applies its gradients; else None.
+
+    Raises:
+        DataError: some losses are means over samples, others weighted means.
     """
-    num_samples = sum(report.num_samples for report in reports)
-    loss = sum(report.loss_sum for report in reports) / num_samples if num_samples else math.nan
+    weight, is_sum = sum(report.loss_weight for report in reports), any(report.loss_kinds & SUM for report in reports)
+    loss = sum(report.loss_sum for report in reports) / (1.0 if is_sum else weight) if weight else math.nan
     squared_norm = sum(report.squared_norm for report in reports)
     skip_reason = _find_skip_reason(reports, group, squared_norm, microbatches_per_batch)
+    clipped = [report for rank, report in zip(group, reports, strict=True) if not loss_group or rank in loss_group]
     if loss_group:
-        squared_norm = sum(
-            member_report.squared_norm
-            for member, member_report in zip(group, reports, strict=True)
-            if member in loss_group
-        )
-    norm = math.sqrt(squared_norm) if guard.needs_norm and math.isfinite(squared_norm) else math.nan
-    scale = 1.0
+        squared_norm = sum(report.squared_norm for report in clipped)
+    loss_scale, next_unit = _find_loss_scale(clipped, weight_unit)
+    grad_scale = loss_scale if delayed_loss_scale is None else delayed_loss_scale
+    norm = math.sqrt(squared_norm) * grad_scale if guard.needs_norm and math.isfinite(squared_norm) else math.nan
+    scale = grad_scale
     if guard.clip_norm is not None and not skip_reason:
-        scale = min(1.0, guard.clip_norm / (norm + 1e-6))
-    return StepResult(loss, num_samples, norm, scale, skip_reason)
+        scale *= min(1.0, guard.clip_norm / (norm + 1e-6))
+    num_samples = sum(report.num_samples for report in reports)
+    return StepResult(loss, num_samples, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum)
+
+
+def _find_loss_scale(reports: Sequence[StepReport], weight_unit: float) -> tuple[float, float]:
+    """Return what makes the gradients those of the weighted mean, and the unit of weights for the next step.
+
+    Raises:
+        DataError: some losses are means over samples, others weighted means.
+    """
+    kinds = functools.reduce(operator.or_, (report.loss_kinds for report in reports), 0)
+    if kinds not in {0, SAMPLE_MEAN, WEIGHTED_MEAN, SUM}:
+        raise DataError(
+            "the losses of some microbatches are means over samples, those of others weighted means, so they have no "
+            "common mean; let the loss function return cp.WeightedMean(total, weight) for every batch"
+        )
+    weight, num_samples = sum(report.loss_weight for report in reports), sum(report.num_samples for report in reports)
+    if kinds == SUM:
+        return float(num_samples), weight_unit or 1.0
+    if kinds != WEIGHTED_MEAN or not weight:
+        return 1.0, weight_unit or 1.0
+    scale = num_samples * weight_unit / weight if weight_unit else 1.0
+    return scale, choose_unit(weight, num_samples)
 
 
 def decide_skips(
@@ -218,12 +303,16 @@ def decide_skips(
         return bool(result.skip_reason) or not has_samples, False
     reports = list(reports)
     has_finite_grads = math.isfinite(sum(report.squared_norm for report in reports))  # the delayed ones, applied now
-    return skip_delayed or not has_finite_grads, has_nonfinite_loss(reports) or not has_samples
+    return skip_delayed or not has_finite_grads, has_unusable_loss(reports) or not has_samples
 
 
-def has_nonfinite_loss(reports: Iterable[StepReport]) -> bool:
-    """Return whether a loss of this step is not finite, so that its gradients are unusable."""
-    return any(report.nonfinite_micro >= 0 for report in reports)
+def has_unusable_loss(reports: Iterable[StepReport]) -> bool:
+    """Return whether a loss of this step is not finite, or none of its targets counts: its gradients are unusable."""
+    reports = list(reports)
+    has_samples = any(report.num_samples for report in reports)
+    return any(report.nonfinite_micro >= 0 for report in reports) or (
+        has_samples and not any(report.loss_weight for report in reports)
+    )
 
 
 def _find_skip_reason(
@@ -241,6 +330,8 @@ def _find_skip_reason(
     for rank, report in zip(group, reports, strict=True):
         if not math.isfinite(report.squared_norm):
             return f"a gradient on rank {rank} is not finite"
+    if any(report.num_samples for report in reports) and not any(report.loss_weight for report in reports):
+        return "no target of the batch counts in its loss"
     return "" if math.isfinite(squared_norm) else "the gradients' norm is too large to be a number"
 
 

@@ -15,6 +15,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable
 from torch import nn
 
 from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.spark.barrier_fit import fit_as_rank, load_named_tensors, named_tensors, with_learning_rate
 from counterpoint.spark.module_codec import decode_module, encode_module
 from counterpoint.spark.predictor import Predictor
@@ -22,7 +23,7 @@ from counterpoint.spark.ranks import run_ranks
 from counterpoint.spark.samples import check_columns
 from counterpoint.spark.training import train
 from counterpoint.spark.training_loop import SparkOptions
-from counterpoint.spark.training_spec import Loss, meta_copy
+from counterpoint.spark.training_spec import meta_copy
 from counterpoint.value_codec import encode_value
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
         self,
         *,
         model: nn.Module,
-        loss: Loss,
+        loss: LossFunction,
         optimizer: Callable[..., Any],
         strategy: str = BIGDL,
         ranks: int = 0,

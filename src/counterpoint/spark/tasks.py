@@ -13,6 +13,8 @@ from torch import Tensor
 
 from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CounterpointError, DataError
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.loss_reduction import ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.rng import hash_seed
 from counterpoint.runtime.step_commit import StepReport, make_step_report
@@ -74,6 +76,8 @@ def encode_report(report: PartitionReport) -> bytes:
     figures = [
         repr(step_report.loss_sum),
         step_report.num_samples,
+        step_report.loss_weight,
+        step_report.loss_kinds,
         repr(step_report.squared_norm),
         step_report.nonfinite_micro,
     ]
@@ -92,14 +96,22 @@ def decode_report(text: bytes) -> PartitionReport:
     """Return the report given to ``encode_report``, including nan and inf.
 
     Example:
-        >>> decode_report(encode_report(PartitionReport(StepReport(float("inf"), 3, 2.0, 1, ("weight",)))))
-        PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, squared_norm=2.0, nonfinite_micro=1, \
-        missing_grads=('weight',), checksum=0, is_idle=False), failure='', sent_bytes=0, seconds=0.0)
+        >>> decode_report(encode_report(PartitionReport(StepReport(float("inf"), 3, 3.0, 1, 2.0, 1, ("weight",)))))
+        PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, loss_weight=3.0, loss_kinds=1, \
+        squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, is_idle=False), failure='', \
+        sent_bytes=0, seconds=0.0)
     """
     plain = json.loads(text)
-    loss_sum, count, squared_norm, nonfinite_micro = plain["numbers"]
+    loss_sum, count, weight, kinds, squared_norm, nonfinite_micro = plain["numbers"]
     step_report = StepReport(
-        float(loss_sum), count, float(squared_norm), nonfinite_micro, tuple(plain["missing"]), is_idle=plain["idle"]
+        float(loss_sum),
+        count,
+        weight,
+        kinds,
+        float(squared_norm),
+        nonfinite_micro,
+        tuple(plain["missing"]),
+        is_idle=plain["idle"],
     )
     return PartitionReport(step_report, plain["failure"], plain["sent"], plain["seconds"])
 
@@ -166,6 +178,7 @@ class ForwardBackwardTask:
         batch_len = self.assignment.sampler.batch_len(self.batch)
         losses: dict[int, float] = {}
         sizes: dict[int, int] = {}
+        weights: dict[int, float] = {}
         began = time.perf_counter()
         replica.clear_grads()
         for microbatch, (start, stop) in zip(microbatches, split_batch(len(indices), len(microbatches)), strict=True):
@@ -174,15 +187,21 @@ class ForwardBackwardTask:
             *inputs, target = (field[indices[start:stop]] for field in fields)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(hash_seed(spec.seed, self.step, microbatch))
-                loss = spec.loss(replica.model(*inputs), target)
-            (loss * ((stop - start) / batch_len)).backward()  # type: ignore[no-untyped-call]
+                recorder = ReductionRecorder()
+                with InterceptFunctions(recorder.replacements):
+                    output = replica.model(*inputs)
+                loss, weight = compute_mean_loss(spec.loss, output, target, f"microbatch {microbatch}", recorder)
+            (loss * ((stop - start if weight is None else weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
             losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start
+            if weight is not None:
+                weights[microbatch] = float(weight)
         missing_grads = replica.params_without_grad(spec.layout)
         gradient = replica.flat_grad()
         replica.clear_grads()
         grad_squared_norm = squared_norm([gradient]) if losses else 0.0
         seconds = time.perf_counter() - began if losses else 0.0
-        return gradient, make_step_report(losses, sizes, grad_squared_norm, missing_grads, is_idle=not losses), seconds
+        report = make_step_report(losses, sizes, grad_squared_norm, missing_grads, weights=weights, is_idle=not losses)
+        return gradient, report, seconds
 
     def _is_late(self, began: float, losses: Mapping[int, float]) -> bool:
         """Return whether the next microbatch is skipped because the time limit has passed; the first never is."""

@@ -26,6 +26,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Update
 from counterpoint.program.program import RankProgram
 from counterpoint.program.text import format_instruction
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.spark.checkpoint import SparkTrainingTarget, initial_slices, load_into_model, load_slices, save_slices
 from counterpoint.spark.samples import PartitionInfo, inspect_partitions, pack_partitions, to_sample_rdd
@@ -36,7 +37,6 @@ from counterpoint.spark.training_loop import SparkOptions, SparkStep, SparkTrain
 from counterpoint.spark.training_spec import (
     BroadcastBytes,
     LocalBytes,
-    Loss,
     TrainingSpec,
     check_no_running_stats,
     meta_copy,
@@ -160,7 +160,7 @@ class SparkTraining:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: LossFunction,
         optimizer: optim.Optimizer | TorchOptimizerFactory,
         options: SparkOptions,
         num_partitions: int,
@@ -297,7 +297,7 @@ def train(  # noqa: PLR0913 - mostly keyword-only
     data: RDD[Any] | DataFrame,
     model: nn.Module,
     *,
-    loss: Loss,
+    loss: LossFunction,
     optimizer: optim.Optimizer | TorchOptimizerFactory,
     options: SparkOptions,
     columns: Sequence[str] = ("features", "label"),
@@ -361,7 +361,7 @@ def train_local(
     partitions: Sequence[Sequence[Any]],
     model: nn.Module,
     *,
-    loss: Loss,
+    loss: LossFunction,
     optimizer: optim.Optimizer | TorchOptimizerFactory,
     options: SparkOptions,
     resume: Path | None = None,

@@ -308,7 +308,7 @@ class SparkTrainingLoop:
     ) -> tuple[ShuffleData, list[bytes], int]:
         """Run the second superstep (and before it a third for clipping by norm): update slices, all-gather weights."""
         guard = self.options.step_guard
-        scale = batch_len / result.num_samples if result.num_samples else 1.0  # above 1 only if samples are missing
+        scale = batch_len / result.loss_weight if result.loss_weight else 1.0  # 1 for means over samples
         is_reduced = guard.clip_norm is not None and not result.skip_reason
         if is_reduced:
             label = f"norm of step {step}"

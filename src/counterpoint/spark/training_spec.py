@@ -8,7 +8,7 @@ broadcast once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeAlias
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.sample_independence import modules_with_running_stats
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.params.flat_layout import FlatLayout
 from counterpoint.spark.failures import serialization_error
 from counterpoint.spark.weight_slices import SliceCodec, SliceOptimizer
 from counterpoint.value_codec import decode_value, encode_value
-
-Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 class BroadcastBytes(Protocol):
@@ -59,7 +58,7 @@ class TrainingSpec:
     run_id: str
     model: nn.Module
     constants: BroadcastBytes
-    loss: Loss
+    loss: LossFunction
     slice_optimizer: SliceOptimizer
     layout: FlatLayout
     codec: SliceCodec = ""

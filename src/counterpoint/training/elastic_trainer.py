@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from counterpoint.data.fetch import MapDataset, fetch
 from counterpoint.data.sampler import Sampler
 from counterpoint.elastic.allreduce_worker import AllReduceWorker
 from counterpoint.elastic.data_slices import DataSlices, slice_sampler
 from counterpoint.elastic.optimizer_rules import OptimizerFactory
-from counterpoint.elastic.ps_worker import LossFunction, PsWorker, SliceTrained, WorkerConfig, WorkerEvent
+from counterpoint.elastic.ps_worker import PsWorker, SliceTrained, WorkerConfig, WorkerEvent
 from counterpoint.elastic.remote_embedding import EmbeddingConfig
 from counterpoint.elastic.remote_module import RemoteModule
 from counterpoint.elastic.replica import ModelReplica
@@ -27,6 +27,7 @@ from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer
+from counterpoint.runtime.loss_reduction import LossFunction, compute_sample_mean
 from counterpoint.training.callbacks.callback import EvaluationEnd
 from counterpoint.training.evaluation import MetricsFn, make_loss_metric
 from counterpoint.training.metrics import merge_metrics
@@ -182,7 +183,9 @@ class ElasticTrainer:
         try:
             with watch_sigterm() as is_terminated:
                 stop_requested = should_stop or (lambda: False)
-                worker = self._make_worker(replica, session, loss, lambda: is_terminated() or stop_requested())
+                worker = self._make_worker(
+                    replica, session, self._require_sample_mean(loss), lambda: is_terminated() or stop_requested()
+                )
                 self._run_worker(worker, report, measure_now, retained_memory)
             if report.is_complete:
                 measure_now()
@@ -214,11 +217,21 @@ class ElasticTrainer:
             )
         return ModelReplica(model, optimizer, **options)
 
+    def _require_sample_mean(self, loss: LossFunction) -> Callable[[Any, Any], Tensor]:
+        """Return a loss that is checked to be a mean over samples, where parts of a batch are added up."""
+        slices = self.data_slices
+        is_whole = not isinstance(self._consistency, Bsp) or slices.slices_per_step * slices.minibatches_per_slice == 1
+
+        def compute(output: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+            return compute_sample_mean(loss, output, targets, "a minibatch", is_whole=is_whole)
+
+        return compute
+
     def _make_worker(
         self,
         replica: RemoteModule | ModelReplica,
         session: Session,
-        loss: LossFunction,
+        loss: Callable[[Any, Any], Tensor],
         should_stop: Callable[[], bool],
     ) -> PsWorker | AllReduceWorker:
         if isinstance(replica, RemoteModule):

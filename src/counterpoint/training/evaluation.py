@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler
-from counterpoint.training.batches.global_batch import DatasetBatch
+from counterpoint.runtime.loss_reduction import LossFunction, compute_mean_loss
+from counterpoint.training.batches.global_batch import DatasetBatch, collect_lengths
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.metrics import MeanMetric, Metrics, merge_metrics
 
@@ -37,18 +38,26 @@ def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[
     if len(local_ranks.world.fabrics) < fabric.num_ranks:
         by_rank = list(fabric.gather_values("metrics", dict(local), tuple(range(fabric.num_ranks))))
     parsed = [
-        {name: MeanMetric(total, int(count)) for name, (total, count) in rank_metrics.items()}
+        {name: MeanMetric(total, count) for name, (total, count) in rank_metrics.items()}
         for rank_metrics in by_rank
         if rank_metrics
     ]
     return {name: tally.mean for name, tally in merge_metrics(parsed).items()}
 
 
-def make_loss_metric(loss: Callable[[Any, Any], Any]) -> MetricsFn:
-    """Return a metrics function of the loss alone, weighted by the number of samples."""
+def make_loss_metric(loss: LossFunction, *, is_sum: bool = False) -> MetricsFn:
+    """Return a metrics function of the loss alone, weighted by the number of samples, or by its own weights.
+
+    Args:
+        loss: from the model's output and the targets.
+        is_sum: whether it is a sum over the samples, of which the metric is the mean.
+    """
 
     def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
-        count = len(targets) if hasattr(targets, "__len__") else 1
-        return {"loss": MeanMetric(float(loss(outputs, targets)) * count, count)}
+        mean, weight = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True, is_sum=is_sum)
+        count = (
+            min(collect_lengths(targets) or collect_lengths(outputs), default=1) if weight is None else float(weight)
+        )
+        return {"loss": MeanMetric(float(mean) * (1 if is_sum else count), count)}
 
     return measure

@@ -47,11 +47,13 @@ from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
     RankRuntime,
     RunSpec,
+    StaleGradientHook,
     build_rank,
     communication_groups,
     has_max_norm,
@@ -74,7 +76,11 @@ from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld
-from counterpoint.training.model_consistency import ParameterMutationCheck, broadcast_initial_values, require_same_model
+from counterpoint.training.model_consistency import (
+    ParameterMutationCheck,
+    broadcast_initial_values,
+    require_same_model,
+)
 from counterpoint.training.model_partition import (
     build_model_spec,
     partition_for_plan,
@@ -156,7 +162,7 @@ class LocalRanks:
         world: FabricWorld,
         plan: Plan,
         model: nn.Module,
-        loss: Callable[[Any, Any], Tensor],
+        loss: LossFunction,
         optimizer_spec: OptimizerSpec,
         options: TrainingOptions,
     ) -> None:
@@ -181,6 +187,8 @@ class LocalRanks:
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
+        self.is_in_step = False
+        self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
 
@@ -241,6 +249,8 @@ class LocalRanks:
             self.buckets,
             self.options.batch_norm,
             self.options.unused_parameters,
+            self.options.loss_reduction == "sum",
+            self.options.cross_sample == "error",
         )
         self.build_ranks(partition, inputs)
         return self.compiled
@@ -259,6 +269,17 @@ class LocalRanks:
         )
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         needs_own_modules = isinstance(partition, WholeModel) or uses_sync_batch_norm(self.model, self.options)
+        num_local = len(self.world.fabrics)
+        if isinstance(partition, WholeModel) and partition.kept_attributes and (num_local > 1 or keeps_own):
+            remedy = (
+                f", or start one process per rank: counterpoint run -n {num_local} script.py" if not keeps_own else ""
+            )
+            raise PlanError(
+                f"the forward of {type(self.model).__name__} keeps a differentiable value in its attribute "
+                f"{partition.kept_attributes[0]}, but under {self.plan} ranks run copies of the model, so a loss that "
+                "reads the attribute would see another value; return the value from forward together with the "
+                f"output{remedy}"
+            )
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
             own_partition, model = partition, self.model
@@ -274,7 +295,16 @@ class LocalRanks:
                 state_allocator=self.retained_memory.mmap_separately,
             )
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
+        self.hook_stale_params()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
+
+    def hook_stale_params(self) -> None:
+        """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
+        trained = {id(param) for rank in self.ranks.values() for param in rank.interpreter.store.params.values()}
+        for name, param in self.model.named_parameters():
+            if param.requires_grad and param.is_leaf and id(param) not in trained:
+                hook = StaleGradientHook(name, self.plan, lambda: self.is_in_step)
+                self.stale_hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def require_elementwise_optimizer(self) -> None:
         """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
@@ -300,7 +330,7 @@ class LocalRanks:
         fabric = self.world.fabrics[0]
         if len(self.world.fabrics) < fabric.num_ranks:
             plan = plan_fingerprint(self.plan, self.options.profile)
-            require_same_model(fabric, self.model, plan, self.optimizer_spec.optimizer)
+            require_same_model(fabric, self.model, plan, self.optimizer_spec.optimizer, self.loss, self.options)
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.model, self.options.init_sync)
         model_device(self.model)
@@ -322,8 +352,12 @@ class LocalRanks:
                     interpreter.store.share_on_host(fabric)
                 return interpreter.step(number, batch, variant.name)
 
-        with rollback_on_error(self.world, self.ranks, self.in_flight):
-            results = [result for result in self.world.run(work) if result is not None]
+        self.is_in_step = True
+        try:
+            with rollback_on_error(self.world, self.ranks, self.in_flight):
+                results = [result for result in self.world.run(work) if result is not None]
+        finally:
+            self.is_in_step = False
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
         return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
@@ -460,6 +494,8 @@ class LocalRanks:
         for rank in self.ranks.values():
             rank.interpreter.store.unshare(None)
         self.retained_memory.stop()
+        for hook in self.stale_hooks:
+            hook.remove()
         self.released_params.poison()
         self.world.close()
 

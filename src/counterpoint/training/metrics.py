@@ -14,7 +14,7 @@ Metrics: TypeAlias = Mapping[str, "MeanMetric"]
 
 @dataclass(frozen=True, slots=True)
 class MeanMetric:
-    """A sum and the number of its terms; adding two weights each by its count.
+    """A sum and the number of its terms, or their weights; adding two weights each by its count.
 
     Example:
         >>> (MeanMetric(3.0, 4) + MeanMetric(1.0, 1)).mean
@@ -22,7 +22,7 @@ class MeanMetric:
     """
 
     total: float = 0.0
-    count: int = 0
+    count: float = 0
 
     def __add__(self, other: MeanMetric) -> MeanMetric:
         """Return the combined metric."""

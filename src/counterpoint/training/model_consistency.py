@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias, cast
+from dataclasses import fields
+from functools import partial
+from hashlib import sha256
+from types import CodeType
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn, optim
@@ -12,30 +16,48 @@ from torch import nn, optim
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, format_ranks
+from counterpoint.optim.validation import shorten
 from counterpoint.plan.plan import Plan
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.params.sparse_grads import find_embedding_tables
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.optimizer_state import get_group_options
+from counterpoint.training.options import TrainingOptions
 
 NamedFacts: TypeAlias = Sequence[Sequence[str]]
 """Pairs of a name and a description, in order."""
 
 REMEDIES = {
     "the model": "call model.train(), or model.eval(), on all of them",
+    "the loss": "give the same function, with the same code and the same settings, on all of them",
     "the plan": "give the same strategy and num_microbatches on all of them",
 }
+SAME_OPTION = "give the same value on all of them"
+MAX_OPTION = 200
+"""Longer texts of options are compared by a digest."""
+MAX_COMPARED = 10_000
+"""The largest number of elements of a loss's tensor that is compared."""
 BUILD_IDENTICALLY = "every rank must build the same one: look for a setting, a file or a random choice that differs"
 SORT_HINT = "parameters are in the order of their creation: sort the results of a set, os.listdir or glob before a loop"
 
 
-def require_same_model(fabric: Fabric, model: nn.Module, plan: str, optimizer: optim.Optimizer) -> None:
-    """Check that all ranks hold the same model, plan and optimizer; a collective call.
+def require_same_model(
+    fabric: Fabric,
+    model: nn.Module,
+    plan: str,
+    optimizer: optim.Optimizer,
+    loss: LossFunction,
+    options: TrainingOptions,
+) -> None:
+    """Check that all ranks were given the same model, plan, optimizer, loss and options; a collective call.
 
     Args:
         fabric: this rank's fabric.
         model: this rank's model.
         plan: the plan as text, with all that determines its program.
         optimizer: this rank's optimizer; every rank updates its part of one model by its options.
+        loss: this rank's loss function; its name and its code are compared.
+        options: this rank's options.
 
     Raises:
         PlanError: they differ; all ranks raise the same first difference.
@@ -45,6 +67,8 @@ def require_same_model(fabric: Fabric, model: nn.Module, plan: str, optimizer: o
         *describe_structure(model),
         [["the model", describe_mode(model)]],
         describe_optimizer(optimizer),
+        describe_options(options),
+        [["the loss", describe_function(loss)]],
     ]
     facts_by_rank = cast("list[list[NamedFacts]]", fabric.gather_values("model", facts, tuple(range(fabric.num_ranks))))
     difference = next(filter(None, map(first_difference, zip(*facts_by_rank, strict=True))), "")
@@ -86,6 +110,65 @@ def describe_optimizer(optimizer: optim.Optimizer) -> list[list[str]]:
     return [["the optimizer", type(optimizer).__name__], *options]
 
 
+def describe_options(options: TrainingOptions) -> list[list[str]]:
+    """Return all training options by name, long ones as a digest; the profile is part of the plan."""
+    values = {
+        option.name: repr(getattr(options, option.name)) for option in fields(options) if option.name != "profile"
+    }
+    return [
+        [f"the option {name}", value if len(value) < MAX_OPTION else digest(value)] for name, value in values.items()
+    ]
+
+
+def describe_function(function: object) -> str:
+    """Return the name of a function or module, what it was made with, and a digest of its code.
+
+    Example:
+        >>> describe_function(lambda output, targets: 1) == describe_function(lambda output, targets: 2)
+        False
+    """
+    if isinstance(function, partial):
+        given = [describe_value(value) for value in (*function.args, *sorted(function.keywords.items()))]
+        return f"partial of {describe_function(function.func)} with {shorten(', '.join(given))}"
+    if isinstance(function, nn.Module):
+        name = f"{type(function).__name__}({function.extra_repr()})"
+        parts = [describe_value(item) for item in function.state_dict().items()]
+        code: object = getattr(type(function).forward, "__code__", None)
+    else:
+        name = str(getattr(function, "__qualname__", type(function).__name__))
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        parts = [describe_value(value) for value in (*cells, getattr(function, "__defaults__", None))]
+        code = getattr(function, "__code__", None)
+    return f"{name}, code {digest(repr((describe_code(code), parts)))}" if isinstance(code, CodeType) else name
+
+
+def describe_value(value: object) -> str:
+    """Return a text that is the same in every process for an equal value; for unknown types only the type."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(describe_value, value))})"
+    if isinstance(value, torch.Tensor):
+        described = f"{dtype_name(value.dtype)} {tuple(value.shape)}"
+        return described + (f" {digest(repr(value.tolist()))}" if value.numel() <= MAX_COMPARED else "")
+    return type(value).__qualname__
+
+
+def describe_code(code: CodeType) -> tuple[Any, ...]:
+    """Return what a code object does: the same value in every process that has the same source and Python."""
+    constants = [
+        describe_code(value) if isinstance(value, CodeType) else sorted(map(repr, value))
+        if isinstance(value, frozenset) else repr(value)
+        for value in code.co_consts
+    ]  # fmt: skip
+    return code.co_code.hex(), code.co_names, constants
+
+
+def digest(text: str) -> str:
+    """Return a short digest of a text."""
+    return sha256(text.encode()).hexdigest()[:12]
+
+
 def describe_mode(model: nn.Module) -> str:
     """Return the mode of the model, and the submodules that are in evaluation mode in a training model."""
     if not model.training:
@@ -112,7 +195,8 @@ def first_difference(facts_by_rank: Sequence[NamedFacts]) -> str:
         if len(names) == 1:
             name = names.pop()
             groups = group_ranks_by_fact(facts, lambda fact, rank_text: f"{fact[1]} on {rank_text}")
-            return f"{name} is {groups}; {REMEDIES.get(name, BUILD_IDENTICALLY)}"
+            remedy = REMEDIES.get(name, SAME_OPTION if name.startswith("the option ") else BUILD_IDENTICALLY)
+            return f"{name} is {groups}; {remedy}"
         groups = group_ranks_by_fact(
             facts, lambda fact, rank_text: f"{rank_text} {'have' if ',' in rank_text else 'has'} {fact[0] or 'no more'}"
         )

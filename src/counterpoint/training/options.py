@@ -61,6 +61,8 @@ class TrainingOptions:
         clip_value: largest absolute value of a gradient element, applied after ``clip_norm``; None for no clipping.
         check_finite: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` skips the step.
+        loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
+            the ``sum``.
         unused_parameters: what happens if a trainable parameter gets no gradient: ``error``, or ``zero`` for a gradient
             of zeros.
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
@@ -74,8 +76,9 @@ class TrainingOptions:
             ``microbatch``: they change after every microbatch, and replicas average them; ``sync``: like ``deferred``,
             but microbatches that replicas run concurrently are normalized together; ``error``: normalizing less than
             the whole batch is an error. By default ``deferred``, with a warning if a replica has several microbatches.
-        cross_sample: what happens, under a pipeline, if a model's output for a sample depends on other samples of its
-            microbatch: ``error``, or ``accept`` for microbatches that are batches of their own.
+        cross_sample: what happens if a loss is not what the losses of its samples' halves add up to, or, under a
+            pipeline, if a model's output for a sample depends on other samples of its microbatch: ``error``, or
+            ``accept`` for microbatches that are batches of their own.
         profile: measured times of the model's layers, by which stages are balanced and ``auto`` chooses; the same on
             all ranks. Without it, counted FLOPs are used.
         retain_freed_memory: whether memory that a step frees stays with the process for the next one; glibc only.
@@ -92,6 +95,7 @@ class TrainingOptions:
     clip_value: float | None = None
     check_finite: Literal["loss", "gradients"] = "loss"
     nonfinite: Literal["error", "skip"] = "error"
+    loss_reduction: Literal["mean", "sum"] = "mean"
     unused_parameters: Literal["error", "zero"] = "error"
     dims: Mapping[str, tuple[str, str]] | None = None
     timeout_s: float = 60.0
@@ -121,6 +125,7 @@ class TrainingOptions:
             ("clip_by", ("model", "stage")),
             ("check_finite", ("loss", "gradients")),
             ("nonfinite", ("error", "skip")),
+            ("loss_reduction", ("mean", "sum")),
             ("unused_parameters", ("error", "zero")),
             ("init_sync", ("broadcast", "verify")),
             ("batch_norm", (None, *get_args(BatchNormRule))),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
@@ -16,6 +16,7 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.devices import preserve_rng
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.runtime.step_commit import StepResult
@@ -334,7 +335,7 @@ class TrainStep:
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     model: nn.Module,
     optimizer: optim.Optimizer | TorchOptimizerFactory,
-    loss: Callable[[Any, Any], Tensor],
+    loss: LossFunction,
     *,
     strategy: str | Plan = "data",
     num_microbatches: int | None = None,

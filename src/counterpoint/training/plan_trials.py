@@ -17,13 +17,14 @@ from statistics import fmean, geometric_mean, median
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Json
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice, PlanTrial, candidates_to_measure, decide_by_trials
 from counterpoint.planner.ranking import RejectedPlan
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.training.distributed_world import FabricWorld
@@ -59,7 +60,7 @@ class TrialTarget:
     """
 
     model: nn.Module
-    loss: Callable[[Any, Any], Tensor]
+    loss: LossFunction
     optimizer_spec: OptimizerSpec
     options: TrainingOptions
     open_world: Callable[[], FabricWorld]

@@ -19,9 +19,10 @@ from counterpoint.partitioning.dry_run import Inputs, num_samples
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.profiler.cache import load_or_measure
 from counterpoint.profiler.measure import measure_model
-from counterpoint.profiler.profile_target import LossFn, ProfileTarget
+from counterpoint.profiler.profile_target import ProfileTarget
 from counterpoint.profiler.roofline import estimate_model
 from counterpoint.profiler.timer import RepeatPolicy
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import slice_samples as first_of
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
@@ -45,7 +46,7 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     inputs: Inputs,
     targets: Any = None,  # noqa: ANN401 - whatever the loss takes
     *,
-    loss: LossFn | None = None,
+    loss: LossFunction | None = None,
     optimizer: optim.Optimizer | TorchOptimizerFactory = optim.AdamW,
     microbatch_sizes: Sequence[int] = (),
     num_threads: int | None = None,
@@ -106,7 +107,7 @@ def build_profile_target(
     inputs: Inputs,
     targets: Any,  # noqa: ANN401 - whatever the loss takes
     *,
-    loss: LossFn,
+    loss: LossFunction,
     optimizer_spec: OptimizerSpec,
 ) -> ProfileTarget:
     """Prepare a model for profiling, in the layers that a pipeline of it would have, if it can be partitioned at all.

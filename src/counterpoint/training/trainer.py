@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.fetch import MapDataset
@@ -20,6 +20,7 @@ from counterpoint.optim.validation import renamed_hint, renamed_parameters, requ
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
+from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.training.batches.global_batch import DatasetBatch
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
@@ -90,7 +91,7 @@ class Trainer:
         self,
         model: nn.Module,
         *,
-        loss: Callable[[Any, Any], Tensor],
+        loss: LossFunction,
         optimizer: optim.Optimizer | TorchOptimizerFactory,
         strategy: str | Plan = "data",
         num_microbatches: int | None = None,
@@ -134,6 +135,10 @@ class Trainer:
     def compiled(self) -> CompiledPlan | None:
         """The plan's program and its verification result; None before the first batch is known."""
         return self.local_ranks.compiled if self.local_ranks is not None else None
+
+    def loss_metric(self) -> MetricsFn:
+        """Return the metrics function of the loss, which is measured where no other is given."""
+        return make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum")
 
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
         self,
@@ -194,7 +199,11 @@ class Trainer:
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
         )
         evaluation = EvaluationConfig(
-            eval_dataset, metrics if metrics is not None else make_loss_metric(self.loss), evaluate_every
+            eval_dataset,
+            metrics
+            if metrics is not None
+            else make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum"),
+            evaluate_every,
         )
         goals = FitConfig(epochs, max_steps, evaluation, checkpoint, DataLoadingConfig(num_workers, prefetch_factor))
         history = History()
@@ -270,7 +279,14 @@ class Trainer:
         if not self.ranks_are_newer:
             team.import_weights()
         with preserve_training_mode(self.model):
-            return evaluate(team, dataset, metrics if metrics is not None else make_loss_metric(self.loss), size)
+            return evaluate(
+                team,
+                dataset,
+                metrics
+                if metrics is not None
+                else make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum"),
+                size,
+            )
 
     @renamed_parameters({"keep": RENAMED_FIT_OPTIONS["keep"]})
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:

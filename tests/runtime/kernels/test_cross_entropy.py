@@ -9,7 +9,8 @@ from torch.autograd import forward_ad
 
 from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.kernels import cross_entropy as module
-from counterpoint.runtime.kernels.cross_entropy import FusedCrossEntropyMode
+from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -24,6 +25,10 @@ def one_thread(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def fused():
+    return InterceptFunctions({F.cross_entropy: fused_cross_entropy})
 
 
 def random_inputs(rows, classes):
@@ -41,7 +46,7 @@ def loss_and_grad(logits, targets, **options):
 def test_loss_and_gradient_are_those_of_torch(rows, classes, options):
     logits, targets = random_inputs(rows, classes)
     exact, exact_gradient = loss_and_grad(logits.double(), targets, **options)
-    with FusedCrossEntropyMode():
+    with fused():
         loss, gradient = loss_and_grad(logits, targets, **options)
         assert "CrossEntropyBackward" in repr(F.cross_entropy(logits, targets, **options))
     assert torch.allclose(loss.double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -50,7 +55,7 @@ def test_loss_and_gradient_are_those_of_torch(rows, classes, options):
 
 def test_without_any_target_the_mean_is_nan():
     logits, _ = random_inputs(3, 5)
-    with FusedCrossEntropyMode():
+    with fused():
         loss, gradient = loss_and_grad(logits, torch.full((3,), -100))
     assert math.isnan(loss)
     assert not gradient.any()
@@ -60,7 +65,7 @@ def test_without_any_target_the_mean_is_nan():
 def test_nan_and_inf_are_kept(wrong):
     logits, targets = random_inputs(3, 40)
     logits.data[1, 20] = wrong
-    with FusedCrossEntropyMode():
+    with fused():
         loss, gradient = loss_and_grad(logits, targets)
     assert math.isnan(loss)
     assert gradient[1].isnan().any()
@@ -72,7 +77,7 @@ def test_logits_of_minus_infinity_contribute_nothing():
     logits.data[:, 7] = -math.inf
     targets[:] = 3
     exact, _ = loss_and_grad(logits.double(), targets)
-    with FusedCrossEntropyMode():
+    with fused():
         loss, gradient = loss_and_grad(logits, targets)
     assert torch.allclose(loss.double(), exact)
     assert not gradient[:, 7].any()
@@ -81,7 +86,7 @@ def test_logits_of_minus_infinity_contribute_nothing():
 def test_a_target_that_is_not_a_class_is_torchs_error():
     logits, targets = random_inputs(4, 5)
     targets[2] = 5
-    with FusedCrossEntropyMode(), pytest.raises(IndexError, match="Target 5 is out of bounds"):
+    with fused(), pytest.raises(IndexError, match="Target 5 is out of bounds"):
         F.cross_entropy(logits, targets)
 
 
@@ -92,7 +97,7 @@ def test_the_gradient_can_itself_be_differentiated():
 
     logits, targets = random_inputs(4, 6)
     expected = twice(logits, targets)
-    with FusedCrossEntropyMode():
+    with fused():
         assert torch.allclose(twice(logits, targets), expected, atol=1e-7)
 
 
@@ -112,14 +117,14 @@ def test_the_gradient_can_itself_be_differentiated():
 def test_all_other_calls_are_torchs(call, monkeypatch):
     monkeypatch.setattr(module, "FusedCrossEntropy", None)
     logits, targets = random_inputs(4, 6)
-    with FusedCrossEntropyMode():
+    with fused():
         assert torch.equal(call(logits, targets), call(logits, targets))
 
 
 def test_a_transformed_call_is_torchs():
     logits, targets = random_inputs(4, 6)
     _, expected = loss_and_grad(logits, targets)
-    with FusedCrossEntropyMode():
+    with fused():
         result = torch.func.grad(lambda given: 3 * F.cross_entropy(given, targets))(logits.detach())
     assert torch.equal(result, expected)
 
@@ -127,7 +132,7 @@ def test_a_transformed_call_is_torchs():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of its decompositions
 def test_a_call_in_forward_mode_is_torchs():
     logits, targets = random_inputs(4, 6)
-    with FusedCrossEntropyMode(), forward_ad.dual_level():
+    with fused(), forward_ad.dual_level():
         along = forward_ad.make_dual(logits, torch.ones_like(logits))
         assert forward_ad.unpack_dual(F.cross_entropy(along, targets)).tangent.abs() < 1e-6
 
@@ -135,5 +140,5 @@ def test_a_call_in_forward_mode_is_torchs():
 def test_a_compiled_loss_is_compiled_as_torch_has_it():
     logits, targets = random_inputs(4, 6)
     loss = torch.compile(lambda *given: F.cross_entropy(*given), backend="eager", fullgraph=True)
-    with FusedCrossEntropyMode():
+    with fused():
         assert torch.equal(loss(logits, targets), F.cross_entropy(logits.detach(), targets))

@@ -12,6 +12,7 @@ A value's readers may be segments of this rank or of others: sends and receives 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,16 +21,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import add_location
 from counterpoint.partitioning.partitioned_model import Segment, as_call_args
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.devices import PendingScalars, require_one_device, to_device
-from counterpoint.runtime.kernels.cross_entropy import FusedCrossEntropyMode
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+from counterpoint.runtime.loss_reduction import (
+    LossCheck,
+    LossFunction,
+    ReductionRecorder,
+    compute_mean_loss,
+)
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rng import ModuleRNG, make_seeder
@@ -46,8 +51,11 @@ class BoundModel:
         edge_values: the values of each edge, by its producer and its consumers.
         flatten: from a microbatch's inputs, as the arguments of a call, to their values.
         unflatten: from the outputs of the last segment to the model's output.
-        loss: from the model's output and the targets to a scalar, the mean over the samples.
+        loss: from the model's output and the targets to a scalar, the mean over the samples, or a
+            :class:`counterpoint.runtime.loss_reduction.WeightedMean`.
         uses_rng: whether the model draws random numbers.
+        loss_is_sum: whether the loss is a sum over samples.
+        checks_loss: whether the first loss is checked to be what the losses of its samples' halves add up to.
     """
 
     segments: Mapping[tuple[int, int], Segment]
@@ -56,8 +64,10 @@ class BoundModel:
     edge_values: Mapping[tuple[int, ...], Sequence[int]]
     flatten: Callable[[Any], tuple[Tensor, ...]]
     unflatten: Callable[[Sequence[Tensor]], Any]
-    loss: Callable[[Any, Any], Tensor]
+    loss: LossFunction
     uses_rng: bool
+    loss_is_sum: bool = False
+    checks_loss: bool = False
 
 
 class StoredValue(NamedTuple):
@@ -113,6 +123,10 @@ class SegmentExecutor:
         self.losses: dict[int, float] = {}
         self.device = require_one_device(store.params.items())
         self.pending_losses = PendingScalars(self.device)
+        self.loss_weight_sums: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
+        self.pending_weight_sums = PendingScalars(self.device)
+        self.loss_check = LossCheck(model.loss, is_sum=model.loss_is_sum) if model.checks_loss else None
+        self.reduces_inside = True  # whether the last segment may itself compute a loss; known after its first run
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm = batch_norm
         self.recompute_store = RecomputeStore()  # inputs of forwards that are recomputed
@@ -139,8 +153,8 @@ class SegmentExecutor:
         self.loss_weights = loss_weights
         self.microbatches_per_batch = microbatches_per_batch
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
-        self.losses.clear()
-        self.pending_losses.clear()
+        for scalars in (self.losses, self.pending_losses, self.loss_weight_sums, self.pending_weight_sums):
+            scalars.clear()
         if self.batch_norm is not None:
             self.batch_norm.begin_step(is_async_pipeline=bool(microbatches_per_batch))
         if not microbatches_per_batch:
@@ -226,14 +240,16 @@ class SegmentExecutor:
         self.rng.begin_microbatch(*self.step_and_micro(micro))
         stop, segment = self.by_first[block]
         seed = make_seeder(self.rng, uses_rng=self.model.uses_rng)
+        recorder = ReductionRecorder() if stop == self.model.num_blocks else None
         try:
-            with self.autocast(micro), self.function_mode(block, micro, is_recompute=buffers is not None):
+            with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
                 outputs = segment(leaves, self.store.weights(version), buffers or self.store.buffers, seed)
         except Exception as error:
             add_location(error, self.describe_location(block, stop, micro, leaves))
             raise
-        if stop == self.model.num_blocks:
-            outputs = self.last_loss = (self.compute_loss(outputs, micro),)
+        if recorder is not None:
+            self.reduces_inside = bool(recorder.found)
+            outputs = self.last_loss = (self.compute_loss(outputs, micro, recorder),)
         return outputs
 
     def step_and_micro(self, micro: int) -> tuple[int, int]:
@@ -246,14 +262,25 @@ class SegmentExecutor:
             autocast_as(self.batch.autocasts(micro)) if isinstance(self.batch, AsyncPipelineBatches) else nullcontext()
         )
 
-    def function_mode(self, block: int, micro: int, *, is_recompute: bool = False) -> AbstractContextManager[object]:
-        """Return the function mode for a segment: direct writes of weight gradients, and the plan's batch norm."""
+    def function_mode(
+        self, block: int, micro: int, recorder: ReductionRecorder | None = None, *, is_recompute: bool = False
+    ) -> AbstractContextManager[object]:
+        """Return the function mode for a segment: direct writes of weight gradients, batch norm, losses in the model.
+
+        Args:
+            block: the first of the segment.
+            micro: the microbatch.
+            recorder: of the losses in the last segment; None for others.
+            is_recompute: whether the segment runs for a backward.
+        """
         assert self.batch is not None, "a step has begun"
         replacements = (
             self.batch_norm.replacements(block, micro, self.batch.sizes, is_recompute=is_recompute)
             if self.batch_norm is not None
             else {}
         )
+        if recorder is not None and (self.reduces_inside or any(self.grad_sinks)):
+            replacements = {**replacements, **recorder.replacements}
         if any(self.grad_sinks):
             return InPlaceGradMode(self.grad_sinks, replacements)
         return InterceptFunctions(replacements) if replacements else nullcontext()
@@ -293,32 +320,67 @@ class SegmentExecutor:
             leaves.append(value.detach().requires_grad_() if requires_grad else value)
         return leaves
 
-    def compute_loss(self, outputs: Sequence[Tensor], micro: int) -> Tensor:
-        """Return the microbatch's weighted loss, and record its mean loss."""
+    def compute_loss(self, outputs: Sequence[Tensor], micro: int, recorder: ReductionRecorder) -> Tensor:
+        """Return what backward starts from: the microbatch's part of the batch's loss; record its mean and weight.
+
+        Args:
+            outputs: of the last segment.
+            micro: the microbatch.
+            recorder: has the means over class indices that the model itself has computed.
+
+        Raises:
+            DataError: the loss is neither a scalar nor a weighted mean.
+        """
         assert self.batch is not None, "a step has begun"
         targets = self.batch.targets(micro)
         if self.device.type != "cpu":
             targets = to_device(targets, self.device)
-        with self.autocast(micro), FusedCrossEntropyMode():
-            loss: Any = self.model.loss(self.model.unflatten(outputs), targets)
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
-            actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
-            raise DataError(
-                f"the loss of microbatch {self.step_and_micro(micro)[1]} {actual}; it must be a 0-dim tensor, the mean "
-                "over the samples: keep reduction='mean', and return it without item() or float()"
+        what = f"microbatch {self.step_and_micro(micro)[1]}"
+        model, output, size = self.model, self.model.unflatten(outputs), self.batch.sizes[micro]
+        is_whole = micro in self.loss_weights.is_whole
+        with self.autocast(micro):
+            loss, weight = compute_mean_loss(
+                model.loss, output, targets, what, recorder, is_whole=is_whole, is_sum=model.loss_is_sum
             )
+            if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
+                step = self.step_and_micro(micro)[0]
+                self.loss_check.check(step, output, targets, float(loss.detach()), size, what)
+        if model.loss_is_sum:
+            loss = loss / size
         if loss.device.type == "cpu":
             self.losses[micro] = float(loss.detach())
         else:
             self.pending_losses.add(micro, loss)
-        weight = self.loss_weights.weights[micro]
-        weighted: Tensor = loss * weight if weight != 1.0 else loss
+        if isinstance(weight, Tensor):
+            self.pending_weight_sums.add(micro, weight)
+        elif weight is not None:
+            self.loss_weight_sums[micro] = weight
+        factor = self.backward_factor(micro, weight)
+        weighted: Tensor = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         return weighted
+
+    def backward_factor(self, micro: int, weight: Tensor | float | None) -> Tensor | float:
+        """Return what a microbatch's mean loss is multiplied with: its share of the samples, or of the weights.
+
+        Args:
+            micro: the microbatch.
+            weight: of its weighted mean; None if it is a mean over samples.
+        """
+        share = self.loss_weights.weights[micro]
+        if weight is None or micro in self.loss_weights.is_whole:
+            return share
+        assert self.batch is not None, "a step has begun"
+        return weight / self.batch.sizes[micro] * share / self.loss_weights.unit
 
     def read_losses(self) -> dict[int, float]:
         """Return the mean losses of this step's microbatches; wait for the device if they are not read yet."""
         self.losses.update(self.pending_losses.read())
         return self.losses
+
+    def read_loss_weights(self) -> dict[int, float]:
+        """Return the weights of this step's weighted means, by microbatch."""
+        self.loss_weight_sums.update(self.pending_weight_sums.read())
+        return self.loss_weight_sums
 
     def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
         """Run blocks ``last`` down to ``first`` backward; gradients are added to those of the parameters."""
@@ -407,14 +469,20 @@ class SegmentExecutor:
         self.grads[index, micro] = grad if before is None else before + grad
 
     def pack_loss(self, micro: int) -> list[Tensor]:
-        """Return what is sent with a gradient to the previous stage: the loss, in an asynchronous pipeline."""
-        return [torch.tensor(self.read_losses()[micro], dtype=torch.float64)] if self.microbatches_per_batch else []
+        """Return what is sent with a gradient to the previous stage: loss and weight, in an asynchronous pipeline."""
+        if not self.microbatches_per_batch:
+            return []
+        weight = self.read_loss_weights().get(micro, math.nan)
+        return [torch.tensor([self.read_losses()[micro], weight], dtype=torch.float64)]
 
     def receive_loss(self, micro: int, peer: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Record the loss that came with a gradient; return the gradient, rescaled to this rank's loss scope."""
+        """Record loss and weight that came with a gradient; return the gradient, rescaled to this rank's loss scope."""
         if not self.microbatches_per_batch:
             return tensors
-        self.losses[micro] = float(tensors[0])
+        loss, weight = tensors[0].tolist()
+        self.losses[micro] = loss
+        if not math.isnan(weight):
+            self.loss_weight_sums[micro] = weight
         ratio = self.loss_weights.upstream_ratios.get((micro, peer), 1.0)
         return [tensor * ratio for tensor in tensors[1:]] if ratio != 1.0 else tensors[1:]
 

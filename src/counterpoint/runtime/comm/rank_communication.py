@@ -93,10 +93,23 @@ class RankCommunication:
             self.fabric.send(peer, label, self.grad_message(unit, peer, codec))
             unit.clear_grads()
 
-    def grad_message(self, unit: UnitParams, peer: int, codec: str) -> list[Tensor]:
-        """Return a unit's gradient as tensors to be sent to a peer; :func:`add_grad` is its inverse."""
+    def grad_message(self, unit: UnitParams, peer: int, codec: str, scale: float = 1.0) -> list[Tensor]:
+        """Return a unit's gradient as tensors to be sent to a peer; :func:`add_grad` is its inverse.
+
+        Args:
+            unit: which.
+            peer: the receiver.
+            codec: of the message; empty for none.
+            scale: what the gradient is multiplied with.
+        """
         if not codec:
-            return [tensor for flat_params in unit.flat_params for tensor in flat_params.own_grads.pack()]
+            packed = [tensor for flat_params in unit.flat_params for tensor in flat_params.own_grads.pack()]
+            return (
+                packed if scale == 1.0 else [value * scale if value.is_floating_point() else value for value in packed]
+            )
+        if scale != 1.0:
+            for flat_params in unit.flat_params:
+                flat_params.own_grads.collect_all().mul_(scale)
         pair = peer_pair(peer, self.fabric.rank)
         return [
             tensor

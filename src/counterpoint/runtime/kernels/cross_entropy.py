@@ -7,7 +7,7 @@ once and keeps one number per row; backward reads them and writes their gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.overrides import TorchFunctionMode
 
 from counterpoint.fabric.shm.native import CrossEntropyArgs, LossSum, native
+from counterpoint.runtime.kernels.function_mode import TorchFunction
 from counterpoint.runtime.kernels.small_batch_linear import dtype_and_device
 
 MIN_LOGITS = 1 << 14
@@ -112,23 +112,14 @@ def _is_supported() -> bool:
     )
 
 
-class FusedCrossEntropyMode(TorchFunctionMode):
-    """Function mode under which cross entropy is :class:`FusedCrossEntropy`, for calls that it supports."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function or its replacement."""
-        if func is F.cross_entropy and _is_supported():
-            call = _parse_call(*args, **(kwargs or {}))
-            library = native().library
-            if call is not None and library is not None:
-                sums, loss_sum = call.logits.new_empty(call.logits.shape[0]), LossSum()
-                kernel_args = _kernel_args(call.logits, call.targets, sums, call.ignore_index)
-                if library.cp_cross_entropy(byref(kernel_args), byref(loss_sum)):
-                    return FusedCrossEntropy.apply(call.logits, call, sums, loss_sum)  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+def fused_cross_entropy(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Call :class:`FusedCrossEntropy` instead of ``F.cross_entropy`` where it supports the call, else the function."""
+    if func is F.cross_entropy and _is_supported():
+        call = _parse_call(*args, **kwargs)
+        library = native().library
+        if call is not None and library is not None:
+            sums, loss_sum = call.logits.new_empty(call.logits.shape[0]), LossSum()
+            kernel_args = _kernel_args(call.logits, call.targets, sums, call.ignore_index)
+            if library.cp_cross_entropy(byref(kernel_args), byref(loss_sum)):
+                return FusedCrossEntropy.apply(call.logits, call, sums, loss_sum)  # type: ignore[no-untyped-call]
+    return func(*args, **kwargs)

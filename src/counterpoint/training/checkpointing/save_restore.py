@@ -268,6 +268,7 @@ def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
     return {
         "replicas": max((delayed_grad.num_replicas for delayed_grad in delayed), default=0),
         "skipped": interpreter.state.skip_delayed_update,
+        "loss_scale": interpreter.state.delayed_loss_scale,
     }
 
 
@@ -331,7 +332,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
     reader = CheckpointReader(
         checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
     )
-    delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False})
+    delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False, "loss_scale": 1.0})
     local_ranks.restore_delayed_grads(exist=delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0)
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
         warnings.warn(
@@ -356,7 +357,9 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
         )
         restore_error_feedback(rank, residuals, checkpoint.read)
         if local_ranks.has_delayed_grads:
-            rank.interpreter.state.restore_delayed(is_skipped=bool(delayed["skipped"]))
+            rank.interpreter.state.restore_delayed(
+                is_skipped=bool(delayed["skipped"]), loss_scale=float(delayed["loss_scale"])
+            )
             count = delayed["replicas"]
             restore_delayed_grads(
                 shard_map,

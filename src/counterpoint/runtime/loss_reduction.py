@@ -1,0 +1,457 @@
+"""How the losses of microbatches add up to that of the batch: means over samples, means over tokens or weights, sums.
+
+Means over samples are weighted by numbers of samples, which all ranks know beforehand. The mean over the
+tokens of a batch is not a mean of its microbatches' means, weighted by what is known: they have different numbers of
+tokens. So each microbatch is differentiated as its total, divided by what all ranks know, and the step's commit, which
+adds up the totals and weights of all ranks, scales the gradients before the update::
+
+    microbatch m    mean_m = total_m / weight_m, and the backward of total_m / (samples of the batch * unit)
+    commit          loss = sum(total_m) / sum(weight_m)
+    update          gradient * (samples of the batch * unit) / sum(weight_m)
+
+The unit is a power of two near the weight of a sample in the step before, so that the scale is near 1, or exactly 1.
+A sum is differentiated as a mean over samples, and its gradients are multiplied with the number of samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from counterpoint.errors import DataError
+from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
+from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
+
+MEAN, SUM = 1, 2
+"""Reductions, as torch's operations call them."""
+
+
+class WeightedMean(NamedTuple):
+    """A loss that is a mean over tokens, or over anything of which samples have different amounts.
+
+    Returned from a loss function, it makes the loss of a batch ``sum(total) / sum(weight)`` over all its microbatches
+    and ranks, under every plan. Torch's own means over class indices with ``ignore_index`` or class weights need it
+    only if the loss is computed from them, not if it is that mean itself.
+
+    Args:
+        total: the sum of what is averaged, a 0-dim tensor.
+        weight: what it is divided by, such as the number of tokens; a number or a 0-dim tensor, which is not
+            differentiated.
+
+    Example:
+        >>> import torch, counterpoint as cp
+        >>> def masked_mse(output, targets):
+        ...     target, mask = targets
+        ...     return cp.WeightedMean(((output - target) ** 2 * mask).sum(), mask.sum())
+        >>> masked_mse(torch.ones(2, 2), (torch.zeros(2, 2), torch.eye(2)))
+        WeightedMean(total=tensor(2.), weight=tensor(2.))
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor | WeightedMean]
+"""From the model's output and the targets to the loss."""
+
+
+class MeanReduction(NamedTuple):
+    """A mean over class indices that torch has computed.
+
+    Args:
+        mean: the result; 0 instead of torch's nan if no target counts.
+        weight: what the sum was divided by; on another device than the CPU a tensor, which is not waited for.
+        num_targets: the targets, also those that do not count.
+    """
+
+    mean: Tensor
+    weight: Tensor | float
+    num_targets: int
+
+
+class IndexLoss(NamedTuple):
+    """Arguments of a mean over class indices.
+
+    Args:
+        target: class indices.
+        class_weights: of each class; None for 1.
+        ignore_index: of the targets that do not count.
+        compute_sum: computes the sum instead of the mean.
+    """
+
+    target: Tensor
+    class_weights: Tensor | None
+    ignore_index: int
+    compute_sum: Callable[[], Tensor]
+
+    def total_weight(self) -> Tensor | float:
+        """Return the sum of the weights of the targets that count."""
+        is_counted = self.target != self.ignore_index
+        if self.class_weights is None:
+            weight = torch.count_nonzero(is_counted)
+        else:
+            indices = self.target.where(is_counted, 0)
+            weight = (self.class_weights.detach()[indices].double() * is_counted).sum()
+        return float(weight) if weight.device.type == "cpu" else weight.double()
+
+
+def parse_function(  # noqa: PLR0913 - torch's signature
+    func: TorchFunction,
+    input: Tensor,  # noqa: A002 - torch's signature
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,  # noqa: FBT001 - torch's signature
+    ignore_index: int = -100,
+    reduce: bool | None = None,  # noqa: FBT001 - torch's signature
+    reduction: str = "mean",
+    **smoothing: float,
+) -> IndexLoss | None:
+    """Parse a call of ``F.cross_entropy`` or ``F.nll_loss``; return None if it is no mean over class indices."""
+    if reduction != "mean" or size_average is False or reduce is False or target.is_floating_point():
+        return None
+    compute_sum = partial(func, input, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
+    return IndexLoss(target, weight, ignore_index, compute_sum)
+
+
+def parse_operation(
+    func: TorchFunction,
+    input: Tensor,  # noqa: A002 - torch's signature
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    *smoothing: float,
+    **more: float,
+) -> IndexLoss | None:
+    """Parse a call of the operation that a trace has for them; return None if it is no mean over class indices."""
+    if reduction != MEAN or target.is_floating_point():
+        return None
+    compute_sum = partial(func, input, target, weight, SUM, ignore_index, *smoothing, **more)
+    return IndexLoss(target, weight, ignore_index, compute_sum)
+
+
+PARSERS: Mapping[TorchFunction, Callable[..., IndexLoss | None]] = {
+    F.cross_entropy: parse_function,
+    F.nll_loss: parse_function,
+    torch.ops.aten.cross_entropy_loss.default: parse_operation,
+    torch.ops.aten.nll_loss.default: parse_operation,
+    torch.ops.aten.nll_loss_nd.default: parse_operation,
+    torch.ops.aten.nll_loss2d.default: parse_operation,
+}
+"""Torch's losses that divide by the weights of class indices, and how to parse their arguments."""
+
+
+class ReductionRecorder:
+    """Records torch's means over class indices while the last segment and the loss run on a microbatch."""
+
+    def __init__(self) -> None:
+        self.found: list[MeanReduction] = []
+
+    @property
+    def replacements(self) -> Mapping[TorchFunction, FunctionReplacement]:
+        """The functions that are recorded, for a function mode."""
+        return dict.fromkeys(PARSERS, self.call)
+
+    def call(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Compute a loss, and record it if it is a mean over class indices."""
+        index_loss = None if torch.compiler.is_compiling() else PARSERS[func](func, *args, **kwargs)
+        if index_loss is None:
+            return fused_cross_entropy(func, args, kwargs)
+        weight = index_loss.total_weight()
+        if isinstance(weight, Tensor):
+            mean = index_loss.compute_sum() / weight.clamp(min=torch.finfo(torch.float32).tiny)
+        else:
+            mean = fused_cross_entropy(func, args, kwargs) if weight else index_loss.compute_sum()
+        self.found.append(MeanReduction(mean, weight, index_loss.target.numel()))
+        return mean
+
+    def find_weight(self, loss: Tensor) -> Tensor | float | None:
+        """Return the weight of a loss that is one of these means; None for another loss."""
+        return next((reduction.weight for reduction in self.found if reduction.mean is loss), None)
+
+    def require_sample_means(self, what: str) -> None:
+        """Check that the means over class indices are means over samples, so that a loss computed from them is one.
+
+        Args:
+            what: the samples, for the error.
+
+        Raises:
+            DataError: some target did not count, or had another weight than 1.
+        """
+        for reduction in self.found:
+            if reduction.mean.requires_grad and float(reduction.weight) != reduction.num_targets:
+                raise DataError(
+                    f"the loss of {what} is computed from a mean whose {reduction.num_targets} targets weigh "
+                    f"{float(reduction.weight):g} together, by ignore_index or class weights, so it is no mean over "
+                    "samples, and the losses of parts do not add up to that of the batch; return that mean itself, or "
+                    "cp.WeightedMean(total, weight) with the sum and what it is divided by, or train with one "
+                    "microbatch on one rank"
+                )
+
+
+def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how it adds up
+    loss_function: LossFunction,
+    output: Any,  # noqa: ANN401 - of the model
+    targets: Any,  # noqa: ANN401 - whatever the loss takes
+    what: str,
+    recorder: ReductionRecorder | None = None,
+    *,
+    is_whole: bool = False,
+    is_sum: bool = False,
+) -> tuple[Tensor, Tensor | float | None]:
+    """Return the mean loss of some samples, and its weight if it is a weighted mean, else None; or their sum, and None.
+
+    Args:
+        loss_function: the user's.
+        output: of the model.
+        targets: of the samples.
+        what: the samples, for errors.
+        recorder: has the means over class indices that the model itself has computed.
+        is_whole: whether these are all samples of a batch, so that any scalar is its mean.
+        is_sum: whether the loss is a sum over samples.
+
+    Raises:
+        DataError: the loss is neither a scalar nor a weighted mean, or cannot be added to those of other samples.
+    """
+    recorder = ReductionRecorder() if recorder is None else recorder
+    with InterceptFunctions(recorder.replacements):
+        loss: Any = loss_function(output, targets)
+    if isinstance(loss, WeightedMean):
+        if is_sum:
+            raise DataError(
+                f"the loss of {what} is a cp.WeightedMean, but loss_reduction='sum' was given; omit loss_reduction, or "
+                "return the sum alone"
+            )
+        return split_weighted_mean(loss, what)
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+        raise DataError(
+            f"the loss of {what} {actual}; it must be a 0-dim tensor, the mean over the samples, or a "
+            "cp.WeightedMean: keep reduction='mean', and return it without item() or float()"
+        )
+    if is_sum:
+        return loss, None
+    weight = recorder.find_weight(loss)
+    if weight is None and not is_whole:
+        recorder.require_sample_means(what)
+    return loss, weight
+
+
+RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""By which the loss of some samples may differ from what its halves add up to; of other dtypes by 5 %."""
+
+
+class LossOfParts(NamedTuple):
+    """The loss of some samples, and those of two parts of them, with their weights and their numbers of samples."""
+
+    total: float
+    parts: tuple[float, float]
+    weights: tuple[float, float]
+    sizes: tuple[int, int]
+
+    @property
+    def sum(self) -> float:
+        """The sum of the parts' losses."""
+        return self.parts[0] + self.parts[1]
+
+    @property
+    def mean(self) -> float:
+        """The mean of the parts' losses by their weights."""
+        weight = self.weights[0] + self.weights[1]
+        return (self.parts[0] * self.weights[0] + self.parts[1] * self.weights[1]) / weight if weight else 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """The sum of the absolute values that are finite."""
+        return math.fsum(abs(loss) for loss in (self.total, *self.parts) if math.isfinite(loss))
+
+
+class LossCheck:
+    """Checks now and then that a loss of some samples is what the losses of their parts add up to.
+
+    Args:
+        loss_function: the user's; a check calls it three times more, without gradients.
+        is_sum: whether it is a sum over samples.
+    """
+
+    def __init__(self, loss_function: LossFunction, *, is_sum: bool) -> None:
+        self.loss_function = loss_function
+        self.is_sum = is_sum
+        self.next_step: float = 0  # after 1, 2, 4, 8, ... steps
+        self.single: tuple[Any, Any] | None = None  # output and targets of a microbatch of one sample
+
+    def check(self, step: int, output: Any, targets: Any, value: float, num_samples: int, what: str) -> None:  # noqa: ANN401 - what a loss was computed from
+        """Check the loss of a microbatch if it is time to; one of a single sample together with the next such one.
+
+        Nothing is checked if outputs have no samples along dim 0, or if the loss differs when it is computed again.
+
+        Args:
+            step: the number of the step.
+            output: of the model.
+            targets: of the samples.
+            value: the loss, for a weighted mean without its weight.
+            num_samples: how many there are.
+            what: the samples, for the error.
+
+        Raises:
+            DataError: it is not what the losses of two parts add up to.
+        """
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if step < self.next_step or not leaves:
+            return
+        if any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
+            self.next_step = math.inf
+            return
+        with torch.no_grad(), _unchanged_buffers(self.loss_function):
+            if num_samples > 1:
+                middle = num_samples // 2
+                parts = [
+                    tree_map(partial(_take_samples, num_samples=num_samples, first=first, stop=stop), (output, targets))
+                    for first, stop in ((0, middle), (middle, num_samples))
+                ]
+                sizes, whole = (middle, num_samples - middle), (output, targets)
+            elif self.single is None:
+                self.single = tree_map(
+                    lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, targets)
+                )
+                return
+            else:
+                parts, sizes = [self.single, (output, targets)], (1, 1)
+                whole, self.single = tree_map(_concatenate, *parts), None
+            left, right, total = (
+                self._compute(part[0], part[1], size, what)
+                for part, size in zip((*parts, whole), (*sizes, sum(sizes)), strict=True)
+            )
+        losses = LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), sizes)
+        again = losses.total if num_samples > 1 else losses.parts[1]
+        tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude
+        if not abs(again - value) <= tolerance:
+            self.next_step = math.inf
+            return
+        if not abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance:
+            raise DataError(self._explain(losses, what, tolerance))
+        self.next_step = max(1, 2 * step)
+
+    def _compute(self, output: Any, targets: Any, num_samples: int, what: str) -> tuple[float, float]:  # noqa: ANN401
+        loss, weight = compute_mean_loss(self.loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
+        return float(loss), num_samples if weight is None else float(weight)
+
+    def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
+        if not self.is_sum and abs(losses.total - losses.sum) <= tolerance:
+            remedy = "it is a sum: pass loss_reduction='sum', or return the mean over the samples"
+        else:
+            remedy = (
+                "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
+                "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with "
+                "each other, train with one microbatch on one rank, or pass cross_sample='accept' if each microbatch "
+                "may be a batch of its own"
+            )
+        left, right = losses.sizes
+        return (
+            f"the loss at {what} is {losses.total:.6g} for {left + right} samples, but {losses.parts[0]:.6g} for the "
+            f"first {left} and {losses.parts[1]:.6g} for the other {right}, of which the "
+            f"{f'sum is {losses.sum:.6g}' if self.is_sum else f'mean is {losses.mean:.6g}'}, so the losses of parts do "
+            f"not add up to that of the batch; {remedy}"
+        )
+
+
+def _concatenate(first: object, second: object) -> object:
+    return torch.cat([first, second]) if isinstance(first, Tensor) and isinstance(second, Tensor) else second
+
+
+def _take_samples(leaf: object, *, num_samples: int, first: int, stop: int) -> object:
+    has_samples = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == num_samples
+    return leaf[first:stop] if has_samples else leaf  # type: ignore[index]
+
+
+@contextmanager
+def _unchanged_buffers(loss_function: object) -> Iterator[None]:
+    """Restore the buffers of a loss that is a module."""
+    buffers = list(loss_function.buffers()) if isinstance(loss_function, nn.Module) else []
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, before, strict=True):
+            if not torch.equal(buffer, values):
+                buffer.copy_(values)
+
+
+def compute_sample_mean(
+    loss_function: LossFunction,
+    output: Any,  # noqa: ANN401 - of the model
+    targets: Any,  # noqa: ANN401 - whatever the loss takes
+    what: str,
+    *,
+    is_whole: bool,
+) -> Tensor:
+    """Return the mean loss of some samples where only means over samples can be added up.
+
+    Args:
+        loss_function: the user's.
+        output: of the model.
+        targets: of the samples.
+        what: the samples, for errors.
+        is_whole: whether these are all samples of a batch, so that a weighted mean is its mean, too.
+
+    Raises:
+        DataError: the loss is a weighted mean, and these are not all samples.
+    """
+    recorder = ReductionRecorder()
+    loss, weight = compute_mean_loss(loss_function, output, targets, what, recorder, is_whole=is_whole)
+    if weight is not None and not is_whole:
+        recorder.require_sample_means(what)
+        if recorder.find_weight(loss) is None:
+            raise DataError(
+                f"the loss of {what} is a cp.WeightedMean, but here the batch is divided among workers that add up "
+                "means over samples; train with consistency=asp, where every minibatch is a batch of its own, or with "
+                "cp.Trainer under a strategy such as server(n, consistency=bsp)"
+            )
+    return loss
+
+
+def split_weighted_mean(loss: WeightedMean, what: str) -> tuple[Tensor, Tensor | float]:
+    """Return the mean of some samples and its weight; a mean of 0 for the weight 0.
+
+    Raises:
+        DataError: a part is no number.
+    """
+    total, weight = loss
+    for name, part in (("total", total), ("weight", weight)):
+        is_scalar = isinstance(part, Tensor) and part.numel() == 1
+        if not is_scalar and (name == "total" or isinstance(part, bool) or not isinstance(part, int | float)):
+            described = f"has the shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"is {part!r}"
+            raise DataError(
+                f"the {name} of the WeightedMean of {what} {described}; give the sum as a 0-dim tensor and what it is "
+                "divided by as a number or a 0-dim tensor"
+            )
+    total = total.reshape(())
+    if isinstance(weight, Tensor):
+        weight = weight.detach().reshape(()).double()
+        if weight.device.type != "cpu":
+            return total / weight.clamp(min=torch.finfo(torch.float32).tiny), weight
+    weight = float(weight)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise DataError(
+            f"the weight of the WeightedMean of {what} is {weight}; it is what the total is divided by, such as the "
+            "number of tokens: give a number that is not negative"
+        )
+    return (total / weight if weight else total * 0.0), weight
+
+
+def choose_unit(weight: float, num_samples: int) -> float:
+    """Return the power of two nearest to the weight of a sample; 1 if there is none.
+
+    Example:
+        >>> choose_unit(weight=900.0, num_samples=8), choose_unit(0.0, 8)
+        (128.0, 1.0)
+    """
+    return 2.0 ** round(math.log2(weight / num_samples)) if weight > 0 and num_samples else 1.0
