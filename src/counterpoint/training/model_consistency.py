@@ -132,7 +132,13 @@ def describe_function(function: object) -> str:
         return f"partial of {describe_function(function.func)} with {shorten(', '.join(given))}"
     if isinstance(function, nn.Module):
         name = f"{type(function).__name__}({function.extra_repr()})"
-        parts = [describe_value(item) for item in function.state_dict().items()]
+        attributes = [
+            (path, key, value)
+            for path, module in function.named_modules()
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key != "training"
+        ]
+        parts = [describe_value(item) for item in (*function.state_dict().items(), *attributes)]
         code: object = getattr(type(function).forward, "__code__", None)
     else:
         name = str(getattr(function, "__qualname__", type(function).__name__))
