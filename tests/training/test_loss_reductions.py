@@ -114,7 +114,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_mean_over_tokens(plan):
     expected_losses, expected = train_plain(F.cross_entropy, clip=0.05)
     losses, params = train(F.cross_entropy, plan, 2, clip_norm=0.05)
     assert losses == pytest.approx(expected_losses, rel=1e-12)
-    assert max_difference(params, expected) < 1e-6, "clip_grad_norm_ adds 1e-6 to the norm"
+    assert max_difference(params, expected) < 1e-12
 
 
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
@@ -325,5 +325,13 @@ def test_a_worker_that_pushes_scales_what_it_pushes():
     """Under asp each worker's part is a batch of its own: with one worker, a plain loop."""
     expected_losses, expected = train_plain(F.cross_entropy)
     losses, params = train(F.cross_entropy, "server(1, consistency=asp)", 3)
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert max_difference(params, expected) < 1e-12
+
+
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_what_a_worker_pushes_is_clipped(consistency):
+    expected_losses, expected = train_plain(F.cross_entropy, clip=0.05)
+    losses, params = train(F.cross_entropy, f"server(1, consistency={consistency})", 3, clip_norm=0.05)
     assert losses == pytest.approx(expected_losses, rel=1e-12)
     assert max_difference(params, expected) < 1e-12
