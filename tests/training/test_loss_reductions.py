@@ -329,7 +329,7 @@ def test_a_worker_that_pushes_scales_what_it_pushes():
     assert max_difference(params, expected) < 1e-12
 
 
-@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+@pytest.mark.parametrize("consistency", ["asp", "ssp", "bsp"])
 def test_what_a_worker_pushes_is_clipped(consistency):
     expected_losses, expected = train_plain(F.cross_entropy, clip=0.05)
     losses, params = train(F.cross_entropy, f"server(1, consistency={consistency})", 3, clip_norm=0.05)

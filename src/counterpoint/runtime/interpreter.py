@@ -402,11 +402,10 @@ class Interpreter:
                 [flat_params.weights.detach() for flat_params in unit.flat_params],
             )
             return
-        scale = 1.0 if self.state.result is None else self.state.result.scale
         grads = (
             []
             if self.is_skipped()
-            else self.communication.grad_message(unit, instruction.peer, instruction.codec, scale=scale)
+            else self.communication.grad_message(unit, instruction.peer, instruction.codec, scale=self.state.scale)
         )
         self.fabric.send(instruction.peer, format_push_label(instruction), grads)
         for flat_params in unit.flat_params if instruction.codec else ():

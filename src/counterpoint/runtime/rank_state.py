@@ -39,6 +39,7 @@ class RankState:
         result: of the last commit; None for a rank without commits.
         num_commits: commits of this step that are done.
         num_skipped: commits in a row in which something was not finite.
+        scale: what the last commit multiplies gradients with; a rank with several commits in a step has one for each.
         skip_update: whether the updates after the last commit are skipped.
         skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
         weight_unit: the unit of weights in this step, see :mod:`counterpoint.runtime.loss_reduction`.
@@ -50,6 +51,7 @@ class RankState:
     result: StepResult | None = None
     num_commits: int = 0
     num_skipped: int = 0
+    scale: float = 1.0
     skip_update: bool = False
     skip_delayed_update: bool = False
     weight_unit: float = 1.0
@@ -60,7 +62,7 @@ class RankState:
 
     def begin_step(self) -> None:
         """Start a step without results."""
-        self.result, self.num_commits, self.skip_update = None, 0, False
+        self.result, self.num_commits, self.scale, self.skip_update = None, 0, 1.0, False
         self.timings.clear()
         self._before_step = self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale
 
@@ -69,6 +71,7 @@ class RankState:
         self.result = result if self.result is None else merge_results(self.result, result)
         self.skip_update, self.skip_delayed_update = skip_update, skip_delayed_update
         self.weight_unit, self.delayed_loss_scale = result.weight_unit, result.loss_scale
+        self.scale = result.scale
         self.num_commits += 1
         self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
 
