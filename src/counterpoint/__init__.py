@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from counterpoint.training.elastic_trainer import ElasticTrainer
     from counterpoint.training.metrics import MeanMetric
     from counterpoint.training.parallelize import parallelize
+    from counterpoint.training.parity import parity
     from counterpoint.training.profiling import profile
     from counterpoint.training.trainer import Trainer
 
@@ -77,6 +78,7 @@ _MODULES = {
     "launch": "launchers.function",
     "linear_chain": "model.spec",
     "parallelize": "training.parallelize",
+    "parity": "training.parity",
     "parse_program": "program.text",
     "profile": "training.profiling",
     "simulate": "simulator.simulate",
@@ -115,6 +117,7 @@ __all__ = [
     "launch",
     "linear_chain",
     "parallelize",
+    "parity",
     "parse_program",
     "profile",
     "simulate",

@@ -4,7 +4,12 @@ import pytest
 
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.plan.plan import Plan
-from counterpoint.training.plan_resolution import hosts_of_ranks, resolve_initial_plan, share_params_per_host
+from counterpoint.training.plan_resolution import (
+    RequestedPlan,
+    hosts_of_ranks,
+    resolve_initial_plan,
+    share_params_per_host,
+)
 from counterpoint.world.mesh import replicas_per_host
 
 
@@ -25,11 +30,11 @@ def test_a_launcher_fills_one_host_after_the_other():
     ],
 )
 def test_a_system_gets_the_number_of_ranks_on_each_host(per_host, becomes):
-    assert str(resolve_initial_plan("s_caffe", started(4, per_host), None, None)) == becomes
+    assert str(resolve_initial_plan(RequestedPlan("s_caffe"), started(4, per_host))) == becomes
 
 
 def test_without_a_launcher_all_ranks_are_on_one_host():
-    assert str(resolve_initial_plan("s_caffe(4)", None, None, None)) == "tree(4, shape=chain, send=during_backward)"
+    assert str(resolve_initial_plan(RequestedPlan("s_caffe(4)"), None)) == "tree(4, shape=chain, send=during_backward)"
 
 
 def test_copies_that_do_not_update_have_no_update_to_share():

@@ -20,6 +20,7 @@ from counterpoint.cli.plan_output import (
     result_to_dict,
     write_report,
 )
+from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile, format_profile, load_profile, profile_path_for
 from counterpoint.model.spec import Block, ModelSpec, linear_chain
@@ -75,7 +76,10 @@ DEFAULT_PROPOSALS = 2000
 """Proposals of a search without a time budget, so that it finds the same everywhere."""
 
 
-JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="A built-in job: text, digits, lines.")]
+JobName = Annotated[
+    str | None,
+    typer.Argument(metavar="[SCRIPT.py|JOB]", help="A script that trains, or a built-in job: text, digits, lines."),
+]
 Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")]
 Blocks = Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if omitted.")]
@@ -83,7 +87,7 @@ Width = Annotated[int, typer.Option(min=1, help="Without a job: a block is one l
 ClusterFile = Annotated[Path | None, typer.Option(help="Cluster file, as `counterpoint probe` writes it.")]
 MemoryGib = Annotated[float | None, typer.Option(min=0, help="Memory of a rank in GiB.")]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="Profile of the JOB's layers, as `counterpoint profile --out` writes it.")
+    Path | None, typer.Option(help="Profile of the model's layers, as `counterpoint profile --out` writes it.")
 ]
 GraphFile = Annotated[
     Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
@@ -115,6 +119,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write all figures as JSON.
 
 def plan(
     job: JobName = None,
+    arguments: ScriptArguments = None,
     *,
     ranks: Ranks,
     batch_size: BatchSize = None,
@@ -133,20 +138,25 @@ def plan(
     seed: Seed = 0,
     out: Out = None,
     report: Report = None,
+    which: Which = 1,
     as_json: AsJson = False,
 ) -> None:
-    """List the plans for a number of ranks, the fastest first, for a JOB's model or one of equal blocks.
+    """List the plans for a number of ranks, the fastest first, for the model of a script or a job, or equal blocks.
+
+    A script is run until the first batch of its cp.Trainer or cp.parallelize, and trains nothing.
 
     The time of a step is computing, communication that is not overlapped, idle time (pipeline bubbles) and updates.
     """
     require_one_model(job, blocks, graph, measure)
+    require_script(job, arguments)
     place = cluster_for(cluster, ranks, memory)
     if graph is not None:
         print_profile_plans(graph, place, ranks, batch_size, (top, as_json))
         return
     budget_s = None if time_budget is None else parse_time_budget(time_budget)
-    if job is not None:
-        model, size = trace_job_model(job, batch_size)
+    workload = None if job is None else load_workload(job, arguments or (), which)
+    if workload is not None:
+        model, size = trace_workload(workload, batch_size)
     else:
         model, size = build_equal_blocks(blocks or 8, width), batch_size or 64
     deadline = None if budget_s is None else Deadline.after(budget_s)
@@ -165,8 +175,8 @@ def plan(
     if measure is not None and job is not None and isinstance(result, PlanChoice):
         from counterpoint.cli.measure_plans import measure_on_this_host
 
-        result = measure_on_this_host(job, result, measure)
-    request = PlanRequest(job or f"{model.num_blocks} blocks", ranks, size, len(plans))
+        result = measure_on_this_host((job, arguments or [], which), result, measure)
+    request = PlanRequest(f"{model.num_blocks} blocks" if workload is None else workload.name, ranks, size, len(plans))
     if as_json:
         typer.echo(json.dumps(result_to_dict(ranking, result, top), indent=2))
     else:
@@ -321,16 +331,10 @@ def build_equal_blocks(num_blocks: int, width: int) -> ModelSpec:
     )
 
 
-def trace_job_model(job: str, batch_size: int | None) -> tuple[ModelSpec, int]:
-    """Return a job's model, traced on a few of its samples, and the global batch size."""
-    from counterpoint.jobs.registry import find_job
-    from counterpoint.runtime.optimizer_spec import OptimizerSpec
+def trace_workload(workload: Workload, batch_size: int | None) -> tuple[ModelSpec, int]:
+    """Return the model of a job or a script, traced on a few of its samples, and the global batch size."""
     from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, trace_model_spec
-    from counterpoint.training.trainer import take_first_samples
 
-    training_job = find_job(job)
-    model = training_job.build_model(0)
-    dataset, _ = training_job.build_data()
-    optimizer = OptimizerSpec(training_job.optimizer, dict(model.named_parameters()))
-    inputs = take_first_samples(dataset, MAX_TRACE_SAMPLES).inputs(0)
-    return trace_model_spec(model, optimizer, inputs, None), batch_size or training_job.batch_size
+    inputs = workload.inputs(MAX_TRACE_SAMPLES)
+    spec = trace_model_spec(workload.model, workload.optimizer_spec, inputs, workload.options.dims)
+    return spec, batch_size or workload.batch_size

@@ -1,4 +1,4 @@
-"""``counterpoint profile``: measure the time and memory of every layer of a job's model on this machine."""
+"""``counterpoint profile``: measure the time and memory of every layer of a model on this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.tables import TableColumn, format_bytes, print_table
+from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import BatchSizeProfile, LayerProfile, ModelProfile, format_profile
 from counterpoint.planner.pipeline.graph_models import graph_from_profile
@@ -22,7 +23,11 @@ COLUMNS = (
 
 
 def profile(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A built-in job: text, digits, lines.")],
+    job: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT.py|JOB", help="A script that trains, or a built-in job: text, digits, lines."),
+    ],
+    arguments: ScriptArguments = None,
     *,
     samples: Annotated[
         list[int] | None, typer.Option(min=1, help="Samples per microbatch; may be given several times.")
@@ -35,10 +40,12 @@ def profile(
     graph: Annotated[Path | None, typer.Option(help="Write the profile to this file as PipeDream's graph.txt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the timing there, for --profile of other commands.")] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Ignore cached profiles.")] = False,
+    which: Which = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
 ) -> None:
-    """Profile every layer of a JOB's model, forward and backward, on the job's own samples.
+    """Profile every layer of the model of a script or a job, forward and backward, on its own samples.
 
+    A script is run until the first batch of its cp.Trainer or cp.parallelize, and trains nothing.
     Profiles are cached in the user's cache folder, and measured again when the model, torch, the processor or the
     options change.
     """
@@ -48,8 +55,11 @@ def profile(
             f"--threads was given {len(thread_counts)} times, but a file holds one profile; give one value with "
             "--out or --graph"
         )
+    require_script(job, arguments)
+    workload = load_workload(job, arguments or (), which)
     profiles = [
-        profile_job(job, samples or [], count, is_counted=roofline, remeasure=remeasure) for count in thread_counts
+        profile_workload(workload, samples or [], count, is_counted=roofline, remeasure=remeasure)
+        for count in thread_counts
     ]
     if out is not None:
         out.write_text(format_profile(profiles[0]), encoding="utf-8")
@@ -99,22 +109,20 @@ def describe_times(batch_size: BatchSizeProfile) -> str:
     )
 
 
-def profile_job(job: str, samples: list[int], threads: int, *, is_counted: bool, remeasure: bool) -> ModelProfile:
-    """Return the profile of a job's model on its own samples."""
-    from counterpoint.jobs.registry import find_job
+def profile_workload(
+    workload: Workload, samples: list[int], threads: int, *, is_counted: bool, remeasure: bool
+) -> ModelProfile:
+    """Return the profile of a job's or a script's model on its own samples."""
     from counterpoint.launchers.variables import cache_dir
     from counterpoint.training.profiling import profile as take
-    from counterpoint.training.trainer import take_first_samples
 
-    training_job = find_job(job)
-    dataset, _ = training_job.build_data()
-    batch = take_first_samples(dataset, training_job.batch_size)
+    batch = workload.make_batch(workload.batch_size, 1)
     return take(
-        training_job.build_model(0),
+        workload.model,
         batch.inputs(0),
         batch.targets(0),
-        loss=training_job.loss,
-        optimizer=training_job.optimizer,
+        loss=workload.loss,
+        optimizer=workload.optimizer_spec.optimizer,
         microbatch_sizes=samples,
         num_threads=threads,
         roofline_device=Cluster().device if is_counted else None,

@@ -14,8 +14,10 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.tables import TableColumn, format_bytes, format_table
+from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.compiler.compile import CompiledPlan, compile, storage_size_fn  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
+from counterpoint.launchers.script import is_script
 from counterpoint.model.spec import ModelSpec, linear_chain
 from counterpoint.plan.parser import explicit_microbatches
 from counterpoint.plan.plan import Plan
@@ -44,8 +46,15 @@ VERIFIED_RULES = """rules 1 to 8 hold: messages match, no deadlock, collectives 
 
 
 def show(
-    plan: Annotated[str, typer.Argument(help='Strategies joined by *, for instance "pipeline(4) * data(2)".')],
+    plan: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLAN|SCRIPT.py", help='Strategies joined by *, as "pipeline(4) * data(2)", or a script.'
+        ),
+    ],
+    arguments: ScriptArguments = None,
     *,
+    strategy: Annotated[str | None, typer.Option(help="With a script: another plan than its own.")] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches per replica.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Number of equal blocks of the model.")] = None,
@@ -55,32 +64,101 @@ def show(
     ] = None,
     yaml: Annotated[bool, typer.Option("--yaml", help="Only print the plan as a plan.yaml.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the timeline to this file, as SVG.")] = None,
+    which: Which = 1,
 ) -> None:
     """Show the program of a plan: its instructions, a timeline and its cost.
 
+    With a script it is the program of its own cp.Trainer or cp.parallelize, on its own model: the script is run until
+    its first batch, and trains nothing.
+
     In the timeline each forward and each backward takes one tick; if backwards are split, each half does.
     """
+    require_script(plan, arguments)
+    if is_script(plan):
+        if blocks is not None:
+            raise PlanError(f"{plan} has a model of its own, and --blocks is {blocks}; omit --blocks")
+        workload = load_workload(plan, arguments or (), which)
+        with gc_disabled():
+            compiled = compile_workload(workload, strategy, ranks, microbatches, passes)
+            shown = compiled.plan.to_yaml() if yaml else format_compiled(compiled, svg)
+        typer.echo(shown, nl=not yaml)
+        return
+    if strategy is not None:
+        raise PlanError(f"--strategy {strategy} is for a script; {plan} is the plan to show")
     parsed = read_plan(plan, ranks, microbatches, tuple(passes or ()))
     if yaml:
         typer.echo(parsed.to_yaml(), nl=False)
         return
-    columns = shutil.get_terminal_size((100, 24)).columns
     with gc_disabled():
         model = linear_chain(blocks or default_blocks(parsed), width=width)
         check_module_names(parsed, model)
-        compiled = compile(parsed, model)
-        program = compiled.step_variants[-1].full_program
-        trace = simulate(program, tick_costs(program))
-        cells = [
-            format_heading(compiled),
-            format_rows(compiled, columns),
-            draw(trace, columns),
-            format_costs(compiled, trace),
-        ]
-    typer.echo("\n\n".join(cells))
-    if svg is not None:
-        svg.write_text(draw_timeline(trace), encoding="utf-8")
-        typer.echo(f"drawing  {svg}")
+        shown = format_compiled(compile(parsed, model), svg)
+    typer.echo(shown)
+
+
+def compile_workload(
+    workload: Workload,
+    strategy: str | None,
+    num_ranks: int | None,
+    num_microbatches: int | None,
+    passes: Sequence[str] | None,
+) -> CompiledPlan:
+    """Return the plan of a script, or another one, compiled for its model as the first step would.
+
+    Raises:
+        PlanError: the plan and the model do not fit together.
+    """
+    from counterpoint.fabric.local import LocalWorld
+    from counterpoint.training.local_ranks import LocalRanks
+    from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, RequestedPlan, make_auto_strategy
+    from counterpoint.training.validation import min_microbatch_size
+
+    requested = workload.requested_plan
+    if requested is None or strategy is not None:
+        requested = RequestedPlan(strategy or "solo")
+    if num_microbatches is not None or passes is not None:
+        requested = replace(
+            requested,
+            num_microbatches=num_microbatches or requested.num_microbatches,
+            passes=requested.passes if passes is None else tuple(passes),
+        )
+    plan, size = requested.resolve(num_ranks or 1), workload.batch_size
+    auto_strategy = make_auto_strategy(requested, plan, workload.options)
+    if auto_strategy is not None:
+        inputs = workload.inputs(MAX_TRACE_SAMPLES)
+        plan = auto_strategy.choose_plan(workload.model, workload.optimizer_spec, inputs, workload.options, size)
+    elif not requested.has_explicit_microbatches:
+        plan = plan.with_microbatches_for(size, min_samples=min_microbatch_size(workload.model))
+    if num_ranks is not None:
+        plan.require_ranks(num_ranks)
+    plan.require_batch(size)
+    require_drawable(plan)
+    world = LocalWorld(plan.num_ranks)
+    try:
+        local_ranks = LocalRanks(world, plan, workload.model, workload.loss, workload.optimizer_spec, workload.options)
+        batch = workload.make_batch(size, plan.global_num_microbatches)
+        local_ranks.compile_plan(batch.inputs(0), batch.sizes[0])
+    finally:
+        world.close()
+    assert local_ranks.compiled is not None, "compiled"
+    return local_ranks.compiled
+
+
+def format_compiled(compiled: CompiledPlan, svg: Path | None) -> str:
+    """Return the program of a plan, its timeline and its cost as text, and write the timeline to a file if asked to."""
+    columns = shutil.get_terminal_size((100, 24)).columns
+    program = compiled.step_variants[-1].full_program
+    trace = simulate(program, tick_costs(program))
+    cells = [
+        format_heading(compiled),
+        format_rows(compiled, columns),
+        draw(trace, columns),
+        format_costs(compiled, trace),
+    ]
+    if svg is None:
+        return "\n\n".join(cells)
+    svg.write_text(draw_timeline(trace), encoding="utf-8")
+    return "\n".join(["\n\n".join(cells), f"drawing  {svg}"])
 
 
 def check_module_names(plan: Plan, model: ModelSpec) -> None:
@@ -132,15 +210,24 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
     plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches)
     if ranks is not None:
         plan.require_ranks(ranks)
+    require_drawable(plan)
+    stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
+    if stages and microbatches is None and explicit_microbatches(text) is None:
+        plan = replace(plan, num_microbatches=stages[0].usable_microbatches(2 * stages[0].degree))
+    return replace(plan, passes=passes)
+
+
+def require_drawable(plan: Plan) -> None:
+    """Check that a plan has few enough ranks.
+
+    Raises:
+        PlanError: it has more.
+    """
     if plan.num_ranks > MAX_RANKS:
         raise PlanError(
             f"{plan} has {plan.num_ranks} ranks, and show draws up to {MAX_RANKS}: it verifies each of them; "
             "show the plan with fewer ranks"
         )
-    stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
-    if stages and microbatches is None and explicit_microbatches(text) is None:
-        plan = replace(plan, num_microbatches=stages[0].usable_microbatches(2 * stages[0].degree))
-    return replace(plan, passes=passes)
 
 
 def default_blocks(plan: Plan) -> int:

@@ -8,6 +8,7 @@ from functools import reduce
 
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
+from counterpoint.errors import ProgramError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
@@ -19,7 +20,7 @@ from counterpoint.program.step_variants import StepVariant, body_as_step, prolog
 from counterpoint.program.verify.symbolic import SymbolicResult
 from counterpoint.program.verify.verifier import Bounds, verify
 from counterpoint.strategies.single_device import single_device_cost, single_device_program
-from counterpoint.strategies.strategy import CostEstimate
+from counterpoint.strategies.strategy import CostEstimate, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,9 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     program = single_device_program(refined, plan.num_microbatches)
     cost = single_device_cost(refined, plan.num_microbatches, samples)
     for strategy in plan.strategies:
-        program = strategy.lower(program, refined)
-        cost = strategy.estimate_cost(cost, refined)
+        num_ranks = strategy.num_ranks(program.num_ranks)
+        program = require_lowered(strategy, strategy.lower(program, refined), num_ranks)
+        cost = require_estimated(strategy, strategy.estimate_cost(cost, refined), num_ranks)
     if "overlap" in plan.passes:
         program = overlap(program)
     recomputation = plan.recomputation
@@ -142,6 +144,40 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     if request.verified:
         symbolic = verify(program, bounds_from(cost), refined.units, count_bytes(program, refined, samples))
     return CompiledPlan(plan, refined, program, cost, symbolic, ())
+
+
+def require_lowered(strategy: Strategy, program: object, num_ranks: int) -> Program:
+    """Return what a strategy has lowered a program to.
+
+    Raises:
+        ProgramError: it is no program, or for another number of ranks than the strategy says.
+    """
+    if not isinstance(program, Program):
+        raise ProgramError(
+            f"lower of {strategy} returned a {type(program).__name__}; it returns the Program of all ranks, as "
+            "map_replicas(program, degree, rewrite) does"
+        )
+    if program.num_ranks != num_ranks:
+        raise ProgramError(
+            f"lower of {strategy} returned a program of {program.num_ranks} ranks, but its num_ranks(inner) is "
+            f"{num_ranks}; return one rank program for each rank, or define num_ranks"
+        )
+    return program
+
+
+def require_estimated(strategy: Strategy, cost: object, num_ranks: int) -> CostEstimate:
+    """Return the cost that a strategy has estimated.
+
+    Raises:
+        ProgramError: it is no estimate, or of another number of ranks.
+    """
+    if not isinstance(cost, CostEstimate) or len(cost.ranks) != num_ranks:
+        given = f"{len(cost.ranks)} ranks" if isinstance(cost, CostEstimate) else f"a {type(cost).__name__}"
+        raise ProgramError(
+            f"estimate_cost of {strategy} returned {given}; it returns a CostEstimate of its {num_ranks} ranks, as "
+            "inner.replicate(degree) is"
+        )
+    return cost
 
 
 def bounds_from(cost: CostEstimate) -> Bounds:

@@ -11,6 +11,7 @@ from typing import Any
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import OnLine, run_command, write_prefixed
+from counterpoint.launchers.script import require_no_running_script
 from counterpoint.optim.validation import renamed_parameters
 from counterpoint.value_codec import decode_value, encode_value
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
@@ -71,6 +72,7 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
             names.
         KeyboardInterrupt: after Ctrl-C, when all ranks have ended.
     """
+    require_no_running_script("cp.launch")
     inside = detect()
     if inside is not None:
         raise LaunchError(

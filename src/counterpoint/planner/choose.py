@@ -264,7 +264,8 @@ def _best_per_kind(eligible: Sequence[Prediction]) -> list[Plan]:
 def _kind(plan: Plan) -> tuple[str, ...]:
     """Return the strategies of a plan, with the schedules of its pipelines."""
     return tuple(
-        strategy.schedule if isinstance(strategy, Pipeline) else type(strategy).__name__ for strategy in plan.strategies
+        strategy.schedule_name if isinstance(strategy, Pipeline) else type(strategy).__name__
+        for strategy in plan.strategies
     )
 
 

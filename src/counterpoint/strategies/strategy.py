@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias, cast
 
+from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.edges import Edge
 from counterpoint.program.program import Program
@@ -146,6 +147,41 @@ class Strategy(Protocol):
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost after this strategy, from closed formulas; never looks at a program."""
         ...
+
+
+REQUIRED_MEMBERS = {
+    "degree": "the number of ranks along its axis, 1 or more",
+    "axis": "the name of its axis of ranks, a text",
+    "lower": "lower(program, model) returns the program spread over that axis",
+    "estimate_cost": "estimate_cost(inner, model) returns its cost from closed formulas",
+}
+"""What a strategy has to have itself."""
+
+
+def require_strategy(value: object) -> Strategy:
+    """Return a strategy of the user's own after checking that nothing is missing.
+
+    Raises:
+        PlanError: it is a class or a function, or lacks something, which the message lists.
+    """
+    name = getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, type):
+        raise PlanError(f"{name} is a class, and a plan has strategies; give one with its number of ranks, {name}(2)")
+    if Strategy not in type(value).__mro__:
+        raise PlanError(
+            f"{name} is no strategy; give the text of a plan such as 'data(2)', or a frozen dataclass that inherits "
+            "from counterpoint.strategies.strategy.Strategy, which has the defaults of most members"
+        )
+    found = {member: getattr(value, member, None) for member in REQUIRED_MEMBERS}
+    is_wrong = {
+        "degree": type(found["degree"]) is not int,
+        "axis": not isinstance(found["axis"], str),
+        **{member: getattr(type(value), member) is getattr(Strategy, member) for member in ("lower", "estimate_cost")},
+    }
+    missing = [f"{member}: {REQUIRED_MEMBERS[member]}" for member, wrong in is_wrong.items() if wrong]
+    if missing:
+        raise PlanError("\n".join([f"the strategy {name} lacks {len(missing)} of its members:", *missing]))
+    return cast("Strategy", value)
 
 
 def ring_fraction(num_ranks: int) -> Fraction:

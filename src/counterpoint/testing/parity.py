@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from counterpoint.compiler.compile import CompiledPlan
@@ -36,6 +35,7 @@ from counterpoint.testing.reference_loop import ReferenceRun, expected_buffers, 
 from counterpoint.training.distributed_world import FabricWorld, open_world
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from counterpoint.training.parity import relative_difference as relative_difference
 
 TOLERANCE = 1e-12
 
@@ -167,12 +167,6 @@ def compare(
         if expected
         else math.nan,
     )
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return ``|actual - expected| / |expected|`` in the Euclidean norm."""
-    norm = float(torch.linalg.vector_norm(expected.double()))
-    return float(torch.linalg.vector_norm(actual.double() - expected.double())) / (norm or 1.0)
 
 
 def max_difference(differences: Iterable[float]) -> float:

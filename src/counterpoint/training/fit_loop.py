@@ -136,6 +136,15 @@ class FitConfig:
         require_counts(epochs=self.num_epochs)
         require_counts(optional=True, max_steps=self.max_steps)
 
+    def without_outputs(self) -> FitConfig:
+        """Return the same steps without evaluations, checkpoints and worker processes."""
+        return replace(
+            self,
+            evaluation=EvaluationConfig(None, self.evaluation.metrics, None),
+            checkpoint=CheckpointConfig(None, None, None, "synchronous"),
+            data_loading=DataLoadingConfig(0, 1),
+        )
+
 
 INDEX_LOOKAHEAD = 16
 """The number of batches whose sample indices are computed at once."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,18 @@ def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: s
         )
 
 
+class StepObserver(Protocol):
+    """Sees the steps of ranks before they are taken, and may replace them."""
+
+    def before_step(self, local_ranks: LocalRanks, batch: MicrobatchSource) -> StepResult | None:
+        """Return the result of a step that is not to be taken; None for one that is."""
+        ...
+
+    def after_training(self) -> None:
+        """Take note that no further step is to be expected."""
+        ...
+
+
 class LocalRanks:
     """The ranks of this process, built for one model and plan.
 
@@ -191,6 +203,11 @@ class LocalRanks:
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
+        self.observer: StepObserver | None = None
+
+    def observe_steps(self, observer: StepObserver) -> None:
+        """Let an observer see every step before it is taken."""
+        self.observer = observer
 
     def use_plan(self, plan: Plan, choice: PlanChoice | None = None) -> None:
         """Execute another plan than the constructor's, before :meth:`build`; ``choice`` are the candidates for it."""
@@ -210,8 +227,21 @@ class LocalRanks:
         Raises:
             PlanError: the model and the plan do not fit together, or ranks hold different models.
         """
-        if self.compiled is not None and self.mutation_check is not None:
-            return self.compiled
+        if self.compiled is None or self.mutation_check is None:
+            self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
+        assert self.compiled is not None, "compiled"
+        return self.compiled
+
+    def compile_plan(self, inputs: Any, num_samples: int) -> PartitionedModel:  # noqa: ANN401 - whatever the model takes
+        """Partition the model and compile the plan for it; return the partition.
+
+        Args:
+            inputs: the model's inputs for one microbatch.
+            num_samples: the number of samples in them.
+
+        Raises:
+            PlanError: the model and the plan do not fit together, or ranks hold different models.
+        """
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
         self.check_model_consistency()
@@ -252,8 +282,7 @@ class LocalRanks:
             self.options.loss_reduction == "sum",
             self.options.cross_sample == "error",
         )
-        self.build_ranks(partition, inputs)
-        return self.compiled
+        return partition
 
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
         """Build this process's ranks from a partition of the model."""
@@ -337,6 +366,9 @@ class LocalRanks:
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
         """Run one training step on all ranks and return the result of this process's first rank."""
+        replaced = None if self.observer is None else self.observer.before_step(self, batch)
+        if replaced is not None:
+            return replaced
         variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
         if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -14,7 +15,6 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import renamed_hint
-from counterpoint.plan.plan import Plan
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
@@ -35,12 +35,14 @@ from counterpoint.training.options import RENAMED_VALUES
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     AutoStrategy,
-    has_explicit_microbatches,
+    RequestedPlan,
+    StrategyArgument,
     make_auto_strategy,
     parse_options,
     resolve_initial_plan,
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 
 RENAMED_METHODS = {"give_back": "export_weights", "take": "import_weights"}
@@ -302,6 +304,8 @@ class TrainStep:
         """Export the weights and close the connection to the other ranks; a second call does nothing."""
         if self.is_closed:
             return
+        if self.local_ranks.observer is not None:
+            self.local_ranks.observer.after_training()
         try:
             self.export_weights()
         finally:
@@ -337,7 +341,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     optimizer: optim.Optimizer | TorchOptimizerFactory,
     loss: LossFunction,
     *,
-    strategy: str | Plan = "data",
+    strategy: StrategyArgument = "data",
     num_microbatches: int | None = None,
     passes: Sequence[str] | None = None,
     batches: Literal["global", "per_rank"] = "global",
@@ -381,18 +385,24 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         )
     training_options = parse_options(options)
     rank_environment = environment if environment is not None else detect()
-    plan = resolve_initial_plan(strategy, rank_environment, num_microbatches, passes)
+    requested_plan = RequestedPlan(strategy, num_microbatches, passes)
+    recorder = record_call(requested_plan)
+    if recorder is not None:
+        training_options, rank_environment = replace(training_options, num_measured_plans=0), None
+        requested_plan = ONE_RANK
+    plan = resolve_initial_plan(requested_plan, rank_environment)
     optimizer_spec = wrap_optimizer(optimizer, model, strategy)
     world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
     local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options)
-    has_fixed_microbatches = has_explicit_microbatches(strategy, num_microbatches)
+    if recorder is not None:
+        local_ranks.observe_steps(recorder)
     batch_exchange = None
     if batches == "per_rank" and has_remote_ranks(world):
         require_synchronous_steps(plan, training_options.num_measured_plans)
         batch_exchange = PerRankBatchExchange(world.fabrics[0], optimizer_spec, uneven=uneven)
     return TrainStep(
         local_ranks,
-        has_fixed_microbatches=has_fixed_microbatches,
-        auto_strategy=make_auto_strategy(strategy, plan, num_microbatches, training_options),
+        has_fixed_microbatches=requested_plan.has_explicit_microbatches,
+        auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
     )

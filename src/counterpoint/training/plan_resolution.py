@@ -6,10 +6,11 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from counterpoint.compiler.given_program import GivenProgram
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
@@ -23,11 +24,12 @@ from counterpoint.planner.choose import PREDICTED_TOLERANCE, PlanChoice, rank_an
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.memory_suggestions import PlanningProblem
 from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+from counterpoint.program.program import Program
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.parameter_server import Server
-from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.strategy import Strategy, require_strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
@@ -107,38 +109,74 @@ def parse_options(options: dict[str, Any]) -> TrainingOptions:
     return TrainingOptions(**(options if cluster is None else {**options, "cluster": resolve_cluster(cluster)}))
 
 
-def resolve_initial_plan(
-    strategy: str | Plan,
-    environment: RankEnvironment | None,
-    num_microbatches: int | None,
-    passes: Sequence[str] | None,
-) -> Plan:
-    """Return the plan for the ranks that were started, or for this process; ``auto`` begins as ``data``.
+StrategyArgument: TypeAlias = str | Plan | Program | Strategy | Sequence[Strategy]
+"""What a plan is given as: its text, a plan, a program, a strategy, or several that are applied from left to right."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedPlan:
+    """A plan as it is asked for.
 
     Args:
-        strategy: a plan, or its text; a plan has its own passes, a text gets the default ones.
-        environment: what a launcher set for this process, if any did.
+        strategy: a text or strategies get the default passes; a plan has its own, a program none.
         num_microbatches: of the innermost program; None for that of the plan.
         passes: replace the plan's passes; None keeps them.
     """
+
+    strategy: StrategyArgument
+    num_microbatches: int | None = None
+    passes: Sequence[str] | None = None
+
+    def resolve(self, num_ranks: int = 1, hosts: Sequence[int] = ()) -> Plan:
+        """Return the plan; ``auto`` begins as ``data``.
+
+        Args:
+            num_ranks: for a text that omits it.
+            hosts: the host of every rank.
+
+        Raises:
+            PlanError: there is no such plan, or a strategy lacks something.
+        """
+        if isinstance(self.strategy, Plan):
+            plan = self.strategy
+        elif isinstance(self.strategy, Program):
+            plan = Plan((GivenProgram(self.strategy),), len(self.strategy.micros))
+        elif isinstance(self.strategy, str):
+            text = _AUTO.sub(r"data\1", self.strategy)
+            parsed = Plan.parse(text, num_ranks=num_ranks, num_microbatches=self.num_microbatches, hosts=hosts)
+            plan = replace(parsed, passes=DEFAULT_PASSES)
+        else:
+            strategies = self.strategy if isinstance(self.strategy, tuple | list) else (self.strategy,)
+            plan = Plan(tuple(map(require_strategy, strategies)), passes=DEFAULT_PASSES)
+        if self.num_microbatches is not None:
+            plan = replace(plan, num_microbatches=self.num_microbatches)
+        return plan if self.passes is None else replace(plan, passes=tuple(self.passes))
+
+    @property
+    def has_explicit_microbatches(self) -> bool:
+        """Whether the number of microbatches is given, as an argument or in the plan."""
+        return (
+            self.num_microbatches is not None
+            or isinstance(self.strategy, Plan | Program)
+            or (isinstance(self.strategy, str) and explicit_microbatches(self.strategy) is not None)
+        )
+
+
+def resolve_initial_plan(requested_plan: RequestedPlan, environment: RankEnvironment | None) -> Plan:
+    """Return the plan for the ranks that were started, or for this process.
+
+    Args:
+        requested_plan: the plan that is asked for.
+        environment: what a launcher set for this process, if any did.
+
+    Raises:
+        PlanError: it needs another number of ranks than were started.
+    """
     num_ranks = environment.world_size if environment is not None else 1
-    if isinstance(strategy, Plan):
-        plan = strategy
-    else:
-        text = _AUTO.sub(r"data\1", strategy)
-        hosts = hosts_of_ranks(environment)
-        parsed = Plan.parse(text, num_ranks=num_ranks, num_microbatches=num_microbatches, hosts=hosts)
-        plan = replace(parsed, passes=DEFAULT_PASSES)
-    if num_microbatches is not None:
-        plan = replace(plan, num_microbatches=num_microbatches)
+    plan = requested_plan.resolve(num_ranks, hosts_of_ranks(environment))
     if num_ranks > 1:
         plan.require_ranks(num_ranks)
-    return plan if passes is None else replace(plan, passes=tuple(passes))
-
-
-def has_explicit_microbatches(strategy: str | Plan, num_microbatches: int | None) -> bool:
-    """Tell whether the number of microbatches is given, as an argument or in the plan."""
-    return num_microbatches is not None or isinstance(strategy, Plan) or explicit_microbatches(strategy) is not None
+    return plan
 
 
 def hosts_of_ranks(environment: RankEnvironment | None) -> list[int]:
@@ -213,22 +251,21 @@ class AutoStrategy:
         return rank_and_choose(plans, PlanningProblem(spec, cluster, batch_size, options.profile), tolerance)
 
 
-def make_auto_strategy(
-    strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: TrainingOptions
-) -> AutoStrategy | None:
+def make_auto_strategy(requested_plan: RequestedPlan, plan: Plan, options: TrainingOptions) -> AutoStrategy | None:
     """Return the choice to make, for the ranks of a plan; None if the plan is given.
 
     Raises:
         PlanError: the plan is given, and plans are to be measured.
     """
-    if isinstance(strategy, Plan) or _AUTO.fullmatch(strategy) is None:
+    strategy = requested_plan.strategy
+    if not isinstance(strategy, str) or _AUTO.fullmatch(strategy) is None:
         if options.num_measured_plans:
             raise PlanError(
                 f"num_measured_plans={options.num_measured_plans} is the number of plans that are measured to choose "
-                f"one, but the plan is given, {strategy}; give strategy='auto', or omit num_measured_plans"
+                f"one, but the plan is given, {plan}; give strategy='auto', or omit num_measured_plans"
             )
         return None
-    return AutoStrategy(plan.num_ranks, num_microbatches, plan.passes)
+    return AutoStrategy(plan.num_ranks, requested_plan.num_microbatches, plan.passes)
 
 
 def trace_model_spec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +18,6 @@ from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
-from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
@@ -35,12 +35,14 @@ from counterpoint.training.optimizer_state import OptimizerStates, export_optimi
 from counterpoint.training.options import RENAMED_FIT_OPTIONS
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
-    has_explicit_microbatches,
+    RequestedPlan,
+    StrategyArgument,
     make_auto_strategy,
     parse_options,
     resolve_initial_plan,
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import (
     min_microbatch_size,
     require_map_style,
@@ -59,9 +61,10 @@ class Trainer:
         model: any module; it has the trained weights after :meth:`fit`.
         loss: from the model's output and the targets to the mean loss of the samples.
         optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=3e-4)``.
-        strategy: a plan, or its text: ``"zero3"`` uses all ranks there are, ``"pipeline(4) * data(2)"`` needs 8.
-            Without a launcher, all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when
-            the first batch is known; ``plan`` is its choice.
+        strategy: a plan, or its text: ``"zero3"`` uses all ranks there are, ``"pipeline(4) * data(2)"`` needs 8; or a
+            strategy of one's own, a tuple of strategies, applied from left to right, or a program. Without a launcher,
+            all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when the first batch is
+            known; ``plan`` is its choice.
         num_microbatches: microbatches of the innermost program; by default 1, or as many as a pipeline can use.
         lr_scheduler: from the optimizer to a learning rate scheduler, stepped after every step, such as
             ``partial(cp.large_batch_schedule, batch_size=8192, ...)``.
@@ -93,7 +96,7 @@ class Trainer:
         *,
         loss: LossFunction,
         optimizer: optim.Optimizer | TorchOptimizerFactory,
-        strategy: str | Plan = "data",
+        strategy: StrategyArgument = "data",
         num_microbatches: int | None = None,
         lr_scheduler: LrSchedulerFactory | None = None,
         passes: Sequence[str] | None = None,
@@ -106,10 +109,15 @@ class Trainer:
         self.loss = loss
         self.options = parse_options(options)
         self.environment = environment if environment is not None else detect()
-        self.plan = resolve_initial_plan(strategy, self.environment, num_microbatches, passes)
-        self.auto_strategy = make_auto_strategy(strategy, self.plan, num_microbatches, self.options)
+        requested_plan = RequestedPlan(strategy, num_microbatches, passes)
+        self.recorder = record_call(requested_plan)
+        if self.recorder is not None:
+            self.options, self.environment = replace(self.options, num_measured_plans=0), None
+            requested_plan, callbacks, progress = ONE_RANK, (), "off"
+        self.plan = resolve_initial_plan(requested_plan, self.environment)
+        self.auto_strategy = make_auto_strategy(requested_plan, self.plan, self.options)
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
-        self.has_fixed_microbatches = has_explicit_microbatches(strategy, num_microbatches)
+        self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
         self.optimizer_spec = wrap_optimizer(optimizer, model, strategy)
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
         require_step_scheduler(self.lr_scheduler)
@@ -206,9 +214,13 @@ class Trainer:
             evaluate_every,
         )
         goals = FitConfig(epochs, max_steps, evaluation, checkpoint, DataLoadingConfig(num_workers, prefetch_factor))
+        if self.recorder is not None:
+            goals, resume = goals.without_outputs(), None
         history = History()
         run = self.build_fit_loop(dataset, batch_size, goals, history)
         self.run_fit(run, Path(resume) if resume is not None else None)
+        if self.recorder is not None:
+            self.recorder.after_training()
         return history
 
     def build_fit_loop(self, dataset: MapDataset, batch_size: int, config: FitConfig, history: History) -> FitLoop:
@@ -295,6 +307,8 @@ class Trainer:
         Returns:
             The checkpoint's own folder.
         """
+        if self.recorder is not None:
+            return Path(folder)
         if self.local_ranks is None or self.local_ranks.compiled is None:
             raise CheckpointError("there is nothing to save before the first step; call fit(...) first")
         self.local_ranks.in_flight.require_flushed("save()")
@@ -310,6 +324,8 @@ class Trainer:
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
             self.local_ranks = LocalRanks(world, self.plan, self.model, self.loss, self.optimizer_spec, self.options)
             self.local_ranks.use_plan(self.plan, self.choice)
+            if self.recorder is not None:
+                self.local_ranks.observe_steps(self.recorder)
         if self.local_ranks.compiled is None:
             self.build_ranks(self.local_ranks, dataset, batch_size)
         return self.local_ranks

@@ -59,7 +59,7 @@ def dataloader_hint(loader: object) -> str:
 
 
 def wrap_optimizer(
-    optimizer: optim.Optimizer | TorchOptimizerFactory, model: nn.Module, strategy: str | Plan = ""
+    optimizer: optim.Optimizer | TorchOptimizerFactory, model: nn.Module, strategy: object = ""
 ) -> OptimizerSpec:
     """Wrap the user's optimizer or factory; warn if the plan names a system that was published with another optimizer.
 

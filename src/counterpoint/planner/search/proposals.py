@@ -195,7 +195,7 @@ def change_schedule(current: SearchConfiguration, space: SearchSpace, rng: Rando
     if pipeline.degree == 1:
         return current
     choices = [(schedule.name, schedule.min_chunks) for schedule in SCHEDULES]
-    schedule, chunks_per_stage = _choose_other(choices, (pipeline.schedule, pipeline.chunks_per_stage), rng)
+    schedule, chunks_per_stage = _choose_other(choices, (pipeline.schedule_name, pipeline.chunks_per_stage), rng)
     if chunks_per_stage == pipeline.chunks_per_stage:
         return replace(current, pipeline=replace(pipeline, schedule=schedule))
     return _fill_ranks(

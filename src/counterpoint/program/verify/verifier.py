@@ -30,7 +30,7 @@ from fractions import Fraction
 from counterpoint.errors import ProgramError
 from counterpoint.program.edges import Edge
 from counterpoint.program.execution_order import check_rendezvous_sends, format_locations
-from counterpoint.program.instruction import ApplyPushes, Backward, Forward
+from counterpoint.program.instruction import ApplyPushes, Backward, Forward, Update
 from counterpoint.program.program import Instructions, Program, weight_versions_needed
 from counterpoint.program.recompute_sets import (
     RecomputePolicy,
@@ -96,21 +96,25 @@ class Bounds:
     edges: tuple[Edge, ...] | None = None
 
 
+NO_BOUNDS = Bounds()
+"""The bounds of a program that no strategy has written: those of a synchronous step."""
+
+
 def verify(
     program: Program,
-    bounds: Bounds,
-    units: Iterable[Unit],
+    bounds: Bounds = NO_BOUNDS,
+    units: Iterable[Unit] | None = None,
     sent_bytes: Sequence[Fraction] | None = None,
 ) -> SymbolicResult:
-    """Verify that a program obeys all rules.
+    r"""Verify that a program obeys all rules.
 
     An asynchronous pipeline is verified on its prologue, two bodies and its epilogue. By induction this covers any
     number of bodies, because one more body leaves the same state, shifted by one repetition.
 
     Args:
         program: the program.
-        bounds: what its strategies declare.
-        units: all units of the model, each of which must be updated.
+        bounds: what its strategies declare; by default a synchronous step of as many blocks and microbatches as it has.
+        units: all units of the model, each of which must be updated; by default those that the program updates.
         sent_bytes: bytes that each rank sends, counted from the instructions.
 
     Returns:
@@ -118,8 +122,14 @@ def verify(
 
     Raises:
         ProgramError: a rule is violated; ``rule`` has its number, the message shows the instructions around the place.
+
+    Example:
+        >>> import counterpoint as cp
+        >>> text = "F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0\nF0.1 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0"
+        >>> len(cp.verify(cp.parse_program(text)).updates)
+        2
     """
-    units = list(units)
+    units = updated_units(program) if units is None else list(units)
     rank_instructions = program.unroll(2 if program.is_async_pipeline else 1)
     blocks = range(bounds.num_blocks or _last_block(rank_instructions, units) + 1)
     check_p2p_matching(rank_instructions)
@@ -142,6 +152,17 @@ def verify(
     if bounds.sent_bytes is not None and sent_bytes is not None:
         check_sent_bytes(bounds.sent_bytes, sent_bytes)
     return symbolic
+
+
+def updated_units(program: Program) -> list[Unit]:
+    """Return the units that a program updates, on workers or on servers."""
+    units: dict[Unit, None] = {}
+    for _, instruction in program.instructions():
+        if isinstance(instruction, Update):
+            units[instruction.unit] = None
+        elif isinstance(instruction, ApplyPushes):
+            units |= dict.fromkeys(instruction.units)
+    return sorted(units)
 
 
 def _num_unrolled_micros(program: Program, num_micros: int | None) -> int | None:

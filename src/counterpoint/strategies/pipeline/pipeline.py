@@ -18,8 +18,9 @@ from counterpoint.strategies.options import changed_options, format_term, requir
 from counterpoint.strategies.pipeline.async_pipeline import AsyncPipeline
 from counterpoint.strategies.pipeline.chunks import Chunks
 from counterpoint.strategies.pipeline.partition import choose_chunk_starts, default_partition, split_before
+from counterpoint.strategies.pipeline.schedules.own_schedule import OwnSchedule, build_own_schedule, schedule_name
 from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
-from counterpoint.strategies.pipeline.schedules.registry import find_schedule, require_schedule
+from counterpoint.strategies.pipeline.schedules.registry import find_schedule, require_chunk_count, require_schedule
 from counterpoint.strategies.pipeline.schedules.schedule import PipelineSchedule, StageReplica, warmup
 from counterpoint.strategies.pipeline.split_points import (
     SplitPoint,
@@ -43,7 +44,7 @@ class Pipeline(Strategy):
     Args:
         degree: number of stages.
         schedule: ``one_f_one_b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; without a flush ``pipedream`` or
-            ``pipedream_2bw``.
+            ``pipedream_2bw``; or a function of one's own, from a ``StageReplica`` to its actions in order.
         replicas: number of ranks of each stage; microbatch m is run, forward and backward, by replica ``m mod r``.
         balance: number of blocks of each chunk, in the order of the model. By default the slowest chunk is within 5 %
             of the fastest possible, and of such partitions one that sends least is taken; a chunk may then begin inside
@@ -89,7 +90,7 @@ class Pipeline(Strategy):
     """
 
     degree: int
-    schedule: str = "one_f_one_b"
+    schedule: str | PipelineSchedule | OwnSchedule = "one_f_one_b"
     replicas: tuple[int, ...] = ()
     balance: tuple[int, ...] = ()
     chunks_per_stage: int = 1
@@ -102,14 +103,17 @@ class Pipeline(Strategy):
     granularity: ClassVar[Granularity] = "blocks"
 
     def __post_init__(self) -> None:
-        require_schedule(self.schedule, self.chunks_per_stage)
+        if isinstance(self.schedule, str):
+            require_schedule(self.schedule, self.chunks_per_stage)
+        else:
+            require_chunk_count(build_own_schedule(self.schedule), self.chunks_per_stage)
         require_choice("a pipeline", "recompute", self.recompute, RECOMPUTE_MODES)
         if self.vertical_sync not in {"off", "on"}:
             raise PlanError(f"a pipeline has no vertical_sync={self.vertical_sync!r}; give off or on")
         if self.vertical_sync == "on" and self.schedule != "pipedream":
             raise PlanError(
-                f"vertical_sync=on needs several versions of the weights, and schedule={self.schedule} has one policy "
-                "for them; drop it, or give schedule=pipedream"
+                f"vertical_sync=on needs several versions of the weights, and schedule={self.schedule_name} has one "
+                "policy for them; drop it, or give schedule=pipedream"
             )
         num_chunks = self.degree * self.chunks_per_stage
         for name, given, wanted, owner in (
@@ -158,8 +162,9 @@ class Pipeline(Strategy):
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        names = "schedule", "chunks_per_stage", "replicas", "balance", "split_points", "vertical_sync", "recompute"
-        return format_term("pipeline", self.degree, changed_options(self, *names))
+        names = "chunks_per_stage", "replicas", "balance", "split_points", "vertical_sync", "recompute"
+        schedule = [f"schedule={self.schedule_name}"] if self.schedule != "one_f_one_b" else []
+        return format_term("pipeline", self.degree, [*schedule, *changed_options(self, *names)])
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -170,6 +175,11 @@ class Pipeline(Strategy):
     def is_async(self) -> bool:
         """Whether it does not flush between batches."""
         return self.schedule in ASYNC_SCHEDULES
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule."""
+        return schedule_name(self.schedule)
 
     def usable_microbatches(self, wanted: int) -> int:
         """Return the smallest number of microbatches from ``wanted`` on that is divisible by all numbers of replicas.
@@ -189,9 +199,11 @@ class Pipeline(Strategy):
     @property
     def schedule_impl(self) -> PipelineSchedule:
         """The schedule with a flush for the number of chunks; for a single stage any will do."""
-        return (
-            find_schedule(self.schedule, self.chunks_per_stage) if self.degree > 1 else find_schedule("one_f_one_b", 1)
-        )
+        if self.degree == 1:
+            return find_schedule("one_f_one_b", 1)
+        if isinstance(self.schedule, str):
+            return find_schedule(self.schedule, self.chunks_per_stage)
+        return build_own_schedule(self.schedule)
 
     def num_ranks(self, inner: int) -> int:
         """Return the inner ranks times the number of stage replicas."""
@@ -292,7 +304,7 @@ class Pipeline(Strategy):
         return self._assign_chunks(self.blocks_per_chunk(model))
 
     def _async_pipeline(self, model: ModelSpec) -> AsyncPipeline:
-        policy = "vertical_sync" if self.vertical_sync == "on" else ASYNC_SCHEDULES[self.schedule]
+        policy = "vertical_sync" if self.vertical_sync == "on" else ASYNC_SCHEDULES[self.schedule_name]
         chunks = self.chunks(model)
         return AsyncPipeline(chunks.block_ranges, chunks.edges(model), self.stage_ranks, policy, str(self))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from counterpoint.errors import PlanError
 from counterpoint.strategies.pipeline.schedules.gpipe import GPIPE
 from counterpoint.strategies.pipeline.schedules.interleaved_1f1b import INTERLEAVED
@@ -32,7 +34,19 @@ def require_schedule(name: str, chunks: int) -> None:
     """
     if name not in SCHEDULE_NAMES:
         raise PlanError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(SCHEDULE_NAMES)}")
-    all_counts = [schedule.chunk_counts for schedule in SCHEDULES if schedule.name == name] or [range(1, 2)]
+    _require_count(name, [one.chunk_counts for one in SCHEDULES if one.name == name] or [range(1, 2)], chunks)
+
+
+def require_chunk_count(schedule: PipelineSchedule, chunks: int) -> None:
+    """Check that a schedule of the user's own supports a number of chunks per stage.
+
+    Raises:
+        PlanError: it does not.
+    """
+    _require_count(schedule.name, [schedule.chunk_counts], chunks)
+
+
+def _require_count(name: str, all_counts: Sequence[range], chunks: int) -> None:
     if not any(chunks in chunk_counts for chunk_counts in all_counts):
         supported = " or ".join(
             f"chunks_per_stage={chunk_counts.start}" + (" or more" if chunk_counts.stop == MAX_CHUNKS else "")
