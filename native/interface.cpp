@@ -6,6 +6,7 @@
 #include "collectives.h"
 #include "cross_entropy.h"
 #include "linear.h"
+#include "magnitudes.h"
 #include "pipes.h"
 #include "reduce.h"
 #include "sparse_rows.h"
@@ -164,6 +165,10 @@ CP_API void cp_reduce(void* const* outs, int32_t num_outs, const void* const* in
 }
 
 CP_API void cp_optimizer_step(const cp::OptimizerStep* step) { cp::optimizer_step(*step); }
+CP_API void cp_find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, uint32_t dtype,
+                               int32_t max_threads, double* largest) {
+  cp::find_magnitudes(tensors, counts, num_tensors, static_cast<cp::Dtype>(dtype), max_threads, largest);
+}
 CP_API int32_t cp_linear(const cp::LinearArgs* layer) { return cp::linear(*layer); }
 CP_API int32_t cp_cross_entropy(const cp::CrossEntropyArgs* given, cp::LossSum* lost) {
   return cp::cross_entropy(*given, *lost);

@@ -126,6 +126,28 @@ def a_branch_that_no_rank_takes():
         step(*dataset(12).tensors)
 
 
+class SquareRoot(nn.Module):
+    """Its gradient at 0 is infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return (x * self.scale).abs().sqrt()
+
+
+def a_gradient_that_is_not_finite():
+    """On rank 1 alone, in the second of its two microbatches; its loss is finite."""
+    model = build_seeded(lambda: nn.Sequential(SquareRoot(), nn.Linear(6, 3)))
+    inputs, targets = dataset(12).tensors
+    with step_of(model, num_microbatches=2) as step:
+        step(inputs, targets)
+        inputs = inputs.clone()
+        inputs[7] = 0.0
+        step(inputs, targets)
+
+
 def weights_that_share_memory():
     model = mlp()
     model[2].weight = nn.Parameter(torch.zeros(8, 8).double())

@@ -50,6 +50,13 @@ def test_another_loss_on_a_rank_is_named(script):
     assert max(seconds) < 2
 
 
+def test_a_gradient_that_is_not_finite_is_named_with_rank_microbatch_and_parameter():
+    result = run_on_ranks((mistake_scripts.a_gradient_that_is_not_finite,), mistake_scripts.NUM_RANKS)
+    answers, seconds, _ = zip(*(one["a_gradient_that_is_not_finite"] for one in result), strict=True)
+    assert [*answers] == documented_messages("Losses and gradients that are not finite") * mistake_scripts.NUM_RANKS
+    assert max(seconds) < 2
+
+
 def test_a_layer_more_on_a_rank_is_named():
     answers, _, _ = collect_answers(mistake_scripts.another_depth)
     assert len(set(answers)) == 1

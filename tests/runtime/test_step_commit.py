@@ -1,21 +1,25 @@
 """The step commit: every rank of a group decides the same from the same reports."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from counterpoint.errors import DataError
+from counterpoint.runtime.params.grad_check import GradReport
 from counterpoint.runtime.step_commit import (
     StepGuard,
+    decide_skips,
     decide_step,
     decode_report,
     encode_report,
     make_step_report,
+    may_overflow,
     require_finite,
 )
 
-CLIP, WATCH = StepGuard(clip_norm=1.0), StepGuard(check_finite="gradients")
+CLIP = StepGuard(clip_norm=1.0)
 
 
 def round_trip(report):
@@ -76,10 +80,32 @@ def test_the_remedy_for_an_async_pipeline_clips_by_stage():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_named_by_its_rank(bad):
-    result = decide(make_step_report({0: 1.0}, {0: 1}, 1.0), make_step_report({}, {}, bad), guard=WATCH)
-    assert result.skip_reason == "a gradient on rank 1 is not finite"
+def test_a_norm_that_is_not_finite_is_named_by_its_rank(bad):
+    result = decide(make_step_report({0: 1.0}, {0: 1}, 1.0), make_step_report({}, {}, bad))
+    assert result.skip_reason == "the norm of the gradients on rank 1 is not finite"
     assert result.scale == 1.0
+
+
+def test_the_first_gradient_that_is_not_finite_is_named_with_its_rank_and_microbatch():
+    fine = make_step_report({0: 1.0}, {0: 1}, 0.0, grads=GradReport(share=0.5))
+    bad = make_step_report({2: 1.0}, {2: 1}, 0.0, grads=GradReport(2, "fc.weight"))
+    result = decide_step([fine, bad], (0, 1), StepGuard())
+    assert result.skip_reason == "the gradient of fc.weight in microbatch 2 on rank 1 is not finite"
+    result = decide_step([fine, bad], (0, 1), StepGuard(), microbatches_per_batch=2)
+    assert result.skip_reason == "the gradient of fc.weight in microbatch 0 of batch 1 on rank 1 is not finite"
+    assert decide_skips([fine, bad], result, has_samples=True) == (True, False)
+    assert decide_skips([fine, bad], result, has_samples=True, delays_grads=True) == (False, True)
+
+
+def test_sums_are_only_read_where_they_may_overflow():
+    half, quarter = (make_step_report({}, {}, 0.0, grads=GradReport(share=share)) for share in (0.5, 0.25))
+    assert not may_overflow([half, quarter])
+    assert may_overflow([half, half])
+    reports = [half, replace(half, has_overflow=True)]
+    result = decide_step(reports, (0, 1), StepGuard())
+    assert result.skip_reason.startswith("the sum of gradients over microbatches and ranks is not finite on rank 1")
+    assert decide_skips(reports, result, has_samples=True) == (True, False)
+    assert decide_skips(reports, result, has_samples=True, delays_grads=True) == (True, False)
 
 
 def test_norms_that_add_up_to_infinity_skip_the_step():

@@ -44,6 +44,7 @@ from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.fabric.rendezvous import Transport
 from counterpoint.ps.messages import DataTask, MembershipView
 from counterpoint.ps.session import NoTaskYet, Session
+from counterpoint.runtime.params.grad_check import find_nonfinite_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,7 +345,15 @@ class AllReduceWorker:
         self.replica.optimizer.zero_grad()
         for minibatch in self.slices.read(epoch, number):
             trained = SliceTrained(slice_index, self._backward(minibatch, slice_index), minibatch.num_samples)
+        nonfinite = find_nonfinite_grad(self.replica.model)
+        if nonfinite and self.config.nonfinite == "error":
+            raise DataError(
+                f"the gradient of {nonfinite} in slice {slice_index} is not finite; check its samples, use a smaller "
+                "learning rate, or give nonfinite='skip' to count it as zeros"
+            )
         gradients, has_grad = self.replica.take_gradients()
+        if nonfinite:
+            gradients = {dtype: torch.zeros_like(gradient) for dtype, gradient in gradients.items()}
         if trained.num_samples and not isfinite(trained.loss):
             has_grad.fill_(1.0)  # a skipped slice counts as a gradient of zeros
         for dtype, gradient in gradients.items():

@@ -14,8 +14,10 @@ A rank updates only after its commit (4), so a step that fails before it changes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -46,6 +48,7 @@ from counterpoint.runtime.lowering import (
 )
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource, commit_scope, compute_loss_weights
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
+from counterpoint.runtime.params.grad_check import find_magnitudes
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
@@ -58,8 +61,9 @@ from counterpoint.runtime.step_commit import (
     decide_step,
     find_unused_params,
     gather_reports,
-    has_unusable_loss,
+    has_unusable_grads,
     make_step_report,
+    may_overflow,
     require_all_used,
     require_finite,
     warn_partially_unused,
@@ -284,6 +288,8 @@ class Interpreter:
         if batch_norm is not None:
             batch_norm.start_gather(scope)
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        if may_overflow(reports):
+            reports = self.add_overflows(reports, group)
         if batch_norm is not None:
             batch_norm.finish_gather()  # here, so that nothing is in flight if the step raises
 
@@ -320,7 +326,7 @@ class Interpreter:
 
         # 4. Apply the decision to everything that changes with a step; weights follow in `update`.
         if batch_norm is not None:
-            is_bad = has_unusable_loss(reports) if self.delays_grads else bool(result.skip_reason)
+            is_bad = has_unusable_grads(reports) if self.delays_grads else bool(result.skip_reason)
             batch_norm.commit(is_applied=not is_bad)
         if not self.is_skipped():
             self.fill_unused_grads(reports, group)
@@ -344,11 +350,19 @@ class Interpreter:
             sizes,
             own_squared_norm,
             [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()],
+            grads=self.store.grad_check.take_report(scope),
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
             checksum=self.replica_checksum.checksum(),
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
         )
+
+    def add_overflows(self, reports: Sequence[StepReport], group: Group) -> list[StepReport]:
+        """Return the reports of a group with the sums of gradients that are not finite, although all terms are."""
+        sums = [grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()]
+        has_overflow = not all(map(math.isfinite, find_magnitudes(sums)))
+        gathered = self.fabric.gather_values("overflows", has_overflow, group) if len(group) > 1 else [has_overflow]
+        return [replace(report, has_overflow=bool(value)) for report, value in zip(reports, gathered, strict=True)]
 
     def clip_grads(self, scale: float) -> None:
         """Scale all gradients that updates will use, then clip each element to the guard's value."""

@@ -48,6 +48,7 @@ from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.sparse_grads import find_embedding_tables
 from counterpoint.runtime.params.unit_roles import find_unit_roles
@@ -147,6 +148,7 @@ def build_rank(
         find_embedding_tables(model),
         weight_versions_needed(rank_program.body),
         state_allocator,
+        GradCheck(is_enabled=run_spec.guard.check_finite == "gradients"),
     )
     bound_model = bind_segments(run_spec, partition, instructions, training=True)
     interpreter = Interpreter(

@@ -1,9 +1,9 @@
 """Step commit: every rank of a group decides from the same step reports whether the step is applied.
 
-A rank reports its loss, gradient norm, missing gradients and weight checksum as a few 64-bit numbers, which are
-all-gathered; names of parameters follow only where a gradient is missing. :func:`decide_step` finds the loss, the norm
-and what is not finite; :func:`decide_skips` decides which updates are skipped. Both are pure functions of the reports,
-so all members reach the same result without another message.
+A rank reports its loss, gradient norm, what is not finite, missing gradients and weight checksum as a few 64-bit
+numbers, which are all-gathered; names of parameters follow only where a gradient is missing or not finite.
+:func:`decide_step` finds the loss and the norm; :func:`decide_skips` decides which updates are skipped. Both are pure
+functions of the reports, so all members reach the same result without another message.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.runtime.loss_reduction import choose_unit
+from counterpoint.runtime.params.grad_check import NO_REPORT, GradReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class StepGuard:
 
     Args:
         clip_norm: gradients are scaled down to this global norm; None for no clipping.
-        check_finite: ``loss`` checks the losses, ``gradients`` also every gradient, which reads it once more.
+        check_finite: ``gradients`` checks losses and all gradients, ``loss`` only the losses.
         nonfinite: ``error`` ends the run, ``skip`` skips the step on all ranks.
         clip_value: each element of a gradient is clamped to this magnitude; None for no clipping.
         max_consecutive_skips: more skipped steps in a row than this end the run.
     """
 
     clip_norm: float | None = None
-    check_finite: Literal["loss", "gradients"] = "loss"
+    check_finite: Literal["loss", "gradients"] = "gradients"
     nonfinite: Literal["error", "skip"] = "error"
     clip_value: float | None = None
     max_consecutive_skips: int = 20
@@ -48,7 +49,7 @@ class StepGuard:
     @property
     def needs_norm(self) -> bool:
         """Whether the gradient norm has to be computed."""
-        return self.clip_norm is not None or self.check_finite == "gradients"
+        return self.clip_norm is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class StepReport:
         missing_grads: the parameters that this rank computes with and that got no gradient.
         checksum: of a part of its weights, equal on replicas; 0 where no rank should have the same weights.
         is_idle: whether none of its microbatches had samples.
+        grads: which of its gradients is not finite, and how large they are, before any is summed over ranks.
+        has_overflow: whether a sum of finite gradients that it owns is not finite.
     """
 
     loss_sum: float = 0.0
@@ -76,6 +79,13 @@ class StepReport:
     missing_grads: tuple[str, ...] = ()
     checksum: int = 0
     is_idle: bool = False
+    grads: GradReport = NO_REPORT
+    has_overflow: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses and gradients of this step are finite; those of an earlier step do not count."""
+        return self.nonfinite_micro < 0 and self.grads.micro < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
     squared_norm: float,
     missing_grads: Sequence[str] = (),
     *,
+    grads: GradReport = NO_REPORT,
     weights: Mapping[int, float] = MappingProxyType({}),
     is_sum: bool = False,
     checksum: int = 0,
@@ -125,6 +136,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         sizes: their numbers of samples.
         squared_norm: of the gradients that it owns.
         missing_grads: the parameters without a gradient.
+        grads: which of its gradients is not finite, and how large they are.
         weights: of the microbatches whose loss is a weighted mean.
         is_sum: whether the user's loss is the sum over the samples.
         checksum: of a part of its weights.
@@ -143,13 +155,14 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         tuple(missing_grads),
         checksum,
         is_idle,
+        grads,
     )
 
 
 SAMPLE_MEAN, WEIGHTED_MEAN, SUM = 1, 2, 4
 """Kinds of losses in a report."""
 
-REPORT_NUMBERS = 8
+REPORT_NUMBERS = 10
 """Length of :func:`encode_report`."""
 
 
@@ -163,13 +176,17 @@ def encode_report(report: StepReport) -> list[float]:
         report.squared_norm,
         report.nonfinite_micro,
         report.checksum,
+        report.grads.micro,
+        report.grads.share,
         len(report.missing_grads),
     ]
 
 
-def decode_report(numbers: Sequence[float], missing_grads: Sequence[str] = (), *, is_idle: bool = False) -> StepReport:
-    """Return the report that :func:`encode_report` was given; names of missing gradients are sent separately."""
-    loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, _ = numbers
+def decode_report(
+    numbers: Sequence[float], missing_grads: Sequence[str] = (), *, is_idle: bool = False, nonfinite_grad: str = ""
+) -> StepReport:
+    """Return the report that :func:`encode_report` was given; names of gradients are sent separately."""
+    loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, micro, share, _ = numbers
     return StepReport(
         loss_sum,
         int(num_samples),
@@ -180,6 +197,7 @@ def decode_report(numbers: Sequence[float], missing_grads: Sequence[str] = (), *
         tuple(missing_grads),
         int(checksum),
         is_idle,
+        GradReport(int(micro), nonfinite_grad, share),
     )
 
 
@@ -302,15 +320,17 @@ def decide_skips(
     if not delays_grads:
         return bool(result.skip_reason) or not has_samples, False
     reports = list(reports)
-    has_finite_grads = math.isfinite(sum(report.squared_norm for report in reports))  # the delayed ones, applied now
-    return skip_delayed or not has_finite_grads, has_unusable_loss(reports) or not has_samples
+    has_finite_sums = math.isfinite(sum(report.squared_norm for report in reports)) and not any(
+        report.has_overflow for report in reports
+    )  # of the delayed gradients, applied now
+    return skip_delayed or not has_finite_sums, has_unusable_grads(reports) or not has_samples
 
 
-def has_unusable_loss(reports: Iterable[StepReport]) -> bool:
-    """Return whether a loss of this step is not finite, or none of its targets counts: its gradients are unusable."""
+def has_unusable_grads(reports: Iterable[StepReport]) -> bool:
+    """Return whether this step's gradients are unusable: they or a loss are not finite, or no target counts."""
     reports = list(reports)
     has_samples = any(report.num_samples for report in reports)
-    return any(report.nonfinite_micro >= 0 for report in reports) or (
+    return not all(report.is_finite for report in reports) or (
         has_samples and not any(report.loss_weight for report in reports)
     )
 
@@ -322,17 +342,36 @@ def _find_skip_reason(
     if microbatches_per_batch and nonfinite:
         # each stage of an asynchronous pipeline decides separately, from the last stage's loss: one text for all
         first = min(nonfinite, key=lambda report: report.nonfinite_micro)
-        batch, micro = divmod(first.nonfinite_micro, microbatches_per_batch)
-        return f"the loss of microbatch {micro} of batch {batch} is {first.loss_sum}"
+        what = _format_micro(first.nonfinite_micro, microbatches_per_batch)
+        return f"the loss of {what} is {first.loss_sum}"
     for rank, report in zip(group, reports, strict=True):
         if report.nonfinite_micro >= 0:
             return f"the loss of microbatch {report.nonfinite_micro} on rank {rank} is {report.loss_sum}"
     for rank, report in zip(group, reports, strict=True):
+        if report.grads.micro >= 0:
+            what = _format_micro(report.grads.micro, microbatches_per_batch)
+            return f"the gradient of {report.grads.name} in {what} on rank {rank} is not finite"
+    for rank, report in zip(group, reports, strict=True):
+        if report.has_overflow:
+            return f"the sum of gradients over microbatches and ranks is not finite on rank {rank}, although they are"
         if not math.isfinite(report.squared_norm):
-            return f"a gradient on rank {rank} is not finite"
+            return f"the norm of the gradients on rank {rank} is not finite"
     if any(report.num_samples for report in reports) and not any(report.loss_weight for report in reports):
         return "no target of the batch counts in its loss"
     return "" if math.isfinite(squared_norm) else "the gradients' norm is too large to be a number"
+
+
+def _format_micro(micro: int, microbatches_per_batch: int) -> str:
+    """Return the number of a microbatch, in an asynchronous pipeline that in its batch."""
+    if not microbatches_per_batch:
+        return f"microbatch {micro}"
+    batch, micro_in_batch = divmod(micro, microbatches_per_batch)
+    return f"microbatch {micro_in_batch} of batch {batch}"
+
+
+def may_overflow(reports: Sequence[StepReport]) -> bool:
+    """Return whether a sum of the ranks' gradients may exceed the largest number, although each of them is finite."""
+    return sum(report.grads.share for report in reports) >= 1.0 and all(report.is_finite for report in reports)
 
 
 def require_finite(
@@ -348,8 +387,7 @@ def require_finite(
         raise DataError(
             f"step {step} cannot be applied: {skip_reason}; the parameters are unchanged; check the samples of this "
             f"step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on all "
-            "ranks; if weights are already not finite, an earlier step had a finite loss but a gradient that was not: "
-            "check_finite='gradients' finds that step"
+            "ranks"
         )
     if num_skipped > guard.max_consecutive_skips:
         raise DataError(
@@ -422,7 +460,7 @@ def require_all_used(unused: Sequence[str], step: int) -> None:
 
 
 def gather_reports(fabric: Fabric, report: StepReport, group: Group) -> list[StepReport]:
-    """Return the reports of all members, in the order of the group; names are sent only where gradients are missing."""
+    """Return the reports of all members, in the order of the group; names of gradients are sent only where needed."""
     num_members, position = len(group), group.index(fabric.rank)
     own_numbers = np.zeros((num_members, REPORT_NUMBERS))
     own_numbers[position] = encode_report(report)
@@ -430,8 +468,14 @@ def gather_reports(fabric: Fabric, report: StepReport, group: Group) -> list[Ste
     bounds = range(0, (num_members + 1) * REPORT_NUMBERS, REPORT_NUMBERS)
     fabric.all_gather("commit", numbers, bounds, group).wait()
     rows = numbers.view(num_members, REPORT_NUMBERS).tolist()
-    if not any(row[-1] for row in rows):
-        return [decode_report(row) for row in rows]
-    gathered = fabric.gather_values("missing gradients", [report.is_idle, *report.missing_grads], group)
-    idle_and_names = cast("list[tuple[bool, *tuple[str, ...]]]", gathered)
-    return [decode_report(row, names, is_idle=idle) for row, (idle, *names) in zip(rows, idle_and_names, strict=True)]
+    reports = [decode_report(row) for row in rows]
+    if not any(row[-1] for row in rows) and all(report.grads.micro < 0 for report in reports):
+        return reports
+    gathered = fabric.gather_values(
+        "names of gradients", [report.is_idle, report.grads.name, *report.missing_grads], group
+    )
+    details = cast("list[tuple[bool, str, *tuple[str, ...]]]", gathered)
+    return [
+        decode_report(row, names, is_idle=idle, nonfinite_grad=nonfinite)
+        for row, (idle, nonfinite, *names) in zip(rows, details, strict=True)
+    ]

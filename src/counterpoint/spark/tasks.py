@@ -16,6 +16,7 @@ from counterpoint.errors import CounterpointError, DataError
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.loss_reduction import ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
+from counterpoint.runtime.params.grad_check import GradCheck, GradReport
 from counterpoint.runtime.rng import hash_seed
 from counterpoint.runtime.step_commit import StepReport, make_step_report
 from counterpoint.spark.samples import find_samples
@@ -80,6 +81,9 @@ def encode_report(report: PartitionReport) -> bytes:
         step_report.loss_kinds,
         repr(step_report.squared_norm),
         step_report.nonfinite_micro,
+        repr(step_report.grads.share),
+        step_report.grads.micro,
+        step_report.grads.name,
     ]
     plain = {
         "numbers": figures,
@@ -98,11 +102,11 @@ def decode_report(text: bytes) -> PartitionReport:
     Example:
         >>> decode_report(encode_report(PartitionReport(StepReport(float("inf"), 3, 3.0, 1, 2.0, 1, ("weight",)))))
         PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, loss_weight=3.0, loss_kinds=1, \
-        squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, is_idle=False), failure='', \
-        sent_bytes=0, seconds=0.0)
+        squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, is_idle=False, \
+        grads=GradReport(micro=-1, name='', share=0.0), has_overflow=False), failure='', sent_bytes=0, seconds=0.0)
     """
     plain = json.loads(text)
-    loss_sum, count, weight, kinds, squared_norm, nonfinite_micro = plain["numbers"]
+    loss_sum, count, weight, kinds, squared_norm, nonfinite_micro, share, micro, name = plain["numbers"]
     step_report = StepReport(
         float(loss_sum),
         count,
@@ -112,6 +116,7 @@ def decode_report(text: bytes) -> PartitionReport:
         nonfinite_micro,
         tuple(plain["missing"]),
         is_idle=plain["idle"],
+        grads=GradReport(micro, name, float(share)),
     )
     return PartitionReport(step_report, plain["failure"], plain["sent"], plain["seconds"])
 
@@ -181,6 +186,7 @@ class ForwardBackwardTask:
         weights: dict[int, float] = {}
         began = time.perf_counter()
         replica.clear_grads()
+        grad_check = GradCheck(is_enabled=True)
         for microbatch, (start, stop) in zip(microbatches, split_batch(len(indices), len(microbatches)), strict=True):
             if start == stop or self._is_late(began, losses):
                 continue
@@ -191,7 +197,8 @@ class ForwardBackwardTask:
                 with InterceptFunctions(recorder.replacements):
                     output = replica.model(*inputs)
                 loss, weight = compute_mean_loss(spec.loss, output, target, f"microbatch {microbatch}", recorder)
-            (loss * ((stop - start if weight is None else weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
+            with grad_check.during_backward(microbatch, replica.params):
+                (loss * ((stop - start if weight is None else weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
             losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start
             if weight is not None:
                 weights[microbatch] = float(weight)
@@ -200,7 +207,15 @@ class ForwardBackwardTask:
         replica.clear_grads()
         grad_squared_norm = squared_norm([gradient]) if losses else 0.0
         seconds = time.perf_counter() - began if losses else 0.0
-        report = make_step_report(losses, sizes, grad_squared_norm, missing_grads, weights=weights, is_idle=not losses)
+        report = make_step_report(
+            losses,
+            sizes,
+            grad_squared_norm,
+            missing_grads,
+            grads=grad_check.take_report(losses),
+            weights=weights,
+            is_idle=not losses,
+        )
         return gradient, report, seconds
 
     def _is_late(self, began: float, losses: Mapping[int, float]) -> bool:

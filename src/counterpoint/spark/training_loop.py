@@ -300,7 +300,7 @@ class SparkTrainingLoop:
         self.limit.record_step([report.seconds for report in reports if report.seconds])
         step_reports = [report.step_report for report in reports]
         self._check_unused_parameters(step_reports, step)
-        guard = replace(self.options.step_guard, clip_norm=None, check_finite="gradients")
+        guard = replace(self.options.step_guard, clip_norm=None)
         return data, decide_step(step_reports, self.partitions, guard), sum(report.sent_bytes for report in reports)
 
     def _update(

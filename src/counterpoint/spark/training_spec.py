@@ -112,21 +112,21 @@ class SparkReplica:
         load_values(self.model, {**decode_value(spec.constants.value), **views}, trained=views)
         self.model.train()
         known = dict(self.model.named_parameters())
-        self.params = [known[slot.name] for slot in layout.slots]
+        self.params = {slot.name: known[slot.name] for slot in layout.slots}
 
     def clear_grads(self) -> None:
         """Remove the gradients of all parameters."""
-        for param in self.params:
+        for param in self.params.values():
             param.grad = None
 
     def flat_grad(self) -> Tensor:
         """Return the gradients of all trained parameters as one vector; zeros for a missing one."""
-        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params.values()]
         return torch.cat([grad.detach().reshape(-1) for grad in grads])
 
     def params_without_grad(self, layout: FlatLayout) -> list[str]:
         """Return the names of trained parameters without a gradient."""
-        return [slot.name for slot, param in zip(layout.slots, self.params, strict=True) if param.grad is None]
+        return [slot.name for slot in layout.slots if self.params[slot.name].grad is None]
 
 
 def load_values(model: nn.Module, values: Mapping[str, Tensor], trained: Collection[str] = ()) -> None:

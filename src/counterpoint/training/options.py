@@ -59,7 +59,7 @@ class TrainingOptions:
         clip_by: whose norm is clipped: that of the whole ``model``, or each ``stage``'s own, which is all that the
             stages of an asynchronous pipeline know.
         clip_value: largest absolute value of a gradient element, applied after ``clip_norm``; None for no clipping.
-        check_finite: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
+        check_finite: ``gradients`` checks the losses and the gradients of a step, ``loss`` only its losses.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` skips the step.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
             the ``sum``.
@@ -93,7 +93,7 @@ class TrainingOptions:
     clip_norm: float | None = None
     clip_by: Literal["model", "stage"] = "model"
     clip_value: float | None = None
-    check_finite: Literal["loss", "gradients"] = "loss"
+    check_finite: Literal["loss", "gradients"] = "gradients"
     nonfinite: Literal["error", "skip"] = "error"
     loss_reduction: Literal["mean", "sum"] = "mean"
     unused_parameters: Literal["error", "zero"] = "error"

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.runtime.autograd.deferred_weight_grad import DeferredGradSink, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.grad_sinks import ParamGradSink
 from tests.runtime.local_ranks import build_local_ranks
 
@@ -16,10 +17,14 @@ class InBackward:
     """State of a rank in the middle of a step's backward."""
 
     in_backward = True
+    grad_check = GradCheck()
 
 
 def intercept_with(module, queue):
-    places = {id(param): DeferredGradSink(ParamGradSink(param, InBackward()), queue) for param in module.parameters()}
+    places = {
+        id(param): DeferredGradSink(ParamGradSink(name, param, InBackward()), queue)
+        for name, param in module.named_parameters()
+    }
     return InPlaceGradMode(GradSinks(places, places))
 
 
@@ -144,7 +149,7 @@ def test_rows_are_added_to_a_tables_gradient_without_another_one_of_its_size(nam
     build, draw, _ = MODULES.get(name, (transposed, lambda: torch.tensor(ROWS), set()))
     module, x = build().double(), draw()
     (expected,) = torch.autograd.grad(2 * module(x).square().sum(), module.weight)
-    ways = GradSinks({}, {id(module.weight): ParamGradSink(module.weight, InBackward())})
+    ways = GradSinks({}, {id(module.weight): ParamGradSink("weight", module.weight, InBackward())})
     for _ in range(2):
         with InPlaceGradMode(ways), KernelRecorder() as kernels:
             run_backward([module(x).square().sum()], [None])

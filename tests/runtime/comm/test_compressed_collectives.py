@@ -112,12 +112,11 @@ def bad_batch():
 
 @pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
 def test_a_gradient_that_is_not_finite_is_seen_through_every_codec(options):
-    with build_local_ranks(
-        f"data(2, {options})", nonfinite="skip", check_finite="gradients", share_params_on_host=False
-    ) as one:
+    with build_local_ranks(f"data(2, {options})", nonfinite="skip", share_params_on_host=False) as one:
         param = one.ranks[1].interpreter.store.params["0.0.weight"]
         hook = param.register_hook(lambda gradient: gradient.clone().fill_diagonal_(float("inf")))
-        assert one.step(0, make_batch(2)).skip_reason.startswith("a gradient on rank 0 is not finite")
+        reason = one.step(0, make_batch(2)).skip_reason
+        assert reason == "the gradient of 0.0.weight in microbatch 1 on rank 1 is not finite"
         hook.remove()
         assert one.step(1, make_batch(2)).skip_reason == ""
 

@@ -22,6 +22,9 @@ class RecordingGradSink:
         was_used, self.is_used = self.is_used, True
         return self.memory.detach(), was_used
 
+    def check(self, grad, factors=None):
+        assert grad.data_ptr() == self.memory.data_ptr()
+
 
 def layer():
     torch.manual_seed(0)

@@ -260,3 +260,27 @@ def test_a_copied_checkpoint_folder_is_all_that_is_needed(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "elsewhere")
     result, _ = fit("data(2)", epochs=2, fit_options={"resume": tmp_path / "elsewhere"})
     assert equal_bits(result, whole)
+
+
+class Diverging(optim.SGD):
+    """An optimizer whose second step leaves a weight that is not finite."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.num_steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.num_steps += 1
+        if self.num_steps == 2:
+            self.param_groups[0]["params"][-1].data.view(-1)[-1] = float("nan")
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
+def test_weights_that_are_not_finite_are_never_saved(strategy, tmp_path):
+    with pytest.raises(
+        cp.CheckpointError, match=r"\d.(weight|bias) has values that are not finite, so nothing was saved"
+    ):
+        fit(strategy, optimizer=Diverging, fit_options={"checkpoint_dir": tmp_path, "save_every": 1})
+    assert [path.name for path in step_folders(tmp_path)] == ["step-00000001"]
+    assert list_rank_threads() == []

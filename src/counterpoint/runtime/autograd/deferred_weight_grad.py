@@ -70,6 +70,10 @@ class DeferredGradSink(NamedTuple):
         """Submit a job that adds rows to the gradient."""
         self.queue.submit(partial(self.sink.add, row_grad))
 
+    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
+        """Check a gradient that was written to :meth:`target`."""
+        self.sink.check(grad, factors)
+
     def submit(self, job: WeightGradJob) -> None:
         """Run a job, or queue it for the weight part."""
         self.queue.submit(job)
@@ -99,7 +103,7 @@ def _embedding_sinks(store: ParamStore) -> Mapping[int, RowGradSink]:
         else [version.leaves for version in store.weight_versions.versions]
     )
     return {
-        id(leaves[name]): ParamGradSink(store.params[name], store)
+        id(leaves[name]): ParamGradSink(name, store.params[name], store)
         for leaves in versions
         for name in names
         if leaves[name].is_cpu  # elsewhere a function mode would cost more than it saves
@@ -109,7 +113,7 @@ def _embedding_sinks(store: ParamStore) -> Mapping[int, RowGradSink]:
 def build_deferred_sinks(store: ParamStore, queue: WeightGradQueue) -> Mapping[int, GradSink]:
     """Return deferring sinks of all dense weight gradients, by ``id`` of the weight."""
     return {
-        id(param): DeferredGradSink(store.flat_sinks.get(id(param)) or ParamGradSink(param, store), queue)
+        id(param): DeferredGradSink(store.flat_sinks.get(id(param)) or ParamGradSink(name, param, store), queue)
         for name, param in store.params.items()
         if param.requires_grad and name not in store.sparse_names
     }

@@ -133,6 +133,10 @@ class SegmentExecutor:
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
+        self.trainable_params = {  # of each segment, by first block
+            first: {name: store.params[name] for name in segment.params if store.params[name].requires_grad}
+            for first, (_, segment) in self.by_first.items()
+        }
 
     def segments_in(self, first: int, last: int) -> Iterator[Segment]:
         """Yield the segments of a range of blocks."""
@@ -393,9 +397,13 @@ class SegmentExecutor:
             roots, grads = self.take_backward_roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
                 # the modes of the forward, because torch.utils.checkpoint recomputes inside backward
-                with self.autocast(micro), self.function_mode(block, micro, is_recompute=True):
+                with (
+                    self.store.grad_check.during_backward(micro, self.trainable_params[block]),
+                    self.autocast(micro),
+                    self.function_mode(block, micro, is_recompute=True),
+                ):
                     self.run_autograd(roots, grads)
-                self.store.fold_version_grads(version)
+                    self.store.fold_version_grads(version)
             for index, leaf in zip(segment.inputs, leaves, strict=True):
                 if leaf.grad is not None and index >= self.model.num_inputs:  # (4)
                     self.add_grad(index, micro, leaf.grad)
@@ -413,7 +421,7 @@ class SegmentExecutor:
 
     def backward_weight(self, first: int, last: int, micro: int) -> None:
         """Compute the weight gradients that blocks have deferred."""
-        with torch.no_grad():
+        with torch.no_grad(), self.store.grad_check.during_backward(micro, {}):
             for start, _ in self.segment_bounds_reversed(first, last):
                 for job in self.deferred_jobs.pop((start, micro)):
                     job()

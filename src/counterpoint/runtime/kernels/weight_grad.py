@@ -40,6 +40,9 @@ class GradSink(RowGradSink, Protocol):
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job that computes the gradient, now or when the program reaches the weight part of backward."""
 
+    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
+        """Check a gradient that was written to :meth:`target`; if it is a product, perhaps only its factors."""
+
 
 class ConvArgs(NamedTuple):
     """Parameters of a convolution: a number per dim, and the number of channel groups."""
@@ -120,6 +123,7 @@ def _write_conv_weight_grad(call: ConvCall, grad_output: Tensor, sink: GradSink)
     assert weight_grad is not None, "the output mask selects it"
     target, has_some = sink.target()
     (target.add_ if has_some else target.copy_)(weight_grad)
+    sink.check(target)
 
 
 def parse_conv_call(  # noqa: PLR0913 - torch's arguments
@@ -210,6 +214,7 @@ def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
         target.addmm_(rows.t(), inputs)
     else:
         torch.mm(rows.t(), inputs, out=target)
+    sink.check(target, (rows, inputs))
 
 
 class InPlaceGradMode(InterceptFunctions):

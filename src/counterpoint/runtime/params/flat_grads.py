@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective
 from counterpoint.runtime.params.flat_layout import SMALL_BYTES, FlatLayout, ParamSlot, is_small
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.sparse_grads import RowGrad, SparseGrads, add_rows
 
 MATRIX_DIMS = 2
@@ -56,12 +57,14 @@ class GradStorage(Protocol):
         params: the parameters by name.
         tables: those whose gradients may be kept as rows.
         names_with_grad: parameters with a gradient from autograd in this step.
+        grad_check: checks gradients that are moved here during a backward.
     """
 
     is_shared: bool
     params: Mapping[str, nn.Parameter]
     tables: Mapping[str, ParamSlot]
     names_with_grad: set[str]
+    grad_check: GradCheck
 
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
@@ -81,6 +84,7 @@ class GradStorage(Protocol):
         grad = param.grad
         if grad is None:
             return
+        self.grad_check.check((slot.name,), (grad,))
         param.grad = None
         if slot.name in self.tables and self.keep_as_rows(slot, grad):
             return
@@ -118,6 +122,7 @@ class FlatGrads(GradStorage):
         params: the parameters by name.
         rows: the gradients of tables with sparse gradients.
         allocate: returns an uninitialized flat gradient.
+        grad_check: checks gradients that are moved here during a backward.
     """
 
     is_shared = False
@@ -128,8 +133,10 @@ class FlatGrads(GradStorage):
         params: Mapping[str, nn.Parameter],
         rows: SparseGrads,
         allocate: Callable[[], Tensor],
+        grad_check: GradCheck | None = None,
     ) -> None:
         self.layout, self.params, self.allocate = layout, params, allocate
+        self.grad_check = grad_check or GradCheck()
         self.flat: Tensor | None = None  # (1)
         self.shard: Tensor | None = None  # (2)
         self.shard_start = 0  # its first element
@@ -182,6 +189,7 @@ class FlatGrads(GradStorage):
         """Do :meth:`collect` for each; small ones are copied together, large ones one by one and freed at once."""
         flat, excluded = self.buffer(), self.filled_names.union(self.rows.slots)
         small = [slot for slot in slots if is_small(slot, self.layout) and slot.name not in excluded]
+        self.grad_check.check_params({slot.name: self.params[slot.name] for slot in small})
         copy_small_grads(small, self.params, flat, (self.filled_names, self.names_with_grad))
         for slot in slots:
             self.collect(slot)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.runtime.params.flat_grads import FlatGrads, GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, ShardSpan
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.shared_params import SharedGrads
 from counterpoint.runtime.params.sparse_grads import SparseGrads
 
@@ -95,6 +96,7 @@ class FlatParams:
         local_shard: the part whose weights are kept while the full buffer is freed.
         allocate: allocates gradients; the fabric's own memory need not be copied by collectives.
         sparse_names: the parameters of the model with sparse gradients.
+        grad_check: checks gradients that are moved to flat ones during a backward.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class FlatParams:
         local_shard: ShardSpan,
         allocate: Allocate = allocate_flat,
         sparse_names: frozenset[str] = frozenset(),
+        grad_check: GradCheck | None = None,
     ) -> None:
         self.layout = layout
         self.params = {slot.name: params[slot.name] for slot in layout.slots}
@@ -117,7 +120,7 @@ class FlatParams:
         else:
             allocate_grad = partial(torch.empty, layout.num_elements, dtype=layout.dtype, device=device)
         rows = SparseGrads(layout, sparse_names, device)
-        self.own_grads = FlatGrads(layout, self.params, rows, allocate_grad)
+        self.own_grads = FlatGrads(layout, self.params, rows, allocate_grad, grad_check)
         self.grads: GradStorage = self.own_grads  # (3)
         self.delayed_grad: Tensor | None = None  # (4)
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from counterpoint.runtime.params.flat_grads import is_large_matrix
 from counterpoint.runtime.params.flat_layout import ParamSlot
 from counterpoint.runtime.params.flat_params import FlatParams
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows
 
 
 class BackwardState(Protocol):
-    """State that says whether gradients computed now belong to a step."""
+    """State that says whether gradients computed now belong to a step, and the check of these."""
 
     in_backward: bool
+    grad_check: GradCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,13 @@ class FlatGradSink:
         """Return the memory, in the weight's shape, and whether to add to what is there."""
         return self.flat_params.grads.target(self.slot)
 
+    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
+        """Check a gradient that was written here; if it is a product, perhaps only its factors."""
+        self.state.grad_check.check_product(self.slot.name, grad, factors)
+
     def add(self, row_grad: RowGrad) -> None:
         """Add rows to the gradient."""
+        self.state.grad_check.check((self.slot.name,), (row_grad.values,), len(row_grad.rows))
         self.flat_params.grads.add_rows(self.slot, row_grad)
 
     @property
@@ -71,6 +78,7 @@ class FlatGradSink:
 class ParamGradSink(NamedTuple):
     """Sink for a parameter's own ``.grad``."""
 
+    name: str
     param: nn.Parameter
     state: BackwardState
 
@@ -101,6 +109,11 @@ class ParamGradSink(NamedTuple):
         self.param.grad = grad = torch.empty_like(self.param)
         return grad, False
 
+    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
+        """Check a gradient that was written here; if it is a product, perhaps only its factors."""
+        self.state.grad_check.check_product(self.name, grad, factors)
+        self.state.grad_check.mark_checked(self.name, grad)
+
     def add(self, row_grad: RowGrad) -> None:
         """Add rows to the gradient."""
         target, has_some = self.target()
@@ -110,6 +123,8 @@ class ParamGradSink(NamedTuple):
             add_rows(target.view(-1), 0, [row_grad], 1.0)
         else:
             target.index_add_(0, *row_grad.expand())
+        self.state.grad_check.check((self.name,), (row_grad.values,), len(row_grad.rows))
+        self.state.grad_check.mark_checked(self.name, target)
 
 
 def has_user_hooks(param: nn.Parameter) -> bool:
@@ -136,6 +151,6 @@ def find_flat_sinks(
     }
 
 
-def find_param_sinks(params: Iterable[nn.Parameter], state: BackwardState) -> dict[int, ParamGradSink]:
+def find_param_sinks(params: Mapping[str, nn.Parameter], state: BackwardState) -> dict[int, ParamGradSink]:
     """Return the sinks of large matrices whose gradient stays on this rank, by ``id`` of the weight."""
-    return {id(param): ParamGradSink(param, state) for param in params if is_large_matrix(param)}
+    return {id(param): ParamGradSink(name, param, state) for name, param in params.items() if is_large_matrix(param)}

@@ -23,6 +23,7 @@ from counterpoint.runtime.params.fused_optimizer import (
     fused_update,
     supports_fused_update,
 )
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
 from counterpoint.runtime.params.shared_params import (
     SharedGrads,
@@ -122,6 +123,7 @@ class ParamStore:
         tables: the embedding tables, and whether their gradients are sparse.
         num_weight_versions: versions of the weights, each in its own memory; all start equal to the current one.
         state_allocator: active while optimizer state is allocated.
+        grad_check: checks the gradients of backwards.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -135,8 +137,10 @@ class ParamStore:
         tables: Mapping[str, bool] = MappingProxyType({}),
         num_weight_versions: int = 1,
         state_allocator: StateAllocator = nullcontext,
+        grad_check: GradCheck | None = None,
     ) -> None:
         self.params = dict(params)
+        self.grad_check = grad_check or GradCheck()
         self.buffers = dict(buffers)
         self.optimizer_spec = optimizer_spec
         self.allocate = allocate
@@ -163,7 +167,7 @@ class ParamStore:
     def _find_param_sinks(self) -> dict[int, ParamGradSink]:
         shared = {name for flat_params in self.flat_params() for name in flat_params.params} | self.sparse_names
         names = () if self.weight_versions is not None else self.params.keys() - shared
-        return find_param_sinks((self.params[name] for name in names), self)
+        return find_param_sinks({name: self.params[name] for name in names}, self)
 
     def weights(self, version: int) -> Mapping[str, Tensor]:
         """Return the parameters by name as they were ``-version`` updates ago."""
@@ -183,6 +187,7 @@ class ParamStore:
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
         self._swapped_units.clear()
+        self.grad_check.begin_step()
         for unit_params in self.units.values():
             for flat_params in unit_params.flat_params:
                 flat_params.grads.begin_step()
@@ -251,7 +256,8 @@ class ParamStore:
         ]
         layouts = build_layouts(described, may_split_params=self.optimizer_spec.is_elementwise)
         flat_params = [
-            FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names) for layout in layouts
+            FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names, self.grad_check)
+            for layout in layouts
         ]
         return UnitParams(unit, role, params, flat_params)
 
@@ -333,6 +339,7 @@ class ParamStore:
         for flat_params in summed_elsewhere:
             flat_params.zero_delayed_grad()
         self.commit_error_feedback(applied=False)
+        self.grad_check.clear()
         for flat_params in self.flat_params():
             flat_params.reshard_weights()
         self.unshare(None)
@@ -364,7 +371,15 @@ def share_params(flat_params: FlatParams, fabric: Fabric, group: Group, label: s
     grads = fabric.shared_zeros(f"gradients of {label}", len(group) * aligned_elements(count, dtype), dtype, group)
     assert grads is not None, "these ranks share memory"
     exchange = allocate_grad_exchange(flat_params, fabric, group, f"row gradients of {label}")
-    flat_params.attach_shared(SharedGrads(grads.view(len(group), -1), flat_params.layout, flat_params.params, exchange))
+    flat_params.attach_shared(
+        SharedGrads(
+            grads.view(len(group), -1),
+            flat_params.layout,
+            flat_params.params,
+            exchange,
+            flat_params.own_grads.grad_check,
+        )
+    )
 
 
 def allocate_grad_exchange(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> SparseGradExchange:

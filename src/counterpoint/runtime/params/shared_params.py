@@ -35,6 +35,7 @@ from counterpoint.fabric.shm.segments import discard_shared_pages
 from counterpoint.program.instruction import Collective
 from counterpoint.runtime.params.flat_grads import GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
+from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.sparse_grads import (
     RowGrad,
     add_rows,
@@ -303,6 +304,7 @@ class SharedGrads(GradStorage):
         layout: of the flat parameters.
         params: the rank's parameters by name.
         exchange: where replicas publish row gradients.
+        grad_check: checks gradients that are moved here during a backward.
     """
 
     is_shared = True
@@ -313,8 +315,9 @@ class SharedGrads(GradStorage):
         layout: FlatLayout,
         params: Mapping[str, nn.Parameter],
         exchange: SparseGradExchange,
+        grad_check: GradCheck,
     ) -> None:
-        self.layout, self.params, self.exchange = layout, params, exchange
+        self.layout, self.params, self.exchange, self.grad_check = layout, params, exchange, grad_check
         self.replica_grads = list(gradients[:, : layout.num_elements])
         self.local_grad = self.replica_grads[exchange.replica]
         self.embedding_grads = SharedEmbeddingGrads(self.replica_grads, self.local_grad, exchange)

@@ -32,6 +32,7 @@ from counterpoint.training.checkpointing.save_restore import (
     TrainProgress,
     collect_frozen_params,
     collect_state,
+    require_finite_weights,
     saved_buffers,
 )
 from counterpoint.training.local_ranks import LocalRanks
@@ -69,6 +70,7 @@ class StageCheckpointer:
 
         def work(fabric: Fabric) -> None:
             slices, state = self.collect_part(self.local_ranks.ranks[fabric.rank], fabric, progress, metadata)
+            require_finite_weights(slices)
             draft = join_draft(self.checkpoint_dir, progress.step, self.run_id)
             drafts.append(draft)
             add_part(draft, (fabric.rank, fabric.num_ranks), slices, state)

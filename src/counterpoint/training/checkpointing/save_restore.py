@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from counterpoint.checkpoint import (
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
+from counterpoint.runtime.params.grad_check import find_magnitudes
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import (
     collect_delayed_grads,
@@ -198,6 +200,7 @@ def _save_rank(
         raise CheckpointError(failure)
     record, failure = None, ""
     try:
+        require_finite_weights(slices)
         record = write_shard(Path(folder), fabric.rank, slices)
     except CheckpointError as error:
         failure = str(error)
@@ -205,6 +208,21 @@ def _save_rank(
         "shards", [record.to_json() if record else "", cast("dict[str, Json]", scalars), failure], all_ranks
     )
     return _commit_checkpoint(local_ranks, fabric, draft, reports, (progress, extra, keep), Path(folder))
+
+
+def require_finite_weights(slices: Sequence[TensorSlice]) -> None:
+    """Check that the trained weights that a rank would save are finite, because no run could continue with them.
+
+    Raises:
+        CheckpointError: a weight is nan or infinite.
+    """
+    weights = [weight for weight in slices if weight.name.startswith("model:") and weight.tensor.is_floating_point()]
+    for weight in weights:
+        if not isfinite(find_magnitudes([weight.tensor])[0]):
+            raise CheckpointError(
+                f"{weight.name.removeprefix('model:')} has values that are not finite, so nothing was saved; earlier "
+                "checkpoints are untouched: resume from one of them, with a lower learning rate or clip_norm=1.0"
+            )
 
 
 def _commit_checkpoint(

@@ -1,0 +1,230 @@
+"""Check that the gradients of every microbatch are finite, where backward leaves them.
+
+Reading all gradients once more would cost a tenth of a step of a large multilayer perceptron, where memory bandwidth is
+the bottleneck. But the gradient of a large linear layer is a product of two much smaller matrices. Its elements are at
+most ``batch * max|grad_output| * max|input|``: if that is a finite number of the dtype, so is the gradient, and only
+the two factors are read::
+
+    grad_output.T  [outputs x batch]  @  input  [batch x inputs]   ->   weight.grad  [outputs x inputs]
+         read                              read                          read only if the bound is too large
+
+All other gradients are read once, after the backward of each microbatch, or when they are moved away during it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import c_uint64, c_void_p
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from counterpoint.fabric.shm.native import DTYPES, native
+
+GRAD_OF, LAYOUT_OF, DTYPE_OF, IS_CPU = (
+    attrgetter("grad"),
+    attrgetter("layout"),
+    attrgetter("dtype"),
+    attrgetter("is_cpu"),
+)
+FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+ROUNDING_MARGIN = 0.5
+"""Bounds up to this share of the largest number of a dtype are valid whatever the order of additions."""
+
+
+class GradReport(NamedTuple):
+    """What is known of the gradients of some microbatches.
+
+    Args:
+        micro: the first microbatch with a gradient that is not finite; -1 for none.
+        name: the parameter whose gradient it is.
+        share: an upper bound of the magnitudes of their sum, as a share of the largest number of the dtype.
+    """
+
+    micro: int = -1
+    name: str = ""
+    share: float = 0.0
+
+
+NO_REPORT = GradReport()
+
+
+def find_magnitudes(tensors: Sequence[Tensor]) -> Sequence[float]:
+    """Return the largest magnitude of each tensor of one dtype: 0 without elements, nan or inf if one is not finite.
+
+    Example:
+        >>> [
+        ...     float(value)
+        ...     for value in find_magnitudes([torch.tensor([1.0, -2.0]), torch.tensor([]), torch.tensor([math.inf])])
+        ... ]
+        [2.0, 0.0, inf]
+    """
+    library = native().library
+    dtypes = {*map(DTYPE_OF, tensors)}
+    if (
+        library is None
+        or len(dtypes) != 1
+        or not dtypes <= FLOATS
+        or not all(map(IS_CPU, tensors))
+        or {*map(LAYOUT_OF, tensors)} != {torch.strided}
+        or not all(map(Tensor.is_contiguous, tensors))
+    ):
+        return [float(magnitude_tensor(tensor)) for tensor in tensors]
+    count = len(tensors)
+    largest = np.empty(count)
+    library.cp_find_magnitudes(
+        (c_void_p * count)(*map(Tensor.data_ptr, tensors)),
+        (c_uint64 * count)(*map(Tensor.numel, tensors)),
+        c_uint64(count),
+        DTYPES[dtypes.pop()],
+        torch.get_num_threads(),
+        c_void_p(largest.ctypes.data),
+    )
+    return largest  # type: ignore[return-value]
+
+
+def magnitude_tensor(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor, of any layout and on any device, as a scalar tensor."""
+    values = tensor._values() if tensor.is_sparse else tensor  # noqa: SLF001 - uncoalesced ones have no public name
+    return values.detach().abs().amax() if values.numel() else values.new_zeros(())
+
+
+def find_nonfinite_grad(model: nn.Module) -> str:
+    """Return the first parameter whose gradient is not finite; empty if all are, or are missing."""
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    pairs = zip(grads, find_magnitudes([*grads.values()]), strict=True)
+    return next((name for name, magnitude in pairs if not math.isfinite(magnitude)), "")
+
+
+class GradCheck:
+    """Finds gradients of a rank that are not finite, with their microbatch and parameter.
+
+    Args:
+        is_enabled: whether gradients are read at all.
+    """
+
+    def __init__(self, *, is_enabled: bool = False) -> None:
+        self.is_enabled = is_enabled
+        self.micro: int | None = None  # whose backward runs now
+        self._nonfinite: dict[int, str] = {}  # the parameter, by microbatch
+        self._shares: dict[int, float] = {}  # by microbatch
+        self._on_device: list[tuple[int, list[str], Tensor, float]] = []  # magnitudes that are read at the commit
+        self._checked: dict[str, tuple[int, int]] = {}  # memory and version of a gradient that was checked
+
+    def begin_step(self) -> None:
+        """Start a step, in which no gradient has been checked."""
+        self._checked.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.micro = None
+        for found in (self._nonfinite, self._shares, self._on_device, self._checked):
+            found.clear()
+
+    @contextmanager
+    def during_backward(self, micro: int, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Check the gradients that the backward inside computes.
+
+        Args:
+            micro: the microbatch.
+            params: those that it may give a gradient, by name.
+        """
+        if not self.is_enabled:
+            yield
+            return
+        self.micro = micro
+        try:
+            yield
+            self.check_params(params)
+        finally:
+            self.micro = None
+
+    def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Check the gradients that autograd has put on parameters, except those checked by :meth:`check_product`."""
+        if self.micro is None:
+            return
+        grads = [*map(GRAD_OF, params.values())]
+        if self._checked or any(grad is None for grad in grads):
+            pairs = [
+                (name, grad)
+                for name, grad in zip(params, grads, strict=True)
+                if grad is not None and not (name in self._checked and self._checked[name] == _version_of(grad))
+            ]
+            self.check([name for name, _ in pairs], [grad for _, grad in pairs])
+        else:
+            self.check(params, grads)
+
+    def check(self, names: Collection[str], grads: Sequence[Tensor], num_terms: int = 1) -> None:
+        """Check gradients of the microbatch whose backward runs.
+
+        Args:
+            names: of their parameters.
+            grads: as computed.
+            num_terms: how many elements of a gradient may be added up to one.
+        """
+        if self.micro is None or not grads:
+            return
+        dtypes = {*map(DTYPE_OF, grads)}
+        if len(dtypes) > 1:
+            for dtype in dtypes:
+                pairs = [(name, grad) for name, grad in zip(names, grads, strict=True) if grad.dtype == dtype]
+                self.check([name for name, _ in pairs], [grad for _, grad in pairs], num_terms)
+            return
+        largest_number = torch.finfo(dtypes.pop()).max / num_terms
+        if not all(map(IS_CPU, grads)):  # read at the commit, where the host waits for the device anyway
+            magnitudes = torch.stack([magnitude_tensor(grad).double() for grad in grads])
+            self._on_device.append((self.micro, list(names), magnitudes, largest_number))
+            return
+        self._record(self.micro, names, find_magnitudes(grads), largest_number)
+
+    def check_product(self, name: str, grad: Tensor, factors: tuple[Tensor, Tensor] | None) -> None:
+        """Check the gradient ``rows.T @ inputs`` of a weight by its factors, if they are smaller, or itself.
+
+        Args:
+            name: of the weight.
+            grad: the product, or what it was added to, ``(outputs, inputs)``.
+            factors: the gradient of the layer's output, ``(batch, outputs)``, and its input, ``(batch, inputs)``; None
+                if the gradient is no product.
+        """
+        if self.micro is None:
+            return
+        if factors is not None and grad.is_cpu and sum(map(Tensor.numel, factors)) < grad.numel():
+            rows, _ = factors
+            first, second = find_magnitudes(factors)
+            share = float(first) * float(second) * len(rows) / torch.finfo(grad.dtype).max
+            if share < ROUNDING_MARGIN:  # false for nan, too
+                self._shares[self.micro] = max(self._shares.get(self.micro, 0.0), share)
+                return
+        self.check([name], [grad])
+
+    def mark_checked(self, name: str, grad: Tensor) -> None:
+        """Let :meth:`check_params` pass over a parameter's gradient until it changes."""
+        if self.micro is not None:
+            self._checked[name] = _version_of(grad)
+
+    def _record(self, micro: int, names: Collection[str], magnitudes: Sequence[float], largest_number: float) -> None:
+        share = float(np.max(magnitudes)) / largest_number
+        if math.isfinite(share):
+            self._shares[micro] = max(self._shares.get(micro, 0.0), share)
+        else:
+            first = next(index for index, value in enumerate(magnitudes) if not math.isfinite(value))
+            self._nonfinite.setdefault(micro, list(names)[first])
+
+    def take_report(self, scope: Collection[int]) -> GradReport:
+        """Return what is known of the gradients of some microbatches, and forget it."""
+        for micro, names, magnitudes, largest_number in self._on_device:
+            self._record(micro, names, magnitudes.tolist(), largest_number)
+        self._on_device.clear()
+        share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope)
+        found = sorted(micro for micro in self._nonfinite if micro in scope)
+        names = [self._nonfinite.pop(micro) for micro in found]
+        return GradReport(found[0], names[0], share) if found else NO_REPORT._replace(share=share)
+
+
+def _version_of(grad: Tensor) -> tuple[int, int]:
+    return grad.data_ptr(), grad._version  # noqa: SLF001 - there is no other way to see it

@@ -1,0 +1,120 @@
+"""Gradients that are not finite are found, and which of them are read."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.runtime.params import grad_check
+from counterpoint.runtime.params.grad_check import GradCheck, GradReport, find_magnitudes, find_nonfinite_grad
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 2, 31, 1000, 3_000_001])
+def test_magnitudes_are_those_of_torch(dtype, size):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    tiny = torch.full((3,), torch.finfo(dtype).smallest_normal / 4, dtype=dtype)
+    found = find_magnitudes([tensor, tensor[:0], tiny])
+    assert [float(value) for value in found] == [float(tensor.abs().max()), 0.0, float(tiny[0])]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
+@pytest.mark.parametrize(("size", "place"), [(1, 0), (100, 99), (2_500_000, 2_499_999), (2_500_000, 1_300_000)])
+def test_one_bad_element_is_found_wherever_it_is(dtype, bad, size, place):
+    tensor = torch.ones(size, dtype=dtype)
+    tensor[place] = bad
+    assert [math.isfinite(value) for value in find_magnitudes([tensor[:0], tensor, torch.ones(5, dtype=dtype)])] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_other_tensors_are_read_by_torch():
+    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, -5.0], (4,), check_invariants=True)
+    strided = torch.arange(12.0).view(3, 4).t()
+    mixed = torch.ones(2, dtype=torch.float64)
+    assert [float(value) for value in find_magnitudes([sparse, strided, mixed])] == [5.0, 11.0, 1.0]
+    assert find_magnitudes([]) == []
+
+
+def make_check(micro=0):
+    check = GradCheck(is_enabled=True)
+    check.micro = micro
+    return check
+
+
+def test_the_first_microbatch_and_its_first_parameter_are_reported_once():
+    check, bad = make_check(3), torch.tensor([1.0, math.nan])
+    check.check(["a", "b"], [torch.ones(2), bad])
+    check.micro = 1
+    check.check(["c", "d"], [bad, bad])
+    assert check.take_report(range(2, 4))[:2] == (3, "b")
+    assert check.take_report(range(4))[:2] == (1, "c")
+    assert check.take_report(range(4)) == GradReport()
+
+
+def test_shares_of_the_largest_number_are_added_up_over_microbatches():
+    check, most = make_check(), torch.finfo(torch.float16).max
+    for check.micro in range(3):
+        check.check(["a", "b"], [torch.tensor([most / 4], dtype=torch.float16), torch.ones(1, dtype=torch.float16)])
+    assert check.take_report(range(3)).share == pytest.approx(0.75, rel=1e-3)
+
+
+def test_a_product_is_not_read_if_its_factors_bound_it(monkeypatch):
+    read = []
+
+    def record(tensors):
+        read.extend(tuple(tensor.shape) for tensor in tensors)
+        return find_magnitudes(tensors)
+
+    monkeypatch.setattr(grad_check, "find_magnitudes", record)
+    check = make_check()
+    rows, inputs = torch.randn(4, 64), torch.randn(4, 32)
+    check.check_product("a", rows.t() @ inputs, (rows, inputs))
+    assert read == [(4, 64), (4, 32)]
+    assert 0 < check.take_report([0]).share < 1e-30
+
+    rows[0, 0], inputs[0, 0] = 1e30, 1e30
+    check.check_product("a", rows.t() @ inputs, (rows, inputs))
+    assert read[2:] == [(4, 64), (4, 32), (64, 32)]
+    assert check.take_report([0])[:2] == (0, "a")
+
+    read.clear()
+    many_rows, many_inputs = torch.randn(400, 64), torch.randn(400, 32)
+    check.check_product("a", many_rows.t() @ many_inputs, (many_rows, many_inputs))
+    assert read == [(64, 32)], "the product is smaller than its factors"
+
+
+def test_a_checked_gradient_is_read_again_after_it_was_changed():
+    module, check = nn.Linear(2, 2, bias=False), GradCheck(is_enabled=True)
+    params = dict(module.named_parameters())
+    with check.during_backward(0, params):
+        module.weight.grad = torch.zeros(2, 2)
+        check.mark_checked("weight", module.weight.grad)
+        module.weight.grad.add_(math.inf)
+    assert check.take_report([0])[:2] == (0, "weight")
+    with check.during_backward(1, params):
+        check.mark_checked("weight", module.weight.grad)
+    assert check.take_report([1]) == GradReport()
+
+
+def test_nothing_is_read_outside_of_a_backward_or_if_disabled():
+    bad = torch.tensor([math.nan])
+    check = GradCheck(is_enabled=True)
+    check.check(["a"], [bad])
+    disabled = GradCheck()
+    with disabled.during_backward(0, {}):
+        disabled.check(["a"], [bad])
+    assert check.take_report([0]) == disabled.take_report([0]) == GradReport()
+
+
+def test_the_first_bad_gradient_of_a_model_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    assert not find_nonfinite_grad(model)
+    model[0].bias.grad, model[1].weight.grad = torch.zeros(2), torch.full((1, 2), math.inf)
+    assert find_nonfinite_grad(model) == "1.weight"
