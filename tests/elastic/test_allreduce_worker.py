@@ -12,7 +12,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.elastic.allreduce_worker import AllReduceWorker, PartialSum, add_partial_sum, tree_all_reduce
 from counterpoint.elastic.ps_worker import GroupFormed, SliceTrained, TaskEnded, WorkerConfig
 from counterpoint.elastic.replica import ModelReplica, broadcast_state
-from counterpoint.elastic.worker_group import WorkerGroup
+from counterpoint.elastic.worker_group import JobStoppedError, WorkerGroup
 from counterpoint.errors import CheckpointError, PeerError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.ps.consistency import Bsp
@@ -188,6 +188,23 @@ def test_a_step_that_fails_too_often_stops_the_job_and_says_why():
         PeerError, match=r"step 1 failed 3 times, more than the 2 of the retry policy: a: ValueError: call"
     ):
         worker(job_of(SLICES), "a", mlp(), loss=failing(100)).run()
+
+
+def root_loss(outputs, targets):
+    """A finite loss whose gradient is not."""
+    return (outputs - outputs.detach()).sqrt().mean()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_job_and_names_the_parameter():
+    text = r"step failed 3 times.*the gradient of \S+weight in slice 0 is not finite; check its samples, use a smaller"
+    with pytest.raises(JobStoppedError, match=text.replace("step", "step 0")):
+        worker(job_of(SLICES), "a", mlp(), loss=root_loss).run()
+
+
+def test_a_gradient_that_is_not_finite_may_count_as_zeros():
+    model, sgd = mlp(), partial(torch.optim.SGD, lr=0.1)
+    worker(job_of(SLICES), "a", model, sgd, loss=root_loss, config=WorkerConfig(nonfinite="skip")).run()
+    assert max_relative_difference(model, mlp()) == 0
 
 
 def test_the_last_worker_takes_the_weights_with_it():

@@ -44,7 +44,6 @@ from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.fabric.rendezvous import Transport
 from counterpoint.ps.messages import DataTask, MembershipView
 from counterpoint.ps.session import NoTaskYet, Session
-from counterpoint.runtime.params.grad_check import find_nonfinite_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,7 +344,7 @@ class AllReduceWorker:
         self.replica.optimizer.zero_grad()
         for minibatch in self.slices.read(epoch, number):
             trained = SliceTrained(slice_index, self._backward(minibatch, slice_index), minibatch.num_samples)
-        nonfinite = find_nonfinite_grad(self.replica.model)
+        nonfinite = self.replica.find_nonfinite_grad()
         if nonfinite and self.config.nonfinite == "error":
             raise DataError(
                 f"the gradient of {nonfinite} in slice {slice_index} is not finite; check its samples, use a smaller "

@@ -6,6 +6,7 @@ Its state is a set of named tensors, so that it can be sent to workers that join
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from counterpoint.elastic.worker_group import JobStoppedError, WorkerGroup
 from counterpoint.errors import CheckpointError, PeerError, PlanError
 from counterpoint.fabric.fabric import Json
 from counterpoint.fabric.fingerprint import dtype_name
+from counterpoint.fabric.shm.magnitudes import find_magnitudes
 
 FlatGradients: TypeAlias = dict[torch.dtype, Tensor]
 """Flat gradients of all parameters, by the dtype in which they are summed."""
@@ -130,6 +132,12 @@ class ModelReplica:
         )
         self.optimizer.zero_grad()
         return gradients, has_grad
+
+    def find_nonfinite_grad(self) -> str:
+        """Return the first parameter whose gradient is not finite; empty if all are, or are missing."""
+        grads = {name: param.grad for name, param in self.model.named_parameters() if param.grad is not None}
+        pairs = zip(grads, find_magnitudes([*grads.values()]), strict=True)
+        return next((name for name, magnitude in pairs if not math.isfinite(magnitude)), "")
 
     def _parameter_views(self, gradients: FlatGradients) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for dtype, parameters in self._parameters_by_dtype.items():

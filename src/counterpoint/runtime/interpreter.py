@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.model.spec import Unit
 from counterpoint.program.instruction import Collective, Commit, Free, Pull, Push, Recv, Send, SwapGradBuffers
 from counterpoint.program.recompute_sets import find_recomputed
@@ -48,7 +49,6 @@ from counterpoint.runtime.lowering import (
 )
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource, commit_scope, compute_loss_weights
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
-from counterpoint.runtime.params.grad_check import find_magnitudes
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum

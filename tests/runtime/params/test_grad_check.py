@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.runtime.params import grad_check
-from counterpoint.runtime.params.grad_check import GradCheck, GradReport, find_magnitudes, find_nonfinite_grad
+from counterpoint.runtime.params.grad_check import GradCheck, GradReport
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -35,7 +36,7 @@ def test_one_bad_element_is_found_wherever_it_is(dtype, bad, size, place):
 
 
 def test_other_tensors_are_read_by_torch():
-    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, -5.0], (4,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([3.0, -5.0]), (4,), check_invariants=True)
     strided = torch.arange(12.0).view(3, 4).t()
     mixed = torch.ones(2, dtype=torch.float64)
     assert [float(value) for value in find_magnitudes([sparse, strided, mixed])] == [5.0, 11.0, 1.0]
@@ -65,8 +66,9 @@ def test_shares_of_the_largest_number_are_added_up_over_microbatches():
     assert check.take_report(range(3)).share == pytest.approx(0.75, rel=1e-3)
 
 
-def test_a_product_is_not_read_if_its_factors_bound_it(monkeypatch):
-    read = []
+def check_product(monkeypatch, rows, inputs):
+    """Return the shapes that were read, and the report."""
+    read: list[tuple[int, ...]] = []
 
     def record(tensors):
         read.extend(tuple(tensor.shape) for tensor in tensors)
@@ -74,20 +76,25 @@ def test_a_product_is_not_read_if_its_factors_bound_it(monkeypatch):
 
     monkeypatch.setattr(grad_check, "find_magnitudes", record)
     check = make_check()
-    rows, inputs = torch.randn(4, 64), torch.randn(4, 32)
     check.check_product("a", rows.t() @ inputs, (rows, inputs))
+    return read, check.take_report([0])
+
+
+def test_a_product_is_not_read_if_its_factors_bound_it(monkeypatch):
+    read, report = check_product(monkeypatch, torch.randn(4, 64), torch.randn(4, 32))
     assert read == [(4, 64), (4, 32)]
-    assert 0 < check.take_report([0]).share < 1e-30
+    assert 0 < report.share < 1e-30
 
-    rows[0, 0], inputs[0, 0] = 1e30, 1e30
-    check.check_product("a", rows.t() @ inputs, (rows, inputs))
-    assert read[2:] == [(4, 64), (4, 32), (64, 32)]
-    assert check.take_report([0])[:2] == (0, "a")
 
-    read.clear()
-    many_rows, many_inputs = torch.randn(400, 64), torch.randn(400, 32)
-    check.check_product("a", many_rows.t() @ many_inputs, (many_rows, many_inputs))
-    assert read == [(64, 32)], "the product is smaller than its factors"
+def test_a_product_is_read_if_its_factors_do_not_bound_it(monkeypatch):
+    read, report = check_product(monkeypatch, torch.full((4, 64), 1e30), torch.full((4, 32), 1e30))
+    assert read == [(4, 64), (4, 32), (64, 32)]
+    assert report[:2] == (0, "a")
+
+
+def test_a_product_is_read_if_it_is_smaller_than_its_factors(monkeypatch):
+    read, _ = check_product(monkeypatch, torch.randn(400, 64), torch.randn(400, 32))
+    assert read == [(64, 32)]
 
 
 def test_a_checked_gradient_is_read_again_after_it_was_changed():
@@ -111,10 +118,3 @@ def test_nothing_is_read_outside_of_a_backward_or_if_disabled():
     with disabled.during_backward(0, {}):
         disabled.check(["a"], [bad])
     assert check.take_report([0]) == disabled.take_report([0]) == GradReport()
-
-
-def test_the_first_bad_gradient_of_a_model_is_named():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    assert not find_nonfinite_grad(model)
-    model[0].bias.grad, model[1].weight.grad = torch.zeros(2), torch.full((1, 2), math.inf)
-    assert find_nonfinite_grad(model) == "1.weight"

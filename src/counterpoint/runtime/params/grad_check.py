@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import c_uint64, c_void_p
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -24,15 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from counterpoint.fabric.shm.native import DTYPES, native
+from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
 
-GRAD_OF, LAYOUT_OF, DTYPE_OF, IS_CPU = (
-    attrgetter("grad"),
-    attrgetter("layout"),
-    attrgetter("dtype"),
-    attrgetter("is_cpu"),
-)
-FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
 ROUNDING_MARGIN = 0.5
 """Bounds up to this share of the largest number of a dtype are valid whatever the order of additions."""
 
@@ -52,53 +45,6 @@ class GradReport(NamedTuple):
 
 
 NO_REPORT = GradReport()
-
-
-def find_magnitudes(tensors: Sequence[Tensor]) -> Sequence[float]:
-    """Return the largest magnitude of each tensor of one dtype: 0 without elements, nan or inf if one is not finite.
-
-    Example:
-        >>> [
-        ...     float(value)
-        ...     for value in find_magnitudes([torch.tensor([1.0, -2.0]), torch.tensor([]), torch.tensor([math.inf])])
-        ... ]
-        [2.0, 0.0, inf]
-    """
-    library = native().library
-    dtypes = {*map(DTYPE_OF, tensors)}
-    if (
-        library is None
-        or len(dtypes) != 1
-        or not dtypes <= FLOATS
-        or not all(map(IS_CPU, tensors))
-        or {*map(LAYOUT_OF, tensors)} != {torch.strided}
-        or not all(map(Tensor.is_contiguous, tensors))
-    ):
-        return [float(magnitude_tensor(tensor)) for tensor in tensors]
-    count = len(tensors)
-    largest = np.empty(count)
-    library.cp_find_magnitudes(
-        (c_void_p * count)(*map(Tensor.data_ptr, tensors)),
-        (c_uint64 * count)(*map(Tensor.numel, tensors)),
-        c_uint64(count),
-        DTYPES[dtypes.pop()],
-        torch.get_num_threads(),
-        c_void_p(largest.ctypes.data),
-    )
-    return largest  # type: ignore[return-value]
-
-
-def magnitude_tensor(tensor: Tensor) -> Tensor:
-    """Return the largest magnitude of a tensor, of any layout and on any device, as a scalar tensor."""
-    values = tensor._values() if tensor.is_sparse else tensor  # noqa: SLF001 - uncoalesced ones have no public name
-    return values.detach().abs().amax() if values.numel() else values.new_zeros(())
-
-
-def find_nonfinite_grad(model: nn.Module) -> str:
-    """Return the first parameter whose gradient is not finite; empty if all are, or are missing."""
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    pairs = zip(grads, find_magnitudes([*grads.values()]), strict=True)
-    return next((name for name, magnitude in pairs if not math.isfinite(magnitude)), "")
 
 
 class GradCheck:

@@ -27,7 +27,7 @@ from counterpoint.checkpoint import (
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
-from counterpoint.runtime.params.grad_check import find_magnitudes
+from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import (
     collect_delayed_grads,
