@@ -9,6 +9,7 @@ from torch import nn, optim
 import counterpoint as cp
 from counterpoint.testing.parity import TOLERANCE
 from counterpoint.training.process_memory import MIN_BYTES, ReleasedParameters, is_private_cpu_tensor
+from counterpoint.training.stale_weights import without_stale_reads
 from tests.process.forked_ranks import run_forked
 from tests.training.trainers import equal_bits, max_difference, params_of
 
@@ -35,7 +36,8 @@ def begin(model, strategy="pipeline(2)"):
 
 def kinds(model):
     """Return of each weight whether it is zeros, nan or numbers."""
-    named = dict(model.named_parameters())
+    with without_stale_reads():
+        named = {name: param.detach() for name, param in model.named_parameters()}
     return ["zeros" if not named[name].any() else "nan" if named[name].isnan().all() else "numbers" for name in WEIGHTS]
 
 

@@ -91,6 +91,7 @@ from counterpoint.training.model_partition import (
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
+from counterpoint.training.stale_weights import StaleWeights
 from counterpoint.training.validation import check_batch_norm, require_no_shared_memory, uses_sync_batch_norm
 
 
@@ -200,6 +201,7 @@ class LocalRanks:
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
         self.is_in_step = False
+        self.stale_weights = StaleWeights({}, str(plan), None)
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
@@ -325,6 +327,7 @@ class LocalRanks:
             )
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         self.hook_stale_params()
+        self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
 
     def hook_stale_params(self) -> None:
@@ -334,6 +337,39 @@ class LocalRanks:
             if param.requires_grad and param.is_leaf and id(param) not in trained:
                 hook = StaleGradientHook(name, self.plan, lambda: self.is_in_step)
                 self.stale_hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def find_stale_weights(self) -> StaleWeights:
+        """Return the parameters and buffers of the user's model whose trained values no rank of this process has."""
+        changed = {name for rank in self.ranks.values() for name in rank.interpreter.count_buffer_changes()}
+        named: list[tuple[str, Tensor]] = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        named += [(name, buffer) for name, buffer in self.model.named_buffers() if name in changed]
+        current = {id(tensor) for tensor in self.current_tensors()} if len(self.ranks) == 1 else set()
+        is_single_process = len(self.ranks) == self.world.fabrics[0].num_ranks
+        return StaleWeights(
+            {name: tensor for name, tensor in named if id(tensor) not in current},
+            str(self.plan),
+            self.export_weights if is_single_process else None,
+        )
+
+    def current_tensors(self) -> list[Tensor]:
+        """Return the tensors of this process's first rank that have the trained values after every step."""
+        rank, shard_map = next(iter(self.ranks.values())), self.shard_map()
+        if shard_map.num_replicas > 1 or self.has_servers() or self.in_flight.lookahead:
+            return []
+        store = rank.interpreter.store
+        sharded = {
+            name for storage in store.flat_params() if storage.local_shard is not storage.weights
+            for name in storage.params
+        }  # fmt: skip
+        return [*(param for name, param in store.params.items() if name not in sharded), *store.buffers.values()]
+
+    def has_servers(self) -> bool:
+        """Return whether servers update weights."""
+        assert self.run_spec is not None, "built"
+        return any(
+            isinstance(instruction, ApplyPushes) and instruction.applies_gradients
+            for _, instruction in self.run_spec.program.instructions()
+        )
 
     def require_elementwise_optimizer(self) -> None:
         """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
@@ -369,6 +405,7 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
+        self.stale_weights.unmark()
         variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
         if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")
@@ -388,6 +425,11 @@ class LocalRanks:
         try:
             with rollback_on_error(self.world, self.ranks, self.in_flight):
                 results = [result for result in self.world.run(work) if result is not None]
+            self.stale_weights.mark()
+        except BaseException:
+            if is_single_process:  # elsewhere the other ranks end, too, and what a rank has is all there is
+                self.stale_weights.mark()
+            raise
         finally:
             self.is_in_step = False
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
@@ -434,16 +476,13 @@ class LocalRanks:
                 self.eval_models[fabric.rank] = replace(self.ranks[fabric.rank].bind_for_evaluation(), loss=record)
             interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=record), number)
 
-        self.world.run(work)
+        with self.stale_weights.unmarked():
+            self.world.run(work)
 
     def sync_state(self) -> None:
         """Synchronize running statistics, and weights that are on servers, to all ranks."""
         assert self.run_spec is not None, "built"
-        shard_map = self.shard_map()
-        has_servers = any(
-            isinstance(instruction, ApplyPushes) and instruction.applies_gradients
-            for _, instruction in self.run_spec.program.instructions()
-        )
+        shard_map, has_servers = self.shard_map(), self.has_servers()
         names = [name for name, _ in self.model.named_buffers()]
 
         def work(fabric: Fabric) -> None:
@@ -470,8 +509,9 @@ class LocalRanks:
         """Load the trained weights and buffers into the user's model, on every rank."""
         if self.mutation_check is None:  # build() did not finish
             return
-        self.sync_state()
         self.in_flight.require_flushed("export_weights()")
+        self.stale_weights.unmark()
+        self.sync_state()
         shard_map, first = self.shard_map(), self.world.fabrics[0].rank
         params: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
         if not has_full_model(shard_map):
@@ -489,6 +529,8 @@ class LocalRanks:
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
+        if self.stale_weights.is_stale:
+            self.export_weights()  # the model was not changed, but is out of date
         shard_map, params = self.shard_map(), dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers())
 
@@ -528,6 +570,7 @@ class LocalRanks:
         self.retained_memory.stop()
         for hook in self.stale_hooks:
             hook.remove()
+        self.stale_weights.unmark()
         self.released_params.poison()
         self.world.close()
 

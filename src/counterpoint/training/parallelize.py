@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -289,6 +290,32 @@ class TrainStep:
         self.flush()
         self.local_ranks.export_weights()
         return self.local_ranks.model
+
+    @contextmanager
+    def full_weights(self, *, writeback: bool = False) -> Iterator[nn.Module]:
+        """Load the trained weights into the model for what runs inside, on every rank; a collective call.
+
+        Outside, the model may be out of date: reading its weights then loads them if all ranks are in this process, and
+        is refused if they are not.
+
+        Args:
+            writeback: whether changes of the weights, which every rank makes equally, are loaded into the ranks
+                afterwards.
+
+        Yields:
+            The model.
+
+        Example:
+            >>> import torch
+            >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
+            >>> with parallelize(model, optim.SGD(model.parameters(), lr=0.1), loss, strategy="zero3(2)") as step:
+            ...     loss = step(torch.ones(4, 2), torch.zeros(4, 1))
+            ...     with step.full_weights() as model:
+            ...         saved = {name: value.clone() for name, value in model.state_dict().items()}
+        """
+        yield self.export_weights()
+        if writeback:
+            self.import_weights()
 
     def import_weights(self) -> None:
         """Load the model's weights, changed since :meth:`export_weights`, into all ranks.
