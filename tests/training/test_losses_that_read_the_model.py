@@ -53,7 +53,9 @@ def train(model, loss, plan, num_microbatches=None):
         return [step(*batch) for batch in batches()]
 
 
-@pytest.mark.parametrize("plan", ["zero3(2)", "pipeline(2)", "gpipe(2)", "tensor(2)"])
+@pytest.mark.parametrize(
+    "plan", ["data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "gpipe(2)", "tensor(2)", "server(2)"]
+)
 def test_a_penalty_on_weights_in_the_loss_is_refused_where_ranks_train_copies(plan):
     model = build()
     with pytest.raises(DataError, match=r"the loss reads \w+\.\w+ of the model, but under .* ranks train copies"):

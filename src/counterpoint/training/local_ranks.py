@@ -314,7 +314,8 @@ class LocalRanks:
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
             own_partition, model = partition, self.model
-            if (isinstance(partition, WholeModel) and keeps_own) or (needs_own_modules and fabric.rank != first):
+            trains_copy = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
+            if trains_copy or (needs_own_modules and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # the user's model keeps its memory
                 own_partition = partition_for_plan(self.plan, model, inputs, self.options)
             self.ranks[fabric.rank] = build_rank(
