@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
+    from counterpoint.data.sampler import LengthGroupedBatchSampler
     from counterpoint.errors import (
         CheckpointError,
         CounterpointError,
@@ -58,6 +59,7 @@ _MODULES = {
     "LAMB": "optim.lamb",
     "LARS": "optim.lars",
     "LaunchError": "errors",
+    "LengthGroupedBatchSampler": "data.sampler",
     "MeanMetric": "training.metrics",
     "ModelSpec": "model.spec",
     "PeerError": "errors",
@@ -97,6 +99,7 @@ __all__ = [
     "ElasticTrainer",
     "History",
     "LaunchError",
+    "LengthGroupedBatchSampler",
     "MeanMetric",
     "ModelSpec",
     "PeerError",

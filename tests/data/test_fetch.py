@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from counterpoint.data.fetch import fetch, fingerprint
+from counterpoint.data.fetch import fetch, fetch_batch, fingerprint, require_fields
 from counterpoint.errors import DataError
 
 
@@ -134,3 +134,23 @@ def test_a_fingerprint_of_samples_with_noise_is_the_same_every_time_and_costs_no
 def test_an_empty_dataset_has_no_fingerprint():
     with pytest.raises(DataError, match="the Listed has 0 samples"):
         fingerprint(Listed())
+
+
+def test_samples_of_other_forms_are_stacked_field_by_field():
+    samples = [{"x": torch.full((2,), float(index)), "more": (index, [np.float32(index)])} for index in range(3)]
+    batch = fetch_batch(Listed(*samples), np.array([2, 0]))
+    assert batch["x"].tolist() == [[2, 2], [0, 0]]
+    assert (batch["more"][0].tolist(), batch["more"][1][0].tolist()) == ([2, 0], [2, 0])
+    turned = Listed({"a": 1, "b": 2}, {"b": 4, "a": 3})
+    assert {name: values.tolist() for name, values in fetch_batch(turned, np.array([0, 1])).items()} == {
+        "a": [1, 3],
+        "b": [2, 4],
+    }
+
+
+def test_where_only_tuples_are_possible_other_forms_are_refused():
+    dataset = Listed({"x": 1, "labels": 2})
+    with pytest.raises(DataError, match=r"^a batch of the Listed is a dict, but here a sample is a tuple"):
+        require_fields(fetch_batch(dataset, np.array([0])), dataset)
+    with pytest.raises(DataError, match=r"^sample 0 is a dict; a sample is a tuple"):
+        fetch(dataset, [0])

@@ -38,7 +38,7 @@ def loading(reader, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, timeo
 
 def read_all(loader, indices):
     for index in indices:
-        loader.get_fields(index)
+        loader.get_samples(index)
 
 
 def refused(dataset, **options):
@@ -66,7 +66,7 @@ def test_workers_give_what_this_process_would_read_bit_for_bit(workers):
     with loading(reader, workers, num_batches=6) as (loader, indices):
         assert [index.epoch for index in (indices[0], indices[-1])] == [0, 1]
         for index in indices:
-            for loaded, expected in zip(loader.get_fields(index), reader.read(index), strict=True):
+            for loaded, expected in zip(loader.get_samples(index), reader.read(index), strict=True):
                 assert torch.equal(loaded, expected)
 
 
@@ -106,7 +106,7 @@ def test_no_more_is_read_ahead_than_was_asked_for(tmp_path):
     reader = reader_of(Noted(tmp_path / "read"), 1, batch_size=1)
     with loading(reader, 2, num_batches=20, prefetch=3) as (loader, indices):
         for index in indices[:8]:
-            loader.get_fields(index)
+            loader.get_samples(index)
             assert [len(worker.pending) for worker in loader.workers] == [3, 3]
     assert len(read_by_workers(tmp_path / "read")) <= 8 + 2 * 3
 
@@ -114,7 +114,7 @@ def test_no_more_is_read_ahead_than_was_asked_for(tmp_path):
 def test_unrequested_microbatches_are_discarded():
     with loading(reader_of(Numbers())) as (loader, indices):
         for index in indices[1::2]:
-            assert loader.get_fields(index)[1].tolist() == reader_of(Numbers()).indices(index).tolist()
+            assert loader.get_samples(index)[1].tolist() == reader_of(Numbers()).indices(index).tolist()
             assert len(loader.buffered) <= 1
 
 

@@ -1,10 +1,12 @@
 """GPT-2 of transformers on padded batches: every plan trains on the mean over the tokens of the batch, as plain torch."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 import counterpoint as cp
 from counterpoint.testing.parity import relative_difference
@@ -78,3 +80,65 @@ def test_the_loss_that_the_model_computes_is_the_mean_over_all_tokens(plan, num_
         name: relative_difference(param.detach(), expected[name]) for name, param in model.named_parameters()
     }
     assert max(differences.values()) < 1e-5
+
+
+def collate(texts):
+    """Pad to the length that plans are traced with; the loss counts no token of the padding."""
+    tokens = torch.stack([F.pad(text, (0, LENGTH - len(text))) for text in texts])
+    mask = torch.arange(LENGTH) < torch.tensor([len(text) for text in texts])[:, None]
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.where(mask, -100)}
+
+
+def loader():
+    """Return a loader of 20 texts in batches of 8, of which the last one has 4."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(2, LENGTH + 1, (20,), generator=generator).tolist()
+    texts: Any = [torch.randint(TOKENS, (length,), generator=generator) for length in lengths]
+    return DataLoader(texts, SAMPLES, shuffle=True, collate_fn=collate, generator=generator)
+
+
+def float64_loss(logits, labels, vocab_size, **options):
+    """What the models of transformers compute, but not in float32."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def build_float64():
+    model = build("gpt2", **NO_DROPOUT)
+    model.loss_function = float64_loss
+    return model
+
+
+@cache
+def plain_loop(loss):
+    model = build_float64()
+    optimizer, losses = SGD(model.parameters()), []
+    for batch in loader():
+        optimizer.zero_grad()
+        value = loss(model(**batch), batch["labels"])
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def require_plain(losses, model, loss):
+    expected_losses, expected = plain_loop(loss)
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert max(relative_difference(param.detach(), expected[name]) for name, param in model.named_parameters()) < 1e-12
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches):
+    model = build_float64()
+    with cp.Trainer(
+        model, loss=causal_loss, optimizer=SGD, strategy=plan, num_microbatches=num_microbatches, progress="off"
+    ) as trainer:
+        require_plain(trainer.fit(loader()).losses, model, causal_loss)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+def test_a_step_takes_the_dicts_of_a_loader_with_the_loss_of_the_model(plan, num_microbatches):
+    model = build_float64()
+    with cp.parallelize(model, SGD, own_loss, strategy=plan, num_microbatches=num_microbatches) as step:
+        losses = [step(batch) for batch in loader()]
+    require_plain(losses, model, own_loss)

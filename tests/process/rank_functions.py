@@ -5,9 +5,10 @@ import signal
 import sys
 from contextlib import closing
 
+import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 import counterpoint as cp
 from counterpoint.launchers.environment import detect
@@ -154,6 +155,47 @@ def pass_own_batches():
 def shard_the_dataset():
     """Train on half of a dataset on each rank, as a sampler would have chosen it."""
     make_trainer("data(2)").fit(Subset(dataset(), range(rank(), 46, 2)), batch_size=12)
+
+
+def open_data(kind, seed=0):
+    """Return training data of a kind, which shuffle by a seed of their own."""
+    data = dataset()
+    generator = torch.Generator().manual_seed(seed)
+    match kind:
+        case "loader":
+            return DataLoader(data, batch_size=12, shuffle=True, generator=generator)
+        case "collated":
+            return DataLoader(data, batch_size=12, shuffle=True, generator=generator, collate_fn=center)
+        case _:
+            return lambda: (data[torch.randperm(46)[:12].tolist()] for _ in range(4))
+
+
+def center(samples):
+    """Make a batch of samples, whose inputs have a mean of 0."""
+    inputs, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+    return inputs - inputs.mean(0), targets
+
+
+def train_on(kind):
+    """Return the losses of two epochs, and the parameters."""
+    with make_trainer("data(2)") as one:
+        return [
+            one.fit(open_data(kind), epochs=2).losses,
+            {name: values.tolist() for name, values in params_of(one.model).items()},
+        ]
+
+
+def differ_in(what):
+    """Train with something that is another one on rank 1."""
+    is_other = rank() == 1
+    options = {"seed": 5} if what == "seed" and is_other else {}
+    arguments = {"epochs": 3} if what == "epochs" and is_other else {}
+    data = open_data("loader", seed=int(what == "sampler" and is_other))
+    with make_trainer("data(2)", **options) as one:
+        if what.startswith("second"):
+            one.fit(data, max_steps=1)
+            data = open_data("loader", seed=int(is_other))
+        one.fit(data, **arguments)
 
 
 def measure_and_train():

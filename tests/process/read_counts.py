@@ -35,7 +35,7 @@ def count_reads(strategies):
         data, held_out = CountingDataset(12), CountingDataset(10)
         plan = cp.Plan.parse(text).with_microbatches_for(12)
         with make_trainer(plan, build_deep_model(), progress="off") as one:
-            one.ensure_ranks(data, 12)
+            one.ensure_ranks(one.open_eval_batches(data, 12, None))
             built, data.read_indices = data.read_indices, []
             one.fit(data, batch_size=12, epochs=3)
             one.evaluate(held_out, batch_size=12)

@@ -1,11 +1,15 @@
 """Custom loops in real processes: every rank passes the same batch; otherwise all get an error."""
 
+import re
+
 import pytest
+import torch
 
 from counterpoint.launchers import run_command, script_command
 from tests.process import rank_functions as ranks
 from tests.process.forked_ranks import run_forked
 from tests.process.test_faults import variables
+from tests.training.trainers import max_difference
 
 pytestmark = pytest.mark.process
 
@@ -37,8 +41,41 @@ def test_ranks_whose_batches_differ_in_content_do_not_train():
 
 def test_ranks_that_shard_the_dataset_themselves_do_not_train():
     first, second = run_ranks(ranks.shard_the_dataset)
-    assert first.startswith("DataError: rank 0 and rank 1 were given different datasets, ")
-    assert second.startswith("DataError: rank 1 and rank 0 were given different datasets, ")
+    assert first == second
+    assert re.match(
+        r"DataError: the ranks were given different data: the dataset is 23 samples of \S+, first and last \w+ on rank 0, "
+        r"2\d samples of .* on rank 1; every rank passes the whole data and reads its own samples of them: remove the s",
+        first,
+    )
+
+
+@pytest.mark.parametrize("kind", ["loader", "collated", "stream"])
+def test_processes_train_on_any_data_as_one_process_does(kind):
+    results = run_ranks(ranks.train_on, kind)
+    losses, params = ranks.train_on(kind)
+    for others, values in results:
+        assert others == pytest.approx(losses, rel=1e-12)
+        assert (
+            max_difference(*({name: torch.tensor(part[name]) for name in params} for part in (values, params))) < 1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("seed", "PlanError: the ranks do not train the same model: the option seed is 0 on rank 0, 5 on rank 1; give"),
+        (
+            "epochs",
+            "PlanError: the ranks do not make the same call: the argument epochs is 1 on rank 0, 3 on rank 1; give",
+        ),
+        ("sampler", "DataError: the ranks were given different data: the order of samples is ["),
+        ("second call", "DataError: the ranks were given different data: the order of samples is ["),
+    ],
+)
+def test_what_is_another_one_on_one_rank_is_named_before_the_first_step(what, text):
+    first, second = run_ranks(ranks.differ_in, what)
+    assert first == second
+    assert first.startswith(text)
 
 
 UNGUARDED = """

@@ -310,8 +310,10 @@ def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_split(strateg
     assert max_difference(mine, theirs) <= 1e-12
 
 
-def test_a_loader_in_place_of_a_dataset_is_refused():
-    with pytest.raises(cp.DataError, match=r"^a DataLoader is not a map-style dataset: .* pass the dataset itself"):
+def test_a_loader_and_another_batch_size_are_refused():
+    with pytest.raises(
+        cp.PlanError, match=r"^batch_size=12 and a DataLoader with batch_size=1 were given; .* or pass l"
+    ):
         make_trainer("solo").fit(torch.utils.data.DataLoader(dataset()), batch_size=12)
 
 

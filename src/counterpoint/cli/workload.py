@@ -103,8 +103,8 @@ def load_job(name: str) -> Workload:
     """Return a built-in job."""
     from counterpoint.jobs.registry import find_job
     from counterpoint.runtime.optimizer_spec import OptimizerSpec
+    from counterpoint.training.batches.dataset_batches import take_first_samples
     from counterpoint.training.options import TrainingOptions
-    from counterpoint.training.trainer import take_first_samples
 
     job = find_job(name)
     model, (dataset, _) = job.build_model(0), job.build_data()

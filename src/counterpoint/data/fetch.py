@@ -1,25 +1,30 @@
-"""Reads samples of map-style datasets into one tensor per field; errors name the sample."""
+"""Reads samples of map-style datasets and stacks them; errors name the sample."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from numbers import Number
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.data import Subset, TensorDataset
 
+from counterpoint.data.batch_form import describe_form, register_dataclasses
+from counterpoint.data.sampler import Indices
 from counterpoint.errors import DataError
 
 Fields: TypeAlias = tuple[Tensor, ...]
+CollateFn: TypeAlias = Callable[[list[Any]], Any]
+"""From a list of samples to a batch, as for torch's DataLoader."""
 
 
 class MapDataset(Protocol):
-    """A map-style dataset: a length, and a sample ``(inputs..., target)`` for every index below it.
+    """A map-style dataset: a length, and a sample such as ``(inputs..., target)`` for every index below it.
 
     It may also have ``fetch(indices) -> tuple of tensors``, which returns many samples at once, each tensor with the
     samples along its first dim, in the order of the indices.
@@ -77,8 +82,83 @@ def fetch(dataset: MapDataset, indices: Iterable[int], *, before_read: Callable[
     if hasattr(dataset, "fetch"):
         return _fetch_at_once(dataset, wanted)
     if not wanted:
-        return tuple(field[:0] for field in _stack(dataset, [0], before_read))
-    return _stack(dataset, wanted, before_read)
+        return tuple(field[:0] for field in _stack(_items(dataset, [0], before_read), [0]))
+    return _stack(_items(dataset, wanted, before_read), wanted)
+
+
+def fetch_batch(
+    dataset: MapDataset,
+    indices: Indices,
+    collate_fn: CollateFn | None = None,
+    *,
+    before_read: Callable[[int], None] | None = None,
+) -> Any:  # noqa: ANN401 - any nest of tensors
+    """Return the samples at ``indices`` as one batch, whatever form samples have.
+
+    Args:
+        dataset: see `MapDataset`; its samples may be dicts, dataclasses, or any nest of fields.
+        indices: of the samples, at least one.
+        collate_fn: makes the batch of a list of samples; by default each field is stacked.
+        before_read: as for `fetch`.
+
+    Example:
+        >>> fetch_batch([{"x": 1.0, "labels": 2}, {"x": 3.0, "labels": 4}], np.array([1, 0]))
+        {'x': tensor([3., 1.]), 'labels': tensor([4, 2])}
+    """
+    wanted: list[int] = indices.tolist()
+    if collate_fn is not None:
+        if before_read is not None and supports_batch_fetch(dataset):
+            before_read(wanted[0])
+        return collate_fn(list(_items(dataset, wanted, before_read)))
+    if isinstance(dataset, TensorDataset) or hasattr(dataset, "fetch"):
+        return fetch(dataset, indices, before_read=before_read)
+    if before_read is not None and supports_batch_fetch(dataset):
+        before_read(wanted[0])
+    return stack_samples(_items(dataset, wanted, before_read), wanted)
+
+
+def require_fields(batch: Any, dataset: MapDataset) -> Fields:  # noqa: ANN401 - any nest of tensors
+    """Return a batch of samples that are tuples, where no other form is possible.
+
+    Raises:
+        DataError: samples have another form.
+    """
+    if not isinstance(batch, tuple) or not all(isinstance(field, Tensor) for field in batch):
+        raise DataError(
+            f"a batch of the {type(dataset).__name__} is {describe_form(batch)}, but here a sample is a tuple "
+            "(inputs..., target) of tensors; return the target as its last field"
+        )
+    return batch
+
+
+def stack_samples(items: Sequence[object], indices: Sequence[int]) -> Any:  # noqa: ANN401 - a nest like the samples
+    """Return samples stacked field by field, in a nest like theirs.
+
+    Args:
+        items: the samples.
+        indices: of the samples, for errors.
+
+    Raises:
+        DataError: a sample has no fields, a field is no tensor, array or number, or two samples differ in form.
+    """
+    if all(map(_is_flat_tuple, items)):
+        return _stack(items, indices)
+    leaves, specs = [], []
+    for item, index in zip(items, indices, strict=True):
+        register_dataclasses(item)
+        if not isinstance(item, Mapping) and not is_dataclass(item):
+            _require_tuple(item, index)
+        first = items[0]
+        ordered = {key: item[key] for key in first} if _have_same_keys(first, item) else item  # type: ignore[index, attr-defined]
+        paths, spec = tree_flatten_with_path(ordered)
+        leaves.append(tuple(_field(value, index, keystr(path)) for path, value in paths))
+        specs.append(spec)
+        if spec != specs[0]:
+            raise DataError(
+                f"sample {index} is {describe_form(item)} and has other fields than sample {indices[0]} of the same "
+                f"batch, {describe_form(first)}; return the same fields in every sample, or pass a collate_fn"
+            )
+    return tree_unflatten(_stack_fields(leaves, indices), specs[0])
 
 
 def supports_batch_fetch(dataset: object) -> bool:
@@ -89,8 +169,12 @@ def supports_batch_fetch(dataset: object) -> bool:
     return hasattr(dataset, "fetch") or hasattr(dataset, "__getitems__")
 
 
-def fingerprint(dataset: MapDataset) -> DatasetFingerprint:
+def fingerprint(dataset: MapDataset, collate_fn: CollateFn | None = None) -> DatasetFingerprint:
     """Return the fingerprint of a dataset; torch's random generator is restored.
+
+    Args:
+        dataset: see `MapDataset`.
+        collate_fn: makes batches of its samples, which are not stacked here.
 
     Raises:
         DataError: the dataset is empty, or its first or last sample cannot be used.
@@ -102,14 +186,19 @@ def fingerprint(dataset: MapDataset) -> DatasetFingerprint:
             "check the path or the filter that it was created with"
         )
     with torch.random.fork_rng(devices=[]):
-        first, second = (_hash(fetch(dataset, [0, num_samples - 1])) for _ in range(2))
+        ends = np.array([0, num_samples - 1])
+        first, second = (_hash(fetch_batch(dataset, ends, list if collate_fn else None)) for _ in range(2))
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     return DatasetFingerprint(num_samples, name, first if first == second else "random")
 
 
-def _hash(fields: Fields) -> str:
+def _hash(values: object) -> str:
     digest = hashlib.sha256()
-    for field in fields:
+    for value in tree_leaves(values):
+        if not isinstance(value, Tensor) and not (isinstance(value, np.ndarray) and value.dtype.kind in "biufc"):
+            digest.update(f"{value!r};".encode() if isinstance(value, Number | str | bytes) else b";")
+            continue
+        field = torch.as_tensor(value)
         digest.update(f"{field.dtype} {tuple(field.shape)};".encode())
         digest.update(field.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -120,7 +209,7 @@ def _fetch_at_once(dataset: object, indices: list[int]) -> Fields:
     name = f"{type(dataset).__name__}.fetch"
     if not isinstance(fields, tuple) or not all(isinstance(field, Tensor) for field in fields):
         raise DataError(
-            f"{name} returned {_describe(fields)}; it must return a tuple of tensors (inputs..., target); "
+            f"{name} returned {describe_form(fields)}; it must return a tuple of tensors (inputs..., target); "
             "stack each field along a new first dim, or remove fetch, so that samples are stacked automatically"
         )
     for number, field in enumerate(fields):
@@ -140,9 +229,11 @@ def _with_target(fields: Fields, source: str) -> Fields:
     return fields
 
 
-def _stack(dataset: MapDataset, indices: list[int], before_read: Callable[[int], None] | None) -> Fields:
-    items = _items(dataset, indices, before_read)
-    samples = [_sample(item, index) for item, index in zip(items, indices, strict=True)]
+def _stack(items: Sequence[object], indices: Sequence[int]) -> Fields:
+    return _stack_fields([_sample(item, index) for item, index in zip(items, indices, strict=True)], indices)
+
+
+def _stack_fields(samples: Sequence[Fields], indices: Sequence[int]) -> Fields:
     for sample, index in zip(samples[1:], indices[1:], strict=True):
         _check_same_shapes(samples[0], indices[0], sample, index)
     return tuple(torch.stack(field) for field in zip(*samples, strict=True))
@@ -165,15 +256,30 @@ def _items(dataset: MapDataset, indices: list[int], before_read: Callable[[int],
 
 def _sample(item: object, index: int) -> Fields:
     """Return the fields of one sample as tensors."""
+    return tuple(_field(value, index, number) for number, value in enumerate(_require_tuple(item, index)))
+
+
+def _require_tuple(item: object, index: int) -> Sequence[object]:
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise DataError(
-            f"sample {index} is {_describe(item)}; a sample is a tuple (inputs..., target); return the "
+            f"sample {index} is {describe_form(item)}; a sample is a tuple (inputs..., target); return the "
             "target as its last field"
         )
-    return tuple(_field(value, index, number) for number, value in enumerate(item))
+    return item
 
 
-def _field(value: object, index: int, number: int) -> Tensor:
+def _have_same_keys(first: object, item: object) -> bool:
+    return isinstance(first, Mapping) and isinstance(item, Mapping) and first.keys() == item.keys()
+
+
+def _is_flat_tuple(item: object) -> bool:
+    return type(item) in {tuple, list} and not any(
+        isinstance(value, tuple | list | Mapping) or is_dataclass(value)
+        for value in item  # type: ignore[attr-defined]
+    )
+
+
+def _field(value: object, index: int, number: int | str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
@@ -181,8 +287,8 @@ def _field(value: object, index: int, number: int) -> Tensor:
     if isinstance(value, Number):
         return torch.tensor(value)
     raise DataError(
-        f"field {number} of sample {index} is {_describe(value)}; a field is a tensor, a numpy array or a "
-        "number; convert it in the dataset"
+        f"field {number} of sample {index} is {describe_form(value)}; a field is a tensor, a numpy array or a "
+        "number; convert it in the dataset, or pass a collate_fn that makes a batch of such samples"
     )
 
 
@@ -192,17 +298,9 @@ def _check_same_shapes(first: Fields, first_index: int, sample: Fields, index: i
         raise DataError(
             f"sample {index} has fields {_describe_fields(sample)}, but sample {first_index} of the same "
             f"batch has {_describe_fields(first)}; they must agree to be stacked; crop, pad or convert them "
-            "in the dataset"
+            "in the dataset, or pass a collate_fn that pads"
         )
 
 
 def _describe_fields(fields: Fields) -> str:
     return ", ".join(f"{tuple(field.shape)} {str(field.dtype).removeprefix('torch.')}" for field in fields)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"one tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} fields"
-    return f"a {type(value).__name__}"

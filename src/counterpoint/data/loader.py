@@ -11,15 +11,26 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
-from counterpoint.data.fetch import Fields
-from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
-from counterpoint.data.worker import STACK_SIGNAL, WorkerError, WorkerPipes, WorkerReady, receive_result, run_worker
+import numpy as np
+
+from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader, SampleReader
+from counterpoint.data.sampler import Indices
+from counterpoint.data.worker import (
+    STACK_SIGNAL,
+    Microbatch,
+    WorkerError,
+    WorkerPipes,
+    WorkerReady,
+    receive_result,
+    run_worker,
+)
 from counterpoint.errors import DataError
 
 GRACE_S = 2.0  # from the end of requests to the kernel's end of a worker that is still reading
@@ -37,7 +48,7 @@ class LoaderWorker:
         number: index of the worker.
         process: its process.
         requests: indices of microbatches to read.
-        results: fields or errors.
+        results: microbatches or errors.
         keepalive: kept open as long as the worker may run.
         stacks: its stack on request.
         pending: requests without a result yet.
@@ -61,11 +72,12 @@ class MicrobatchLoader:
     """Prefetches the microbatches of a run in worker processes; the owner has to close it.
 
     Args:
-        reader: reads a microbatch; it is sent to every worker.
+        reader: reads a microbatch; its dataset is sent to every worker.
         indices: the microbatches to read, in the order in which they will be requested.
         num_workers: number of processes.
         prefetch_factor: maximum number of microbatches that each worker reads ahead.
         timeout_s: maximum time to read one microbatch.
+        init_worker: called in each worker with its number before it reads.
 
     Raises:
         DataError: the dataset cannot be sent to another process.
@@ -79,33 +91,36 @@ class MicrobatchLoader:
         num_workers: int,
         prefetch_factor: int,
         timeout_s: float,
+        init_worker: Callable[[int], None] | None = None,
     ) -> None:
+        self.reader = reader
         self.indices = indices
         self.timeout_s = timeout_s
         self.workers: list[LoaderWorker] = []
         self.next_result_worker = 0
         self.next_request_worker = 0
-        self.buffered: dict[MicrobatchIndex, Fields] = {}
+        self.buffered: dict[MicrobatchIndex, Any] = {}
+        self.last_batch: tuple[tuple[int, int], Indices] = ((-1, -1), np.empty(0, dtype=np.int64))
         try:
             for number in range(num_workers):
-                self.workers.append(start_worker(number, reader))
+                self.workers.append(start_worker(number, reader.sample_reader, init_worker))
             for _ in range(num_workers * prefetch_factor):
                 self.request_next()
         except BaseException:
             self.close()
             raise
 
-    def get_fields(self, index: MicrobatchIndex) -> Fields:
-        """Return the fields of a microbatch, which can be requested once.
+    def get_samples(self, index: MicrobatchIndex) -> Any:  # noqa: ANN401 - any nest of tensors
+        """Return the samples of a microbatch, which can be requested once.
 
         Raises:
             DataError: it could not be read, or its worker ended or is too slow; the message names it.
         """
         while index not in self.buffered:
-            received, fields = self.receive_next()
+            received, samples = self.receive_next()
             if any((other.epoch, other.batch) != (received.epoch, received.batch) for other in self.buffered):
                 self.buffered.clear()  # of an earlier batch, whose other microbatches were not used
-            self.buffered[received] = fields
+            self.buffered[received] = samples
         return self.buffered.pop(index)
 
     def request_next(self) -> None:
@@ -117,10 +132,17 @@ class MicrobatchLoader:
         self.next_request_worker = (self.next_request_worker + 1) % len(self.workers)
         worker.pending.append(index)
         with suppress(OSError):  # a worker that has ended is reported when its result is needed
-            worker.requests.send(tuple(index))
+            worker.requests.send((tuple(index), self.sample_indices(index)))
 
-    def receive_next(self) -> tuple[MicrobatchIndex, Fields]:
-        """Return the next microbatch and its fields, and request one more."""
+    def sample_indices(self, index: MicrobatchIndex) -> Indices:
+        """Return the samples of a microbatch."""
+        key = (index.epoch, index.batch)
+        if self.last_batch[0] != key:
+            self.last_batch = key, self.reader.sampler.batch(*key)
+        return self.last_batch[1][slice(*self.reader.bounds(index))]
+
+    def receive_next(self) -> tuple[MicrobatchIndex, Any]:
+        """Return the next microbatch and its samples, and request one more."""
         worker = self.workers[self.next_result_worker]
         assert worker.pending, "every result was requested"
         if not worker.is_ready:
@@ -134,7 +156,7 @@ class MicrobatchLoader:
         assert not isinstance(result, WorkerReady), "sent once"
         self.next_result_worker = (self.next_result_worker + 1) % len(self.workers)
         self.request_next()
-        return index, result
+        return index, result.samples
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
@@ -155,7 +177,7 @@ class MicrobatchLoader:
         self.buffered.clear()
 
 
-def start_worker(number: int, reader: MicrobatchReader) -> LoaderWorker:
+def start_worker(number: int, reader: SampleReader, init: Callable[[int], None] | None) -> LoaderWorker:
     """Return a worker that waits for its first request.
 
     Raises:
@@ -166,14 +188,17 @@ def start_worker(number: int, reader: MicrobatchReader) -> LoaderWorker:
     (requests, send_requests), (keepalive, hold), (read_stacks, stacks) = (context.Pipe(duplex=False) for _ in range(3))
     read_results, results = context.Pipe()  # a socket, because it carries descriptors
     pipes = WorkerPipes(requests, results, os.getpid(), keepalive, stacks)
-    process = context.Process(target=run_worker, args=(reader, pipes), name=f"loader worker {number}", daemon=True)
+    process = context.Process(
+        target=run_worker, args=(number, reader, init, pipes), name=f"loader worker {number}", daemon=True
+    )
     try:
         process.start()
     except Exception as error:
         raise DataError(
             f"a {type(reader.dataset).__name__} cannot be sent to a loader's worker: {type(error).__name__}: {error}; "
             "a dataset for workers has its class at the top level of a file, and no open file, connection, lambda or "
-            "generator in it: open those when the first sample is read, or give num_workers=0"
+            "generator in it, and a collate_fn is no lambda: open files when the first sample is read, or give "
+            "num_workers=0"
         ) from error
     finally:
         for end in (requests, results, keepalive, stacks):
@@ -181,7 +206,7 @@ def start_worker(number: int, reader: MicrobatchReader) -> LoaderWorker:
     return LoaderWorker(number, process, send_requests, read_results, hold, read_stacks)
 
 
-def wait_for_result(worker: LoaderWorker, timeout_s: float) -> WorkerReady | WorkerError | Fields:
+def wait_for_result(worker: LoaderWorker, timeout_s: float) -> WorkerReady | WorkerError | Microbatch:
     """Return the next message of a worker.
 
     Raises:

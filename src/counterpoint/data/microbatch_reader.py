@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.random import mtrand
 from torch.utils.data import TensorDataset
 
-from counterpoint.data.fetch import Fields, MapDataset, fetch, supports_batch_fetch
-from counterpoint.data.sampler import Indices, Sampler, sample_key, split_batch
+from counterpoint.data.fetch import CollateFn, MapDataset, fetch_batch, supports_batch_fetch
+from counterpoint.data.sampler import BatchOrder, Indices, sample_key, split_batch
 
 
 @contextmanager
@@ -65,6 +65,28 @@ class MicrobatchIndex(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SampleReader:
+    """Reads samples with random numbers that depend only on (seed, epoch, sample).
+
+    Args:
+        dataset: see :class:`counterpoint.data.fetch.MapDataset`.
+        seed: of the random numbers.
+        collate_fn: makes a batch of samples; by default each field is stacked.
+    """
+
+    dataset: MapDataset
+    seed: int
+    collate_fn: CollateFn | None = None
+
+    def read(self, epoch: int, indices: Indices) -> Any:  # noqa: ANN401 - any nest of tensors
+        """Return samples as one batch; a dataset that reads many at once gets the random numbers of the first one."""
+        if isinstance(self.dataset, TensorDataset) and self.collate_fn is None:
+            return fetch_batch(self.dataset, indices)  # no user code runs, so no random numbers are drawn
+        with preserve_rng():
+            return fetch_batch(self.dataset, indices, self.collate_fn, before_read=partial(seed_rng, self.seed, epoch))
+
+
+@dataclass(frozen=True, slots=True)
 class MicrobatchReader:
     """Reads the microbatches of a run.
 
@@ -72,11 +94,18 @@ class MicrobatchReader:
         dataset: see :class:`counterpoint.data.fetch.MapDataset`.
         sampler: which samples a batch has.
         num_micros: number of microbatches of a batch.
+        collate_fn: makes a microbatch of its samples; by default each field is stacked.
     """
 
     dataset: MapDataset
-    sampler: Sampler
+    sampler: BatchOrder
     num_micros: int
+    collate_fn: CollateFn | None = None
+
+    @property
+    def sample_reader(self) -> SampleReader:
+        """What reads the samples."""
+        return SampleReader(self.dataset, self.sampler.seed, self.collate_fn)
 
     def indices(self, index: MicrobatchIndex) -> Indices:
         """Return the sample indices of a microbatch."""
@@ -85,12 +114,11 @@ class MicrobatchReader:
 
     def bounds(self, index: MicrobatchIndex) -> tuple[int, int]:
         """Return the bounds of a microbatch in its batch."""
-        return split_batch(self.sampler.batch_len(index.batch), self.num_micros)[index.micro]
+        return split_batch(self.sampler.batch_len(index.batch, index.epoch), self.num_micros)[index.micro]
 
-    def read(self, index: MicrobatchIndex) -> Fields:
-        """Return the fields of a microbatch's samples, stacked."""
-        indices = self.indices(index)
-        return read_with_seeded_rng(self.dataset, indices, seed=self.sampler.seed, epoch=index.epoch)
+    def read(self, index: MicrobatchIndex) -> Any:  # noqa: ANN401 - any nest of tensors
+        """Return the samples of a microbatch."""
+        return self.sample_reader.read(index.epoch, self.indices(index))
 
     def warn_of_shared_rng(self, index: MicrobatchIndex) -> None:
         """Warn if the dataset draws random numbers for many samples at once, which then depend on each other.
@@ -104,7 +132,7 @@ class MicrobatchReader:
         key = {"seed": self.sampler.seed, "epoch": index.epoch, "sample": int(indices[0])}
         with preserve_rng():
             seed_rng(**key)
-            fetch(self.dataset, indices)
+            fetch_batch(self.dataset, indices, self.collate_fn)
             was_used = rng_was_used(**key)
         if was_used:
             warnings.warn(
@@ -114,14 +142,3 @@ class MicrobatchReader:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def read_with_seeded_rng(dataset: MapDataset, indices: Indices, *, seed: int, epoch: int) -> Fields:
-    """Return samples as ``fetch`` does, with global random numbers that depend only on (seed, epoch, sample).
-
-    A dataset that reads many samples at once gets those of the first one.
-    """
-    if isinstance(dataset, TensorDataset):
-        return fetch(dataset, indices)  # no user code runs, so no random numbers are drawn
-    with preserve_rng():
-        return fetch(dataset, indices, before_read=partial(seed_rng, seed, epoch))

@@ -3,9 +3,9 @@
 The memory is sent through a socket as a file descriptor, so that results can be read after the worker has ended::
 
     loader                         worker
-      | --- MicrobatchIndex --------> |   requests pipe
+      | --- index, sample indices --> |   requests pipe
       | <-- WorkerReady ------------- |   results socket: first this,
-      | <-- fields | WorkerError ---- |   then one result per request, in their order
+      | <-- Microbatch | WorkerError  |   then one result per request, in their order
       | ----------------------------- |   keepalive pipe: its end closes the worker
 """
 
@@ -17,14 +17,16 @@ import mmap
 import os
 import signal
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
 
 import torch
 
-from counterpoint.data.fetch import Fields
-from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
+from counterpoint.data.microbatch_reader import MicrobatchIndex, SampleReader
+from counterpoint.errors import DataError
 from counterpoint.value_codec import decode_value, encode_parts
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -51,15 +53,22 @@ class WorkerError:
     trace: str
 
 
-def send_result(result: WorkerReady | WorkerError | Fields, to: Connection, pid: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The samples of a microbatch, as the dataset and collate_fn make them."""
+
+    samples: Any
+
+
+def send_result(result: WorkerReady | WorkerError | Microbatch, to: Connection, pid: int) -> None:
     """Send a result to process ``pid``."""
     match result:
         case WorkerReady():
             parts = encode_parts(None, "ready")
         case WorkerError():
             parts = encode_parts(asdict(result), "error")
-        case _:
-            parts = encode_parts(result, "fields")
+        case Microbatch(samples):
+            parts = encode_parts([require_plain_nest(samples)], "a batch of a loader's worker")
     descriptor = os.memfd_create("counterpoint-samples")
     try:
         os.ftruncate(descriptor, sum(map(len, parts)))
@@ -72,8 +81,8 @@ def send_result(result: WorkerReady | WorkerError | Fields, to: Connection, pid:
         os.close(descriptor)
 
 
-def receive_result(source: Connection) -> WorkerReady | WorkerError | Fields:
-    """Return the next result; its fields are views of the memory, which they keep alive.
+def receive_result(source: Connection) -> WorkerReady | WorkerError | Microbatch:
+    """Return the next result; its tensors are views of the memory, which they keep alive.
 
     Raises:
         EOFError: the sender has ended, and all its results were received.
@@ -83,10 +92,28 @@ def receive_result(source: Connection) -> WorkerReady | WorkerError | Fields:
         memory = mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
-    content: Fields | dict[str, str] | None = decode_value(memoryview(memory))
+    content: list[Any] | dict[str, str] | None = decode_value(memoryview(memory))
     if content is None:
         return WorkerReady()
-    return WorkerError(**content) if isinstance(content, dict) else content
+    return WorkerError(**content) if isinstance(content, dict) else Microbatch(content[0])
+
+
+def require_plain_nest(samples: Any) -> Any:  # noqa: ANN401 - any nest
+    """Return samples, with mappings as dicts, if they can be sent as they are.
+
+    Raises:
+        DataError: they contain a dataclass or a named tuple, whose type a message does not have.
+    """
+    if isinstance(samples, Mapping):
+        return {key: require_plain_nest(value) for key, value in samples.items()}
+    if isinstance(samples, list | tuple) and type(samples) in {list, tuple}:
+        return type(samples)(map(require_plain_nest, samples))
+    if is_dataclass(samples) or isinstance(samples, tuple):
+        raise DataError(
+            f"a loader's worker cannot send a {type(samples).__name__}, because messages have only dicts, lists and "
+            "tuples of tensors; return one of these from the dataset or collate_fn, or give num_workers=0"
+        )
+    return samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +122,7 @@ class WorkerPipes:
 
     Args:
         requests: indices of microbatches to read.
-        results: first that the worker is ready, then fields or errors in the order of the requests.
+        results: first that the worker is ready, then microbatches or errors in the order of the requests.
         owner: process id of the loader.
         keepalive: nothing is written to it; its other end is closed when the loader's process ends in any way.
         stacks: the worker's stack, written on :data:`STACK_SIGNAL`.
@@ -108,30 +135,38 @@ class WorkerPipes:
     stacks: Connection
 
 
-def run_worker(reader: MicrobatchReader, pipes: WorkerPipes) -> None:
-    """Serve requests until the loader closes the pipe."""
+def run_worker(number: int, reader: SampleReader, init: Callable[[int], None] | None, pipes: WorkerPipes) -> None:
+    """Serve requests until the loader closes the pipe.
+
+    Args:
+        number: of the worker.
+        reader: reads samples.
+        init: called with the number first.
+        pipes: its ends of the pipes.
+    """
     exit_when_closed(pipes.keepalive)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer as well, which ends its workers
     faulthandler.register(STACK_SIGNAL, file=pipes.stacks.fileno(), all_threads=False)
     torch.set_num_threads(1)
+    if init is not None:
+        init(number)
     send_result(WorkerReady(), pipes.results, pipes.owner)
     while True:
         try:
-            index = MicrobatchIndex(*pipes.requests.recv())
+            index, samples = pipes.requests.recv()
         except EOFError:
             return
-        send_result(read_or_error(reader, index), pipes.results, pipes.owner)
+        index = MicrobatchIndex(*index)
+        try:
+            send_result(Microbatch(reader.read(index.epoch, samples)), pipes.results, pipes.owner)
+        except Exception as error:  # noqa: BLE001 - any error of the dataset is reported
+            send_result(describe_error(error, index), pipes.results, pipes.owner)
 
 
-def read_or_error(reader: MicrobatchReader, index: MicrobatchIndex) -> Fields | WorkerError:
-    """Return the microbatch, or the error of reading it."""
-    try:
-        return reader.read(index)
-    except Exception as error:  # noqa: BLE001 - any error of the dataset is reported
-        note = [f"while reading {index}", *getattr(error, "__notes__", ())][-1]
-        return WorkerError(
-            f"{type(error).__name__}: {error}", note, "".join(traceback.format_exception(error)).rstrip()
-        )
+def describe_error(error: Exception, index: MicrobatchIndex) -> WorkerError:
+    """Return an error of reading a microbatch as text."""
+    note = [f"while reading {index}", *getattr(error, "__notes__", ())][-1]
+    return WorkerError(f"{type(error).__name__}: {error}", note, "".join(traceback.format_exception(error)).rstrip())
 
 
 def exit_when_closed(keepalive: Connection) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from counterpoint.data.fetch import Fields, MapDataset
+from counterpoint.data.fetch import Fields, MapDataset, require_fields
 from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
 from counterpoint.data.sampler import Sampler
 from counterpoint.errors import PlanError
@@ -109,7 +109,7 @@ class DataSlices:
             low, high = self._reader.bounds(microbatch)
             if low < high:
                 weight = (high - low) / num_samples if isinstance(self.consistency, Bsp) else 1.0
-                yield Minibatch(self._reader.read(microbatch), high - low, weight)
+                yield Minibatch(require_fields(self._reader.read(microbatch), self.dataset), high - low, weight)
 
 
 def slice_sampler(

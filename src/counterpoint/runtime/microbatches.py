@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 from counterpoint.fabric.rank_scheduler import DEVICES
 from counterpoint.runtime.lowering import LoweredProgram
@@ -79,7 +80,7 @@ class SlicedBatch:
 
 
 def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
-    """Return samples ``start`` to ``stop`` of every tensor in a tensor, tuple, named tuple, list or dict."""
+    """Return samples ``start`` to ``stop`` of every tensor in a nest."""
     if isinstance(values, Tensor):
         return values[start:stop]
     if isinstance(values, dict):
@@ -87,6 +88,8 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
     if isinstance(values, list | tuple):
         parts = [slice_samples(value, start, stop) for value in values]
         return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+    if type(values) in SUPPORTED_NODES:  # such as a dataclass
+        return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, values)
     return values
 
 

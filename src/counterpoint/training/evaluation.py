@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-from counterpoint.data.fetch import MapDataset
-from counterpoint.data.sampler import Sampler
+from counterpoint.data.sampler import Cursor
 from counterpoint.runtime.loss_reduction import LossFunction, compute_mean_loss
-from counterpoint.training.batches.global_batch import DatasetBatch, collect_lengths
+from counterpoint.training.batches.batch_source import BatchSource
+from counterpoint.training.batches.global_batch import collect_lengths
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.metrics import MeanMetric, Metrics, merge_metrics
 
 MetricsFn: TypeAlias = Callable[[Any, Any], Metrics]
 
 
-def evaluate(local_ranks: LocalRanks, dataset: MapDataset, metrics: MetricsFn, batch_size: int) -> dict[str, float]:
-    """Return the mean of every metric over a dataset, the same on all ranks; the model is in evaluation mode.
+def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn) -> dict[str, float]:
+    """Return the mean of every metric over one epoch, the same on all ranks; the model is in evaluation mode.
 
     Replicas with different weights all evaluate the mean of their weights.
     """
     local_ranks.sync_state()
     per_batch: list[Metrics] = []
-    sampler = Sampler(len(dataset), batch_size, shuffle="sequential")
+    cursor = Cursor()
     with local_ranks.use_averaged_weights():
-        for index in range(sampler.num_batches):
-            feed = DatasetBatch(dataset, sampler.batch(0, index), local_ranks.global_num_microbatches)
-            local_ranks.evaluate(feed, lambda outputs, targets: per_batch.append(metrics(outputs, targets)), index)
+        while batches.count_left(cursor, 1):
+            batch = batches.batch_at(cursor, local_ranks.global_num_microbatches)
+            local_ranks.evaluate(
+                batch, lambda outputs, targets: per_batch.append(metrics(outputs, targets)), cursor.batch
+            )
+            cursor = replace(cursor, batch=cursor.batch + 1)
     return all_reduce_means(local_ranks, per_batch)
 
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import optim
 
-from counterpoint.data.fetch import MapDataset, fingerprint
-from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
-from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
-from counterpoint.data.sampler import Cursor, Indices, Sampler, split_batch
-from counterpoint.errors import CheckpointError, DataError, PlanError
+from counterpoint.data.sampler import Cursor, split_batch
+from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
-from counterpoint.training.batches.global_batch import DatasetBatch, microbatches_to_read
+from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.training.batches.batch_source import BatchSource
+from counterpoint.training.batches.global_batch import (
+    MicrobatchSelection,
+    committed_microbatches,
+    microbatches_to_read,
+    require_full_batch,
+)
 from counterpoint.training.callbacks.callback import (
     Callback,
     CheckpointSaved,
@@ -37,10 +42,12 @@ from counterpoint.training.checkpointing.per_stage import (
     recover_drafts_together,
     require_checkpoint_mode,
 )
+from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.local_ranks import LocalRanks, trace_step
 from counterpoint.training.optimizer_state import apply_group_options, from_json, get_group_options, to_json
 from counterpoint.training.validation import require_directory_path
+from counterpoint.value_codec import decode_value, encode_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class EvaluationConfig:
     """What is evaluated after every epoch and at the end.
 
     Args:
-        dataset: held-out data; None for no evaluation.
+        open_batches: returns the batches of the held-out data; None for no evaluation.
         metrics: the metrics function.
         every: evaluate after this many steps, too.
 
@@ -56,7 +63,7 @@ class EvaluationConfig:
         PlanError: a number is not positive.
     """
 
-    dataset: MapDataset | None
+    open_batches: Callable[[], BatchSource] | None
     metrics: MetricsFn
     every: int | None
 
@@ -92,26 +99,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DataLoadingConfig:
-    """How samples are read.
-
-    Args:
-        num_workers: processes of each rank that read; 0 for none but this one.
-        prefetch_factor: microbatches that each reads ahead.
-
-    Raises:
-        PlanError: a number is not positive.
-    """
-
-    num_workers: int
-    prefetch_factor: int
-
-    def __post_init__(self) -> None:
-        require_counts(prefetch_factor=self.prefetch_factor)
-        require_counts(optional=True, num_workers=self.num_workers or None)
-
-
-@dataclass(frozen=True, slots=True)
 class FitConfig:
     """What a fit does.
 
@@ -120,7 +107,6 @@ class FitConfig:
         max_steps: the largest number of steps.
         evaluation: what is evaluated.
         checkpoint: where checkpoints are.
-        data_loading: how samples are read.
 
     Raises:
         PlanError: a number is not positive.
@@ -130,7 +116,6 @@ class FitConfig:
     max_steps: int | None
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
-    data_loading: DataLoadingConfig
 
     def __post_init__(self) -> None:
         require_counts(epochs=self.num_epochs)
@@ -142,100 +127,7 @@ class FitConfig:
             self,
             evaluation=EvaluationConfig(None, self.evaluation.metrics, None),
             checkpoint=CheckpointConfig(None, None, None, "synchronous"),
-            data_loading=DataLoadingConfig(0, 1),
         )
-
-
-INDEX_LOOKAHEAD = 16
-"""The number of batches whose sample indices are computed at once."""
-
-
-class BatchSupplier:
-    """Reads the batches of a run; close it.
-
-    Args:
-        local_ranks: the ranks that read.
-        dataset: the dataset.
-        sampler: the order of samples.
-        num_workers: processes that read; 0 for none but this one.
-        prefetch_factor: microbatches that each reads ahead.
-    """
-
-    def __init__(
-        self, local_ranks: LocalRanks, dataset: MapDataset, sampler: Sampler, *, num_workers: int, prefetch_factor: int
-    ) -> None:
-        self.local_ranks = local_ranks
-        self.dataset = dataset
-        self.sampler = sampler
-        self.num_workers = num_workers
-        self.prefetch_factor = prefetch_factor
-        self.index_cache: dict[tuple[int, int], Indices] = {}
-        self.loader: MicrobatchLoader | None = None
-
-    def require_same_dataset(self) -> None:
-        """Check that all ranks were given the same dataset; a collective call.
-
-        Raises:
-            DataError: two were not.
-        """
-        fabric = self.local_ranks.world.fabrics[0]
-        if len(self.local_ranks.world.fabrics) == fabric.num_ranks:
-            return
-        local = fingerprint(self.dataset).to_dict()
-        for rank, other in enumerate(fabric.gather_values("dataset", dict(local), tuple(range(fabric.num_ranks)))):
-            if other != local:
-                raise DataError(
-                    f"rank {fabric.rank} and rank {rank} were given different datasets, {local} and {other}; every "
-                    "rank passes the whole dataset and reads its own samples of it: remove the sharding"
-                )
-
-    def start(self, cursor: Cursor, num_batches: int) -> None:
-        """Start reading from the cursor on, with workers if there are any.
-
-        Args:
-            cursor: the next batch.
-            num_batches: how many batches are left.
-        """
-        assert self.local_ranks.compiled is not None, "built"
-        reading = MicrobatchReader(self.dataset, self.sampler, self.local_ranks.global_num_microbatches)
-        compiled = self.local_ranks.compiled
-        micros = microbatches_to_read(
-            compiled.step_variants[-1].program, self.local_ranks.ranks, compiled.model.input_blocks
-        )
-        if not micros or not num_batches:
-            return
-        reading.warn_of_shared_rng(MicrobatchIndex(cursor.epoch, cursor.batch, micros[0]))
-        if self.num_workers:
-            spots = iter_microbatch_indices(reading, (cursor.epoch, cursor.batch), num_batches, micros)
-            self.loader = MicrobatchLoader(
-                reading,
-                spots,
-                num_workers=self.num_workers,
-                prefetch_factor=self.prefetch_factor,
-                timeout_s=self.local_ranks.options.timeout_s,
-            )
-
-    def batch_at(self, cursor: Cursor) -> DatasetBatch:
-        """Return the batch at a cursor."""
-        loader, (epoch, batch) = self.loader, (cursor.epoch, cursor.batch)
-        reader = None if loader is None else lambda micro: loader.get_fields(MicrobatchIndex(epoch, batch, micro))
-        seed, num_micros = self.sampler.seed, self.local_ranks.global_num_microbatches
-        return DatasetBatch(
-            self.dataset, self.sample_indices(cursor), num_micros, seed=seed, epoch=epoch, reader=reader
-        )
-
-    def sample_indices(self, cursor: Cursor) -> Indices:
-        """Return the sample indices of a batch; those of a few batches are computed at once."""
-        if (cursor.epoch, cursor.batch) not in self.index_cache:
-            batches = self.sampler.batches(cursor.epoch, cursor.batch, INDEX_LOOKAHEAD)
-            self.index_cache = {(cursor.epoch, index): batch for index, batch in enumerate(batches, cursor.batch)}
-        return self.index_cache[cursor.epoch, cursor.batch]
-
-    def close(self) -> None:
-        """Stop the workers."""
-        if self.loader is not None:
-            self.loader.close()
-            self.loader = None
 
 
 TRACED_STEP = 3
@@ -247,9 +139,8 @@ class FitLoop:
 
     Args:
         local_ranks: the ranks.
-        dataset: the training data.
-        sampler: the order of samples.
-        config: evaluations, checkpoints and data loading.
+        batches: the training data.
+        config: evaluations and checkpoints.
         lr_scheduler: the learning rate scheduler, if any.
         callbacks: called at every event.
     """
@@ -257,36 +148,34 @@ class FitLoop:
     def __init__(
         self,
         local_ranks: LocalRanks,
-        dataset: MapDataset,
-        sampler: Sampler,
+        batches: BatchSource,
         config: FitConfig,
         lr_scheduler: optim.lr_scheduler.LRScheduler | None,
         callbacks: Iterable[Callback],
     ) -> None:
         self.local_ranks = local_ranks
-        self.dataset = dataset
-        self.sampler = sampler
+        self.batches = batches
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.callbacks = list(callbacks)
         self.progress = self.first_progress = save_restore.TrainProgress()
         self.last_evaluation_step = -1
         self.stage_checkpointer: StageCheckpointer | None = None
-        self.batch_supplier = BatchSupplier(
-            local_ranks,
-            dataset,
-            sampler,
-            num_workers=config.data_loading.num_workers,
-            prefetch_factor=config.data_loading.prefetch_factor,
-        )
+        self.committed_microbatches: list[int] = []  # if other processes have ranks, too
 
     @property
-    def num_steps(self) -> int:
-        """The steps of the whole run."""
-        steps = self.config.num_epochs * self.sampler.num_batches
-        return self.first_progress.step + (
-            steps if self.config.max_steps is None else min(steps, self.config.max_steps)
-        )
+    def num_steps(self) -> int | None:
+        """The steps of the whole run; None if only the end of its data will tell."""
+        counts = [] if self.config.max_steps is None else [self.config.max_steps]
+        if self.batches.num_batches is not None:
+            counts.append(self.config.num_epochs * self.batches.num_batches)
+        return self.first_progress.step + min(counts) if counts else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is no step left."""
+        is_last_step = self.num_steps is not None and self.progress.step >= self.num_steps
+        return is_last_step or self.progress.cursor.epoch >= self.first_progress.cursor.epoch + self.config.num_epochs
 
     def continue_from(self, done: save_restore.TrainProgress) -> None:
         """Count on from an earlier fit, at the start of the epoch after its last one."""
@@ -297,8 +186,7 @@ class FitLoop:
         """Take all remaining steps."""
         ranks, progress, checkpoint = self.local_ranks, self.progress, self.config.checkpoint
         assert ranks.compiled is not None, "built"
-        event = RunStart(ranks.compiled, progress.step, self.num_steps, self.sampler.batch_size, ranks.choice)
-        self.batch_supplier.require_same_dataset()
+        event = RunStart(ranks.compiled, progress.step, self.num_steps, self.batches.batch_size, ranks.choice)
         self.require_valid_last_batch()
         require_checkpoint_mode(self.local_ranks, checkpoint.mode, checkpoint.every)
         for callback in self.callbacks:
@@ -306,15 +194,16 @@ class FitLoop:
         save_restore.create_checkpoint_dir(self.local_ranks, checkpoint.folder)
         if checkpoint.mode == "per_stage" and checkpoint.folder is not None:
             self.stage_checkpointer = StageCheckpointer(self.local_ranks, checkpoint.folder, checkpoint.keep_last)
-        self.batch_supplier.start(self.progress.cursor, self.num_steps - self.progress.step)
-        first_step = self.progress.step
-        while self.progress.step < self.num_steps:
-            self.step(traced=self.progress.step == min(first_step + TRACED_STEP, self.num_steps - 1))
+        self.start_reading()
+        first_step, num_steps = self.progress.step, self.num_steps
+        traced_step = first_step + TRACED_STEP if num_steps is None else min(first_step + TRACED_STEP, num_steps - 1)
+        while not self.is_finished:
+            self.step(traced=self.progress.step == traced_step)
             if self.should_evaluate():
                 self.evaluate()
             if checkpoint.every is not None and self.progress.step % checkpoint.every == 0:
                 self.save_checkpoint()
-        if self.config.evaluation.dataset is not None and self.last_evaluation_step != self.progress.step:
+        if self.config.evaluation.open_batches is not None and self.last_evaluation_step != self.progress.step:
             self.evaluate()
         self.local_ranks.export_weights()
         if self.stage_checkpointer is not None:
@@ -331,14 +220,29 @@ class FitLoop:
         Raises:
             DataError: one of its microbatches has one sample, and batch norm one value per channel of it.
         """
-        last_index, cursor = self.sampler.num_batches - 1, self.progress.cursor
-        count = self.sampler.batch_len(last_index)
-        sizes = [stop - start for start, stop in split_batch(count, self.local_ranks.global_num_microbatches)]
-        if 1 not in sizes or self.num_steps - self.progress.step <= last_index - cursor.batch:
+        cursor, count = self.progress.cursor, self.batches.last_batch_len(self.progress.cursor.epoch)
+        if count is None or self.batches.num_batches is None or self.num_steps is None:
             return
-        batch = DatasetBatch(self.dataset, self.sampler.batch(cursor.epoch, last_index)[:1], 1)
+        sizes = [stop - start for start, stop in split_batch(count, self.local_ranks.global_num_microbatches)]
+        if 1 not in sizes or self.num_steps - self.progress.step < self.batches.num_batches - cursor.batch:
+            return
+        batch = self.batches.sample_batch(1)
         location = f"the last batch of an epoch has {count} samples, and microbatch {sizes.index(1)} of it has only 1"
         check_single_sample(self.local_ranks.model, as_call_args(batch.inputs(0)), location)
+
+    def start_reading(self) -> None:
+        """Start reading the batches that are left."""
+        ranks = self.local_ranks
+        assert ranks.compiled is not None, "built"
+        micros = microbatches_to_read(
+            ranks.compiled.step_variants[-1].program, ranks.ranks, ranks.compiled.model.input_blocks
+        )
+        if has_remote_ranks(ranks.world):
+            program, first = ranks.compiled.step_variants[-1].program, ranks.world.fabrics[0].rank
+            self.committed_microbatches = committed_microbatches(program, first)
+        selection = MicrobatchSelection(micros, ranks.global_num_microbatches, ranks.options.timeout_s)
+        num_left = None if self.num_steps is None else self.num_steps - self.progress.step
+        self.batches.start(self.progress.cursor, num_left, selection)
 
     def step(self, *, traced: bool) -> None:
         """Take one step."""
@@ -347,8 +251,8 @@ class FitLoop:
         warmup = in_flight.warmup_steps(number)
         for step in range(number, min(number + in_flight.lookahead + 1, self.next_flush())):
             if step not in in_flight.batches:
-                in_flight.batches[step] = self.batch_supplier.batch_at(
-                    replace(cursor, batch=cursor.batch + step - number)
+                in_flight.batches[step] = self.batches.batch_at(
+                    replace(cursor, batch=cursor.batch + step - number), self.local_ranks.global_num_microbatches
                 )
         for step in warmup:
             self.local_ranks.step(step, in_flight.batch_source(step))
@@ -356,11 +260,16 @@ class FitLoop:
             result, trace = trace_step(self.local_ranks, number, in_flight.batch_source(number))
         else:
             result, trace = self.local_ranks.step(number, in_flight.batch_source(number)), None
-        num_samples = sum(in_flight.batches.pop(number).sizes.values())
+        batch = in_flight.batches.pop(number)
+        if self.committed_microbatches and isinstance(batch, SlicedBatch):  # of a stream, which may differ on ranks
+            rank = self.local_ranks.world.fabrics[0].rank
+            require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
+        num_samples = sum(batch.sizes.values())
+        num_left = self.batches.count_left(cursor, 2)  # this batch, and whether there is another one
         self.local_ranks.optimizer_spec.after_step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.progress = save_restore.TrainProgress(number + 1, cursor.advance(self.sampler.num_batches))
+        self.progress = save_restore.TrainProgress(number + 1, cursor.advance(cursor.batch + num_left))
         event = StepEnd(
             number,
             cursor.epoch,
@@ -379,24 +288,26 @@ class FitLoop:
     def next_flush(self) -> int:
         """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch."""
         step, cursor = self.progress.step, self.progress.cursor
-        evaluate_every = self.config.evaluation.every if self.config.evaluation.dataset is not None else None
+        evaluate_every = self.config.evaluation.every if self.config.evaluation.open_batches is not None else None
         save_every = self.config.checkpoint.every if self.stage_checkpointer is None else None
         periods = [period for period in (evaluate_every, save_every) if period is not None]
         next_times = [step - step % period + period for period in periods]
-        return min(self.num_steps, step + self.sampler.num_batches - cursor.batch, *next_times)
+        next_times += [] if self.num_steps is None else [self.num_steps]
+        num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1)
+        return min([step + num_left, *next_times])
 
     def should_evaluate(self) -> bool:
         """Tell whether to evaluate now."""
-        if self.config.evaluation.dataset is None:
+        if self.config.evaluation.open_batches is None:
             return False
         every = self.config.evaluation.every
         return self.progress.cursor.batch == 0 or (every is not None and self.progress.step % every == 0)
 
     def evaluate(self) -> None:
         """Evaluate held-out data and call the callbacks."""
-        assert self.config.evaluation.dataset is not None, "there is held-out data"
-        size = max(self.sampler.batch_size, self.local_ranks.global_num_microbatches)
-        metrics = evaluate(self.local_ranks, self.config.evaluation.dataset, self.config.evaluation.metrics, size)
+        assert self.config.evaluation.open_batches is not None, "there is held-out data"
+        batches = self.config.evaluation.open_batches()
+        metrics = evaluate(self.local_ranks, batches, self.config.evaluation.metrics)
         self.last_evaluation_step = self.progress.step
         for callback in self.callbacks:
             callback.on_evaluation(EvaluationEnd(self.progress.step, metrics))
@@ -434,9 +345,10 @@ class FitLoop:
         """Return the metadata of a checkpoint, in addition to tensors and cursor."""
         return {
             "schedule": to_json(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
-            "dataset": fingerprint(self.dataset).to_dict(),
-            "batch_size": self.sampler.batch_size,
-            "seed": self.sampler.seed,
+            **self.batches.metadata(),
+            "data": b64encode(
+                encode_value(self.batches.state_at(self.progress.cursor), "the data's position")
+            ).decode(),
             "optimizer": self.local_ranks.optimizer_spec.optimizer_class.__name__,
             "options": [get_group_options(group) for group in self.local_ranks.optimizer_spec.optimizer.param_groups],
         }
@@ -463,6 +375,8 @@ class FitLoop:
             if self.local_ranks.world.fabrics[0].rank == 0:
                 self.warn_restored_lr(path, group, options)
             apply_group_options(group, options)
+        if "data" in metadata:
+            self.batches.load_state(self.progress.cursor, decode_value(b64decode(metadata["data"])))
 
     def require_same_config(self, path: Path, metadata: Mapping[str, Any]) -> None:
         """Check that a checkpoint's metadata are those of this run.
@@ -475,7 +389,7 @@ class FitLoop:
             if "options" in values:  # their values are restored, their number must be equal
                 values["number of parameter groups"] = len(values["options"])
         for name in ("dataset", "batch_size", "seed", "optimizer", "number of parameter groups"):
-            if name in saved and saved[name] != own[name]:
+            if name in saved and name in own and saved[name] != own[name]:
                 raise CheckpointError(
                     f"{path} was saved with {name.replace('_', ' ')} {saved[name]}, this run has {own[name]}; a run "
                     "can only continue with the same samples and optimizer; resume with them, or start a new run"
@@ -487,7 +401,7 @@ class FitLoop:
         if isinstance(given_lr, float) and isinstance(restored_lr, float) and given_lr != restored_lr:
             warnings.warn(
                 f"the optimizer was made with lr={given_lr:g}, but {path} has {restored_lr:g}, which is restored: the "
-                f"global batch is {self.sampler.batch_size} samples as before, and needs no other learning rate for "
+                f"global batch is {self.batches.batch_size} samples as before, and needs no other learning rate for "
                 "another number of ranks; to change it, set it in trainer.optimizer in a callback's on_start",
                 stacklevel=4,
             )
@@ -498,7 +412,7 @@ class FitLoop:
         Raises:
             CheckpointError: it is.
         """
-        if step > self.num_steps:
+        if self.num_steps is not None and step > self.num_steps:
             raise CheckpointError(
                 f"{path} is of step {step}, but this run ends at step {self.num_steps}; epochs and steps are counted "
                 "from the start of the run, not from the checkpoint: give more, or resume from an earlier checkpoint"
@@ -506,7 +420,7 @@ class FitLoop:
 
     def close(self, error: BaseException | None) -> None:
         """Stop the workers, and call the callbacks' ``on_end``."""
-        self.batch_supplier.close()
+        self.batches.close()
         if self.stage_checkpointer is not None:
             self.stage_checkpointer.close()
         for callback in self.callbacks:

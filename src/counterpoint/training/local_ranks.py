@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
-from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_sample_independence
@@ -75,11 +75,12 @@ from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
-from counterpoint.training.distributed_world import DistributedWorld, FabricWorld
+from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.model_consistency import (
+    CallFacts,
     ParameterMutationCheck,
     broadcast_initial_values,
-    require_same_model,
+    describe_ranks,
 )
 from counterpoint.training.model_partition import (
     build_model_spec,
@@ -92,7 +93,13 @@ from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.stale_weights import StaleWeights
-from counterpoint.training.validation import check_batch_norm, require_no_shared_memory, uses_sync_batch_norm
+from counterpoint.training.validation import (
+    check_batch_norm,
+    describe_unusual_inputs,
+    require_no_shared_memory,
+    require_values,
+    uses_sync_batch_norm,
+)
 
 
 @contextmanager
@@ -219,36 +226,51 @@ class LocalRanks:
         """Group gradients for reductions during backward like this, before :meth:`build`."""
         self.buckets = buckets
 
-    def build(self, inputs: Any, num_samples: int) -> CompiledPlan:  # noqa: ANN401 - whatever the model takes
+    def build(
+        self,
+        inputs: Any,  # noqa: ANN401 - whatever the model takes
+        num_samples: int,
+        call: CallFacts = CallFacts(),  # noqa: B008 - immutable
+    ) -> CompiledPlan:
         """Partition the model, compile the plan for it, and build the ranks; once.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
+            call: what the call was given that needs the ranks.
 
         Raises:
             PlanError: the model and the plan do not fit together, or ranks hold different models.
+            DataError: ranks have different data.
         """
         if self.compiled is None or self.mutation_check is None:
-            self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
+            self.build_ranks(self.compile_plan(inputs, num_samples, call), to_device(inputs, self.device))
         assert self.compiled is not None, "compiled"
         return self.compiled
 
-    def compile_plan(self, inputs: Any, num_samples: int) -> PartitionedModel:  # noqa: ANN401 - whatever the model takes
+    def compile_plan(
+        self,
+        inputs: Any,  # noqa: ANN401 - whatever the model takes
+        num_samples: int,
+        call: CallFacts = CallFacts(),  # noqa: B008 - immutable
+    ) -> PartitionedModel:
         """Partition the model and compile the plan for it; return the partition.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
+            call: what the call was given that needs the ranks.
 
         Raises:
             PlanError: the model and the plan do not fit together, or ranks hold different models.
+            DataError: ranks have different data.
         """
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
-        self.check_model_consistency()
+        self.check_model_consistency(call)
+        require_values(inputs)
         inputs = to_device(inputs, self.device)
-        partition = partition_for_plan(self.plan, self.model, inputs, self.options)
+        partition = self.make_partition(inputs)
         require_no_grad_hooks(self.model, partition, self.plan)
         require_no_shared_memory(self.model, self.plan)
         if self.options.cross_sample == "error" and any(
@@ -285,6 +307,25 @@ class LocalRanks:
             self.options.cross_sample == "error",
         )
         return partition
+
+    def make_partition(self, inputs: Any) -> PartitionedModel:  # noqa: ANN401 - whatever the model takes
+        """Partition the model, which runs it on the inputs.
+
+        Raises:
+            PlanError: it does not fit the plan.
+            DataError: it fails on inputs that are unusual.
+        """
+        try:
+            return partition_for_plan(self.plan, self.model, inputs, self.options)
+        except CounterpointError:
+            raise
+        except Exception as error:
+            reason = describe_unusual_inputs(self.model, inputs)
+            if not reason:
+                raise
+            raise DataError(
+                f"{type(self.model).__name__} failed on the first batch, {type(error).__name__}: {error}; {reason}"
+            ) from error
 
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
         """Build this process's ranks from a partition of the model."""
@@ -387,16 +428,18 @@ class LocalRanks:
                 "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
             )
 
-    def check_model_consistency(self) -> None:
-        """Check that all processes hold the same model and plan, and broadcast rank 0's values.
+    def check_model_consistency(self, call: CallFacts) -> None:
+        """Check that all processes hold the same model, plan and data, and broadcast rank 0's values.
 
         Raises:
             PlanError: they differ; see :mod:`counterpoint.training.model_consistency`.
+            DataError: the data differ.
         """
         fabric = self.world.fabrics[0]
-        if len(self.world.fabrics) < fabric.num_ranks:
+        if has_remote_ranks(self.world):
             plan = plan_fingerprint(self.plan, self.options.profile)
-            require_same_model(fabric, self.model, plan, self.optimizer_spec.optimizer, self.loss, self.options)
+            own = describe_ranks(self.model, plan, self.optimizer_spec.optimizer, self.loss, self.options)
+            call.require_same(fabric, own)
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.model, self.options.init_sync)
         model_device(self.model)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
 from types import CodeType
@@ -27,7 +27,13 @@ from counterpoint.training.options import TrainingOptions
 NamedFacts: TypeAlias = Sequence[Sequence[str]]
 """Pairs of a name and a description, in order."""
 
+SAME_DATA = "every rank passes the whole data and reads its own samples of them: remove the sharding"
 REMEDIES = {
+    "the data": SAME_DATA,
+    "the dataset": SAME_DATA,
+    "the held-out data": SAME_DATA,
+    "the first batch": f"{SAME_DATA}, and draw nothing that differs",
+    "the order of samples": "give samplers, and their generators, the same seed on all of them",
     "the model": "call model.train(), or model.eval(), on all of them",
     "the loss": "give the same function, with the same code and the same settings, on all of them",
     "the plan": "give the same strategy and num_microbatches on all of them",
@@ -41,28 +47,53 @@ BUILD_IDENTICALLY = "every rank must build the same one: look for a setting, a f
 SORT_HINT = "parameters are in the order of their creation: sort the results of a set, os.listdir or glob before a loop"
 
 
-def require_same_model(
-    fabric: Fabric,
-    model: nn.Module,
-    plan: str,
-    optimizer: optim.Optimizer,
-    loss: LossFunction,
-    options: TrainingOptions,
-) -> None:
-    """Check that all ranks were given the same model, plan, optimizer, loss and options; a collective call.
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """What a call was given on this rank, in addition to what the ranks were made with.
 
     Args:
-        fabric: this rank's fabric.
+        arguments: the arguments of the call.
+        data: what identifies its data.
+    """
+
+    arguments: NamedFacts = ()
+    data: NamedFacts = ()
+
+    def require_same(self, fabric: Fabric, own: Sequence[NamedFacts] = ()) -> None:
+        """Check that all ranks were given the same; a collective call.
+
+        Args:
+            fabric: this rank's fabric.
+            own: what this rank was made with, if that is not yet compared.
+
+        Raises:
+            PlanError: arguments, or what ranks were made with, differ; all ranks raise the same first difference.
+            DataError: the data differ.
+        """
+        facts = [list(self.arguments), *own, list(self.data)]
+        gathered = fabric.gather_values("model", facts, tuple(range(fabric.num_ranks)))
+        differences = list(map(first_difference, zip(*cast("list[list[NamedFacts]]", gathered), strict=True)))
+        if differences[0]:
+            raise PlanError(f"the ranks do not make the same call: {differences[0]}")
+        if any(differences[1:-1]):
+            raise PlanError(f"the ranks do not train the same model: {next(filter(None, differences))}")
+        if differences[-1]:
+            raise DataError(f"the ranks were given different data: {differences[-1]}")
+
+
+def describe_ranks(
+    model: nn.Module, plan: str, optimizer: optim.Optimizer, loss: LossFunction, options: TrainingOptions
+) -> list[NamedFacts]:
+    """Return what ranks are made with, in the order in which it is compared.
+
+    Args:
         model: this rank's model.
         plan: the plan as text, with all that determines its program.
         optimizer: this rank's optimizer; every rank updates its part of one model by its options.
         loss: this rank's loss function; its name and its code are compared.
         options: this rank's options.
-
-    Raises:
-        PlanError: they differ; all ranks raise the same first difference.
     """
-    facts = [
+    return [
         [["the plan", plan]],
         *describe_structure(model),
         [["the model", describe_mode(model)]],
@@ -70,10 +101,14 @@ def require_same_model(
         describe_options(options),
         [["the loss", describe_function(loss)]],
     ]
-    facts_by_rank = cast("list[list[NamedFacts]]", fabric.gather_values("model", facts, tuple(range(fabric.num_ranks))))
-    difference = next(filter(None, map(first_difference, zip(*facts_by_rank, strict=True))), "")
-    if difference:
-        raise PlanError(f"the ranks do not train the same model: {difference}")
+
+
+def describe_arguments(values: Mapping[str, object]) -> list[list[str]]:
+    """Return the arguments of a call by name."""
+    return [
+        [f"the argument {name}", describe_function(value) if callable(value) else describe_value(value)]
+        for name, value in values.items()
+    ]
 
 
 def describe_structure(model: nn.Module) -> list[list[list[str]]]:
@@ -201,7 +236,9 @@ def first_difference(facts_by_rank: Sequence[NamedFacts]) -> str:
         if len(names) == 1:
             name = names.pop()
             groups = group_ranks_by_fact(facts, lambda fact, rank_text: f"{fact[1]} on {rank_text}")
-            remedy = REMEDIES.get(name, SAME_OPTION if name.startswith("the option ") else BUILD_IDENTICALLY)
+            remedy = REMEDIES.get(
+                name, SAME_OPTION if name.startswith(("the option ", "the argument ")) else BUILD_IDENTICALLY
+            )
             return f"{name} is {groups}; {remedy}"
         groups = group_ranks_by_fact(
             facts, lambda fact, rank_text: f"{rank_text} {'have' if ',' in rank_text else 'has'} {fact[0] or 'no more'}"

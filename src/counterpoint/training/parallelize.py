@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import nn, optim
 
+from counterpoint.data.batch_form import ForwardArguments, as_inputs, register_dataclasses, split_targets
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
@@ -20,12 +21,12 @@ from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.batches.global_batch import (
     batch_digest,
     committed_microbatches,
     count_samples,
     make_global_batch,
+    require_full_batch,
     require_same_batches,
     warn_forked_workers,
 )
@@ -46,6 +47,8 @@ from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 
+NO_TARGETS = object()
+"""In place of targets that were not given."""
 RENAMED_METHODS = {"give_back": "export_weights", "take": "import_weights"}
 """Former names of methods of :class:`TrainStep`."""
 
@@ -79,6 +82,7 @@ class TrainStep:
         self.local_ranks = local_ranks
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
+        self.arguments = ForwardArguments.of(local_ranks.model)
         self.number = 0
         self.has_fixed_microbatches = has_fixed_microbatches
         self.is_closed = False
@@ -87,12 +91,14 @@ class TrainStep:
         self.known_pids: set[int] = set()  # child processes that were checked
         self.has_warned_of_fork = False  # of forked workers
 
-    def __call__(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401 - whatever model and loss take
-        """Train on one global batch.
+    def __call__(self, inputs: Any, targets: Any = NO_TARGETS) -> float:  # noqa: ANN401 - whatever model and loss take
+        """Train on one global batch: ``step(inputs, targets)``, or ``step(batch)`` for one that has both.
 
         Args:
-            inputs: a tensor, or a tuple or dict of tensors, with the samples along dim 0.
-            targets: likewise.
+            inputs: a tensor, or a tuple, a dict or another nest of tensors, with the samples along dim 0; without
+                targets a batch: a tuple ``(inputs..., target)``, a dict, of which the model gets keyword arguments and
+                the loss ``labels``, or another nest.
+            targets: likewise, for the loss.
 
         Returns:
             The mean loss over the batch of all ranks, before the update. Under an asynchronous pipeline (pipedream),
@@ -108,6 +114,10 @@ class TrainStep:
                 f"step {self.number} was called after close(); close when training is over, and call parallelize(...) "
                 "again to train further"
             )
+        if targets is NO_TARGETS:
+            inputs, targets = split_targets(inputs, self.arguments)
+        elif isinstance(inputs, Mapping):
+            inputs = as_inputs(inputs)
         if self.batch_exchange is not None:
             return self.step_with_rank_batch(self.batch_exchange, (inputs, targets))
         count = count_samples(inputs, targets)
@@ -133,7 +143,8 @@ class TrainStep:
             result = self.local_ranks.step(number, in_flight.batch_source(number))
         batch = in_flight.batches.pop(number, None)
         if self.is_multi_process and isinstance(batch, SlicedBatch):
-            self.require_full_batch(number, result, batch)
+            rank = self.local_ranks.world.fabrics[0].rank
+            require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         self.local_ranks.optimizer_spec.after_step()
         return result.loss
 
@@ -228,6 +239,7 @@ class TrainStep:
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
+        register_dataclasses((inputs, targets))
         local_ranks = self.local_ranks
         fabric = local_ranks.world.fabrics[0]
         self.is_multi_process = has_remote_ranks(local_ranks.world)
@@ -261,20 +273,6 @@ class TrainStep:
             min_samples = min_microbatch_size(local_ranks.model)
             local_ranks.use_plan(local_ranks.plan.with_microbatches_for(count, min_samples=min_samples))
         local_ranks.plan.require_batch(count)
-
-    def require_full_batch(self, number: int, result: StepResult, batch: SlicedBatch) -> None:
-        """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
-
-        Raises:
-            DataError: some had another batch.
-        """
-        expected = sum(batch.sizes[microbatch] for microbatch in self.committed_microbatches)
-        if expected and result.num_samples not in {0, expected}:
-            raise DataError(
-                f"rank {self.local_ranks.world.fabrics[0].rank} counts {expected} samples in step {number}, but the "
-                f"ranks together {result.num_samples}, so they were given different batches, and the step used a wrong "
-                "batch; every rank passes the same global batch and takes its own part of it"
-            )
 
     @property
     def optimizer(self) -> optim.Optimizer:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn, optim
+from torch.utils.data import DataLoader
 
 from counterpoint.compiler.compile import CompiledPlan
-from counterpoint.data.fetch import MapDataset
-from counterpoint.data.sampler import Sampler, split_batch
+from counterpoint.data.batch_form import ForwardArguments
+from counterpoint.data.fetch import CollateFn
+from counterpoint.data.sampler import split_batch
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
@@ -22,15 +24,17 @@ from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
-from counterpoint.training.batches.global_batch import DatasetBatch
+from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
+from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
 from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
-from counterpoint.training.distributed_world import open_world
+from counterpoint.training.distributed_world import has_remote_ranks, open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate, make_loss_metric
-from counterpoint.training.fit_loop import CheckpointConfig, DataLoadingConfig, EvaluationConfig, FitConfig, FitLoop
+from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
 from counterpoint.training.local_ranks import LocalRanks, abort_training
+from counterpoint.training.model_consistency import CallFacts, NamedFacts, describe_arguments
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
 from counterpoint.training.options import RENAMED_FIT_OPTIONS
 from counterpoint.training.plan_resolution import (
@@ -45,7 +49,6 @@ from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import (
     min_microbatch_size,
-    require_map_style,
     require_scheduler_batch,
     require_step_scheduler,
     wrap_optimizer,
@@ -107,6 +110,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.loss = loss
+        self.arguments = ForwardArguments.of(model)
         self.options = parse_options(options)
         self.environment = environment if environment is not None else detect()
         requested_plan = RequestedPlan(strategy, num_microbatches, passes)
@@ -150,14 +154,15 @@ class Trainer:
 
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
         self,
-        dataset: MapDataset,
+        dataset: TrainingData,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
+        collate_fn: CollateFn | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
-        eval_dataset: MapDataset | None = None,
+        eval_dataset: TrainingData | None = None,
         metrics: MetricsFn | None = None,
         evaluate_every: int | None = None,
         checkpoint_dir: str | Path | None = None,
@@ -173,13 +178,18 @@ class Trainer:
         :meth:`close` or after an error if all ranks are in this process.
 
         Args:
-            dataset: map-style, samples ``(inputs..., target)``.
+            dataset: with ``batch_size``, samples: a map-style dataset or any iterable of samples. Without it, global
+                batches: a ``DataLoader``, whose batch size is that of the global batch, an iterable of batches, or a
+                function that returns one. A batch or a sample is a tuple ``(inputs..., target)``, a dict, of which the
+                model gets keyword arguments and the loss ``labels``, or another nest of tensors.
             batch_size: samples of one *global* batch, over all ranks.
+            collate_fn: makes a batch of a list of samples, which are those of a global batch; by default each field is
+                stacked.
             epochs: passes over the dataset.
             max_steps: the largest number of steps of the whole run, including those before a resume.
             num_workers: processes of each rank that read its samples; 0 reads them when they are needed.
             prefetch_factor: microbatches that each worker reads ahead.
-            eval_dataset: held-out data, evaluated after every epoch and at the end.
+            eval_dataset: held-out data, like ``dataset``, evaluated after every epoch and at the end.
             metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
             evaluate_every: also evaluate after this many steps.
             checkpoint_dir: folder of checkpoints, written at the end.
@@ -195,49 +205,92 @@ class Trainer:
 
         Raises:
             PlanError: the batch does not divide into the plan's microbatches, or a number is not positive.
-            DataError: a loss is not finite, a parameter is unused, a sample is wrong.
+            DataError: a loss is not finite, a parameter is unused, a sample is wrong, ranks have different data.
             CheckpointError: a checkpoint cannot be written or read.
         """
         for name in renamed:
             raise PlanError(
                 f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}"
             )
-        require_counts(batch_size=batch_size)
+        require_counts(optional=True, batch_size=batch_size)
         checkpoint = CheckpointConfig(
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
         )
+        loading = DataLoadingConfig() if self.recorder is not None else DataLoadingConfig(num_workers, prefetch_factor)
+        open_eval_batches = partial(self.open_eval_batches, eval_dataset, batch_size, collate_fn)
         evaluation = EvaluationConfig(
-            eval_dataset,
-            metrics
-            if metrics is not None
-            else make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum"),
+            open_eval_batches if eval_dataset is not None else None,
+            metrics if metrics is not None else self.loss_metric(),
             evaluate_every,
         )
-        goals = FitConfig(epochs, max_steps, evaluation, checkpoint, DataLoadingConfig(num_workers, prefetch_factor))
+        goals = FitConfig(epochs, max_steps, evaluation, checkpoint)
         if self.recorder is not None:
             goals, resume = goals.without_outputs(), None
         history = History()
-        run = self.build_fit_loop(dataset, batch_size, goals, history)
+        first_epoch = self.progress.cursor.epoch + (self.progress.cursor.batch > 0)
+        batches = open_batches(
+            dataset,
+            arguments=self.arguments,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            loading=loading,
+            seed=self.options.seed,
+            first_epoch=first_epoch,
+        )
+        arguments = describe_arguments(
+            {
+                "batch_size": batches.batch_size, "collate_fn": collate_fn, "epochs": epochs, "max_steps": max_steps,
+                "metrics": metrics, "evaluate_every": evaluate_every, "checkpoint_dir": checkpoint_dir is not None,
+                "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode,
+                "resume": resume is not None, "eval_dataset": eval_dataset is not None,
+            }
+        )  # fmt: skip
+        run = self.build_fit_loop(batches, goals, history, arguments)
         self.run_fit(run, Path(resume) if resume is not None else None)
         if self.recorder is not None:
             self.recorder.after_training()
         return history
 
-    def build_fit_loop(self, dataset: MapDataset, batch_size: int, config: FitConfig, history: History) -> FitLoop:
-        """Return a fit that has not started, with ranks that are ready for it; the history records its events.
+    def open_eval_batches(
+        self, dataset: TrainingData, batch_size: int | None, collate_fn: CollateFn | None
+    ) -> BatchSource:
+        """Return the batches of held-out data, in their order; by default of 64 samples per microbatch."""
+        count = self.plan.global_num_microbatches
+        if batch_size is not None:
+            batch_size = max(batch_size, count)
+        elif is_map_style(dataset) and not isinstance(dataset, list | tuple):
+            batch_size = 64 * count
+        return open_batches(
+            dataset,
+            arguments=self.arguments,
+            batch_size=None if isinstance(dataset, DataLoader) else batch_size,
+            collate_fn=None if isinstance(dataset, DataLoader) else collate_fn,
+            loading=DataLoadingConfig(),
+            shuffle="sequential",
+        )
+
+    def build_fit_loop(
+        self, batches: BatchSource, config: FitConfig, history: History, arguments: NamedFacts = ()
+    ) -> FitLoop:
+        """Return a fit that has not started, with ranks that are ready for it.
+
+        Args:
+            batches: the training data.
+            config: what the fit does.
+            history: records its events.
+            arguments: of the fit, which are the same on all ranks.
 
         Raises:
-            PlanError: the batch does not divide into the plan's microbatches.
-            DataError: the dataset is not map-style.
+            PlanError: the batch does not divide into the plan's microbatches, or ranks have other arguments.
+            DataError: ranks have other data.
         """
-        require_map_style(dataset)
-        sampler = Sampler(len(dataset), batch_size, self.options.seed)
-        require_scheduler_batch(self.lr_scheduler, batch_size, sampler.num_batches)
-        self.resolve_plan(dataset, batch_size)
-        self.plan.require_batch(batch_size)
-        team = self.ensure_ranks(dataset, batch_size)
+        require_scheduler_batch(self.lr_scheduler, batches.batch_size, batches.num_batches)
+        self.resolve_plan(batches)
+        if batches.is_fixed_size:
+            self.plan.require_batch(batches.batch_size)
+        team = self.ensure_ranks(batches, arguments)
         callbacks = self.callbacks if self.rank == 0 else callbacks_on_every_rank(self.callbacks)
-        return FitLoop(team, dataset, sampler, config, self.lr_scheduler, [history, *callbacks])
+        return FitLoop(team, batches, config, self.lr_scheduler, [history, *callbacks])
 
     def run_fit(self, fit_loop: FitLoop, resume: Path | None) -> None:
         """Take all steps of a fit; an error closes the ranks.
@@ -275,30 +328,29 @@ class Trainer:
 
     @renamed_parameters({"measure": RENAMED_FIT_OPTIONS["measure"]})
     def evaluate(
-        self, dataset: MapDataset, *, metrics: MetricsFn | None = None, batch_size: int | None = None
+        self,
+        dataset: TrainingData,
+        *,
+        metrics: MetricsFn | None = None,
+        batch_size: int | None = None,
+        collate_fn: CollateFn | None = None,
     ) -> dict[str, float]:
         """Evaluate the model on a dataset, with the plan's own ranks; the result is the same on all of them.
 
         Args:
-            dataset: map-style, samples ``(inputs..., target)``.
+            dataset: like that of :meth:`fit`.
             metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
-            batch_size: samples of a batch; by default 64 per microbatch.
+            batch_size: samples of a batch; for a dataset by default 64 per microbatch.
+            collate_fn: makes a batch of a list of samples.
         """
         require_counts(optional=True, batch_size=batch_size)
-        size = batch_size or 64 * self.plan.global_num_microbatches
-        team = self.ensure_ranks(dataset, size)
+        batches = self.open_eval_batches(dataset, batch_size, collate_fn)
+        team = self.ensure_ranks(batches)
         team.in_flight.require_flushed("evaluate()")
         if not self.ranks_are_newer:
             team.import_weights()
         with preserve_training_mode(self.model):
-            return evaluate(
-                team,
-                dataset,
-                metrics
-                if metrics is not None
-                else make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum"),
-                size,
-            )
+            return evaluate(team, batches, metrics if metrics is not None else self.loss_metric())
 
     @renamed_parameters({"keep": RENAMED_FIT_OPTIONS["keep"]})
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
@@ -316,43 +368,56 @@ class Trainer:
             self.local_ranks.import_weights()
         return save_restore.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
 
-    def ensure_ranks(self, dataset: MapDataset, batch_size: int) -> LocalRanks:
-        """Return the ranks, built for microbatches of this dataset if they are not yet."""
-        require_map_style(dataset)
+    def ensure_ranks(self, batches: BatchSource, arguments: NamedFacts = ()) -> LocalRanks:
+        """Return the ranks, built for microbatches of these batches if they are not yet; all have the same data.
+
+        Args:
+            batches: what the ranks are to train on or to evaluate.
+            arguments: of the call, which are the same on all ranks.
+
+        Raises:
+            PlanError: ranks have other arguments.
+            DataError: ranks have other data.
+        """
         if self.local_ranks is None:
-            self.resolve_plan(dataset, batch_size)
+            self.resolve_plan(batches)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
             self.local_ranks = LocalRanks(world, self.plan, self.model, self.loss, self.optimizer_spec, self.options)
             self.local_ranks.use_plan(self.plan, self.choice)
             if self.recorder is not None:
                 self.local_ranks.observe_steps(self.recorder)
         if self.local_ranks.compiled is None:
-            self.build_ranks(self.local_ranks, dataset, batch_size)
+            self.build_ranks(self.local_ranks, batches, arguments)
+        elif has_remote_ranks(self.local_ranks.world):
+            CallFacts(arguments, batches.describe()).require_same(self.local_ranks.world.fabrics[0])
         return self.local_ranks
 
-    def resolve_plan(self, dataset: MapDataset, batch_size: int) -> None:
+    def resolve_plan(self, batches: BatchSource) -> None:
         """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size."""
         if self.auto_strategy is not None:
-            sample_inputs = take_first_samples(dataset, min(batch_size, len(dataset), MAX_TRACE_SAMPLES)).inputs(0)
+            sample_inputs = batches.sample_batch(min(batches.batch_size, MAX_TRACE_SAMPLES)).inputs(0)
             self.plan, self.choice = select_plan(
-                self.auto_strategy, self.trial_target(dataset, batch_size), sample_inputs, batch_size
+                self.auto_strategy, self.trial_target(batches), sample_inputs, batches.batch_size
             )
             self.auto_strategy, self.has_fixed_microbatches = None, True
         elif self.local_ranks is None and self.optimizer_states is None and not self.has_fixed_microbatches:
-            self.plan = self.plan.with_microbatches_for(batch_size, min_samples=min_microbatch_size(self.model))
+            min_samples = min_microbatch_size(self.model)
+            self.plan = self.plan.with_microbatches_for(batches.batch_size, min_samples=min_samples)
 
-    def trial_target(self, dataset: MapDataset, batch_size: int) -> TrialTarget:
-        """Return what plans are tried on: this model, on the first batch of the dataset."""
+    def trial_target(self, batches: BatchSource) -> TrialTarget:
+        """Return what plans are tried on: this model, on the first batch."""
         make_world = partial(open_world, self.environment, self.plan.num_ranks, self.options.timeout_s)
-        batch = partial(take_first_samples, dataset, min(batch_size, len(dataset)))
+        batch = partial(batches.sample_batch, batches.batch_size)
         return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, make_world, batch)
 
-    def build_ranks(self, local_ranks: LocalRanks, dataset: MapDataset, batch_size: int) -> None:
-        """Build the ranks for microbatches of this dataset; close everything if that fails."""
+    def build_ranks(self, local_ranks: LocalRanks, batches: BatchSource, arguments: NamedFacts) -> None:
+        """Build the ranks for microbatches of these batches; close everything if that fails."""
         try:
-            first, stop = split_batch(min(batch_size, len(dataset)), self.plan.global_num_microbatches)[0]
-            feed = take_first_samples(dataset, stop - first)
-            local_ranks.build(feed.inputs(0), len(feed.indices))
+            count = sum(batches.sample_batch(batches.batch_size).sizes.values())
+            start, stop = split_batch(count, self.plan.global_num_microbatches)[0]
+            feed = batches.sample_batch(stop - start)
+            call = CallFacts(arguments, batches.describe()) if has_remote_ranks(local_ranks.world) else CallFacts()
+            local_ranks.build(feed.inputs(0), feed.sizes[0], call)
             if self.optimizer_states is not None:
                 restore_optimizer_states(local_ranks.ranks, self.optimizer_states)
                 self.optimizer_states = None
@@ -385,10 +450,3 @@ def preserve_training_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
-
-
-def take_first_samples(dataset: MapDataset, count: int, num_microbatches: int = 1) -> DatasetBatch:
-    """Return the first samples of a dataset, at least one, as one batch."""
-    return DatasetBatch(
-        dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), num_microbatches
-    )

@@ -7,10 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
 
 from counterpoint.compiler.compile import CompiledPlan
-from counterpoint.data.fetch import MapDataset
 from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.partitioning.dry_run import TrainingModes
 from counterpoint.plan.parser import published_optimizers
@@ -32,30 +31,6 @@ def require_directory_path(path: Path | None) -> None:
             if not folder.is_dir():
                 raise CheckpointError(f"{folder} is a file, but checkpoints need a folder; choose another path")
             return
-
-
-def require_map_style(dataset: MapDataset) -> None:
-    """Check that a dataset has a length and samples by index.
-
-    Raises:
-        DataError: it does not.
-    """
-    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
-        raise DataError(
-            f"a {type(dataset).__name__} is not a map-style dataset: it has no length, or no sample for an index; "
-            "pass the dataset itself, not a loader: the trainer does batching, order and "
-            f"sharding{dataloader_hint(dataset)}"
-        )
-
-
-def dataloader_hint(loader: object) -> str:
-    """Return the call that replaces a torch DataLoader; empty for other objects."""
-    if not isinstance(loader, DataLoader):
-        return ""
-    call = f"fit(loader.dataset, batch_size={loader.batch_size} x ranks, num_workers={loader.num_workers})"
-    if hasattr(loader.sampler, "num_replicas"):
-        call += f", without the {type(loader.sampler).__name__} and its set_epoch"
-    return f": {call}"
 
 
 def wrap_optimizer(
@@ -110,6 +85,31 @@ def memory_extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def describe_unusual_inputs(model: nn.Module, inputs: object) -> str:
+    """Return what is unusual about the inputs of a model that fails on them, with the remedy; empty if nothing is."""
+    if isinstance(inputs, list):
+        return "a list is passed to forward as one argument: pass a tuple of inputs, or the tensor alone"
+    input_dtypes = {leaf.dtype for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    param_dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    if input_dtypes and param_dtypes and not input_dtypes & param_dtypes:
+        names = [", ".join(sorted(map(str, dtypes))) for dtypes in (input_dtypes, param_dtypes)]
+        return f"the inputs are {names[0]}, the parameters {names[1]}: convert one of them with to(), or use autocast"
+    return ""
+
+
+def require_values(inputs: object) -> None:
+    """Check that the tensors of a batch have values.
+
+    Raises:
+        DataError: one is on torch's meta device.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(inputs)):
+        raise DataError(
+            "a tensor of the first batch is on the meta device, where tensors have shapes, but no values; give tensors "
+            "on the model's device, or on the CPU"
+        )
+
+
 def require_step_scheduler(lr_scheduler: object) -> None:
     """Check that a scheduler depends on the number of steps alone.
 
@@ -124,7 +124,7 @@ def require_step_scheduler(lr_scheduler: object) -> None:
         )
 
 
-def require_scheduler_batch(lr_scheduler: object, batch_size: int, steps_per_epoch: int) -> None:
+def require_scheduler_batch(lr_scheduler: object, batch_size: int, steps_per_epoch: int | None) -> None:
     """Check that a scheduler that was made for a batch size gets this one; other schedulers are not checked.
 
     Raises:
@@ -140,7 +140,7 @@ def require_scheduler_batch(lr_scheduler: object, batch_size: int, steps_per_epo
             f"{batch_size}; batch_size is that of the global batch, over all ranks, independent of their number: "
             "give the scheduler and fit(...) the same one"
         )
-    if expected[1] != steps_per_epoch:
+    if steps_per_epoch is not None and expected[1] != steps_per_epoch:
         raise PlanError(
             f"the scheduler counts {expected[1]} steps per epoch, but with batches of {batch_size} samples this "
             f"dataset has {steps_per_epoch}; give it steps_per_epoch=math.ceil(len(dataset) / batch_size)"

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn, optim
 
+from counterpoint.data.microbatch_reader import SampleReader
 from counterpoint.data.sampler import Sampler
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.testing.parity import relative_difference
-from counterpoint.training.batches.global_batch import DatasetBatch
+from counterpoint.training.batches.dataset_batches import DatasetBatch
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
 
@@ -89,7 +90,9 @@ def test_an_epoch_of_any_length_trains_as_one_process_does_and_reads_no_sample_t
     sampler = Sampler(num_samples, size, drop_last=drop_last) if size <= num_samples else Sampler(num_samples, size)
     batches = [sampler.batch(0, index) for index in range(sampler.num_batches)]
     result = Plan.parse(plan.format(num_ranks), num_microbatches=accumulation)
-    mine = updated_by(result, [DatasetBatch(data, batch, result.global_num_microbatches) for batch in batches])
+    mine = updated_by(
+        result, [DatasetBatch(SampleReader(data, 0), batch, result.global_num_microbatches) for batch in batches]
+    )
     assert data.read == Counter(int(index) for batch in batches for index in batch)
     assert set(data.read.values()) == {1}
     alone = [(data.inputs[list(batch)], data.targets[list(batch)]) for batch in batches]

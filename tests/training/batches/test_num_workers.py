@@ -22,13 +22,13 @@ def small():
         return nn.Linear(3, 1)
 
 
-def fit(data, strategy="data(2)", *, resume=None, callbacks=(), num_inputs=3, **options):
+def fit(data, strategy="data(2)", *, resume=None, callbacks=(), num_inputs=3, batch_size=8, **options):
     """Return the state of a model and the losses after two epochs."""
     model = small() if num_inputs == 3 else nn.Linear(num_inputs, 1)
     settings = {"loss": lambda result, wanted: (result.squeeze(1) - wanted.float() / 24).square().mean()}
     with make_trainer(strategy, model, optimizer=lambda params: torch.optim.SGD(params, 0.01), callbacks=callbacks,
                  **settings) as one:  # fmt: skip
-        history = one.fit(data, batch_size=8, epochs=2, resume=resume, **options)
+        history = one.fit(data, batch_size=batch_size, epochs=2, resume=resume, **options)
         return state_of(model), history.losses
 
 
@@ -99,6 +99,23 @@ def test_a_loader_is_answered_with_the_call_that_does_the_same():
         "the trainer does batching, order and sharding: fit(loader.dataset, batch_size=4 x ranks, num_workers=1), without "
         "the DistributedSampler and its set_epoch"
     )
+
+
+def pad_dicts(samples):
+    """Make a batch of samples, read where random numbers are those of its samples."""
+    inputs = torch.stack([sample[0] for sample in samples])
+    return {"input": inputs + torch.rand(()), "labels": torch.tensor([sample[1] for sample in samples])}
+
+
+@pytest.mark.process
+def test_the_workers_of_a_loader_give_what_this_process_would_read():
+    data: Any = Drawn()
+    whole, rest = (
+        fit(DataLoader(data, 8, shuffle=True, collate_fn=pad_dicts, num_workers=num), batch_size=None) for num in (0, 2)
+    )
+    assert rest[1] == whole[1]
+    assert equal_bits(rest[0], whole[0])
+    assert multiprocessing.active_children() == []
 
 
 def test_a_number_of_workers_that_is_none_is_refused():

@@ -1,4 +1,4 @@
-"""Global batches: their size and consistency over ranks, and microbatches read from a dataset."""
+"""Global batches: their size, their consistency over ranks, and the microbatches that ranks read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import multiprocessing
 import threading
 import warnings
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,28 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from counterpoint.data.fetch import Fields, MapDataset
-from counterpoint.data.microbatch_reader import read_with_seeded_rng
-from counterpoint.data.sampler import Indices, split_batch
+from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.microbatches import SlicedBatch, current_autocasts
 from counterpoint.world.topology import format_count
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchSelection:
+    """What a process reads of every batch.
+
+    Args:
+        micros: the microbatches that its ranks need.
+        num_microbatches: of a batch.
+        timeout_s: the longest that a rank waits.
+    """
+
+    micros: Sequence[int]
+    num_microbatches: int
+    timeout_s: float
 
 
 def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> int:  # noqa: ANN401 - of any form
@@ -167,53 +180,26 @@ def require_same_batches(fabric: Fabric, count: int, digest: str) -> None:
             )
 
 
-class DatasetBatch:
-    """One global batch of a dataset, read microbatch by microbatch, each at most once per process.
+def require_full_batch(rank: int, step: int, num_samples: int, batch: SlicedBatch, committed: Collection[int]) -> None:
+    """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
 
     Args:
-        dataset: any map-style dataset whose samples are ``(inputs..., target)``.
-        indices: the samples of the batch, in order.
-        num_microbatches: how many microbatches it is split into.
-        seed: for the random numbers that samples draw.
-        epoch: likewise.
-        reader: returns the fields of a microbatch, if not this process reads them.
+        rank: this process's first rank.
+        step: the number of the step.
+        num_samples: that the ranks have counted; 0 if they have not.
+        batch: of this rank.
+        committed: what :func:`committed_microbatches` returns for it.
+
+    Raises:
+        DataError: some had another batch.
     """
-
-    def __init__(
-        self,
-        dataset: MapDataset,
-        indices: Indices,
-        num_microbatches: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        reader: Callable[[int], Fields] | None = None,
-    ) -> None:
-        self.indices = indices
-        self.sample_ranges = split_batch(len(indices), num_microbatches)
-        self.sizes: Mapping[int, int] = {micro: stop - start for micro, (start, stop) in enumerate(self.sample_ranges)}
-        self.fields_cache: dict[int, tuple[Tensor, ...]] = {}
-        self.reader = reader
-        self.read_in_process = partial(read_with_seeded_rng, dataset, seed=seed, epoch=epoch)
-
-    def fields(self, micro: int) -> Sequence[Tensor]:
-        """Return the fields of a microbatch's samples, stacked."""
-        if micro not in self.fields_cache:
-            if self.reader is not None:
-                self.fields_cache[micro] = self.reader(micro)
-            else:
-                start, stop = self.sample_ranges[micro]
-                self.fields_cache[micro] = self.read_in_process(self.indices[start:stop])
-        return self.fields_cache[micro]
-
-    def inputs(self, micro: int) -> Any:  # noqa: ANN401 - one tensor or a tuple of them
-        """Return all fields but the last: one tensor, or a tuple of several."""
-        fields = self.fields(micro)[:-1]
-        return fields[0] if len(fields) == 1 else tuple(fields)
-
-    def targets(self, micro: int) -> Tensor:
-        """Return the last field."""
-        return self.fields(micro)[-1]
+    expected = sum(batch.sizes[microbatch] for microbatch in committed)
+    if expected and num_samples not in {0, expected}:
+        raise DataError(
+            f"rank {rank} counts {expected} samples in step {step}, but the ranks together {num_samples}, so they were "
+            "given different batches, and the step used a wrong batch; every rank passes the same global batch and "
+            "takes its own part of it"
+        )
 
 
 def microbatches_to_read(

@@ -18,14 +18,14 @@ class RunStart:
     Args:
         compiled: the plan, its program and its verification result.
         first_step: the number of the first step; above 0 for a resumed run.
-        num_steps: steps of the whole run.
-        batch_size: samples of one global batch.
+        num_steps: steps of the whole run; None for a stream of batches whose length is not known.
+        batch_size: samples of one global batch, of the first one if they differ.
         choice: the candidates of ``strategy="auto"``.
     """
 
     compiled: CompiledPlan
     first_step: int
-    num_steps: int
+    num_steps: int | None
     batch_size: int
     choice: PlanChoice | None = None
 

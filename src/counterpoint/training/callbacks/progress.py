@@ -98,7 +98,7 @@ class ProgressCallback(Callback):
         self.renderer: ProgressRenderer = make_renderer(mode, sys.stdout if stream is None else stream, clock)
         self.interval_s = REDRAW_S if self.renderer.redraws else interval_s
         self.meter = ThroughputMeter()
-        self.num_steps = 0
+        self.num_steps: int | None = 0
         self.steps_done = 0
         self.last_shown_step = -1
         self.last_shown_s = 0.0
@@ -131,7 +131,7 @@ class ProgressCallback(Callback):
         self.steps_done = event.step + 1
         if (
             self.last_shown_step < 0
-            or self.steps_done >= self.num_steps
+            or self.steps_done == self.num_steps
             or self.clock() - self.last_shown_s >= self.interval_s
         ):
             self.show_step()
@@ -163,7 +163,7 @@ class ProgressCallback(Callback):
                 "loss": self.meter.mean_loss,
                 "samples_per_s": self.meter.samples_per_s,
                 "step_s": step_s,
-                "eta_s": step_s * max(self.num_steps - self.steps_done, 0),
+                "eta_s": math.nan if self.num_steps is None else step_s * max(self.num_steps - self.steps_done, 0),
                 "skipped": self.meter.skipped,
             },
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 import torch
@@ -159,7 +161,7 @@ def create_checkpoint_dir(local_ranks: LocalRanks, checkpoint_dir: Path | None) 
     """Create the folder of all checkpoints before training, and remove what runs left there that died while saving.
 
     Raises:
-        CheckpointError: it cannot be created.
+        CheckpointError: it cannot be created or written, or has no space for the model.
     """
     if checkpoint_dir is None or local_ranks.world.fabrics[0].rank != 0:
         return
@@ -170,6 +172,31 @@ def create_checkpoint_dir(local_ranks: LocalRanks, checkpoint_dir: Path | None) 
         raise CheckpointError(
             f"the folder {checkpoint_dir} for checkpoints cannot be created: {error.strerror}; choose another path"
         ) from None
+    try:
+        with TemporaryFile(dir=checkpoint_dir):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder {checkpoint_dir} for checkpoints cannot be written: {error.strerror}; choose another path, or "
+            "give this user the right to write there"
+        ) from None
+    tensors = [*local_ranks.model.parameters(), *local_ranks.model.buffers()]
+    require_space(
+        checkpoint_dir, sum(tensor.nbytes for tensor in tensors), free_bytes=shutil.disk_usage(checkpoint_dir).free
+    )
+
+
+def require_space(folder: Path, model_bytes: int, *, free_bytes: int) -> None:
+    """Check that a model fits into a folder; the optimizer's state, of the same size or twice, comes on top.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if free_bytes < model_bytes:
+        raise CheckpointError(
+            f"the model has {model_bytes} bytes, but {folder} has only {free_bytes} free, so no checkpoint could be "
+            "written; free some space, or choose another path"
+        )
 
 
 def _save_rank(

@@ -134,7 +134,7 @@ class BarRenderer:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.progress_bar = Progress(
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[position]}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}", markup=False),
             console=self.console,
@@ -142,13 +142,17 @@ class BarRenderer:
             get_time=self.clock,
             expand=True,
         )
-        self.task = self.progress_bar.add_task("", total=record["num_steps"], completed=record["step"], figures="")
+        self.task = self.progress_bar.add_task(
+            "", total=record["num_steps"], completed=record["step"], position=format_position(record), figures=""
+        )
         self.progress_bar.start()
 
     def update_bar(self, record: ProgressRecord) -> None:
         """Redraw the bar for a record."""
         if self.progress_bar is not None and self.task is not None:
-            self.progress_bar.update(self.task, completed=record["step"], figures=format_metrics(record))
+            self.progress_bar.update(
+                self.task, completed=record["step"], position=format_position(record), figures=format_metrics(record)
+            )
             self.progress_bar.refresh()
 
     def close(self) -> None:
@@ -183,9 +187,19 @@ def parse_relayed(text: str) -> ProgressRecord | None:
     return record
 
 
+def format_position(record: ProgressRecord) -> str:
+    """Return the number of steps that are done, and of all steps if it is known.
+
+    Example:
+        >>> format_position({"step": 3, "num_steps": 9}), format_position({"step": 3, "num_steps": None})
+        ('3/9', '3')
+    """
+    return f"{record['step']}" if record["num_steps"] is None else f"{record['step']}/{record['num_steps']}"
+
+
 def format_text(record: ProgressRecord) -> str | None:
     """Return the record as one line for people; None if there is nothing to show."""
-    position = f"step {record['step']}/{record['num_steps']}"
+    position = f"step {format_position(record)}"
     match record["event"]:
         case "start":
             return format_headline(record)

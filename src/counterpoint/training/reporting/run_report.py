@@ -77,7 +77,7 @@ class RunSummary:
     Args:
         title: of the report.
         compiled: the plan and its program.
-        num_steps: steps of the whole run.
+        num_steps: steps of the whole run; None if its data do not tell.
         batch_size: samples of one global batch.
         configuration: the text from which the run can be repeated.
         plan_comparison: the candidates of ``strategy="auto"``.
@@ -94,7 +94,7 @@ class RunSummary:
 
     title: str
     compiled: CompiledPlan | None = None
-    num_steps: int = 0
+    num_steps: int | None = 0
     batch_size: int = 0
     configuration: str = ""
     plan_comparison: PlanComparison | None = None
@@ -129,11 +129,16 @@ class RunSummary:
         self.has_ended, self.error = True, error
 
     @property
+    def position(self) -> str:
+        """The number of steps that are done, and of all steps."""
+        return f"{self.step}" if self.num_steps is None else f"{self.step} of {self.num_steps}"
+
+    @property
     def ended_early(self) -> str:
         """Why the run is not finished; empty if it is."""
         if not self.has_ended:
-            return f"killed, or still running; this page was written after step {self.step} of {self.num_steps}"
-        return f"{self.error}, after step {self.step} of {self.num_steps}" if self.error is not None else ""
+            return f"killed, or still running; this page was written after step {self.position}"
+        return f"{self.error}, after step {self.position}" if self.error is not None else ""
 
 
 def parse_number(value: float | None) -> float:
@@ -170,7 +175,7 @@ def summary_cards(summary: RunSummary) -> list[StatCard]:
     if loss := summary.loss.all_points():
         cards.append(StatCard("training loss", loss[-1][1]))
     cards += [
-        StatCard("steps", f"{summary.step} of {summary.num_steps}"),
+        StatCard("steps", summary.position),
         StatCard("global batch", summary.batch_size, "samples"),
     ]
     if rate := summary.rate.all_points():

@@ -1,0 +1,89 @@
+"""Ranks that were called with other arguments or other data are named before the first step."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from counterpoint.data.batch_form import ForwardArguments
+from counterpoint.errors import DataError, PlanError
+from counterpoint.fabric.local import LocalWorld
+from counterpoint.training.batches.batch_source import open_batches
+from counterpoint.training.batches.dataset_batches import DataLoadingConfig
+from counterpoint.training.model_consistency import CallFacts, describe_arguments
+
+X = torch.arange(24.0).view(12, 2)
+ARGUMENTS = ForwardArguments.of(torch.nn.Linear(2, 1))
+
+
+def describe(data, *, batch_size=4, seed=0):
+    if callable(data):
+        data = data() if isinstance(data(), DataLoader) else data
+        batch_size = None
+    loading = DataLoadingConfig()
+    return open_batches(
+        data, arguments=ARGUMENTS, batch_size=batch_size, collate_fn=None, loading=loading, seed=seed
+    ).describe()
+
+
+def compare(*facts):
+    """Return the error that each rank raises; each has facts of its own."""
+
+    def work(fabric):
+        try:
+            facts[fabric.rank].require_same(fabric, [[["the plan", "data(3)"]]])
+        except (DataError, PlanError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with LocalWorld(len(facts)) as world:
+        errors = world.run(work)
+    assert len(set(errors)) == 1
+    return errors[0]
+
+
+def loader(seed):
+    return DataLoader(TensorDataset(X, X), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+DATA = {
+    "length": (TensorDataset(X, X), TensorDataset(X[:8], X[:8]), "the dataset is 12 samples of .*TensorDataset, first and last"),
+    "content": (TensorDataset(X, X), TensorDataset(X + 1, X), "the dataset is 12 samples of .* on ranks 0, 2, 12 samples"),
+    "shape": ([(x, 1) for x in X], [(x[:1], 1) for x in X], "the dataset is 12 samples of builtins.list, "),
+    "sampler": (lambda: loader(1), lambda: loader(2), r"the order of samples is \[.*\]\.\.\., digest \w+ on ranks 0, 2, .* the same seed on all"),
+    "batches": (lambda: [(X, X)], lambda: [(X + 1, X)], "the first batch is 12 samples, digest .* and draw nothing that dif"),
+    "kind": (TensorDataset(X, X), lambda: [(X, X)], "at index 0 ranks 0, 2 have the dataset, rank 1 has the data; "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DATA)
+def test_other_data_on_one_rank_are_named(what):
+    own, other, text = DATA[what]
+    mine, theirs, same = (CallFacts((), describe(data)) for data in (own, other, own))
+    assert compare(mine, same, mine) == ""
+    error = compare(mine, theirs, mine)
+    assert error.startswith("DataError: the ranks were given different data: ")
+    assert re.search(text, error)
+
+
+def test_another_seed_is_another_order():
+    mine, theirs = (CallFacts((), describe(TensorDataset(X, X), seed=seed)) for seed in (0, 1))
+    assert "the order of samples is [" in compare(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "other", "text"),
+    [
+        ("batch_size", 8, 16, "8 on ranks 0, 2, 16 on rank 1; give the same value on all of them"),
+        ("max_steps", None, 3, "None on ranks 0, 2, 3 on rank 1; give"),
+        ("evaluate_every", 2, 4, "2 on ranks 0, 2, 4 on rank 1; give"),
+        ("metrics", lambda out, _: out, lambda out, _: -out, r".*<lambda>, code \w+ on ranks 0, 2, .*<lambda>, code"),
+    ],
+)
+def test_another_argument_on_one_rank_is_named(name, own, other, text):
+    mine, theirs = (
+        CallFacts(describe_arguments({"epochs": 2, name: value}), [["the dataset", "a"]]) for value in (own, other)
+    )
+    error = compare(mine, theirs, mine)
+    assert re.match(f"PlanError: the ranks do not make the same call: the argument {name} is {text}", error)
