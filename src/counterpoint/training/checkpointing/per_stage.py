@@ -76,7 +76,8 @@ class StageCheckpointer:
             add_part(draft, (fabric.rank, fabric.num_ranks), slices, state)
             commit_if_complete(draft, keep=self.keep_last)
 
-        self.local_ranks.world.run(work)
+        with self.local_ranks.stale_weights.unmarked():
+            self.local_ranks.world.run(work)
 
     def collect_part(
         self, rank: RankRuntime, fabric: Fabric, progress: TrainProgress, metadata: Mapping[str, Any]

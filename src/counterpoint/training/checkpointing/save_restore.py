@@ -152,9 +152,10 @@ def save_checkpoint(
         CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
     local_ranks.sync_state()
-    return local_ranks.world.run(
-        lambda fabric: _save_rank(local_ranks, fabric, checkpoint_dir, (progress, metadata, keep_last))
-    )[0]
+    with local_ranks.stale_weights.unmarked():
+        return local_ranks.world.run(
+            lambda fabric: _save_rank(local_ranks, fabric, checkpoint_dir, (progress, metadata, keep_last))
+        )[0]
 
 
 def create_checkpoint_dir(local_ranks: LocalRanks, checkpoint_dir: Path | None) -> None:
@@ -421,6 +422,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
             value.copy_(checkpoint.read(f"frozen:{name}"))
     local_ranks.world.run(work)
     local_ranks.import_frozen_params()
+    local_ranks.stale_weights.mark()
     return TrainProgress(int(state["step"]), Cursor.from_dict(state["cursor"])), dict(state["extra"])
 
 
