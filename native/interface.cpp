@@ -7,6 +7,7 @@
 #include "cross_entropy.h"
 #include "linear.h"
 #include "magnitudes.h"
+#include "philox.h"
 #include "pipes.h"
 #include "reduce.h"
 #include "sparse_rows.h"
@@ -174,6 +175,7 @@ CP_API int32_t cp_cross_entropy(const cp::CrossEntropyArgs* given, cp::LossSum* 
   return cp::cross_entropy(*given, *lost);
 }
 CP_API void cp_cross_entropy_backward(const cp::CrossEntropyArgs* given) { cp::cross_entropy_backward(*given); }
+CP_API void cp_philox_fill(const cp::PhiloxArgs* given) { cp::philox_fill(*given); }
 CP_API void cp_add_rows(const cp::SparseRowsArgs* rows) { cp::add_rows(*rows); }
 CP_API void cp_add_embedding_bags(const cp::EmbeddingBagArgs* bags) { cp::add_embedding_bags(*bags); }
 CP_API int64_t cp_unique(const int64_t* numbers, uint64_t count, int64_t* found, uint64_t* scratch) {

@@ -3,8 +3,7 @@
     python benchmarks/gpu/survey.py --device cuda --out survey.json
 
 Each case runs in processes of its own, many at a time, so that one that crashes or hangs is one line of the table. In
-float64, losses and parameters must equal those of the CPU; with dropout, whose random numbers depend on the device,
-those of one rank on the same device.
+float64, losses and parameters must equal those of the CPU; with dropout, those of one rank on the same device.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def train(case: dict, strategy: str, device: str, num_steps: int = 4) -> dict:
     options = dict(OPTIONS.get(case.get("options", ""), {}))
     if case["strategy"] not in ASYNCHRONOUS:
         num_replicas = 2 ** sum(text.count(word) for word in ("data(", "zero(", "tree("))
-        options["num_microbatches"] = 4 // num_replicas  # masks of dropout are drawn for each microbatch
+        options["num_microbatches"] = 4 // num_replicas
     if added_pass:
         options["passes"] = (*options.get("passes", ()), added_pass)
     if case["model"] == "sync_batch_norm":

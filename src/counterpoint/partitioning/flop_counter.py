@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from counterpoint.partitioning.fx_ops import call_draws
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _RNN = "mkldnn_rnn_layer"
@@ -51,7 +52,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         """Run the operator and count it, or the operators that it decomposes into."""
         kwargs = kwargs or {}
-        self.uses_rng |= torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__ != _ATTENTION
+        self.uses_rng |= call_draws(func, args, kwargs)
         if func.overloadpacket not in flop_registry and func.namespace == "aten":
             with self:
                 parts = func.decompose(*args, **kwargs)

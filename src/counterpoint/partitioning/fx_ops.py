@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,11 +67,16 @@ def is_random_op(node: fx.Node) -> bool:
     """Tell whether the operation draws random numbers, in the mode it was traced in."""
     if any(source.meta.get("draws") for source in node.all_input_nodes):
         return True
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    return isinstance(node.target, OpOverload) and call_draws(node.target, node.args, node.kwargs)
+
+
+def call_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether an operator draws random numbers when it is called with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    flags = {argument.name: bool(value) for argument, value in iter_arguments(node)}
-    schema: Any = node.target._schema  # noqa: SLF001
-    names = {argument.name for argument in schema.arguments}
-    return all(flags.get(name, True) for name in names & _ON_BY_DEFAULT) and all(
-        flags.get(name, False) for name in names & _OFF_BY_DEFAULT
+    schema: Any = op._schema  # noqa: SLF001  (torch has no other name for it)
+    names = [argument.name for argument in schema.arguments]
+    flags = {**dict(zip(names, args, strict=False)), **kwargs}
+    return all(flags.get(name, True) for name in _ON_BY_DEFAULT.intersection(names)) and all(
+        flags.get(name, False) for name in _OFF_BY_DEFAULT.intersection(names)
     )

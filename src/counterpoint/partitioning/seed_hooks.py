@@ -1,7 +1,7 @@
-"""Key random numbers by the module that draws them, so that partitioning and number of ranks do not change a mask.
+"""Key random numbers by the module that draws them, so that partitioning does not change a mask.
 
-Before each call of a *seeded module*, ``seed(path)`` is called; whatever is drawn until the next such call is then the
-same wherever it runs. The second call of one module in one forward has the path ``x#1``.
+Before each call of a *seeded module*, ``seed(path)`` is called; whatever is drawn until the next such call is keyed by
+that path, and so the same wherever it runs. The second call of one module in one forward has the path ``x#1``.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
-from counterpoint.runtime.rng import ModuleRNG
+from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import (
     StepGuard,
     StepReport,
@@ -97,7 +97,7 @@ class Interpreter:
         model: BoundModel,
         store: ParamStore,
         fabric: Fabric,
-        rng: ModuleRNG,
+        rng: SampleRNG,
         guard: StepGuard,
         computing_ranks: Mapping[str, Group],
         compressed_contributions: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
@@ -178,7 +178,7 @@ class Interpreter:
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
         self.step_number = number
-        self.rng.begin_microbatch(number, 0)
+        self.rng.begin_step(number)
         self.program, calls = self.programs[variant]
         if self.program.microbatches_per_batch:
             calls = tuple(
@@ -198,7 +198,7 @@ class Interpreter:
     def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> None:
         """Run only the program's forwards in the mode of ``model``, with the random numbers of one step."""
         training = self.executor, self.communication
-        self.rng.begin_microbatch(number, 0)
+        self.rng.begin_step(number)
         self.executor = SegmentExecutor(model, self.store, self.rng)
         self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
         self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0)))

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -206,6 +207,7 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     *,
     is_whole: bool = False,
     is_sum: bool = False,
+    random_functions: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor | float | None]:
     """Return the mean loss of some samples, and its weight if it is a weighted mean, else None; or their sum, and None.
 
@@ -217,12 +219,13 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
         recorder: has the means over class indices that the model itself has computed.
         is_whole: whether these are all samples of a batch, so that any scalar is its mean.
         is_sum: whether the loss is a sum over samples.
+        random_functions: that replace torch's in the loss.
 
     Raises:
         DataError: the loss is neither a scalar nor a weighted mean, or cannot be added to those of other samples.
     """
     recorder = ReductionRecorder() if recorder is None else recorder
-    with InterceptFunctions(recorder.replacements):
+    with InterceptFunctions({**random_functions, **recorder.replacements}):
         loss: Any = loss_function(output, targets)
     if isinstance(loss, WeightedMean):
         if is_sum:

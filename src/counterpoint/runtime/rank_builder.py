@@ -43,6 +43,7 @@ from counterpoint.runtime.batch_norm.sync import (
     require_not_recomputed,
 )
 from counterpoint.runtime.devices import model_device
+from counterpoint.runtime.draw_sites import DrawSites
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
@@ -52,7 +53,7 @@ from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.sparse_grads import find_embedding_tables
 from counterpoint.runtime.params.unit_roles import find_unit_roles
-from counterpoint.runtime.rng import ModuleRNG
+from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 
@@ -76,6 +77,7 @@ class RunSpec:
         unused_params: what a commit does about parameters without a gradient.
         loss_is_sum: whether the loss is a sum over samples.
         checks_loss: whether the first loss is checked to add up from its samples' halves.
+        draw_sites: where the model draws random numbers; None where it does not matter which.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -89,6 +91,7 @@ class RunSpec:
     unused_params: Literal["error", "zero"] = "error"
     loss_is_sum: bool = False
     checks_loss: bool = False
+    draw_sites: DrawSites | None = None
 
     @property
     def program(self) -> Program:
@@ -156,7 +159,7 @@ def build_rank(
         model=bound_model,
         store=store,
         fabric=fabric,
-        rng=ModuleRNG(run_spec.seed, model_device(model)),
+        rng=SampleRNG(run_spec.seed, model_device(model), run_spec.draw_sites),
         guard=run_spec.guard,
         computing_ranks=computing_ranks(run_spec, rank),
         compressed_contributions={

@@ -1,16 +1,30 @@
-"""Random numbers keyed by name: every draw depends on (seed, step, microbatch, module), never on a rank."""
+"""Random numbers keyed by sample: every draw depends on (seed, step, sample, module call, number of the draw).
+
+Neither microbatches nor ranks nor stages are part of that key, so they change no number. Where a forward runs again in
+a backward, as under ``torch.utils.checkpoint``, it must find the module calls of its first run again. They are found
+by torch's own generator, which the checkpoint restores: it is seeded with another number before and after each draw.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
-from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.runtime.devices import CPU, device_seeder
+from counterpoint.runtime.draw_sites import DrawSite, DrawSites
+from counterpoint.runtime.kernels.philox import philox_select, philox_words
+from counterpoint.runtime.random_functions import random_functions
 
 _MASK = (1 << 63) - 1
+LOSS = "(loss)"
+"""In place of the path of a module: the draws of the loss function."""
 
 
 def hash_seed(*parts: int) -> int:
@@ -24,36 +38,160 @@ def hash_seed(*parts: int) -> int:
     return state & _MASK
 
 
-class ModuleRNG:
-    """Random state of one rank: holds the step and microbatch; calling it seeds torch for one module.
+class SampleRange(NamedTuple):
+    """The samples of a microbatch: consecutive ones of a global batch.
+
+    Args:
+        first: position of the first one in the batch.
+        size: how many.
+        batch_size: of the whole batch.
+    """
+
+    first: int = 0
+    size: int = 1
+    batch_size: int = 1
+
+
+@dataclass(slots=True)
+class CallLog:
+    """The module calls of one step that have drawn, to find them again in a backward.
+
+    Args:
+        sites: the next draw, by the number that torch's generator was seeded with.
+        next_paths: the next module call, likewise.
+    """
+
+    sites: dict[int, DrawSite] = field(default_factory=dict)
+    next_paths: dict[int, str] = field(default_factory=dict)
+
+
+class SampleRNG:
+    """Random numbers of one rank; calling it begins the call of the module at a path.
 
     Args:
         seed: the run's seed.
-        device: that modules draw on; the CPU's generator is always seeded.
+        device: that modules compute on.
+        sites: what is known of the model's draws; others are keyed by microbatch, and a warning names their module.
+            None if it does not matter which numbers are drawn.
     """
 
-    def __init__(self, seed: int, device: torch.device = CPU) -> None:
+    def __init__(self, seed: int, device: torch.device = CPU, sites: DrawSites | None = None) -> None:
         self.seed = seed
         self.seed_device = device_seeder(device)
+        self.batch_dims = sites.batch_dims if sites else {}
         self.step = 0
         self.micro = 0
-        self.path_hashes: dict[str, int] = {}
+        self.samples = SampleRange()
+        self.site = DrawSite("", 0)
+        self.step_key = self.microbatch_key = 0
+        self.site_keys: dict[DrawSite, int] = {}
+        self.log = CallLog()
+        self.logs: dict[int, CallLog] = {}
+        self.warned = set(sites.unkeyed) if sites and sites.batch_dims else None
+        self.functions = random_functions(self)
 
-    def begin_microbatch(self, step: int, micro: int) -> None:
-        """Let the next draws depend on this step and microbatch."""
-        self.step, self.micro = step, micro
+    def begin_step(self, step: int) -> None:
+        """Begin a step; those before it have ended."""
+        self.step, self.micro = step, 0
+        self.logs = {number: log for number, log in self.logs.items() if number >= step}
+
+    def begin_microbatch(self, step: int, micro: int, samples: SampleRange) -> None:
+        """Let the next draws be for these samples of a step's batch."""
+        self.step, self.micro, self.samples = step, micro, samples
+        self.step_key = hash_seed(self.seed, step)
+        self.microbatch_key = hash_seed(self.step_key, samples.first)
+        self.log = self.logs.setdefault(step, CallLog())
 
     def __call__(self, path: str) -> None:
-        """Seed torch's generators for the call of the module at ``path``."""
-        name = self.path_hashes.get(path)
-        if name is None:
-            name = self.path_hashes[path] = crc32(path.encode())
-        number = hash_seed(self.seed, self.step, self.micro, name)
-        torch.default_generator.manual_seed(number)
+        """Begin the call of the module at ``path``."""
+        if _is_in_backward():
+            path = self.log.next_paths.get(torch.initial_seed(), path)
+        else:
+            self.log.next_paths[torch.initial_seed()] = path
+        number = self._seed_generator(DrawSite(path, 0))
         if self.seed_device is not None:
             self.seed_device(number)
 
+    def begin_loss(self) -> None:
+        """Let the next draws be those of the loss function."""
+        self.site = DrawSite(LOSS, 0)
 
-def make_seeder(rng: ModuleRNG, *, uses_rng: bool) -> Callable[[str], None]:
-    """Return what a segment calls before each module that may draw random numbers."""
-    return rng if uses_rng else no_seed
+    def select(self, shape: Sequence[int], p: float, value: float, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor whose elements are 0 with probability ``p``, else ``value``."""
+        key, batch_dim, samples = self._next_draw(shape)
+        order = _move_first(shape, batch_dim)
+        out = torch.empty(order, dtype=dtype, device=like.device)
+        philox_select(out.view(samples.size, math.prod(shape) // samples.size), key, samples.first, p, value)
+        return out.movedim(0, batch_dim) if batch_dim else out
+
+    def words(self, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
+        """Return whole numbers, uniform in ``[0, 2**32)``."""
+        del like
+        key, batch_dim, samples = self._next_draw(shape)
+        width = math.prod(shape) // samples.size
+        out = philox_words(key, samples.first, samples.size, width, device).view(_move_first(shape, batch_dim))
+        return out.movedim(0, batch_dim) if batch_dim else out
+
+    def _next_draw(self, shape: Sequence[int]) -> tuple[int, int, SampleRange]:
+        """Return the next draw's key, its batch dim, and the samples along that dim; one for what is not by sample."""
+        site, samples = self.site, self.samples
+        batch_dim: int | None
+        if site.path == LOSS:
+            batch_dim = 0 if shape and shape[0] == samples.size else _UNKNOWN
+            self.site = DrawSite(LOSS, site.number + 1)
+        else:
+            if _is_in_backward():
+                site = self.log.sites.get(torch.initial_seed(), site)
+            self._seed_generator(DrawSite(site.path, site.number + 1))
+            batch_dim = self.batch_dims.get(site, _UNKNOWN)
+        key = self.step_key ^ self._site_key(site)
+        if batch_dim is None:
+            return key, 0, SampleRange()
+        if batch_dim == _UNKNOWN or batch_dim >= len(shape) or shape[batch_dim] % samples.size:
+            self._warn_unkeyed(site.path, shape)
+            return key, 0, SampleRange(samples.first)
+        return key, batch_dim, samples
+
+    def _seed_generator(self, site: DrawSite) -> int:
+        """Seed torch's generator for this draw, should it come from there; return the number."""
+        number = self.microbatch_key ^ self._site_key(site)
+        torch.default_generator.manual_seed(number)
+        self.site = self.log.sites[number] = site
+        return number
+
+    def _site_key(self, site: DrawSite) -> int:
+        key = self.site_keys.get(site)
+        if key is None:
+            key = self.site_keys[site] = hash_seed(crc32(site.path.encode()), site.number)
+        return key
+
+    def _warn_unkeyed(self, path: str, shape: Sequence[int]) -> None:
+        """Warn once of draws of a module call that are keyed by microbatch, if the batch has several."""
+        if self.warned is None or path in self.warned or self.samples.size == self.samples.batch_size:
+            return
+        self.warned.add(path)
+        if path == LOSS:
+            location, remedy = (
+                "the loss",
+                "draw one entry for each sample along dim 0, as torch.randn_like(targets) does",
+            )
+        else:
+            location = f"module '{path.partition('#')[0]}'"
+            remedy = "draw in every forward what the forward of the first batch drew, one entry for each sample"
+        warnings.warn(
+            f"{location} draws random numbers of the shape {tuple(shape)} for {self.samples.size} of the batch's "
+            f"{self.samples.batch_size} samples, and which of them belong to which sample is unknown, so another plan "
+            f"or number of microbatches draws others; {remedy}",
+            stacklevel=2,
+        )
+
+
+_UNKNOWN = -1
+
+
+def _move_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else tuple(shape)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - it has no public name

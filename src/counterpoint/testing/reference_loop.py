@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.sampler import split_batch
 from counterpoint.program.instruction import Forward
-from counterpoint.runtime.rng import ModuleRNG
+from counterpoint.runtime.draw_sites import find_draw_sites
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.rng import SampleRange, SampleRNG
 from counterpoint.testing.parity_models import ParityModel, TrainConfig
 
 BufferIncrements = list[dict[int, dict[str, Tensor]]]
@@ -39,25 +41,28 @@ def train_reference(parity_model: ParityModel, config: TrainConfig) -> Reference
     """Train a model in a plain loop: accumulate over microbatches, clip, step."""
     model = parity_model.build()
     optimizer = config.optimizer(model.parameters())
-    rng = ModuleRNG(0)
+    rng = SampleRNG(0, sites=find_draw_sites(model, parity_model.batches[0][0]))
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout):
-            module.register_forward_pre_hook(partial(_seed_module, rng, path))
+            module.register_forward_pre_hook(partial(_begin_call, rng, path))
     initial_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     losses: list[float] = []
     increments: BufferIncrements = []
-    for rng.step, (inputs, targets) in enumerate(parity_model.batches):
+    for step, (inputs, targets) in enumerate(parity_model.batches):
         loss_sum = 0.0
         increments.append({})
-        for rng.micro, (start, stop) in enumerate(split_batch(len(inputs), config.num_microbatches)):
+        for micro, (start, stop) in enumerate(split_batch(len(inputs), config.num_microbatches)):
             if start == stop:
                 continue
             for buffer in model.buffers():
                 buffer.zero_()
-            loss = parity_model.loss(model(inputs[start:stop]), targets[start:stop]) * ((stop - start) / len(inputs))
+            rng.begin_microbatch(step, micro, SampleRange(start, stop - start, len(inputs)))
+            with InterceptFunctions(rng.functions):
+                output = model(inputs[start:stop])
+            loss = parity_model.loss(output, targets[start:stop]) * ((stop - start) / len(inputs))
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += float(loss.detach())
-            increments[-1][rng.micro] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            increments[-1][micro] = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if config.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
         optimizer.step()
@@ -68,7 +73,7 @@ def train_reference(parity_model: ParityModel, config: TrainConfig) -> Reference
     )
 
 
-def _seed_module(rng: ModuleRNG, path: str, _module: nn.Module, _inputs: object) -> None:
+def _begin_call(rng: SampleRNG, path: str, _module: nn.Module, _inputs: object) -> None:
     rng(path)
 
 

@@ -46,6 +46,7 @@ from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
+from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
@@ -280,6 +281,7 @@ class LocalRanks:
                 self.model, as_call_args(inputs), str(self.plan), self.plan.global_num_microbatches
             )
         self.uses_rng = partition.uses_rng
+        draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if self.uses_rng else DrawSites()
         profile, microbatch_size = self.options.profile, max(num_samples, 1)
         spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
         self.compiled = compile(with_partition(self.plan, spec, profile), spec, samples_per_micro=microbatch_size)
@@ -292,6 +294,8 @@ class LocalRanks:
         check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(partition, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
             verify_tensor_parallel(partition, self.compiled.model, dict(self.model.named_parameters()))
+        if self.global_num_microbatches > 1 and self.world.fabrics[0].rank == 0:
+            warn_unkeyed(self.model, draw_sites, str(self.plan), self.global_num_microbatches)
         compiled, guard = self.compiled, build_step_guard(self.options)
         self.run_spec = RunSpec(
             compiled.step_variants,
@@ -305,6 +309,7 @@ class LocalRanks:
             self.options.unused_parameters,
             self.options.loss_reduction == "sum",
             self.options.cross_sample == "error",
+            draw_sites,
         )
         return partition
 

@@ -169,6 +169,22 @@ class LossSum(Structure):
     _fields_ = (("sum", c_double), ("count", c_uint64))
 
 
+class PhiloxArgs(Structure):
+    """Random numbers to write; the fields are documented in ``native/philox.h``."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("element_bytes", c_uint64),
+        ("samples", c_uint64),
+        ("width", c_uint64),
+        ("first_sample", c_uint64),
+        ("key", c_uint64),
+        ("bound", c_uint64),
+        ("value", c_uint64),
+        ("max_threads", c_uint64),
+    )
+
+
 class SparseRowsArgs(Structure):
     """Rows to add to a table; the fields are documented in ``native/sparse_rows.h``."""
 
@@ -225,6 +241,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_linear": (c_int32, (POINTER(LinearArgs),)),
     "cp_cross_entropy": (c_int32, (POINTER(CrossEntropyArgs), POINTER(LossSum))),
     "cp_cross_entropy_backward": (None, (POINTER(CrossEntropyArgs),)),
+    "cp_philox_fill": (None, (POINTER(PhiloxArgs),)),
     "cp_add_rows": (None, (POINTER(SparseRowsArgs),)),
     "cp_add_embedding_bags": (None, (POINTER(EmbeddingBagArgs),)),
     "cp_unique": (c_int64, (c_void_p, c_uint64, c_void_p, c_void_p)),

@@ -2,7 +2,7 @@
 
 The second forward must see the same inputs, whose in-place changes are found by autograd's version counters; the same
 buffers, which are copied before a forward that changes them; the same random numbers, which depend only on step,
-microbatch and module; and the same weights, which the program ensures. Anything else that a module depends on shows in
+sample and module; and the same weights, which the program ensures. Anything else that a module depends on shows in
 its outputs: a sample of their values is compared.
 """
 

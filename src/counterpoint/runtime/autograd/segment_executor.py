@@ -23,6 +23,7 @@ from torch import Tensor
 
 from counterpoint.partitioning.dry_run import add_location
 from counterpoint.partitioning.partitioned_model import Segment, as_call_args
+from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
@@ -37,7 +38,7 @@ from counterpoint.runtime.loss_reduction import (
 )
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
 from counterpoint.runtime.params.param_store import ParamStore
-from counterpoint.runtime.rng import ModuleRNG, make_seeder
+from counterpoint.runtime.rng import SampleRange, SampleRNG
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class SegmentExecutor:
         self,
         model: BoundModel,
         store: ParamStore,
-        rng: ModuleRNG,
+        rng: SampleRNG,
         weight_grad_queue: WeightGradQueue | None = None,
         batch_norm: BatchNormState | None = None,
     ) -> None:
@@ -241,9 +242,9 @@ class SegmentExecutor:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Sequence[Tensor]:
         """Run one segment on leaves; return its outputs, which for the last one is the loss."""
-        self.rng.begin_microbatch(*self.step_and_micro(micro))
+        self.begin_microbatch(micro)
         stop, segment = self.by_first[block]
-        seed = make_seeder(self.rng, uses_rng=self.model.uses_rng)
+        seed = self.rng if self.model.uses_rng else no_seed
         recorder = ReductionRecorder() if stop == self.model.num_blocks else None
         try:
             with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
@@ -255,6 +256,16 @@ class SegmentExecutor:
             self.reduces_inside = bool(recorder.found)
             outputs = self.last_loss = (self.compute_loss(outputs, micro, recorder),)
         return outputs
+
+    def begin_microbatch(self, micro: int) -> None:
+        """Let random numbers be for the samples of this microbatch."""
+        assert self.batch is not None, "a step has begun"
+        step, index = self.step_and_micro(micro)
+        sizes, first = self.batch.sizes, micro - index
+        before = sum(sizes[earlier] for earlier in range(first, micro))
+        num_micros = self.microbatches_per_batch or len(sizes)
+        batch_size = before + sum(sizes[later] for later in range(micro, first + num_micros))
+        self.rng.begin_microbatch(step, index, SampleRange(before, sizes[micro], batch_size))
 
     def step_and_micro(self, micro: int) -> tuple[int, int]:
         """Return the step of a microbatch, and its index in that step."""
@@ -269,7 +280,7 @@ class SegmentExecutor:
     def function_mode(
         self, block: int, micro: int, recorder: ReductionRecorder | None = None, *, is_recompute: bool = False
     ) -> AbstractContextManager[object]:
-        """Return the function mode for a segment: direct writes of weight gradients, batch norm, losses in the model.
+        """Return the function mode for a segment: weight gradients, batch norm, losses in the model, random numbers.
 
         Args:
             block: the first of the segment.
@@ -283,6 +294,8 @@ class SegmentExecutor:
             if self.batch_norm is not None
             else {}
         )
+        if self.model.uses_rng:
+            replacements = {**replacements, **self.rng.functions}
         if recorder is not None and (self.reduces_inside or any(self.grad_sinks)):
             replacements = {**replacements, **recorder.replacements}
         if any(self.grad_sinks):
@@ -343,8 +356,16 @@ class SegmentExecutor:
         model, output, size = self.model, self.model.unflatten(outputs), self.batch.sizes[micro]
         is_whole = micro in self.loss_weights.is_whole
         with self.autocast(micro):
+            self.rng.begin_loss()
             loss, weight = compute_mean_loss(
-                model.loss, output, targets, what, recorder, is_whole=is_whole, is_sum=model.loss_is_sum
+                model.loss,
+                output,
+                targets,
+                what,
+                recorder,
+                is_whole=is_whole,
+                is_sum=model.loss_is_sum,
+                random_functions=self.rng.functions,
             )
             if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
                 step = self.step_and_micro(micro)[0]
@@ -396,6 +417,7 @@ class SegmentExecutor:
             leaves, outputs = self.saved.pop((block, micro))
             roots, grads = self.take_backward_roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
+                self.begin_microbatch(micro)
                 # the modes of the forward, because torch.utils.checkpoint recomputes inside backward
                 with (
                     self.store.grad_check.during_backward(micro, self.trainable_params[block]),
@@ -439,7 +461,7 @@ class SegmentExecutor:
         self.store.begin_backward()
         try:
             with self.backward_thread():
-                if any(self.grad_sinks) or self.batch_norm is not None:
+                if any(self.grad_sinks) or self.batch_norm is not None or self.model.uses_rng:
                     run_backward(roots, grads)
                 else:
                     torch.autograd.backward(roots, grads)

@@ -1,0 +1,235 @@
+"""Find where a model draws random numbers, and which dim of each draw is the samples'.
+
+The model is run on two samples, and on these two twice. A draw's dim that doubles is its batch dim. Where that has
+several entries for each sample, as in ``x.view(batch * seq, -1)``, the values that the draw is for show whether those
+of a sample are adjacent. Draws that are not found here, or are in no known order, cannot be keyed by sample.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from numpy.random import mtrand
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from counterpoint.data.microbatch_reader import preserve_rng
+from counterpoint.partitioning.dry_run import Inputs, KeptValues, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.fx_ops import call_draws
+from counterpoint.partitioning.seed_hooks import SeedHooks
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.random_functions import random_functions
+
+
+class DrawSite(NamedTuple):
+    """One draw of a forward: the path of the module call, and the number of the draw in this call, from 0."""
+
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSites:
+    """What is known of a model's draws.
+
+    Args:
+        batch_dims: of each draw that can be keyed by sample, its batch dim; None if it is one for the whole batch.
+        unkeyed: of other draws, what draws, by path of the module call.
+    """
+
+    batch_dims: Mapping[DrawSite, int | None] = field(default_factory=dict)
+    unkeyed: Mapping[str, str] = field(default_factory=dict)
+
+
+class RecordedDraw(NamedTuple):
+    """A draw's shape, and the tensor that it is for, if there is one."""
+
+    shape: tuple[int, ...]
+    like: Tensor | None
+
+
+@dataclass(slots=True)
+class DrawRecorder:
+    """A source of constant numbers that records the draws of one forward, so that its values are those of its inputs.
+
+    Args:
+        draws: in order.
+        unkeyed: what else has drawn, by path.
+        path: of the latest module call.
+        state: of the random generators of Python and numpy.
+    """
+
+    draws: dict[DrawSite, RecordedDraw] = field(default_factory=dict)
+    unkeyed: dict[str, str] = field(default_factory=dict)
+    path: str = ""
+    number: int = 0
+    state: object = field(default_factory=lambda: _other_rng_state())
+
+    def __call__(self, path: str) -> None:
+        """Begin the call of a module."""
+        self.check_other_generators()
+        self.path, self.number = path, 0
+
+    def check_other_generators(self) -> None:
+        """Record whether Python's or numpy's generator was used since the last call."""
+        state = _other_rng_state()
+        if state != self.state:
+            self.unkeyed.setdefault(self.path, "the generator of Python or numpy")
+        self.state = state
+
+    def select(self, shape: Sequence[int], p: float, value: float, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ones."""
+        del p, value
+        self._record(shape, like)
+        return torch.ones(tuple(shape), dtype=dtype, device=like.device)
+
+    def words(self, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
+        """Return the middle of the range."""
+        self._record(shape, like)
+        return torch.full(tuple(shape), 1 << 31, dtype=torch.int64, device=device)
+
+    def _record(self, shape: Sequence[int], like: Tensor | None) -> None:
+        self.draws[DrawSite(self.path, self.number)] = RecordedDraw(tuple(shape), like)
+        self.number += 1
+
+
+class UnkeyedDrawDetector(TorchDispatchMode):
+    """Records operators that draw from torch's generators, in spite of a recorder."""
+
+    def __init__(self, recorder: DrawRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: with True, torch would import its compiler to disable it here."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operator."""
+        if call_draws(func, args, kwargs or {}):
+            self.recorder.unkeyed.setdefault(self.recorder.path, f"torch's {func.overloadpacket.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def find_draw_sites(model: nn.Module, inputs: Inputs) -> DrawSites:
+    """Return where a model draws in training; nothing is known of one that does not run on other numbers of samples.
+
+    Args:
+        model: its state is preserved.
+        inputs: of a call, with one sample or more.
+    """
+    count = min(num_samples(inputs), 2)
+    try:
+        once, twice = (_record_draws(model, _repeat_samples(inputs, count, times)) for times in (1, 2))
+    except Exception as error:  # noqa: BLE001 - training raises it again, with its location, if it is one there
+        return DrawSites(unkeyed={"": f"a forward that does not run on {count} or {2 * count} samples ({error})"})
+    found: dict[DrawSite, int | None] = {}
+    unkeyed = dict(once.unkeyed)
+    for site, draw in twice.draws.items():
+        try:
+            found[site] = find_batch_dim(once.draws[site], draw, count)
+        except LookupError:
+            unkeyed.setdefault(site.path, f"a draw of the shape {draw.shape} for {2 * count} samples")
+    return DrawSites(found, unkeyed)
+
+
+def _record_draws(model: nn.Module, inputs: Inputs) -> DrawRecorder:
+    args, kwargs = split_call_args(inputs)
+    kept_values = KeptValues(model)
+    with preserve_rng(), preserve_state(model), torch.enable_grad():  # for a forward that differentiates
+        recorder = DrawRecorder()
+        hooks = SeedHooks(model, recorder)
+        try:
+            with UnkeyedDrawDetector(recorder), InterceptFunctions(random_functions(recorder)):
+                model(*args, **kwargs)
+        finally:
+            hooks.remove()
+            kept_values.find()
+            kept_values.restore()
+        recorder.check_other_generators()
+    return recorder
+
+
+def _repeat_samples(inputs: Inputs, count: int, times: int) -> Inputs:
+    """Return copies of the first samples, several times after each other."""
+    total = num_samples(inputs)
+
+    def repeat(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.cat([leaf[:count]] * times) if leaf.dim() and len(leaf) == total else leaf.clone()
+
+    return tree_map(repeat, inputs)
+
+
+def find_batch_dim(once: RecordedDraw, twice: RecordedDraw, count: int) -> int | None:
+    """Return the batch dim of a draw; None if the draw does not depend on the number of samples.
+
+    Args:
+        once: for ``count`` samples.
+        twice: for the same samples, and again the same.
+        count: how many.
+
+    Raises:
+        LookupError: it is unknown.
+
+    Example:
+        >>> find_batch_dim(RecordedDraw((5, 2, 7), None), RecordedDraw((5, 4, 7), None), 2)
+        1
+    """
+    if len(once.shape) != len(twice.shape):
+        raise LookupError
+    changed = [dim for dim, (old, new) in enumerate(zip(once.shape, twice.shape, strict=True)) if old != new]
+    if not changed:
+        return None
+    dim = changed[0]
+    if len(changed) > 1 or twice.shape[dim] != 2 * once.shape[dim] or once.shape[dim] % count:
+        raise LookupError
+    if once.shape[dim] != count and not _is_sample_major(once, twice, dim):
+        raise LookupError
+    return dim
+
+
+def _is_sample_major(once: RecordedDraw, twice: RecordedDraw, dim: int) -> bool:
+    """Tell whether the entries of a sample are adjacent, so that those of the repeated samples repeat the first."""
+    if once.like is None or twice.like is None:
+        return False
+    single, double = once.like.detach().movedim(dim, 0), twice.like.detach().movedim(dim, 0)
+    half = len(single)
+    return all(torch.allclose(single, part, rtol=1e-3, atol=1e-6) for part in (double[:half], double[half:]))
+
+
+def _other_rng_state() -> object:
+    state = mtrand.get_bit_generator().state["state"]
+    return random.getstate(), state["pos"], state["key"].tobytes()
+
+
+def warn_unkeyed(model: nn.Module, sites: DrawSites, plan: str, num_microbatches: int) -> None:
+    """Warn of each module whose random numbers are not those of another plan."""
+    for call, what in sites.unkeyed.items():
+        warnings.warn(describe_unkeyed(model, call, what, plan, num_microbatches), stacklevel=2)
+
+
+def describe_unkeyed(model: nn.Module, call: str, what: str, plan: str, num_microbatches: int) -> str:
+    """Return the warning for one module call."""
+    path = call.partition("#")[0]
+    location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+    return (
+        f"the random numbers of {location} come from {what}, which are not keyed by sample, so {plan} with "
+        f"{num_microbatches} microbatches draws others than a single process does; draw with torch.rand, randn, "
+        "bernoulli or F.dropout and without a generator of your own, one entry for each sample along one dim, the "
+        "entries of a sample next to each other"
+    )
