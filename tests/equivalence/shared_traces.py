@@ -19,14 +19,14 @@ class UnknownValueError(Exception):
     """A model has a value whose equality says nothing about the model."""
 
 
-def export_or_share(model, inputs, *, training):
+def export_or_share(model, inputs, *, training, varying_dims=()):
     """Trace as ``export_graph`` does, or return a copy of the trace of a model that was described equally."""
     try:
-        key = describe(model, inputs, training=training)
+        key = describe(model, inputs, training=training), frozenset(varying_dims)
     except UnknownValueError:
-        return export_graph(model, inputs, training=training)
+        return export_graph(model, inputs, training=training, varying_dims=varying_dims)
     if key not in TRACES:
-        TRACES[key] = export_graph(model, inputs, training=training)
+        TRACES[key] = export_graph(model, inputs, training=training, varying_dims=varying_dims)
     return copy_trace(TRACES[key])
 
 
@@ -80,4 +80,5 @@ def copy_trace(traced):
         params={nodes[node]: name for node, name in traced.params.items()},
         buffers={nodes[node]: name for node, name in traced.buffers.items()},
         inputs=tuple(nodes[node] for node in traced.inputs),
+        sizes={nodes[node]: expression for node, expression in traced.sizes.items()},
     )

@@ -13,6 +13,11 @@ def seed(path):
     torch.manual_seed(sum(place * ord(letter) for place, letter in enumerate(path, 1)))
 
 
+def with_samples(shapes, num_samples):
+    """Return the shapes of inputs with another number of samples."""
+    return tuple((num_samples, *shape[1:]) for shape in shapes)
+
+
 def compute_loss(output):
     return sum((leaf.double() ** 2).sum() for leaf in tree_leaves(output) if torch.is_tensor(leaf))
 
@@ -36,14 +41,15 @@ def clone_tensors(model) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
 
 def forward(partitioned, bounds, inputs, params, buffers, *, training):
     """Return, for each segment, itself, what it took (detached from what others made) and what it gave."""
-    values = dict(enumerate(partitioned.flatten_inputs(inputs, training=training)))
+    flat_inputs, shapes = partitioned.flatten_inputs(inputs, training=training)
+    values = dict(enumerate(flat_inputs))
     steps = []
     for first, stop in pairwise(bounds):
         part = partitioned.segment(first, stop, training=training)
         taken = [values[at].detach() for at in part.inputs]
         taken = [value.requires_grad_() if value.is_floating_point() else value for value in taken]
         torch.manual_seed(first)  # whatever ran before on this rank must not matter
-        gave = part(taken, params, buffers, seed)
+        gave = part(taken, params, buffers, seed, shapes)
         assert stop == bounds[-1] or len(gave) == len(part.outputs)
         values |= dict(zip(part.outputs, gave, strict=stop != bounds[-1]))
         steps.append((part, taken, gave))
@@ -71,7 +77,8 @@ def in_segments(partitioned, model, inputs, bounds=None, *, training=True):
     params, buffers = clone_tensors(model)
     bounds = bounds or range(len(partitioned.spec.layers) + 1)
     steps = forward(partitioned, bounds, inputs, params, buffers, training=training)
-    loss = compute_loss(partitioned.unflatten_output(steps[-1][2], training=training))
+    shapes = partitioned.flatten_inputs(inputs, training=training).shapes
+    loss = compute_loss(partitioned.unflatten_output(steps[-1][2], training=training, input_shapes=shapes))
     if loss.requires_grad:
         backward(steps, loss)
     grads = {name: param.grad for name, param in params.items()}

@@ -34,7 +34,7 @@ def test_a_model_that_is_not_split_runs_unchanged():
     partitioned = partition_model(model, inputs, granularity="whole")
     model.zero_grad()
     seed("")
-    values = partitioned.segment(0, 1, training=True)(partitioned.flatten_inputs(inputs), {}, {}, seed)
+    values = partitioned.segment(0, 1, training=True)(partitioned.flatten_inputs(inputs).values, {}, {}, seed)
     assert torch.equal(values[0].detach(), in_segments(TracedPartition(model, inputs), model, inputs, (0, 16))[3][0])
 
 

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from counterpoint.partitioning.input_shapes import list_input_shapes
 from counterpoint.partitioning.traced import TracedPartition
 from tests.partitioning.models import gpt, residual
+from tests.partitioning.segment_runs import with_samples
 
 
 def places(model, inputs):
@@ -52,9 +54,10 @@ def test_a_transformer_may_be_parted_between_attention_and_feed_forward():
 
 
 def test_all_traces_have_the_same_places():
-    partitioned = TracedPartition(*gpt())
-    ways = [(training, samples) for training in (True, False) for samples in (1, 4)]
-    result = [partitioned.split_trace(training=training, num_samples=samples) for training, samples in ways]
+    model, inputs = gpt()
+    partitioned = TracedPartition(model, inputs)
+    ways = [(mode, with_samples(list_input_shapes(inputs), samples)) for mode in (True, False) for samples in (1, 4)]
+    result = [partitioned.split_trace(training=training, input_shapes=shapes) for training, shapes in ways]
     assert len({layout.structure for layout in result}) == 1
     assert [len(layout.intra_block_starts) for layout in result] == [4] * 4
 

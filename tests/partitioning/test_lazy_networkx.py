@@ -94,8 +94,8 @@ def test_where_there_is_none_nothing_happens(monkeypatch):
 
 TRACING = """
 import sys, torch
-from counterpoint.partitioning.export_trace import trace
-trace(torch.nn.Linear(2, 2), (torch.ones(3, 2),), training=True)
+from counterpoint.partitioning.export_trace import export_graph
+export_graph(torch.nn.Linear(2, 2), (torch.ones(3, 2),), training=True)
 assert "torch._functorch.partitioners" in sys.modules
 assert not [name for name in sys.modules if name.split(".")[0] == "networkx"]
 """

@@ -10,7 +10,7 @@ from torch import nn
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.partitioning.traced import TracedPartition
-from tests.partitioning.models import draws_in_forward, gpt, long_skip, perceptron
+from tests.partitioning.models import draws_in_forward, long_skip, perceptron
 from tests.partitioning.segment_runs import clone_tensors, seed
 
 
@@ -78,13 +78,6 @@ def test_an_error_of_the_model_itself_is_raised_unchanged(granularity):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as mistake:
         partition_model(model, (torch.randn(4, 7),), granularity=granularity)
     assert not isinstance(mistake.value, PlanError)
-
-
-def test_another_sequence_length_is_refused():
-    model, inputs = gpt()
-    partitioned = TracedPartition(model, inputs)
-    with pytest.raises(PlanError, match="only the number of samples may differ"):
-        partitioned.segment(0, 1, training=True)((torch.zeros(4, 5, dtype=torch.int64),), *clone_tensors(model), seed)
 
 
 def test_a_model_that_runs_other_modules_in_evaluation_is_refused_there():

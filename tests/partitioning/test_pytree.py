@@ -45,7 +45,7 @@ class Wrapped(nn.Module):
 def test_a_cache_in_an_output_is_none_and_all_else_unchanged(granularity):
     model, x = Decoder(), torch.randn(3, 4)
     partitioned = partition_model(model, (x,), granularity=granularity)
-    values = partitioned.flatten_inputs((x,))
+    values = partitioned.flatten_inputs((x,)).values
     output = partitioned.unflatten_output(
         partitioned.segment(0, len(partitioned.spec.layers), training=True)(values, *clone_tensors(model), seed)
     )

@@ -38,7 +38,7 @@ def test_the_graph_seeds_only_what_something_is_drawn_from():
     partitioned = TracedPartition(model, inputs)
     seen: list[str] = []
     partitioned.segment(0, len(partitioned.spec.layers), training=True)(
-        partitioned.flatten_inputs(inputs), *clone_tensors(model), seen.append
+        partitioned.flatten_inputs(inputs).values, *clone_tensors(model), seen.append
     )
     assert seen == ["drop", "blocks.0.drop1", "blocks.0.drop2"]
 

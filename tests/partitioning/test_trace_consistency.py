@@ -11,19 +11,22 @@ from torch import nn, optim
 import counterpoint as cp
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.export_trace import export_graph
+from counterpoint.partitioning.input_shapes import list_input_shapes
 from counterpoint.partitioning.split_trace import choose_split_points
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.testing.parity import relative_difference, train
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
 from tests.partitioning.models import ALL, Residual, fixed_heads, residual
-from tests.partitioning.segment_runs import clone_tensors, forward, seed, worst_of
+from tests.partitioning.segment_runs import clone_tensors, forward, seed, with_samples, worst_of
 
 
 @pytest.mark.parametrize("prefer", ["blocks", "pairs"])
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_values_cross_every_split_for_another_number_of_samples(name, prefer):
-    partitioned = TracedPartition(*ALL[name](), prefer=prefer)
-    layouts = partitioned.split_trace(training=True), partitioned.split_trace(training=True, num_samples=2)
+    model, inputs = ALL[name]()
+    partitioned = TracedPartition(model, inputs, prefer=prefer)
+    two_samples = with_samples(list_input_shapes(inputs), 2)
+    layouts = (partitioned.split_trace(training=True, input_shapes=shapes) for shapes in ((), two_samples))
     first, other = (
         [(one.node.name, one.producer, one.consumers) for one in layout.boundary_values] for layout in layouts
     )
@@ -138,11 +141,14 @@ class Wide(nn.Module):
 
 def test_other_layers_in_evaluation_are_refused():
     partitioned = TracedPartition(Wide(lambda model, x: model.training), (torch.randn(3, 6),), prefer="pairs")
-    with pytest.raises(PlanError, match="other layers in evaluation with 3 samples than in training with 3"):
+    with pytest.raises(
+        PlanError, match=r"other layers in evaluation with inputs of the shapes \(3, 6\) than in training with \(3, 6\)"
+    ):
         partitioned.segment(0, 1, training=False)
 
 
 def test_a_model_that_hands_on_other_values_for_a_batch_of_one_is_refused():
     partitioned = TracedPartition(model := Wide(lambda model, x: len(x) > 1), (torch.randn(3, 6),))
-    with pytest.raises(PlanError, match=r"for 1 samples the model passes other values between layers than for 3: tanh"):
-        partitioned.segment(2, 3, training=True)((torch.randn(1, 6), torch.randn(1, 6)), *clone_tensors(model), seed)
+    values, found = (torch.randn(1, 6), torch.randn(1, 6)), r"\(1, 6\) the model passes other values between layers"
+    with pytest.raises(PlanError, match=found + r" than for \(3, 6\): tanh"):
+        partitioned.segment(2, 3, training=True)(values, *clone_tensors(model), seed, ((1, 6),))

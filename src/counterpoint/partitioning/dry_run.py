@@ -20,7 +20,11 @@ Inputs: TypeAlias = Any
 """The inputs of a model: one tensor, a tuple of positional or a mapping of keyword arguments."""
 
 
-def split_call_args(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+CallArgs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def split_call_args(inputs: Inputs) -> CallArgs:
     """Split inputs into positional and keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -100,6 +104,41 @@ def raise_batch_norm_error(error: Exception, location: str) -> None:
             "microbatch has 2 samples or more, the last batch included (another batch_size, fewer microbatches, or "
             "drop the last samples), or use a norm without batch statistics, such as LayerNorm or GroupNorm"
         ) from error
+
+
+@contextmanager
+def explain_input_errors(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Raise a clear error if the model's forward fails because of the form or the dtype of its inputs.
+
+    Args:
+        model: what runs inside.
+        inputs: what it is called with.
+
+    Raises:
+        DataError: the inputs are a list, which is one argument, or have other dtypes than the parameters.
+    """
+    try:
+        yield
+    except (TypeError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        failure = f"the forward of {type(model).__name__} failed: {reason}"
+        if isinstance(inputs, list) and isinstance(error, TypeError):
+            raise DataError(
+                f"{failure}; its inputs are a list of {len(inputs)} values, which is one argument: give a tuple for "
+                "several arguments, or what is in the list"
+            ) from error
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        given, own = {leaf.dtype for leaf in leaves}, {param.dtype for param in model.parameters()}
+        if "dtype" in reason and not given <= own:
+            raise DataError(
+                f"{failure}; its inputs are {_join(given)}, its parameters {_join(own)}: convert the inputs or the "
+                "model with .to(dtype), or enter torch.autocast around the step"
+            ) from error
+        raise
+
+
+def _join(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(map(str, dtypes)))
 
 
 def check_single_sample(model: nn.Module, inputs: Inputs, location: str) -> None:

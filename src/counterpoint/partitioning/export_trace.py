@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import (
+    CallArgs,
     Inputs,
     KeptValues,
     preserve_state,
@@ -34,6 +35,7 @@ from counterpoint.partitioning.dry_run import (
     training_mode,
 )
 from counterpoint.partitioning.fx_ops import is_random_op
+from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.lazy_networkx import without_networkx
 from counterpoint.partitioning.partitioned_model import canonical_names
 from counterpoint.partitioning.pytree import TensorTree, strip_unknown_leaves
@@ -165,6 +167,7 @@ class TracedGraph:
         buffers: the first name in the model, for each node that reads a buffer.
         inputs: the node of each leaf of the inputs.
         output_tree: the structure of the output.
+        sizes: the expression, in symbols of the inputs' dims, for each node that is a size.
     """
 
     graph: fx.Graph
@@ -173,6 +176,7 @@ class TracedGraph:
     buffers: dict[fx.Node, str]
     inputs: tuple[fx.Node, ...]
     output_tree: TensorTree
+    sizes: dict[fx.Node, Any]
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -181,8 +185,16 @@ class TracedGraph:
         return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
 
 
-def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedGraph:
+def export_graph(
+    model: nn.Module, inputs: Inputs, *, training: bool, varying_dims: Collection[tuple[int, int]] = ()
+) -> TracedGraph:
     """Trace ``model(*inputs)``; the model is not changed.
+
+    Args:
+        model: the model.
+        inputs: the arguments of its forward.
+        training: in which mode.
+        varying_dims: tensor and dim of the sizes that become symbols; the forward may still fix some of them.
 
     Raises:
         PlanError: the forward depends on tensor values, does what operations on tensors cannot show, or has a custom
@@ -198,7 +210,9 @@ def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedG
         _require_fixed_momentum(model)
         try:
             with without_networkx():
-                program = torch.export.export(model, args, kwargs, strict=False)
+                program = torch.export.export(
+                    model, args, kwargs, dynamic_shapes=_dynamic_shapes((args, kwargs), varying_dims), strict=False
+                )
             module = program.module()
         except Exception as error:
             raise_batch_norm_error(error, f"{type(model).__name__}, traced on an example microbatch")
@@ -218,6 +232,15 @@ def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedG
     traced = _parse_module(module, canonical_names(model))
     _require_no_outer_autocast(traced, model)
     return traced
+
+
+def _dynamic_shapes(call: CallArgs, varying_dims: Collection[tuple[int, int]]) -> Any:  # noqa: ANN401 - not typed right
+    """Return the dims that torch traces as symbols; None if there are none."""
+    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for index in {index for index, _ in varying_dims}:
+        shapes[tensors[index]] = {dim: torch.export.Dim.AUTO for number, dim in varying_dims if number == index}
+    return shapes if varying_dims else None
 
 
 def _require_fixed_momentum(model: nn.Module) -> None:
@@ -337,6 +360,8 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
         body = constants.get(str(node.target))
         if isinstance(body, fx.GraphModule):  # the body of a no_grad or an autocast
             node.meta["draws"] = any(is_random_op(operation) for operation in body.graph.nodes)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    sizes = lift_sizes(graph, inputs)
     output = graph.output_node()
     leaves, _ = tree_flatten(output.args[0])
     indices = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node))
@@ -346,8 +371,9 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
         constants,
         params,
         buffers,
-        tuple(node for node in graph.nodes if node.op == "placeholder"),
+        inputs,
         TensorTree(spec, tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves), indices),
+        sizes,
     )
 
 

@@ -20,6 +20,7 @@ from counterpoint.errors import PlanError
 from counterpoint.partitioning.export_trace import TracedGraph, innermost_module
 from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_inputs, op_name
 from counterpoint.partitioning.graph_dataflow import DataflowInfo
+from counterpoint.partitioning.input_shapes import size_argument
 
 DimNames = Mapping[str, tuple[str, str]]
 """For each pattern of module paths, the names of the out dim and the in dim of the matching linear layers."""
@@ -219,7 +220,7 @@ def make_shardable(traced: TracedGraph, pair: ColumnRowPair) -> fx.Node:
         row.args = row.args[:2]
         add.meta = {**row.meta, "bias_of": row}
     for node in pair.nodes:
-        _generalize_shape(node)
+        _generalize_shape(traced, node)
     entry = pair.source
     if any(user not in pair.columns for user in entry.users):
         with graph.inserting_before(pair.columns[0]):
@@ -237,7 +238,7 @@ def is_entry_alias(node: fx.Node) -> bool:
     return "alias_of" in node.meta
 
 
-def _generalize_shape(node: fx.Node) -> None:
+def _generalize_shape(traced: TracedGraph, node: fx.Node) -> None:
     """Replace the size that changes with the shard by -1."""
     op = op_name(node)
     if op not in {"view", "reshape", "_unsafe_view", "expand"} or not isinstance(node.args[0], fx.Node):
@@ -247,12 +248,13 @@ def _generalize_shape(node: fx.Node) -> None:
         free_sizes = [-1 if size == old_size else size for size, old_size in zip(new[::-1], old[::-1], strict=False)][
             ::-1
         ]
-        node.args = (node.args[0], new[: len(new) - len(free_sizes)] + free_sizes, *node.args[2:])
+        sizes = new[: len(new) - len(free_sizes)] + free_sizes
+        node.args = (node.args[0], [size_argument(traced.graph, traced.sizes, size) for size in sizes], *node.args[2:])
         return
     dim = _sharded_dim(old, tuple(new), node.args[1])
     if dim is not None:
         new[dim] = -1
-        node.args = (node.args[0], new, *node.args[2:])
+        node.args = (node.args[0], [size_argument(traced.graph, traced.sizes, size) for size in new], *node.args[2:])
 
 
 def _sharded_dim(old: tuple[int, ...], new: tuple[int, ...], sizes: object) -> int | None:

@@ -11,18 +11,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from counterpoint.model.dataflow import ValueSpec
 from counterpoint.model.spec import ModelSpec, Param
+from counterpoint.partitioning.input_shapes import InputShapes
 
 SeedFn: TypeAlias = Callable[[str], None]
 """Set the random state for one call of the module at a path."""
 
 SegmentFn: TypeAlias = Callable[
-    [Sequence[Tensor], Mapping[str, Tensor], Mapping[str, Tensor], SeedFn], tuple[Tensor, ...]
+    [Sequence[Tensor], Mapping[str, Tensor], Mapping[str, Tensor], SeedFn, InputShapes], tuple[Tensor, ...]
 ]
 
 
@@ -49,10 +50,27 @@ class Segment:
     partial_outputs: tuple[int, ...] = ()
 
     def __call__(
-        self, values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
+        self,
+        values: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        seed: SeedFn,
+        input_shapes: InputShapes = (),
     ) -> tuple[Tensor, ...]:
-        """Run the segment on its input values."""
-        return self.run(values, params, buffers, seed)
+        """Run the segment on its input values, which come from a call of the model with inputs of these shapes."""
+        return self.run(values, params, buffers, seed, input_shapes)
+
+
+class FlatInputs(NamedTuple):
+    """The inputs of one call.
+
+    Args:
+        values: the tensors that layers read.
+        shapes: those of all inputs, if segments must know them.
+    """
+
+    values: tuple[Tensor, ...]
+    shapes: InputShapes = ()
 
 
 class PartitionedModel(ABC):
@@ -76,11 +94,13 @@ class PartitionedModel(ABC):
         """Return the values passed between layers in a mode; the model's flattened inputs come first."""
 
     @abstractmethod
-    def flatten_inputs(self, inputs: Any, *, training: bool = True) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def flatten_inputs(self, inputs: Any, *, training: bool = True) -> FlatInputs:  # noqa: ANN401
         """Return the input tensors that layers read, from the inputs of one call (as given to `partition_model`)."""
 
     @abstractmethod
-    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+    def unflatten_output(
+        self, values: Sequence[Tensor], *, training: bool = True, input_shapes: InputShapes = ()
+    ) -> Any:  # noqa: ANN401
         """Return the model's output in its original structure, from the tensors that the last segment returns."""
 
 

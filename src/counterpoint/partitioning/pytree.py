@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import ScriptObject, SymBool, SymFloat, SymInt, Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 from counterpoint.errors import DataError
 
@@ -90,6 +98,35 @@ def require_unchanged_leaves(first: Any, now: Any) -> None:  # noqa: ANN401
             "tensor with one entry for each sample (torch.full((len(x), 1), value)), or use a strategy that keeps the "
             "model whole (data, zero of level 1 or 2, server)"
         )
+
+
+def require_unchanged_structure(first: Any, now: Any) -> None:  # noqa: ANN401
+    """Check that inputs are nested as those that a model was partitioned with, keys in the same order.
+
+    Raises:
+        DataError: they are not, so that their tensors could be taken for others.
+    """
+    structures = [tree_structure(call) for call in (first, now)]
+    if structures[0] != structures[1]:
+        keys = [", ".join(keystr(path) for path, _ in tree_flatten_with_path(call)[0]) for call in (first, now)]
+        raise DataError(
+            f"the inputs of the model are {keys[1]}, and were {keys[0]} when the model was split along its operations; "
+            "give them in the same nest in every batch, with the same keys in the same order"
+        )
+
+
+def require_unchanged_dtypes(first: Any, now: Any) -> None:  # noqa: ANN401
+    """Check that the tensors among inputs have the dtypes that a model was partitioned with.
+
+    Raises:
+        DataError: one has another, of which the operations of a trace know nothing.
+    """
+    for (path, before), after in zip(tree_flatten_with_path(first)[0], tree_flatten(now)[0], strict=True):
+        if isinstance(before, Tensor) and before.dtype != after.dtype:
+            raise DataError(
+                f"the input{keystr(path)} of the model is {after.dtype}, and was {before.dtype} when the model was "
+                f"split along its operations; convert it before the step, with .to({before.dtype})"
+            )
 
 
 def build_output_tree(value: Any) -> TensorTree:  # noqa: ANN401

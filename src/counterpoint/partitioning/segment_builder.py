@@ -23,11 +23,13 @@ class BuiltSegment:
     """A run of layers for inputs of one signature.
 
     Args:
-        function: takes the seed function, the values, the parameters and the buffers, as positional arguments.
+        function: takes the seed function, the values, the parameters, the buffers and the sizes, as positional
+            arguments.
         inputs: the nodes of the values.
         outputs: the nodes of the results.
         params: the names of the parameters.
         buffers: the names of the buffers.
+        sizes: the nodes of the sizes, which depend on the shapes of the model's inputs.
     """
 
     function: Callable[..., tuple[Tensor, ...]]
@@ -35,6 +37,7 @@ class BuiltSegment:
     outputs: tuple[fx.Node, ...]
     params: tuple[str, ...]
     buffers: tuple[str, ...]
+    sizes: tuple[fx.Node, ...]
 
 
 def build_segment(
@@ -69,9 +72,10 @@ class _SegmentBuilder:
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def build(self) -> BuiltSegment:
-        """Return the part as a function of a seed function, its values, parameters and buffers."""
+        """Return the part as a function of a seed function, its values, parameters, buffers and sizes."""
         traced, graph = self.split_trace.traced, self.graph
         params, buffers = self._used_names(traced.params), self._used_names(traced.buffers)
+        sizes = tuple(self._used_names(traced.sizes))
         seed = graph.placeholder("seed")
         for node in self.inputs:
             self.copies[node] = graph.placeholder(f"value_{node.name}")
@@ -80,6 +84,7 @@ class _SegmentBuilder:
                 name: graph.placeholder(f"own_{name.replace('.', '_')}") for name in dict.fromkeys(names.values())
             }
             self.copies |= {node: placeholders[name] for node, name in names.items()}
+        self.copies |= {node: graph.placeholder(f"own_{node.target}") for node in sizes}
         for node in self._mutated_inputs():
             self.copies[node] = graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
         for node in self.nodes:
@@ -96,11 +101,12 @@ class _SegmentBuilder:
             self.outputs,
             tuple(dict.fromkeys(params.values())),
             tuple(dict.fromkeys(buffers.values())),
+            sizes,
         )
 
-    def _used_names(self, names: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    def _used_names(self, names: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Return those of the named nodes that this part reads, directly or through constants."""
-        used: dict[fx.Node, str] = {}
+        used: dict[fx.Node, Any] = {}
         queue = [*self.nodes, *self.outputs]
         seen = set(self.inputs)
         while queue:

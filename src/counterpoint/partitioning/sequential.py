@@ -13,7 +13,9 @@ from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec
 from counterpoint.partitioning.dry_run import Inputs, TrainingModes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.flop_counter import FlopCounter
+from counterpoint.partitioning.input_shapes import InputShapes
 from counterpoint.partitioning.partitioned_model import (
+    FlatInputs,
     PartitionedModel,
     SeedFn,
     Segment,
@@ -160,7 +162,11 @@ class SequentialPartition(PartitionedModel):
         model, seed_hooks, modes = self.model, self._seed_hooks, self._training_modes
 
         def run(
-            values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
+            values: Sequence[Tensor],
+            params: Mapping[str, Tensor],
+            buffers: Mapping[str, Tensor],
+            seed: SeedFn,
+            input_shapes: InputShapes,
         ) -> tuple[Tensor, ...]:
             """Run the modules with the given parameters and buffers swapped in, and restore their own afterwards."""
             if model.training is not training:
@@ -191,7 +197,7 @@ class SequentialPartition(PartitionedModel):
         """Return the tensors passed from each layer to the next."""
         return _value_specs(self._boundaries_for(training=training))
 
-    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
+    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> FlatInputs:
         """Return the tensors of the one input.
 
         Raises:
@@ -200,9 +206,11 @@ class SequentialPartition(PartitionedModel):
         (value,), _ = split_call_args(inputs)
         if not isinstance(value, Tensor):
             require_unchanged_leaves(split_call_args(self._example_inputs), split_call_args(inputs))
-        return self._boundaries_for(training=training)[0].tree.flatten(value)
+        return FlatInputs(self._boundaries_for(training=training)[0].tree.flatten(value))
 
-    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+    def unflatten_output(
+        self, values: Sequence[Tensor], *, training: bool = True, input_shapes: InputShapes = ()
+    ) -> Any:  # noqa: ANN401
         """Return the output of the last child."""
         return self._boundaries_for(training=training)[-1].tree.unflatten(values)
 

@@ -9,28 +9,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from counterpoint.errors import PlanError
 from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec, TensorParallelSpec
-from counterpoint.partitioning.dry_run import Inputs, num_samples, split_call_args
+from counterpoint.partitioning.dry_run import CallArgs, Inputs, num_samples, split_call_args
 from counterpoint.partitioning.export_trace import export_graph, innermost_module, module_calls
 from counterpoint.partitioning.flop_counter import FlopCounter
 from counterpoint.partitioning.fx_ops import fake_value, is_aten_op, is_random_op, returns_tensor
 from counterpoint.partitioning.graph_dataflow import find_differentiable_values
+from counterpoint.partitioning.input_shapes import InputShapes, format_shapes, list_input_shapes
 from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, format_path_range
-from counterpoint.partitioning.partitioned_model import PartitionedModel, SeedFn, Segment, list_params, num_bytes
-from counterpoint.partitioning.pytree import require_unchanged_leaves
-from counterpoint.partitioning.segment_builder import BuiltSegment, build_segment
+from counterpoint.partitioning.partitioned_model import (
+    FlatInputs,
+    PartitionedModel,
+    SeedFn,
+    Segment,
+    list_params,
+    num_bytes,
+)
+from counterpoint.partitioning.pytree import (
+    require_unchanged_dtypes,
+    require_unchanged_leaves,
+    require_unchanged_structure,
+)
 from counterpoint.partitioning.split_points import compute_module_spans
 from counterpoint.partitioning.split_trace import SplitPreference, SplitTrace, choose_split_points, split_trace
+from counterpoint.partitioning.trace_cache import TraceCache
 
 
 class TracedPartition(PartitionedModel):
     """A model split along the operations of its forward; it refers to the model but copies none of its tensors.
 
-    It is traced once per mode and per batch size, on demand; only the batch size may differ between batches.
+    Inputs of other shapes than the example's are traced on demand: see :mod:`counterpoint.partitioning.trace_cache`.
 
     Args:
         model: a module whose forward can be traced.
@@ -51,14 +63,19 @@ class TracedPartition(PartitionedModel):
     ) -> None:
         self.model = model
         self._example_inputs = inputs
-        self._has_only_tensors = all(isinstance(leaf, Tensor) for leaf in tree_leaves(split_call_args(inputs)))
+        self._example_shapes = list_input_shapes(inputs)
+        self._example_call = split_call_args(inputs)
+        leaves = tree_leaves(self._example_call)
+        self._is_nested = len(leaves) != sum(map(len, self._example_call))
+        self._example_dtypes = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
+        self._has_only_tensors = None not in self._example_dtypes
         self._num_samples = num_samples(inputs)
         self._dims = dims or {}
         traced = export_graph(model, inputs, training=True)
         self._split_points = choose_split_points(traced, model, self._dims, prefer, split_points)
         reference = split_trace(traced, model, self._dims, self._split_points)
         self._structure = reference.structure
-        self._split_traces = {(True, self._num_samples): reference}
+        self._caches: dict[bool, TraceCache] = {}
         self._segments: dict[tuple[int, int, bool], Segment] = {}
         super().__init__(
             ModelSpec(
@@ -68,56 +85,119 @@ class TracedPartition(PartitionedModel):
             ),
             uses_rng=any(is_random_op(node) for node in reference.order),
         )
+        self._caches[True] = self._make_cache(reference, training=True)
 
-    def split_trace(self, *, training: bool, num_samples: int | None = None) -> SplitTrace:
-        """Return the split trace for a mode and a batch size, by default the example's."""
-        key = (training, self._num_samples if num_samples is None else num_samples)
-        if key not in self._split_traces:
-            traced = export_graph(self.model, self._resize_example(key[1]), training=training)
-            trace = split_trace(traced, self.model, self._dims, self._split_points)
-            if trace.structure != self._structure:
-                mode = "training" if training else "evaluation"
+    def _make_cache(self, reference: SplitTrace | None, *, training: bool) -> TraceCache:
+        """Return the traces for one mode; the first one is the reference, if it is given."""
+
+        def make_trace(shapes: InputShapes, varying_dims: frozenset[tuple[int, int]]) -> SplitTrace:
+            if reference is not None and shapes == self._example_shapes and not varying_dims:
+                return reference
+            return self._trace(shapes, varying_dims, training=training)
+
+        return TraceCache(type(self.model).__name__, self._example_shapes, make_trace)
+
+    def _trace(self, shapes: InputShapes, varying_dims: frozenset[tuple[int, int]], *, training: bool) -> SplitTrace:
+        """Trace the model for inputs of some shapes, and split it as it was for the example.
+
+        Raises:
+            PlanError: it has other layers, or passes other values between them.
+        """
+        inputs = self._resize_example(shapes)
+        traced = export_graph(self.model, inputs, training=training, varying_dims=varying_dims)
+        trace = split_trace(traced, self.model, self._dims, self._split_points)
+        if trace.structure != self._structure:
+            mode = "training" if training else "evaluation"
+            raise PlanError(
+                f"the model has other layers in {mode} with inputs of the shapes {format_shapes(shapes)} than in "
+                f"training with {format_shapes(self._example_shapes)}; its modules must run in the same order for all "
+                "its batches; move what differs into a module, or use a strategy that keeps the model whole (data, "
+                "zero, server)"
+            )
+        if training in self._caches:
+            self._require_same_values(self._caches[training].first, trace, shapes)
+        return trace
+
+    def _require_same_values(self, first: SplitTrace, trace: SplitTrace, shapes: InputShapes) -> None:
+        """Check that a trace passes values between the same layers as the first one of its mode.
+
+        Raises:
+            PlanError: it does not, or it has layers that read other parameters or buffers.
+        """
+        remedy = (
+            "have forward do the same for all shapes, or use a strategy that keeps the model whole (data, zero of "
+            "level 1 or 2, server)"
+        )
+        if _value_routes(trace) != _value_routes(first):
+            names = (
+                {(value.producer, value.consumers, value.node.name) for value in split.boundary_values}
+                for split in (first, trace)
+            )
+            differing = sorted({name for *_, name in set.symmetric_difference(*names)})
+            raise PlanError(
+                f"for inputs of the shapes {format_shapes(shapes)} the model passes other values between layers than "
+                f"for {format_shapes(self._example_shapes)}: {', '.join(differing)}; "
+                f"{remedy}"
+            )
+        for index, (known, read) in enumerate(zip(_read_names(first), _read_names(trace), strict=True)):
+            if not read <= known:
                 raise PlanError(
-                    f"the model has other layers in {mode} with {key[1]} samples than in training with "
-                    f"{self._num_samples}; its modules must run in the same order for all its batches; "
-                    "move what differs into a module, or use a strategy that keeps the model whole (data, zero, server)"
+                    f"for inputs of the shapes {format_shapes(shapes)} {self.spec.layers[index].name} of the model "
+                    f"uses {', '.join(sorted(read - known))}, which it does not for "
+                    f"{format_shapes(self._example_shapes)}; ranks have the weights that their layers use for the "
+                    f"first batch: {remedy}"
                 )
-            self._split_traces[key] = trace
-        return self._split_traces[key]
 
-    def _resize_example(self, batch_size: int) -> Inputs:
-        """Return the example with another batch size, repeating its samples."""
-        indices = torch.arange(batch_size) % self._num_samples
+    def _resize_example(self, shapes: InputShapes) -> Inputs:
+        """Return the example with tensors of zeros of other shapes."""
+        if shapes == self._example_shapes:
+            return self._example_inputs
+        remaining = iter(shapes)
+        return tree_map_only(Tensor, lambda leaf: leaf.new_zeros(next(remaining)), self._example_inputs)
 
-        def resize(leaf: Any) -> Any:  # noqa: ANN401
-            has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self._num_samples
-            return leaf[indices.to(leaf.device)] if has_samples else leaf
+    def _cache(self, *, training: bool) -> TraceCache:
+        """Return the traces for one mode."""
+        if training not in self._caches:
+            self._caches[training] = self._make_cache(None, training=training)
+        return self._caches[training]
 
-        return self._example_inputs if batch_size == self._num_samples else tree_map(resize, self._example_inputs)
+    @property
+    def num_traces(self) -> int:
+        """How often the model was traced."""
+        return sum(cache.num_traces for cache in self._caches.values())
+
+    def split_trace(self, *, training: bool, input_shapes: InputShapes = ()) -> SplitTrace:
+        """Return the split trace for a mode and the shapes of the inputs, by default the example's."""
+        return self._cache(training=training).find(input_shapes or self._example_shapes).trace.split
 
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        """Return the layers as one function, which traces the model again for a new batch size."""
+        """Return the layers as one function, which traces the model again for shapes that no trace serves."""
         key = (first_layer, stop_layer, training)
         if key not in self._segments:
             self._segments[key] = self._build_segment(first_layer, stop_layer, training=training)
         return self._segments[key]
 
     def _build_segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        trace = self.split_trace(training=training)
-        built = build_segment(trace, first_layer, stop_layer)
-        functions = {_shapes(map(fake_value, built.inputs)): built.function}
-        params, buffers = built.params, built.buffers
+        cache, example_shapes = self._cache(training=training), self._example_shapes
+        trace = cache.first
+        example = cache.find(example_shapes).trace.segment(first_layer, stop_layer)
 
         def run(
-            values: Sequence[Tensor], tensors: Mapping[str, Tensor], buffer_tensors: Mapping[str, Tensor], seed: SeedFn
+            values: Sequence[Tensor],
+            tensors: Mapping[str, Tensor],
+            buffer_tensors: Mapping[str, Tensor],
+            seed: SeedFn,
+            input_shapes: InputShapes,
         ) -> tuple[Tensor, ...]:
-            """Run the layers; they are built again for new shapes."""
-            key = _shapes(values)
-            if key not in functions:
-                functions[key] = self._rebuild(built, values, (first_layer, stop_layer), training=training).function
-            function = functions[key]
-            return function(
-                seed, *values, *[tensors[name] for name in params], *[buffer_tensors[name] for name in buffers]
+            """Run the layers, by the trace for these shapes of the model's inputs."""
+            bound = cache.find(input_shapes or example_shapes)
+            built = bound.trace.segment(first_layer, stop_layer)
+            return built.function(
+                seed,
+                *values,
+                *[tensors[name] for name in built.params],
+                *[buffer_tensors[name] for name in built.buffers],
+                *[bound.sizes[node] for node in built.sizes],
             )
 
         pair = trace.pairs.get(first_layer) if stop_layer == first_layer + 1 else None
@@ -125,69 +205,86 @@ class TracedPartition(PartitionedModel):
         return Segment(
             inputs,
             outputs,
-            params,
-            buffers,
+            example.params,
+            example.buffers,
             run,
             tuple(index for index in inputs if pair and trace.boundary_values[index].node is pair.source),
             tuple(index for index in outputs if pair and trace.boundary_values[index].node is pair.row),
         )
 
-    def _rebuild(
-        self, known: BuiltSegment, values: Sequence[Tensor], layers: tuple[int, int], *, training: bool
-    ) -> BuiltSegment:
-        """Build the same layers for another batch size, which the values show."""
-        sizes = [
-            (value.numel(), int(fake_value(node).numel())) for value, node in zip(values, known.inputs, strict=True)
-        ]
-        batch_size = next(
-            (new * self._num_samples // old for new, old in sizes if new != old and old), self._num_samples
-        )
-        built = build_segment(self.split_trace(training=training, num_samples=batch_size), *layers)
-        if _value_routes(self.split_trace(training=training, num_samples=batch_size)) != _value_routes(
-            self.split_trace(training=training)
-        ):
-            names = ({node.name for node in (*segment.inputs, *segment.outputs)} for segment in (known, built))
-            differing = ", ".join(sorted(set.symmetric_difference(*names)))
-            raise PlanError(
-                f"for {batch_size} samples the model passes other values between layers than for {self._num_samples}: "
-                f"{differing}; between batches only the number of samples may differ; have forward do the same "
-                "for every number"
-            )
-        expected = tuple(map(fake_value, built.inputs))
-        if _shapes(expected) != _shapes(values):
-            pairs = zip(known.inputs, values, expected, strict=True)
-            name, actual, expected_shape = next((n.name, v.shape, e.shape) for n, v, e in pairs if v.shape != e.shape)
-            raise PlanError(
-                f"value '{name}' has shape {tuple(actual)}, but for {batch_size} samples the model was traced with "
-                f"{tuple(expected_shape)}; between batches only the number of samples may differ; pad the other dims "
-                "to one size, or partition the model again for this size"
-            )
-        return built
-
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
         """Return the values passed between layers."""
         return _value_specs(self.split_trace(training=training), self._num_samples)
 
-    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
-        """Return the input tensors that the forward reads.
+    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> FlatInputs:
+        """Return the input tensors that the forward reads, and the shapes of all.
 
         Raises:
-            DataError: a value that is no tensor differs from the one that the model was traced with.
+            DataError: the inputs have another structure, dtype or value that is no tensor than the example's.
         """
-        trace = self.split_trace(training=training)
-        if not self._has_only_tensors:
-            require_unchanged_leaves(split_call_args(self._example_inputs), split_call_args(inputs))
-        leaves = dict(zip(trace.traced.inputs, tree_leaves(split_call_args(inputs)), strict=True))
-        return tuple(leaves[value.node] for value in trace.boundary_values if value.producer == INPUT)
+        trace, call = self._cache(training=training).first, self._order_names(split_call_args(inputs))
+        leaves = tree_leaves(call)
+        dtypes = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if not self._has_only_tensors or dtypes != self._example_dtypes:
+            require_unchanged_leaves(self._example_call, call)
+            require_unchanged_dtypes(self._example_call, call)
+        if self._is_nested:
+            require_unchanged_structure(self._example_call, call)
+        values = dict(zip(trace.traced.inputs, leaves, strict=True))
+        return FlatInputs(
+            tuple([values[value.node] for value in trace.boundary_values if value.producer == INPUT]),
+            tuple([leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]),
+        )
 
-    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+    def _order_names(self, call: CallArgs) -> CallArgs:
+        """Return the arguments of a call with those that have names in the order of the example.
+
+        Raises:
+            DataError: they have other names.
+        """
+        names = self._example_call[1].keys()
+        if list(call[1]) == list(names):
+            return call
+        if call[1].keys() != names:
+            require_unchanged_structure(self._example_call, call)
+        return call[0], {name: call[1][name] for name in names}
+
+    def unflatten_output(
+        self, values: Sequence[Tensor], *, training: bool = True, input_shapes: InputShapes = ()
+    ) -> Any:  # noqa: ANN401
         """Return the output as the model returns it in this mode."""
-        return self.split_trace(training=training).traced.output_tree.unflatten(values)
+        trace = self.split_trace(training=training, input_shapes=input_shapes)
+        return trace.traced.output_tree.unflatten(values)
 
 
-def _value_routes(split_trace: SplitTrace) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the producer and the consumers of each value."""
-    return [(value.producer, value.consumers) for value in split_trace.boundary_values]
+def _value_routes(split_trace: SplitTrace) -> list[tuple[Any, ...]]:
+    """Return the producer and the consumers of each value, and what tells it from others of the same."""
+    pairs = split_trace.pairs.values()
+    sharded = {pair.source for pair in pairs}, {pair.row for pair in pairs}
+    return [
+        (
+            value.producer,
+            value.consumers,
+            fake_value(value.node).dtype,
+            fake_value(value.node).dim(),
+            *(value.node in nodes for nodes in sharded),
+        )
+        for value in split_trace.boundary_values
+    ]
+
+
+def _read_names(split_trace: SplitTrace) -> list[set[str]]:
+    """Return the parameters and buffers that each layer reads."""
+    names = {**split_trace.traced.params, **split_trace.traced.buffers}
+    return [
+        {
+            names[source]
+            for node in split_trace.order[slice(*split_trace.span(index, index + 1))]
+            for source in node.all_input_nodes
+            if source in names
+        }
+        for index in range(split_trace.num_layers)
+    ]
 
 
 def _produced_nodes(split_trace: SplitTrace, index: int) -> Sequence[fx.Node]:
@@ -205,10 +302,6 @@ def _value_specs(split_trace: SplitTrace, num_samples: int) -> tuple[ValueSpec, 
         )
         for value in split_trace.boundary_values
     )
-
-
-def _shapes(values: Any) -> tuple[torch.Size, ...]:  # noqa: ANN401
-    return tuple([value.shape for value in values])
 
 
 def _make_blocks(split_trace: SplitTrace, num_samples: int) -> tuple[Block, ...]:

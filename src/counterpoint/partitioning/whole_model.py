@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterpoint.errors import DataError, PlanError
+from counterpoint.errors import PlanError
 from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec
 from counterpoint.partitioning.dry_run import (
@@ -21,7 +21,15 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
 )
 from counterpoint.partitioning.flop_counter import FlopCounter
-from counterpoint.partitioning.partitioned_model import PartitionedModel, SeedFn, Segment, list_params, num_bytes
+from counterpoint.partitioning.input_shapes import InputShapes
+from counterpoint.partitioning.partitioned_model import (
+    FlatInputs,
+    PartitionedModel,
+    SeedFn,
+    Segment,
+    list_params,
+    num_bytes,
+)
 from counterpoint.partitioning.pytree import TensorTree, build_output_tree, build_tensor_tree
 from counterpoint.partitioning.seed_hooks import SeedHooks, no_seed
 
@@ -86,7 +94,11 @@ class WholeModel(PartitionedModel):
         modes = self._training_modes
 
         def run(
-            values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
+            values: Sequence[Tensor],
+            params: Mapping[str, Tensor],
+            buffers: Mapping[str, Tensor],
+            seed: SeedFn,
+            input_shapes: InputShapes,
         ) -> tuple[Tensor, ...]:
             """Run the whole model with its own parameters and buffers; those that are passed are ignored."""
             if model.training is not training:
@@ -121,29 +133,16 @@ class WholeModel(PartitionedModel):
         """Return the inputs; there are no other values."""
         return self._values
 
-    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
-        """Return the tensors among the inputs; the next call of the model has their other values, too.
-
-        Raises:
-            DataError: there are more or fewer tensors than in the first call.
-        """
-        if (
-            self._has_only_tensor_args
-            and type(inputs) is tuple
-            and len(inputs) == len(self._values)
-            and all(isinstance(arg, Tensor) for arg in inputs)
-        ):
-            return inputs
+    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> FlatInputs:
+        """Return the tensors among the inputs, however many; the next call of the model has their other values, too."""
+        if self._has_only_tensor_args and type(inputs) is tuple and all(isinstance(arg, Tensor) for arg in inputs):
+            return FlatInputs(inputs)
         call = split_call_args(inputs)
-        call_tree = build_tensor_tree(call)
-        if len(call_tree.tensor_indices) != len(self._values):
-            raise DataError(
-                f"the inputs have {len(call_tree.tensor_indices)} tensors, those of the first batch had "
-                f"{len(self._values)}; give as many in every batch, empty ones where there is nothing"
-            )
-        self._call_tree, self._has_only_tensor_args = call_tree, False
-        return call_tree.flatten(call)
+        self._call_tree, self._has_only_tensor_args = build_tensor_tree(call), False
+        return FlatInputs(self._call_tree.flatten(call))
 
-    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+    def unflatten_output(
+        self, values: Sequence[Tensor], *, training: bool = True, input_shapes: InputShapes = ()
+    ) -> Any:  # noqa: ANN401
         """Return the output as the model returns it in this mode."""
         return self._output_tree(training=training).unflatten(values)

@@ -80,7 +80,7 @@ class FakeTensorModel:
     def __init__(self, target: ProfileTarget, device: Device, samples: int) -> None:
         self.target, self.device, self.samples = target, device, samples
         batches = target.batches(samples, 1)
-        self.inputs = target.partitioned.flatten_inputs(as_call_args(batches.inputs(0)))
+        self.inputs, self.input_shapes = target.partitioned.flatten_inputs(as_call_args(batches.inputs(0)))
         layer_indices = range(len(target.spec.layers))
         self.segments = [target.partitioned.segment(index, index + 1, training=True) for index in layer_indices]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -104,7 +104,7 @@ class FakeTensorModel:
             return tensor
 
         with self.mode, torch.autograd.graph.saved_tensors_hooks(record, _identity), FlopCounter() as forward:
-            outputs = segment(leaves, self.params, self.buffers, no_seed)
+            outputs = segment(leaves, self.params, self.buffers, no_seed, self.input_shapes)
             if not segment.outputs:
                 loss = self.target.loss(self.target.partitioned.unflatten_output(outputs), self.targets)
                 outputs = (loss.total if isinstance(loss, WeightedMean) else loss,)

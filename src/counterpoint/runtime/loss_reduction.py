@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
+from counterpoint.runtime.sample_layout import find_tensor_lists
 
 MEAN, SUM = 1, 2
 """Reductions, as torch's operations call them."""
@@ -294,7 +295,8 @@ class LossCheck:
     def check(self, step: int, output: Any, targets: Any, value: float, num_samples: int, what: str) -> None:  # noqa: ANN401 - what a loss was computed from
         """Check the loss of a microbatch if it is time to; one of a single sample together with the next such one.
 
-        Nothing is checked if outputs have no samples along dim 0, or if the loss differs when it is computed again.
+        Nothing is checked if outputs have no samples along dim 0, or lists that may have an entry for each sample, or
+        if the loss differs when it is computed again.
 
         Args:
             step: the number of the step.
@@ -310,7 +312,8 @@ class LossCheck:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if step < self.next_step or not leaves:
             return
-        if any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
+        has_list = any(len(values) == num_samples for values in find_tensor_lists((output, targets)))
+        if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
             self.next_step = math.inf
             return
         with torch.no_grad(), _unchanged_buffers(self.loss_function):
@@ -321,7 +324,7 @@ class LossCheck:
                     for first, stop in ((0, middle), (middle, num_samples))
                 ]
                 sizes, whole = (middle, num_samples - middle), (output, targets)
-            elif self.single is None:
+            elif self.single is None or _sample_shapes(self.single) != _sample_shapes((output, targets)):
                 self.single = tree_map(
                     lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, targets)
                 )
@@ -364,6 +367,11 @@ class LossCheck:
             f"{f'sum is {losses.sum:.6g}' if self.is_sum else f'mean is {losses.mean:.6g}'}, so the losses of parts do "
             f"not add up to that of the batch; {remedy}"
         )
+
+
+def _sample_shapes(values: Any) -> list[torch.Size]:  # noqa: ANN401 - any nest of tensors
+    """Return the shape of a sample of each tensor."""
+    return [leaf.shape[1:] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _concatenate(first: object, second: object) -> object:

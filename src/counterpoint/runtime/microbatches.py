@@ -13,6 +13,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 from counterpoint.fabric.rank_scheduler import DEVICES
 from counterpoint.runtime.lowering import LoweredProgram
+from counterpoint.runtime.sample_layout import SamplePart
 
 Autocasts: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]
 """Device type, whether its autocast is enabled, and its dtype."""
@@ -83,6 +84,8 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
     """Return samples ``start`` to ``stop`` of every tensor in a nest."""
     if isinstance(values, Tensor):
         return values[start:stop]
+    if isinstance(values, SamplePart):
+        return values.slice(start, stop)
     if isinstance(values, dict):
         return {key: slice_samples(value, start, stop) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
-from counterpoint.errors import CounterpointError, DataError, PlanError
+from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.partitioning.dry_run import explain_input_errors
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_sample_independence
 from counterpoint.partitioning.traced import TracedPartition
@@ -96,7 +97,6 @@ from counterpoint.training.process_memory import ReleasedParameters, RetainedMem
 from counterpoint.training.stale_weights import StaleWeights
 from counterpoint.training.validation import (
     check_batch_norm,
-    describe_unusual_inputs,
     require_no_shared_memory,
     require_values,
     uses_sync_batch_norm,
@@ -271,10 +271,12 @@ class LocalRanks:
         self.check_model_consistency(call)
         require_values(inputs)
         inputs = to_device(inputs, self.device)
-        partition = self.make_partition(inputs)
+        with explain_input_errors(self.model, inputs):
+            partition = partition_for_plan(self.plan, self.model, inputs, self.options)
         require_no_grad_hooks(self.model, partition, self.plan)
         require_no_shared_memory(self.model, self.plan)
-        if self.options.cross_sample == "error" and any(
+        options, accepts = self.options, self.options.cross_sample == "accept"
+        if not (accepts or options.batch_dims or options.shared) and any(
             isinstance(strategy, Pipeline) for strategy in self.plan.strategies
         ):
             require_sample_independence(
@@ -308,29 +310,10 @@ class LocalRanks:
             self.options.batch_norm,
             self.options.unused_parameters,
             self.options.loss_reduction == "sum",
-            self.options.cross_sample == "error",
+            not (accepts or options.batch_dims),  # which may have outputs without samples along dim 0
             draw_sites,
         )
         return partition
-
-    def make_partition(self, inputs: Any) -> PartitionedModel:  # noqa: ANN401 - whatever the model takes
-        """Partition the model, which runs it on the inputs.
-
-        Raises:
-            PlanError: it does not fit the plan.
-            DataError: it fails on inputs that are unusual.
-        """
-        try:
-            return partition_for_plan(self.plan, self.model, inputs, self.options)
-        except CounterpointError:
-            raise
-        except Exception as error:
-            reason = describe_unusual_inputs(self.model, inputs)
-            if not reason:
-                raise
-            raise DataError(
-                f"{type(self.model).__name__} failed on the first batch, {type(error).__name__}: {error}; {reason}"
-            ) from error
 
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
         """Build this process's ranks from a partition of the model."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
@@ -65,6 +65,10 @@ class TrainingOptions:
             the ``sum``.
         unused_parameters: what happens if a trainable parameter gets no gradient: ``error``, or ``zero`` for a gradient
             of zeros.
+        batch_dims: the dim along which samples lie, by name of an argument of the model's forward, of a key of a dict
+            of targets, or ``targets``; for sequence-first inputs ``{"x": 1, "targets": 1}``. 0 for other names.
+        shared: the names of inputs that belong to all samples, as an adjacency matrix: every microbatch and replica
+            gets them whole.
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
         timeout_s: the longest that any rank waits for another, in seconds.
         share_params_on_host: whether replicas on one host share one copy of parameters and optimizer state, if
@@ -97,6 +101,8 @@ class TrainingOptions:
     nonfinite: Literal["error", "skip"] = "error"
     loss_reduction: Literal["mean", "sum"] = "mean"
     unused_parameters: Literal["error", "zero"] = "error"
+    batch_dims: Mapping[str, int] | None = None
+    shared: Sequence[str] = ()
     dims: Mapping[str, tuple[str, str]] | None = None
     timeout_s: float = 60.0
     share_params_on_host: bool = True
@@ -115,6 +121,7 @@ class TrainingOptions:
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
         require_profile(self.profile)
+        require_sample_layout(self.batch_dims, self.shared)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
         if self.clip_value is not None and not self.clip_value > 0:
@@ -151,6 +158,43 @@ class TrainingOptions:
             raise PlanError(
                 f"num_measured_plans={self.num_measured_plans} is negative; give how many to measure, or 0 for none"
             )
+
+
+def require_sample_layout(batch_dims: Any, shared: Any) -> None:  # noqa: ANN401 - whatever was given
+    """Check the types of the options that say where samples are.
+
+    Raises:
+        PlanError: a name is no text, a dim no number from 0 on, or a name is in both.
+    """
+    is_mapping = batch_dims is None or (
+        isinstance(batch_dims, Mapping)
+        and all(isinstance(name, str) and type(dim) is int and dim >= 0 for name, dim in batch_dims.items())
+    )
+    if not is_mapping:
+        raise PlanError(
+            f"batch_dims={batch_dims!r} is not a dict from names to dims; give the dim of the samples by name of an "
+            'argument of forward, as batch_dims={"x": 1}'
+        )
+    if isinstance(shared, str) or not isinstance(shared, Sequence) or not all(isinstance(name, str) for name in shared):
+        raise PlanError(f'shared={shared!r} is not a sequence of names; give it as shared=("adjacency",)')
+    both = sorted(set(shared) & set(batch_dims or {}))
+    if both:
+        raise PlanError(
+            f"{', '.join(both)} is in batch_dims and in shared; what is shared has no dim of samples: omit one"
+        )
+
+
+def require_stacked_samples(options: TrainingOptions) -> None:
+    """Check that no option says where samples are in a batch, which ``fit`` itself makes of samples.
+
+    Raises:
+        PlanError: one does.
+    """
+    if options.batch_dims or options.shared:
+        raise PlanError(
+            f"batch_dims={options.batch_dims} and shared={tuple(options.shared)} are about batches, but fit makes "
+            "batches by stacking samples along dim 0; omit them, or pass batches to the step that parallelize returns"
+        )
 
 
 def require_profile(profile: object) -> None:

@@ -21,6 +21,7 @@ from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.global_batch import (
     batch_digest,
     committed_microbatches,
@@ -83,6 +84,8 @@ class TrainStep:
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
         self.arguments = ForwardArguments.of(local_ranks.model)
+        options = local_ranks.options
+        self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
         self.has_fixed_microbatches = has_fixed_microbatches
         self.is_closed = False
@@ -95,8 +98,9 @@ class TrainStep:
         """Train on one global batch: ``step(inputs, targets)``, or ``step(batch)`` for one that has both.
 
         Args:
-            inputs: a tensor, or a tuple, a dict or another nest of tensors, with the samples along dim 0; without
-                targets a batch: a tuple ``(inputs..., target)``, a dict, of which the model gets keyword arguments and
+            inputs: a tensor, or a tuple, a dict or another nest of tensors, with the samples along dim 0, or a list
+                with an entry for each sample; ``batch_dims=`` and ``shared=`` name what is different. Without targets
+                it is a batch: a tuple ``(inputs..., target)``, a dict, of which the model gets keyword arguments and
                 the loss ``labels``, or another nest.
             targets: likewise, for the loss.
 
@@ -118,6 +122,7 @@ class TrainStep:
             inputs, targets = split_targets(inputs, self.arguments)
         elif isinstance(inputs, Mapping):
             inputs = as_inputs(inputs)
+        inputs, targets = self.sample_layout.mark(inputs, targets)
         if self.batch_exchange is not None:
             return self.step_with_rank_batch(self.batch_exchange, (inputs, targets))
         count = count_samples(inputs, targets)

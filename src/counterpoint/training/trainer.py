@@ -36,7 +36,7 @@ from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, F
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.model_consistency import CallFacts, NamedFacts, describe_arguments
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
-from counterpoint.training.options import RENAMED_FIT_OPTIONS
+from counterpoint.training.options import RENAMED_FIT_OPTIONS, require_stacked_samples
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -213,6 +213,7 @@ class Trainer:
                 f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}"
             )
         require_counts(optional=True, batch_size=batch_size)
+        require_stacked_samples(self.options)
         checkpoint = CheckpointConfig(
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
         )

@@ -85,18 +85,6 @@ def memory_extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def describe_unusual_inputs(model: nn.Module, inputs: object) -> str:
-    """Return what is unusual about the inputs of a model that fails on them, with the remedy; empty if nothing is."""
-    if isinstance(inputs, list):
-        return "a list is passed to forward as one argument: pass a tuple of inputs, or the tensor alone"
-    input_dtypes = {leaf.dtype for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    param_dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
-    if input_dtypes and param_dtypes and not input_dtypes & param_dtypes:
-        names = [", ".join(sorted(map(str, dtypes))) for dtypes in (input_dtypes, param_dtypes)]
-        return f"the inputs are {names[0]}, the parameters {names[1]}: convert one of them with to(), or use autocast"
-    return ""
-
-
 def require_values(inputs: object) -> None:
     """Check that the tensors of a batch have values.
 

@@ -296,7 +296,7 @@ def test_a_step_without_targets_refuses_a_single_tensor():
     [
         (
             [X],
-            "Net failed on the first batch, TypeError: .*; a list is passed to forward as one argument: pass a tuple",
+            "the forward of Net failed: .*; its inputs are a list of 1 values, which is one argument: give a tuple for",
         ),
         (
             X.to("meta"),
@@ -304,7 +304,7 @@ def test_a_step_without_targets_refuses_a_single_tensor():
         ),
         (
             X.float(),
-            "Net failed on the first batch, RuntimeError: .*; the inputs are torch.float32, the parameters torch.f",
+            "the forward of Net failed: .*; its inputs are torch.float32, its parameters torch.float64: convert the",
         ),
     ],
 )

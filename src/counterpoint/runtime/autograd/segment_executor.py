@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.partitioning.dry_run import add_location
-from counterpoint.partitioning.partitioned_model import Segment, as_call_args
+from counterpoint.partitioning.input_shapes import InputShapes
+from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
@@ -50,8 +51,8 @@ class BoundModel:
         num_blocks: blocks of the whole model.
         num_inputs: number of values that are the model's own inputs; they come first.
         edge_values: the values of each edge, by its producer and its consumers.
-        flatten: from a microbatch's inputs, as the arguments of a call, to their values.
-        unflatten: from the outputs of the last segment to the model's output.
+        flatten: from a microbatch's inputs, as the arguments of a call, to their values and shapes.
+        unflatten: from the outputs of the last segment, and the shapes of the inputs, to the model's output.
         loss: from the model's output and the targets to a scalar, the mean over the samples, or a
             :class:`counterpoint.runtime.loss_reduction.WeightedMean`.
         uses_rng: whether the model draws random numbers.
@@ -63,8 +64,8 @@ class BoundModel:
     num_blocks: int
     num_inputs: int
     edge_values: Mapping[tuple[int, ...], Sequence[int]]
-    flatten: Callable[[Any], tuple[Tensor, ...]]
-    unflatten: Callable[[Sequence[Tensor]], Any]
+    flatten: Callable[[Any], FlatInputs]
+    unflatten: Callable[..., Any]
     loss: LossFunction
     uses_rng: bool
     loss_is_sum: bool = False
@@ -121,6 +122,7 @@ class SegmentExecutor:
         self.values: dict[tuple[int, int], StoredValue] = {}  # (2), by value and microbatch
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
+        self.input_shapes: dict[int, InputShapes] = {}  # of the model's inputs, by microbatch
         self.losses: dict[int, float] = {}
         self.device = require_one_device(store.params.items())
         self.pending_losses = PendingScalars(self.device)
@@ -164,10 +166,19 @@ class SegmentExecutor:
             self.batch_norm.begin_step(is_async_pipeline=bool(microbatches_per_batch))
         if not microbatches_per_batch:
             self.clear_values()
+        for micro in self.input_shapes.keys() - batch.sizes.keys():
+            del self.input_shapes[micro]
 
     def clear_values(self) -> None:
         """Drop everything that forwards have stored."""
-        for stored in (self.values, self.grads, self.saved, self.deferred_jobs, self.recompute_store.saved):
+        for stored in (
+            self.values,
+            self.grads,
+            self.saved,
+            self.deferred_jobs,
+            self.recompute_store.saved,
+            self.input_shapes,
+        ):
             stored.clear()
 
     def clear(self) -> None:
@@ -248,7 +259,9 @@ class SegmentExecutor:
         recorder = ReductionRecorder() if stop == self.model.num_blocks else None
         try:
             with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
-                outputs = segment(leaves, self.store.weights(version), buffers or self.store.buffers, seed)
+                outputs = segment(
+                    leaves, self.store.weights(version), buffers or self.store.buffers, seed, self.shapes_of(micro)
+                )
         except Exception as error:
             add_location(error, self.describe_location(block, stop, micro, leaves))
             raise
@@ -266,6 +279,13 @@ class SegmentExecutor:
         num_micros = self.microbatches_per_batch or len(sizes)
         batch_size = before + sum(sizes[later] for later in range(micro, first + num_micros))
         self.rng.begin_microbatch(step, index, SampleRange(before, sizes[micro], batch_size))
+
+    def shapes_of(self, micro: int) -> InputShapes:
+        """Return the shapes of a microbatch's inputs, which messages bring to ranks that do not read these."""
+        if micro not in self.input_shapes:
+            assert self.batch is not None, "a step has begun"
+            self.input_shapes[micro] = self.model.flatten(as_call_args(self.batch.inputs(micro))).shapes
+        return self.input_shapes[micro]
 
     def step_and_micro(self, micro: int) -> tuple[int, int]:
         """Return the step of a microbatch, and its index in that step."""
@@ -329,8 +349,9 @@ class SegmentExecutor:
         leaves: list[Tensor] = []
         if count:
             assert self.batch is not None, "a step has begun"
-            inputs = self.model.flatten(as_call_args(self.batch.inputs(micro)))
-            leaves = [inputs[index] for index in segment.inputs[:count]]
+            inputs, self.input_shapes[micro] = self.model.flatten(as_call_args(self.batch.inputs(micro)))
+            is_all = count == self.model.num_inputs  # a whole model may have more of them than in the first batch
+            leaves = list(inputs) if is_all else [inputs[index] for index in segment.inputs[:count]]
             if self.device.type != "cpu":
                 leaves = to_device(leaves, self.device)
         for value, requires_grad in (self.values[index, micro] for index in segment.inputs[count:]):
@@ -353,7 +374,8 @@ class SegmentExecutor:
         if self.device.type != "cpu":
             targets = to_device(targets, self.device)
         what = f"microbatch {self.step_and_micro(micro)[1]}"
-        model, output, size = self.model, self.model.unflatten(outputs), self.batch.sizes[micro]
+        model, size = self.model, self.batch.sizes[micro]
+        output = model.unflatten(outputs, input_shapes=self.shapes_of(micro))
         is_whole = micro in self.loss_weights.is_whole
         with self.autocast(micro):
             self.rng.begin_loss()
@@ -426,7 +448,7 @@ class SegmentExecutor:
                 ):
                     self.run_autograd(roots, grads)
                     self.store.fold_version_grads(version)
-            for index, leaf in zip(segment.inputs, leaves, strict=True):
+            for index, leaf in zip(segment.inputs, leaves, strict=False):  # a whole model may have more leaves
                 if leaf.grad is not None and index >= self.model.num_inputs:  # (4)
                     self.add_grad(index, micro, leaf.grad)
             for index in (*segment.outputs, *self.freed_by_backward[block]):

@@ -1,14 +1,15 @@
 """Communication of one rank: what each send, receive and collective instruction transfers, and its label.
 
-A message of an edge is a mask followed by tensors. The mask of activations says for each value whether it needs a
-gradient (``NEEDS_GRAD``), or is not sent (``MISSING``) because no other rank reads it in evaluation; the mask of
-gradients says which values have one. Messages and collectives of parameters work on flat buffers; tables with sparse
+A message of an edge is a header followed by tensors. The header of activations says for each value whether it needs a
+gradient (``NEEDS_GRAD``), or is not sent (``MISSING``) because no other rank reads it in evaluation; then come the
+shapes of the model's inputs, which the receiver may not read itself. That of gradients says which values have one.
+Messages and collectives of parameters work on flat buffers; tables with sparse
 gradients are gathered as rows instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.model.spec import Unit
+from counterpoint.partitioning.input_shapes import pack_shapes, unpack_shapes
 from counterpoint.program.compression import find_codec
 from counterpoint.program.edges import edge_endpoints
 from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, Collective, TensorRef
@@ -31,7 +33,7 @@ _Pending: TypeAlias = tuple[FlatParams | None, Work, Collective]
 """The flat parameters that a collective works on, if any, the work, and the instruction."""
 
 NEEDS_GRAD, MISSING = 1, 2
-"""Flags in the mask of a message: the value needs a gradient; the value is not sent."""
+"""Flags in the header of a message: the value needs a gradient; the value is not sent."""
 
 
 class RankCommunication:
@@ -139,20 +141,21 @@ class RankCommunication:
             stored = [executor.values.get((index, micro)) for index in values]
             if tensor.name == "x":  # only the receiver reads it
                 self.drop_values(tensor, micro)
-            mask = _mask(
-                MISSING if stored_value is None else int(stored_value.requires_grad) for stored_value in stored
-            )
-            return [mask, *(stored_value.value for stored_value in stored if stored_value is not None)]
+            flags = [MISSING if stored_value is None else int(stored_value.requires_grad) for stored_value in stored]
+            header = torch.tensor([*flags, *pack_shapes(executor.shapes_of(micro))])
+            return [header, *(stored_value.value for stored_value in stored if stored_value is not None)]
         grads = [executor.grads.pop((index, micro), None) for index in values]
         present = [grad for grad in grads if grad is not None]
-        return [_mask(int(grad is not None) for grad in grads), *executor.pack_loss(micro), *present]
+        return [torch.tensor([int(grad is not None) for grad in grads]), *executor.pack_loss(micro), *present]
 
     def decode(self, tensor: TensorRef, micro: int, peer: int, message: Sequence[Tensor]) -> None:
         """Store the message of an edge's activations, or add that of their gradients."""
         executor, values = self.executor, self.executor.model.edge_values[edge_endpoints(tensor)]
-        mask, *tensors = message
-        flags: list[int] = mask.tolist()
+        header, *tensors = message
+        numbers: list[int] = header.tolist()
+        flags = numbers[: len(values)]
         if tensor.name in ACTIVATIONS:
+            executor.input_shapes[micro] = unpack_shapes(numbers[len(values) :])
             received = iter(tensors)
             for index, flag in zip(values, flags, strict=True):
                 if flag != MISSING:
@@ -262,10 +265,6 @@ class RankCommunication:
             self.executor.model.edge_values.get(edge_endpoints(tensor), ()) if tensor.name in ACTIVATIONS else ()
         ):
             self.executor.values.pop((index, micro), None)
-
-
-def _mask(flags: Iterable[int]) -> Tensor:
-    return torch.tensor(list(flags), dtype=torch.uint8)
 
 
 def set_weights(unit: UnitParams, tensors: Sequence[Tensor]) -> None:

@@ -21,6 +21,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.microbatches import SlicedBatch, current_autocasts
+from counterpoint.runtime.sample_layout import SamplePart
 from counterpoint.world.topology import format_count
 
 
@@ -56,7 +57,8 @@ def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> i
         Traceback (most recent call last):
         counterpoint.errors.DataError: the inputs have 3 samples, the targets 4; samples lie along dim 0...
     """
-    if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim():
+    are_tensors = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim()
+    if are_tensors and not (inputs.is_meta or targets.is_meta):
         input_lengths, target_lengths = {len(inputs)}, {len(targets)}  # the common case, and fast
     else:
         input_lengths, target_lengths = collect_lengths(inputs), collect_lengths(targets)
@@ -64,7 +66,8 @@ def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> i
         raise DataError(
             f"the inputs have {format_lengths(input_lengths)} samples, the targets {format_lengths(target_lengths)}; "
             "samples lie along dim 0 of every tensor, and each needs its input and its target: give tensors of one "
-            "length"
+            "length, or name what differs: batch_dims={NAME: DIM} if its samples lie along another dim, "
+            "shared=(NAME,) if it belongs to all samples"
         )
     count: int = min(input_lengths | target_lengths, default=1)
     if not count and not may_be_empty:
@@ -84,7 +87,8 @@ def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
         (True, False)
     """
     hasher = hashlib.sha256()
-    for leaf in tree_leaves(values):
+    parts = [leaf.value if isinstance(leaf, SamplePart) else leaf for leaf in tree_leaves(values)]
+    for leaf in tree_leaves(parts):
         if isinstance(leaf, Tensor):
             hasher.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
             hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -131,20 +135,27 @@ def collect_lengths(values: Any) -> set[int]:  # noqa: ANN401 - any nest of tens
     """Return the lengths along dim 0 of all tensors in a pytree.
 
     Raises:
-        DataError: it contains an array of another library, or a tensor without dims.
+        DataError: it contains an array of another library, or a tensor without dims or values.
     """
     leaves = tree_leaves(values)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not leaf.dim():
             raise DataError(
-                "a tensor of the batch has no dims; samples lie along dim 0: give it one, with unsqueeze(0)"
+                "a tensor of the batch has no dims; samples lie along dim 0: give it one, with unsqueeze(0), or name "
+                "it in shared=(NAME,) if it belongs to all samples"
+            )
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            raise DataError(
+                f"a tensor of the batch, of shape {tuple(leaf.shape)}, is on the meta device, which has no values; "
+                "give it on the CPU, or on the device of the model"
             )
         if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
             raise DataError(
                 f"the batch holds a {type(leaf).__module__}.{type(leaf).__name__}; models compute with tensors: "
                 "convert it with torch.as_tensor"
             )
-    return {len(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    parts = [leaf.lengths() for leaf in leaves if isinstance(leaf, SamplePart)]
+    return {len(leaf) for leaf in leaves if isinstance(leaf, Tensor)}.union(*parts)
 
 
 def format_lengths(lengths: set[int]) -> str:

@@ -1,0 +1,185 @@
+"""Where the samples of a batch are: along dim 0 of its tensors, along another dim, in a list, or nowhere.
+
+What lies along dim 0 stays as it is. Other parts of a batch are marked before it is cut into microbatches::
+
+    (x, state, adjacency)   batch_dims={"state": 1}, shared=("adjacency",)
+    (x, SamplePart(state, 1), SamplePart(adjacency, None))        marked
+    (x[2:4], state[:, 2:4], adjacency)                            a microbatch
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from counterpoint.errors import DataError, PlanError
+
+TARGETS = "targets"
+"""The name of the targets as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePart:
+    """A part of a batch whose samples do not lie along dim 0.
+
+    Args:
+        value: a nest of tensors.
+        dim: along which the samples lie; None if the value belongs to all samples.
+    """
+
+    value: Any
+    dim: int | Literal["list"] | None
+
+    def lengths(self) -> set[int]:
+        """Return the numbers of samples, one if the part is right."""
+        if self.dim is None:
+            return set()
+        if self.dim == "list":
+            return {len(self.value)}
+        return {leaf.shape[self.dim] for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor)}
+
+    def slice(self, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
+        """Return samples ``start`` to ``stop``; what belongs to all samples as it is."""
+        if self.dim is None:
+            return self.value
+        if self.dim == "list":
+            return self.value[start:stop]
+        dim = self.dim
+        return tree_map_only(Tensor, lambda leaf: leaf.narrow(dim, start, stop - start), self.value)
+
+
+class SampleLayout:
+    """What the options say about the parts of a batch, by the names of the forward's arguments.
+
+    Args:
+        model: names positional inputs.
+        batch_dims: the dim of the samples, by name; 0 for other names.
+        shared: the names of what belongs to all samples.
+    """
+
+    def __init__(self, model: nn.Module, batch_dims: Mapping[str, int], shared: Sequence[str]) -> None:
+        self.dims: dict[str, int | None] = {**batch_dims, **dict.fromkeys(shared)}
+        try:
+            self.forward_names = list(inspect.signature(model.forward).parameters)
+        except ValueError:  # a compiled script has no signature
+            self.forward_names = []
+
+    def mark(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        """Return inputs and targets with the parts marked whose samples do not lie along dim 0.
+
+        Raises:
+            PlanError: an option names what the batch does not have.
+            DataError: a tensor has no such dim, or a list can be read in two ways.
+        """
+        if type(inputs) is Tensor and type(targets) is Tensor and not self.dims:  # the common case, and fast
+            return inputs, targets
+        if self.dims:
+            inputs, targets = self._mark_named(inputs, targets)
+        return mark_lists(inputs, targets)
+
+    def _mark_named(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        known: list[str] = []
+
+        def mark(name: str, value: Any) -> Any:  # noqa: ANN401 - any nest
+            known.append(name)
+            if name not in self.dims:
+                return value
+            dim = self.dims[name]
+            for leaf in tree_leaves(value):
+                if dim is not None and isinstance(leaf, Tensor) and not 0 <= dim < leaf.dim():
+                    raise DataError(
+                        f"batch_dims says that the samples of {name} lie along dim {dim}, but it has the shape "
+                        f"{tuple(leaf.shape)}; dims are counted from 0: name one that it has"
+                    )
+            return SamplePart(value, dim)
+
+        if isinstance(inputs, Mapping):
+            inputs = {name: mark(name, value) for name, value in inputs.items()}
+        elif type(inputs) is tuple:
+            names = [*self.forward_names, *(str(index) for index in range(len(self.forward_names), len(inputs)))]
+            inputs = tuple(mark(name, value) for name, value in zip(names, inputs, strict=False))
+        else:
+            inputs = mark(next(iter(self.forward_names), "0"), inputs)
+        if isinstance(targets, Mapping) and TARGETS not in self.dims:
+            targets = {name: mark(name, value) for name, value in targets.items()}
+        else:
+            targets = mark(TARGETS, targets)
+        unknown = sorted(self.dims.keys() - set(known))
+        if unknown:
+            raise PlanError(
+                f"batch_dims and shared name {', '.join(unknown)}, but the parts of the batch are "
+                f"{', '.join(known)}; name arguments of forward, keys of a dict of targets, or {TARGETS!r}"
+            )
+        return inputs, targets
+
+
+def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+    """Return inputs and targets with the lists marked that have an entry for each sample.
+
+    A list of tensors is either that, as of images of any sizes, or has several tensors with the samples along dim 0.
+
+    Raises:
+        DataError: it could be both.
+
+    Example:
+        >>> import torch
+        >>> inputs, targets = mark_lists([torch.ones(3, 4), torch.ones(3, 2)], torch.ones(2))
+        >>> inputs.slice(0, 1)[0].shape, targets.shape
+        (torch.Size([3, 4]), torch.Size([2]))
+    """
+    lists = [*find_tensor_lists(inputs), *find_tensor_lists(targets)]
+    if not lists:
+        return inputs, targets
+    in_lists = {id(leaf) for values in lists for leaf in tree_leaves(values)}
+    others = {
+        length
+        for leaf in tree_leaves((inputs, targets))
+        if id(leaf) not in in_lists
+        for length in (leaf.lengths() if isinstance(leaf, SamplePart) else _length(leaf))
+    }
+    list_lengths = {len(values) for values in lists}
+    along_dim_0 = {length for values in lists for leaf in tree_leaves(values) for length in _length(leaf) or {None}}
+    may_be_lists = len(list_lengths | others) == 1
+    may_be_tensors = len(along_dim_0 | others) == 1 and None not in along_dim_0
+    if may_be_lists and may_be_tensors and list_lengths != {1}:
+        raise DataError(
+            f"the batch has a list of {list_lengths.pop()} entries whose tensors have {along_dim_0.pop()} entries "
+            "along dim 0, so it may have a tensor for each sample, or several tensors with all samples; give a tuple "
+            "for several tensors, or stack the samples in one tensor"
+        )
+    if not may_be_lists or may_be_tensors:
+        return inputs, targets
+    return _mark_each_list(inputs), _mark_each_list(targets)
+
+
+def find_tensor_lists(values: Any) -> Iterator[list[Any]]:  # noqa: ANN401 - any nest
+    """Yield the outermost lists with tensors in every entry."""
+    if type(values) is list:
+        if values and all(any(isinstance(leaf, Tensor) for leaf in tree_leaves(entry)) for entry in values):
+            yield values
+    elif isinstance(values, Mapping | tuple):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from find_tensor_lists(value)
+
+
+def _mark_each_list(values: Any) -> Any:  # noqa: ANN401 - any nest
+    if any(found is values for found in find_tensor_lists(values)):
+        return SamplePart(values, "list")
+    if isinstance(values, Mapping):
+        return {key: _mark_each_list(value) for key, value in values.items()}
+    if isinstance(values, tuple):
+        parts = [_mark_each_list(value) for value in values]
+        return type(values)(*parts) if hasattr(values, "_fields") else tuple(parts)
+    return values
+
+
+def _length(leaf: object) -> set[int | None]:
+    """Return the length of a tensor along dim 0, None if it has no dims; nothing for another value."""
+    if not isinstance(leaf, Tensor):
+        return set()
+    return {len(leaf) if leaf.dim() else None}

@@ -1,0 +1,274 @@
+"""Batches whose samples do not all lie along dim 0: sequence-first inputs, shared inputs, lists of samples."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.errors import DataError, PlanError
+from counterpoint.testing.parity import relative_difference
+from counterpoint.training.trainer import Trainer
+
+DOUBLE = torch.float64
+
+
+class SequenceFirst(nn.Module):
+    """Takes ``(time, batch, 3)`` and a state ``(1, batch, 4)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, dtype=DOUBLE), nn.Linear(4, 2, dtype=DOUBLE)
+
+    def forward(self, x, state):
+        return self.head(self.lstm(x, (state["hidden"], state["cell"]))[0])
+
+
+class Graph(nn.Module):
+    """Features ``(batch, nodes, 3)``, and one adjacency matrix for all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4, dtype=DOUBLE), nn.Linear(4, 2, dtype=DOUBLE)
+
+    def forward(self, x, adjacency, scale=None):
+        x = torch.tanh(adjacency @ self.first(x))
+        return self.second(x if scale is None else x * scale)
+
+
+class Images(nn.Module):
+    """Takes a list of images of any sizes, and returns a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1, dtype=DOUBLE), nn.Linear(4, 2, dtype=DOUBLE)
+
+    def forward(self, images):
+        return [self.second(torch.tanh(self.first(image)).mean((1, 2))) for image in images]
+
+
+def squared_error(output, targets):
+    return F.mse_loss(output, targets)
+
+
+def boxes_loss(output, targets):
+    return torch.stack(
+        [F.mse_loss(value, entry["boxes"].mean(0)) for value, entry in zip(output, targets, strict=True)]
+    ).mean()
+
+
+def sequence_batches():
+    for time, batch in [(5, 4), (3, 6), (4, 4)]:
+        state = {name: torch.randn(1, batch, 4, dtype=DOUBLE) for name in ("hidden", "cell")}
+        yield (torch.randn(time, batch, 3, dtype=DOUBLE), state), torch.randn(time, batch, 2, dtype=DOUBLE)
+
+
+def graph_batches():
+    for batch in (4, 6, 5):
+        inputs = {"x": torch.randn(batch, 4, 3, dtype=DOUBLE), "adjacency": torch.randn(4, 4, dtype=DOUBLE)}
+        yield {**inputs, "scale": torch.tensor(0.5, dtype=DOUBLE)}, torch.randn(batch, 4, 2, dtype=DOUBLE)
+
+
+def image_batches():
+    for batch in (4, 6):
+        images = [torch.randn(3, 2 + index, 3, dtype=DOUBLE) for index in range(batch)]
+        yield images, [{"boxes": torch.randn(1 + index % 3, 2, dtype=DOUBLE)} for index in range(batch)]
+
+
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "sequence": (SequenceFirst, squared_error, sequence_batches, {"batch_dims": {"x": 1, "state": 1, "targets": 1}}),
+    "graph": (Graph, squared_error, graph_batches, {"shared": ("adjacency", "scale")}),
+    "images": (Images, boxes_loss, image_batches, {}),
+}  # fmt: skip
+
+
+def sgd(params):
+    return optim.SGD(params, lr=0.1)
+
+
+def call(model, inputs):
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def train_plainly(model, loss, batches):
+    """Train in a plain loop; return the losses."""
+    optimizer, losses = sgd(model.parameters()), []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        value = loss(call(model, inputs), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [(case, plan) for case in CASES for plan in ("solo", "data(2)", "zero3(2)", "pipeline(2)")
+     if (case, plan) not in {("images", "zero3(2)"), ("images", "pipeline(2)")}],
+)  # fmt: skip
+def test_every_plan_trains_as_a_plain_loop(case, plan):
+    kind, loss, batches, options = CASES[case]
+    torch.manual_seed(0)
+    model, data = kind(), list(batches())
+    plain = copy.deepcopy(model)
+    expected = train_plainly(plain, loss, data)
+    num_microbatches = 1 if plan in {"data(2)", "zero3(2)"} else 2
+    with cp.parallelize(model, sgd, loss, strategy=plan, num_microbatches=num_microbatches, **options) as step:
+        losses = [step(inputs, targets) for inputs, targets in data]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert max(relative_difference(param.detach(), other.detach()) for param, other in pairs) < 1e-12
+
+
+def step_of(model, **options):
+    return cp.parallelize(model, sgd, squared_error, strategy="data(2)", **options)
+
+
+def test_an_input_of_another_length_is_refused_with_the_options_named():
+    inputs, targets = next(graph_batches())
+    del inputs["scale"]
+    inputs["x"] = inputs["x"][:3]
+    with step_of(Graph()) as step, pytest.raises(DataError, match=r"3 and 4 samples.*batch_dims=.*shared=\(NAME,\)"):
+        step(inputs, targets[:3])
+    with cp.parallelize(Graph(), sgd, squared_error, strategy="solo", shared=["adjacency"]) as step:
+        assert step(inputs, targets[:3]) > 0
+
+
+def test_a_number_for_all_samples_is_refused_with_the_option_named():
+    inputs, targets = next(graph_batches())
+    with step_of(Graph()) as step, pytest.raises(DataError, match=r"no dims.*shared=\(NAME,\)"):
+        step(inputs, targets)
+
+
+def test_names_that_the_batch_does_not_have_are_refused():
+    inputs, targets = next(graph_batches())
+    with (
+        step_of(Graph(), shared=["edges"]) as step,
+        pytest.raises(PlanError, match=r"edges.*x, adjacency, scale, targets"),
+    ):
+        step(inputs, targets)
+
+
+def test_a_dim_that_an_input_does_not_have_is_refused():
+    inputs, targets = next(graph_batches())
+    with (
+        step_of(Graph(), batch_dims={"x": 3}) as step,
+        pytest.raises(DataError, match=r"of x lie along dim 3, .*\(4, 4, 3\)"),
+    ):
+        step(inputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_dims": 1}, "batch_dims=1 is not a dict"),
+        ({"batch_dims": {"x": -1}}, "is not a dict from names to dims"),
+        ({"shared": "adjacency"}, "is not a sequence of names"),
+        ({"shared": ["x"], "batch_dims": {"x": 1}}, "x is in batch_dims and in shared"),
+    ],
+)
+def test_options_of_another_form_are_refused(options, message):
+    with pytest.raises(PlanError, match=message):
+        step_of(Graph(), **options)
+
+
+def test_a_list_that_can_be_read_in_two_ways_is_refused():
+    tensors = [torch.randn(2, 3, dtype=DOUBLE), torch.randn(2, 3, dtype=DOUBLE)]
+    with (
+        step_of(Images()) as step,
+        pytest.raises(DataError, match=r"list of 2 entries .* 2 entries along dim 0.*a tuple"),
+    ):
+        step(tensors, torch.randn(2, 2, dtype=DOUBLE))
+
+
+def test_lists_of_samples_are_refused_where_a_model_is_split_along_its_operations():
+    images, targets = next(image_batches())
+    with cp.parallelize(Images(), sgd, boxes_loss, strategy="zero3(2)") as step:
+        step(images, targets)
+        with pytest.raises(DataError, match=r"2 values.* when it was split.*keeps the model whole"):
+            step(images[:3], targets[:3])
+
+
+def test_fit_refuses_options_about_batches():
+    dataset = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randn(4, 2))
+    trainer = Trainer(nn.Linear(3, 2), loss=squared_error, optimizer=sgd, shared=["x"])
+    with pytest.raises(PlanError, match="fit makes batches by stacking samples along dim 0"):
+        trainer.fit(dataset, batch_size=2, epochs=1)
+
+
+def test_a_tensor_without_values_is_refused():
+    with step_of(nn.Linear(3, 2)) as step, pytest.raises(DataError, match=r"shape \(4, 3\), is on the meta device"):
+        step(torch.ones(4, 3, device="meta"), torch.ones(4, 2))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
+def test_a_list_where_forward_takes_a_tensor_is_explained(plan):
+    step = cp.parallelize(Two(), sgd, squared_error, strategy=plan)
+    with step, pytest.raises(DataError, match=r"list of 1 values, which is one argument: give a tuple"):
+        step([torch.ones(4, 3)], torch.ones(4, 2))
+
+
+def test_inputs_of_another_dtype_than_the_model_are_explained():
+    with (
+        step_of(Two()) as step,
+        pytest.raises(DataError, match=r"are torch.float64, its parameters torch.float32: conv"),
+    ):
+        step(torch.ones(4, 3, dtype=DOUBLE), torch.ones(4, 2))
+
+
+def test_inputs_of_another_dtype_than_those_of_the_first_batch_are_refused_where_a_model_is_split():
+    with cp.parallelize(Two(), sgd, squared_error, strategy="zero3(2)") as step:
+        step(torch.ones(4, 3), torch.ones(4, 2))
+        with pytest.raises(DataError, match=r"is torch.float64, and was torch.float32 .*\.to\(torch.float32\)"):
+            step(torch.ones(4, 3, dtype=DOUBLE), torch.ones(4, 2))
+
+
+def test_named_inputs_may_come_in_another_order():
+    model = Graph()
+    inputs, targets = next(graph_batches())
+    adjacency = inputs["adjacency"].expand(4, 4, 4).clone()
+    other = copy.deepcopy(model)
+    losses = []
+    for order, each in ((("x", "adjacency"), model), (("adjacency", "x"), other)):
+        with cp.parallelize(each, sgd, squared_error, strategy="pipeline(2)", num_microbatches=2) as step:
+            step({"x": inputs["x"], "adjacency": adjacency}, targets)
+            losses.append(step({name: {"x": inputs["x"], "adjacency": adjacency}[name] for name in order}, targets))
+    assert losses[0] == losses[1]
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, parts, scale=None, shift=None):
+        hidden = self.first(parts["a"]) - self.first(parts["b"])
+        return self.second(hidden if scale is None else hidden * scale) + (0 if shift is None else shift)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(("b", "a", "scale"), r"\['b'\].*\['a'\].*, and were .*\['a'\].*\['b'\].*same order"),
+     (("a", "b", "shift"), r"\['shift'\], and were .*\['scale'\] when")],
+)  # fmt: skip
+def test_other_names_and_nests_than_in_the_first_batch_are_refused_where_a_model_is_split(names, message):
+    parts, numbers = {"a": torch.ones(4, 3), "b": torch.zeros(4, 3)}, torch.ones(4, 1)
+    with cp.parallelize(Nested(), sgd, squared_error, strategy="pipeline(2)") as step:
+        step({"parts": parts, "scale": numbers}, torch.ones(4, 2))
+        with pytest.raises(DataError, match=message):
+            step({"parts": {name: parts[name] for name in names[:2]}, names[2]: numbers}, torch.ones(4, 2))
