@@ -8,6 +8,8 @@ import counterpoint as cp
 from counterpoint.planner.choose import PlanTrial, candidates_to_measure, decide_by_trials, rank_and_choose
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.memory_suggestions import PlanningProblem
+from counterpoint.training.batches.batch_source import open_batches
+from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 from counterpoint.training.plan_trials import (
     NEAR_FASTEST_FACTORS,
     ROUNDS,
@@ -74,7 +76,10 @@ def test_an_optimizer_that_was_made_for_the_model_stays_unchanged():
     with cp.Trainer(
         model, loss=F.cross_entropy, optimizer=optimizer, strategy="auto(2)", num_measured_plans=1
     ) as trainer:
-        trainer.resolve_plan(dataset(48), 12)
+        batches = open_batches(
+            dataset(48), arguments=trainer.arguments, batch_size=12, collate_fn=None, loading=DataLoadingConfig()
+        )
+        trainer.resolve_plan(batches)
         assert not optimizer.state
         assert len(trainer.fit(dataset(48), batch_size=12).losses) == 4
 

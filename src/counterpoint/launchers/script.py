@@ -10,7 +10,6 @@ from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
 
-import counterpoint
 from counterpoint.errors import LaunchError
 
 _RUNNING_SCRIPT: ContextVar[Path | None] = ContextVar("_RUNNING_SCRIPT", default=None)
@@ -87,7 +86,7 @@ def script_environment(script: Path, arguments: Sequence[str]) -> Iterator[None]
 
 def format_script_error(error: Exception) -> str:
     """Return the traceback of an error in the lines of the script and of what it imports, without this package's."""
-    own = str(Path(counterpoint.__file__).parent)
+    own = str(Path(__file__).parents[1])
     summary = traceback.TracebackException.from_exception(error)
     summary.stack = traceback.StackSummary.from_list(
         [frame for frame in summary.stack if not frame.filename.startswith((own, "<frozen runpy>"))]

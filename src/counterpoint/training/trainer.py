@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -55,6 +55,16 @@ from counterpoint.training.validation import (
 )
 
 LrSchedulerFactory: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
+
+
+def require_known_options(given: Collection[str]) -> None:
+    """Check that ``fit`` was given none of these names of options.
+
+    Raises:
+        PlanError: it was, with the present name of one that was renamed.
+    """
+    for name in given:
+        raise PlanError(f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}")
 
 
 class Trainer:
@@ -208,10 +218,7 @@ class Trainer:
             DataError: a loss is not finite, a parameter is unused, a sample is wrong, ranks have different data.
             CheckpointError: a checkpoint cannot be written or read.
         """
-        for name in renamed:
-            raise PlanError(
-                f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}"
-            )
+        require_known_options(renamed)
         require_counts(optional=True, batch_size=batch_size)
         require_stacked_samples(self.options)
         checkpoint = CheckpointConfig(

@@ -300,7 +300,7 @@ def test_a_step_without_targets_refuses_a_single_tensor():
         ),
         (
             X.to("meta"),
-            "a tensor of the first batch is on the meta device, where tensors have shapes, but no values; give",
+            r"a tensor of the batch, of shape \(22, 4\), is on the meta device, which has no values; give it on the",
         ),
         (
             X.float(),
