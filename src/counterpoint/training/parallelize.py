@@ -122,6 +122,8 @@ class TrainStep:
             inputs, targets = split_targets(inputs, self.arguments)
         elif isinstance(inputs, Mapping):
             inputs = as_inputs(inputs)
+        if self.local_ranks.compiled is None:
+            register_dataclasses((inputs, targets))
         inputs, targets = self.sample_layout.mark(inputs, targets)
         if self.batch_exchange is not None:
             return self.step_with_rank_batch(self.batch_exchange, (inputs, targets))
@@ -244,7 +246,6 @@ class TrainStep:
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
-        register_dataclasses((inputs, targets))
         local_ranks = self.local_ranks
         fabric = local_ranks.world.fabrics[0]
         self.is_multi_process = has_remote_ranks(local_ranks.world)

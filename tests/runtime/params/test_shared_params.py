@@ -53,9 +53,10 @@ def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
 def test_after_a_run_the_model_has_memory_of_its_own():
     with build_local_ranks(PLAN) as local_ranks:
         local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
-        inside = {param.data_ptr() for param in local_ranks.model.parameters()}
+        params = [param for rank in local_ranks.ranks.values() for param in rank.interpreter.store.params.values()]
+        shared = {param.data_ptr() for param in params}
         local_ranks.export_weights()
-        assert inside.isdisjoint(param.data_ptr() for param in local_ranks.model.parameters())
+        assert shared.isdisjoint(param.data_ptr() for param in (*params, *local_ranks.model.parameters()))
         assert all(
             param.grad is None and not param._post_accumulate_grad_hooks for param in local_ranks.model.parameters()
         )
