@@ -31,10 +31,11 @@ def test_stages_in_the_middle_read_no_sample_and_the_ends_each_one_once(counts_b
     built, trained, measured = zip(*(one[list(READERS).index(strategy)] for one in counts_by_rank), strict=True)
     looked_at = Counter(trained[1])
     assert set(looked_at) <= {0, 11}
+    assert set(measured[1]) <= {0, 9}
     for rank in range(3):
         is_reader = rank in READERS[strategy]
         assert Counter(trained[rank]) - looked_at == (EVERYTHING if is_reader else Counter())
-        assert measured[rank] == (list(range(10)) if is_reader else [])
+        assert Counter(measured[rank]) - Counter(measured[1]) == Counter(range(10) if is_reader else ())
         assert len(built[rank]) <= 3 or strategy == "pipedream(3)", "one microbatch, by which the model is traced"
 
 

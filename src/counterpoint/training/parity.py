@@ -455,8 +455,10 @@ def find_noise(grad_peaks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     largest, noise = max(sizes.values(), default=0.0), {}
     for name, peaks in grad_peaks.items():
         rounding = ROUNDING_NOISE * torch.finfo(peaks.dtype).eps
-        limit = largest if sizes[name] < rounding * largest else rounding * sizes[name]
-        mask = (peaks > 0) & (peaks < limit)
+        if 0 < sizes[name] < rounding * largest:  # all of it, also elements that happened to be exactly 0
+            mask = torch.ones_like(peaks, dtype=torch.bool)
+        else:
+            mask = (peaks > 0) & (peaks < rounding * sizes[name])
         if bool(mask.any()):
             noise[name] = mask
     return noise
