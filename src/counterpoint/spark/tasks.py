@@ -197,7 +197,7 @@ class ForwardBackwardTask:
                 with InterceptFunctions(recorder.replacements):
                     output = replica.model(*inputs)
                 loss, weight = compute_mean_loss(spec.loss, output, target, f"microbatch {microbatch}", recorder)
-            with grad_check.during_backward(microbatch, replica.params):
+            with grad_check.during_backward(microbatch, replica.param_group):
                 (loss * ((stop - start if weight is None else weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
             losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start
             if weight is not None:

@@ -20,6 +20,7 @@ from counterpoint.errors import PlanError
 from counterpoint.partitioning.sample_independence import modules_with_running_stats
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.params.flat_layout import FlatLayout
+from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.spark.failures import serialization_error
 from counterpoint.spark.weight_slices import SliceCodec, SliceOptimizer
 from counterpoint.value_codec import decode_value, encode_value
@@ -113,6 +114,7 @@ class SparkReplica:
         self.model.train()
         known = dict(self.model.named_parameters())
         self.params = {slot.name: known[slot.name] for slot in layout.slots}
+        self.param_group = ParamGroup(self.params)
 
     def clear_grads(self) -> None:
         """Remove the gradients of all parameters."""

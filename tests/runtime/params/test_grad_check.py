@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from counterpoint.fabric.shm.magnitudes import find_magnitudes
-from counterpoint.runtime.params import grad_check
-from counterpoint.runtime.params.grad_check import GradCheck, GradReport
+from counterpoint.fabric.shm.magnitudes import find_magnitude, find_magnitudes
+from counterpoint.runtime.params.grad_check import NO_PARAMS, GradCheck, GradReport, ParamGroup
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -40,6 +39,7 @@ def test_other_tensors_are_read_by_torch():
     strided = torch.arange(12.0).view(3, 4).t()
     mixed = torch.ones(2, dtype=torch.float64)
     assert [float(value) for value in find_magnitudes([sparse, strided, mixed])] == [5.0, 11.0, 1.0]
+    assert [*map(find_magnitude, [sparse, strided, mixed])] == [5.0, 11.0, 1.0]
     assert find_magnitudes([]) == []
 
 
@@ -66,40 +66,36 @@ def test_shares_of_the_largest_number_are_added_up_over_microbatches():
     assert check.take_report(range(3)).share == pytest.approx(0.75, rel=1e-3)
 
 
-def check_product(monkeypatch, rows, inputs):
-    """Return the shapes that were read, and the report."""
-    read: list[tuple[int, ...]] = []
-
-    def record(tensors):
-        read.extend(tuple(tensor.shape) for tensor in tensors)
-        return find_magnitudes(tensors)
-
-    monkeypatch.setattr(grad_check, "find_magnitudes", record)
+def is_bounded(rows, inputs):
+    """Return whether the product need not be read, and the report."""
     check = make_check()
-    check.check_product("a", rows.t() @ inputs, (rows, inputs))
-    return read, check.take_report([0])
+    return check.is_bounded(rows, inputs), check.take_report([0])
 
 
-def test_a_product_is_not_read_if_its_factors_bound_it(monkeypatch):
-    read, report = check_product(monkeypatch, torch.randn(4, 64), torch.randn(4, 32))
-    assert read == [(4, 64), (4, 32)]
+def test_a_product_is_not_read_if_its_factors_bound_it():
+    bounded, report = is_bounded(torch.randn(4, 64), torch.randn(4, 32))
+    assert bounded
     assert 0 < report.share < 1e-30
 
 
-def test_a_product_is_read_if_its_factors_do_not_bound_it(monkeypatch):
-    read, report = check_product(monkeypatch, torch.full((4, 64), 1e30), torch.full((4, 32), 1e30))
-    assert read == [(4, 64), (4, 32), (64, 32)]
-    assert report[:2] == (0, "a")
+@pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
+def test_a_product_is_read_if_its_factors_do_not_bound_it(value):
+    assert is_bounded(torch.full((4, 64), value), torch.full((4, 32), 1e30)) == (False, GradReport())
 
 
-def test_a_product_is_read_if_it_is_smaller_than_its_factors(monkeypatch):
-    read, _ = check_product(monkeypatch, torch.randn(400, 64), torch.randn(400, 32))
-    assert read == [(64, 32)]
+def test_a_product_is_read_if_it_is_smaller_than_its_factors():
+    assert not is_bounded(torch.randn(400, 64), torch.randn(400, 32))[0]
+
+
+def test_one_gradient_is_read_whole():
+    check = make_check()
+    check.check_one("a", torch.tensor([[1.0, math.inf]]))
+    assert check.take_report([0])[:2] == (0, "a")
 
 
 def test_a_checked_gradient_is_read_again_after_it_was_changed():
     module, check = nn.Linear(2, 2, bias=False), GradCheck(is_enabled=True)
-    params = dict(module.named_parameters())
+    params = ParamGroup(dict(module.named_parameters()))
     with check.during_backward(0, params):
         module.weight.grad = torch.zeros(2, 2)
         check.mark_checked("weight", module.weight.grad)
@@ -115,6 +111,6 @@ def test_nothing_is_read_outside_of_a_backward_or_if_disabled():
     check = GradCheck(is_enabled=True)
     check.check(["a"], [bad])
     disabled = GradCheck()
-    with disabled.during_backward(0, {}):
+    with disabled.during_backward(0, NO_PARAMS):
         disabled.check(["a"], [bad])
     assert check.take_report([0]) == disabled.take_report([0]) == GradReport()

@@ -70,9 +70,13 @@ class DeferredGradSink(NamedTuple):
         """Submit a job that adds rows to the gradient."""
         self.queue.submit(partial(self.sink.add, row_grad))
 
-    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
-        """Check a gradient that was written to :meth:`target`."""
-        self.sink.check(grad, factors)
+    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
+        """Check the gradient ``rows.T @ inputs`` by its factors; return whether it need not be read itself."""
+        return self.sink.is_bounded(rows, inputs)
+
+    def check(self, grad: Tensor, *, is_bounded: bool = False) -> None:
+        """Check a gradient that was written to :meth:`target`, unless its factors have shown that it is finite."""
+        self.sink.check(grad, is_bounded=is_bounded)
 
     def submit(self, job: WeightGradJob) -> None:
         """Run a job, or queue it for the weight part."""

@@ -38,6 +38,7 @@ from counterpoint.runtime.loss_reduction import (
     compute_mean_loss,
 )
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
+from counterpoint.runtime.params.grad_check import NO_PARAMS, ParamGroup
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rng import SampleRange, SampleRNG
 
@@ -137,7 +138,7 @@ class SegmentExecutor:
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
         self.trainable_params = {  # of each segment, by first block
-            first: {name: store.params[name] for name in segment.params if store.params[name].requires_grad}
+            first: ParamGroup({name: store.params[name] for name in segment.params if store.params[name].requires_grad})
             for first, (_, segment) in self.by_first.items()
         }
 
@@ -465,7 +466,7 @@ class SegmentExecutor:
 
     def backward_weight(self, first: int, last: int, micro: int) -> None:
         """Compute the weight gradients that blocks have deferred."""
-        with torch.no_grad(), self.store.grad_check.during_backward(micro, {}):
+        with torch.no_grad(), self.store.grad_check.during_backward(micro, NO_PARAMS):
             for start, _ in self.segment_bounds_reversed(first, last):
                 for job in self.deferred_jobs.pop((start, micro)):
                     job()

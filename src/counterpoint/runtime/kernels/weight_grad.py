@@ -40,8 +40,12 @@ class GradSink(RowGradSink, Protocol):
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job that computes the gradient, now or when the program reaches the weight part of backward."""
 
-    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
-        """Check a gradient that was written to :meth:`target`; if it is a product, perhaps only its factors."""
+    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
+        """Check the gradient ``rows.T @ inputs`` by its factors; return whether it need not be read itself."""
+        ...
+
+    def check(self, grad: Tensor, *, is_bounded: bool = False) -> None:
+        """Check a gradient that was written to :meth:`target`, unless its factors have shown that it is finite."""
 
 
 class ConvArgs(NamedTuple):
@@ -209,12 +213,13 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -
 
 
 def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
+    is_bounded = sink.is_bounded(rows, inputs)
     target, has_some = sink.target()
     if has_some:
         target.addmm_(rows.t(), inputs)
     else:
         torch.mm(rows.t(), inputs, out=target)
-    sink.check(target, (rows, inputs))
+    sink.check(target, is_bounded=is_bounded)
 
 
 class InPlaceGradMode(InterceptFunctions):

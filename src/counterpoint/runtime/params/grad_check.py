@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
+from counterpoint.fabric.shm.magnitudes import MagnitudeReader, find_magnitude, find_magnitudes, magnitude_tensor
 
 GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
 ROUNDING_MARGIN = 0.5
@@ -45,6 +45,21 @@ class GradReport(NamedTuple):
 
 
 NO_REPORT = GradReport()
+
+
+class ParamGroup:
+    """Parameters whose gradients are checked together.
+
+    Args:
+        params: by name.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self.params = params
+        self.reader = MagnitudeReader([*params.values()])
+
+
+NO_PARAMS = ParamGroup({})
 
 
 class GradCheck:
@@ -73,12 +88,12 @@ class GradCheck:
             found.clear()
 
     @contextmanager
-    def during_backward(self, micro: int, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    def during_backward(self, micro: int, params: ParamGroup) -> Iterator[None]:
         """Check the gradients that the backward inside computes.
 
         Args:
             micro: the microbatch.
-            params: those that it may give a gradient, by name.
+            params: those that it may give a gradient.
         """
         if not self.is_enabled:
             yield
@@ -86,12 +101,22 @@ class GradCheck:
         self.micro = micro
         try:
             yield
-            self.check_params(params)
+            self.check_group(params)
         finally:
             self.micro = None
 
+    def check_group(self, group: ParamGroup) -> None:
+        """Check the gradients that autograd has put on the parameters of a group."""
+        grads = [*map(GRAD_OF, group.params.values())]
+        if self.micro is None or not grads:
+            return
+        if self._checked or not group.reader.is_native or any(grad is None for grad in grads):
+            self.check_params(group.params)
+        else:
+            self._record(self.micro, group.params, group.reader.read(grads), torch.finfo(group.reader.dtype).max)
+
     def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Check the gradients that autograd has put on parameters, except those checked by :meth:`check_product`."""
+        """Check the gradients that autograd has put on parameters, except those of :meth:`mark_checked`."""
         if self.micro is None:
             return
         grads = [*map(GRAD_OF, params.values())]
@@ -128,25 +153,32 @@ class GradCheck:
             return
         self._record(self.micro, names, find_magnitudes(grads), largest_number)
 
-    def check_product(self, name: str, grad: Tensor, factors: tuple[Tensor, Tensor] | None) -> None:
-        """Check the gradient ``rows.T @ inputs`` of a weight by its factors, if they are smaller, or itself.
+    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
+        """Check the gradient ``rows.T @ inputs`` of a weight by its factors; return whether it has to be read itself.
+
+        Called before the product, which has to read them anyway.
 
         Args:
-            name: of the weight.
-            grad: the product, or what it was added to, ``(outputs, inputs)``.
-            factors: the gradient of the layer's output, ``(batch, outputs)``, and its input, ``(batch, inputs)``; None
-                if the gradient is no product.
+            rows: the gradient of the layer's output, ``(batch, outputs)``.
+            inputs: the layer's input, ``(batch, inputs)``.
         """
-        if self.micro is None:
-            return
-        if factors is not None and grad.is_cpu and sum(map(Tensor.numel, factors)) < grad.numel():
-            rows, _ = factors
-            first, second = find_magnitudes(factors)
-            share = float(first) * float(second) * len(rows) / torch.finfo(grad.dtype).max
-            if share < ROUNDING_MARGIN:  # false for nan, too
-                self._shares[self.micro] = max(self._shares.get(self.micro, 0.0), share)
-                return
-        self.check([name], [grad])
+        num_rows, num_outputs = rows.shape
+        if self.micro is None or num_rows * (num_outputs + inputs.shape[1]) >= num_outputs * inputs.shape[1]:
+            return self.micro is None
+        if not rows.is_cpu:
+            return False
+        share = find_magnitude(rows) * find_magnitude(inputs) * num_rows / torch.finfo(rows.dtype).max
+        if share < ROUNDING_MARGIN:  # false for nan, too
+            self._shares[self.micro] = max(self._shares.get(self.micro, 0.0), share)
+            return True
+        return False
+
+    def check_one(self, name: str, grad: Tensor) -> None:
+        """Check one gradient."""
+        if self.micro is not None and grad.is_cpu:
+            self._record(self.micro, (name,), (find_magnitude(grad),), torch.finfo(grad.dtype).max)
+        else:
+            self.check((name,), (grad,))
 
     def mark_checked(self, name: str, grad: Tensor) -> None:
         """Let :meth:`check_params` pass over a parameter's gradient until it changes."""
@@ -154,7 +186,7 @@ class GradCheck:
             self._checked[name] = _version_of(grad)
 
     def _record(self, micro: int, names: Collection[str], magnitudes: Sequence[float], largest_number: float) -> None:
-        share = float(np.max(magnitudes)) / largest_number
+        share = float(magnitudes[0] if len(magnitudes) == 1 else np.max(magnitudes)) / largest_number
         if math.isfinite(share):
             self._shares[micro] = max(self._shares.get(micro, 0.0), share)
         else:

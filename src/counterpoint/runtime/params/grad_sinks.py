@@ -56,9 +56,14 @@ class FlatGradSink:
         """Return the memory, in the weight's shape, and whether to add to what is there."""
         return self.flat_params.grads.target(self.slot)
 
-    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
-        """Check a gradient that was written here; if it is a product, perhaps only its factors."""
-        self.state.grad_check.check_product(self.slot.name, grad, factors)
+    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
+        """Check the gradient ``rows.T @ inputs`` by its factors; return whether it need not be read itself."""
+        return self.state.grad_check.is_bounded(rows, inputs)
+
+    def check(self, grad: Tensor, *, is_bounded: bool = False) -> None:
+        """Check a gradient that was written here, unless its factors have shown that it is finite."""
+        if not is_bounded:
+            self.state.grad_check.check_one(self.slot.name, grad)
 
     def add(self, row_grad: RowGrad) -> None:
         """Add rows to the gradient."""
@@ -109,9 +114,14 @@ class ParamGradSink(NamedTuple):
         self.param.grad = grad = torch.empty_like(self.param)
         return grad, False
 
-    def check(self, grad: Tensor, factors: tuple[Tensor, Tensor] | None = None) -> None:
-        """Check a gradient that was written here; if it is a product, perhaps only its factors."""
-        self.state.grad_check.check_product(self.name, grad, factors)
+    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
+        """Check the gradient ``rows.T @ inputs`` by its factors; return whether it need not be read itself."""
+        return self.state.grad_check.is_bounded(rows, inputs)
+
+    def check(self, grad: Tensor, *, is_bounded: bool = False) -> None:
+        """Check a gradient that was written here, unless its factors have shown that it is finite."""
+        if not is_bounded:
+            self.state.grad_check.check_one(self.name, grad)
         self.state.grad_check.mark_checked(self.name, grad)
 
     def add(self, row_grad: RowGrad) -> None:
