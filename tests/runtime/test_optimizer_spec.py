@@ -102,6 +102,7 @@ def test_an_optimizer_of_other_parameters_is_an_error(make, text):
 def test_the_norm_is_added_up_without_overflow_and_over_sparse_gradients():
     dense = torch.tensor([3.0, 4.0])
     assert squared_norm([dense, dense.to_sparse()]) == 50.0
+    assert squared_norm([torch.tensor([3 + 4j], dtype=torch.complex128)]) == 25.0
     assert squared_norm([torch.full((4,), 300.0, dtype=torch.float16)]) == pytest.approx(360_000)
 
 

@@ -322,7 +322,8 @@ def squared_norm(grads: Iterable[Tensor]) -> float:
     total, device_norms = 0.0, []
     for grad in grads:
         dense = grad.coalesce().values() if grad.is_sparse else grad.detach()
-        norm = torch.linalg.vector_norm(dense, dtype=None if dense.dtype == torch.float64 else torch.float32)
+        is_narrow = not dense.is_complex() and dense.dtype != torch.float64
+        norm = torch.linalg.vector_norm(dense, dtype=torch.float32 if is_narrow else None)
         if norm.device.type == "cpu":
             total += float(norm) ** 2
         else:
