@@ -1,5 +1,7 @@
 """Buffers that a forward replaces have the values of a plain loop, and are neither lost nor kept from a trial run."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,3 +83,30 @@ def test_a_buffer_of_another_shape_is_refused():
         pytest.raises(DataError, match=r"has replaced the buffer codes, torch.float64 \(5, 3\), by .* \(10, 3\)"),
     ):
         step(batches()[0], batches()[0])
+
+
+class Overlapping(nn.Module):
+    """Its buffers are views whose elements share memory, or lie in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("expanded", torch.full((1, 3), 2.0).expand(5, 3))
+        self.register_buffer("transposed", torch.arange(12.0).view(3, 4).t())
+
+    def forward(self, x):
+        return self.layer(x) * self.expanded[0] + x @ self.transposed
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)"])
+def test_buffers_that_overlap_in_memory_are_left_as_they_are(plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(Overlapping(), nn.Linear(3, 3)).double()
+    model[0].expanded = torch.full((1, 3), 2.0, dtype=torch.float64).expand(5, 3)
+    plain = copy.deepcopy(model)
+    x, targets = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    with cp.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, strategy=plan) as step:
+        loss = step(x, targets)
+    expected = F.cross_entropy(plain(x), targets)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert model[0].expanded.stride() == (0, 1)

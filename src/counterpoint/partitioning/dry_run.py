@@ -242,7 +242,22 @@ def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]
         finally:
             slots.restore()
             for buffer, value in saved:
-                buffer.copy_(value)
+                copy_values(buffer, value)
+
+
+def copy_values(target: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor, also into one that ``expand`` has made, whose elements share memory.
+
+    Example:
+        >>> target = torch.zeros(1, 2).expand(3, 2)
+        >>> copy_values(target, torch.ones(3, 2))
+        >>> float(target.sum())
+        6.0
+    """
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
 
 
 class BufferSlots:
@@ -285,7 +300,7 @@ class BufferSlots:
                     "shape, or keep what changes its shape in a plain attribute"
                 )
             with torch.no_grad():
-                buffer.copy_(replacement)
+                copy_values(buffer, replacement)
             buffers[name] = buffer
 
 
