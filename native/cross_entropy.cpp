@@ -16,25 +16,8 @@ constexpr float ROUNDING = 12582912.0f;    // 1.5 * 2^23: adding it rounds to an
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
-#define CP_NAME(name) name##_portable
-#define CP_TARGET
-#include "cross_entropy_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#if defined(__x86_64__)
-#define CP_NAME(name) name##_avx2
-#define CP_TARGET __attribute__((target("avx2,f16c,fma")))
-#include "cross_entropy_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#define CP_NAME(name) name##_avx512
-#define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,prefer-vector-width=512")))
-#include "cross_entropy_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-#endif
+#define CP_KERNELS "cross_entropy_kernels.inc"
+#include "instruction_sets.inc"
 
 struct Kernels {
   double (*log_sum)(const float* row, uint64_t classes);

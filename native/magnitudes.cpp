@@ -12,25 +12,8 @@ namespace {
 
 constexpr size_t ELEMENTS_PER_THREAD = 1 << 20;  // for which starting a thread, about 50 us, pays
 
-#define CP_NAME(name) name##_portable
-#define CP_TARGET
-#include "magnitudes_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#if defined(__x86_64__)
-#define CP_NAME(name) name##_avx2
-#define CP_TARGET __attribute__((target("avx2,f16c,fma")))
-#include "magnitudes_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#define CP_NAME(name) name##_avx512
-#define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,prefer-vector-width=512")))
-#include "magnitudes_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-#endif
+#define CP_KERNELS "magnitudes_kernels.inc"
+#include "instruction_sets.inc"
 
 using LargestBits = uint64_t (*)(const void*, size_t, size_t, size_t);
 

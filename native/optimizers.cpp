@@ -23,25 +23,8 @@ struct TensorRange {
   size_t start, stop;
 };
 
-#define CP_NAME(name) name##_portable
-#define CP_TARGET
-#include "optimizer_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#if defined(__x86_64__)
-#define CP_NAME(name) name##_avx2
-#define CP_TARGET __attribute__((target("avx2,f16c,fma")))
-#include "optimizer_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#define CP_NAME(name) name##_avx512
-#define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,prefer-vector-width=512")))
-#include "optimizer_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-#endif
+#define CP_KERNELS "optimizer_kernels.inc"
+#include "instruction_sets.inc"
 
 void step_range(const OptimizerStep& step, const TensorRange& range) {
 #if defined(__x86_64__)

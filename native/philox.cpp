@@ -18,25 +18,8 @@ constexpr uint64_t MULTIPLIER_0 = 0xD2511F53, MULTIPLIER_1 = 0xCD9E8D57;  // the
 constexpr uint64_t WEYL_0 = 0x9E3779B9, WEYL_1 = 0xBB67AE85;
 constexpr uint64_t NUMBERS_PER_THREAD = 1 << 18;  // for which starting a thread, about 50 us, pays
 
-#define CP_NAME(name) name##_portable
-#define CP_TARGET
-#include "philox_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#if defined(__x86_64__)
-#define CP_NAME(name) name##_avx2
-#define CP_TARGET __attribute__((target("avx2,f16c,fma")))
-#include "philox_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#define CP_NAME(name) name##_avx512
-#define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,prefer-vector-width=512")))
-#include "philox_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-#endif
+#define CP_KERNELS "philox_kernels.inc"
+#include "instruction_sets.inc"
 
 template <typename T>
 void fill_range(const PhiloxArgs& given, uint64_t start, uint64_t stop) {

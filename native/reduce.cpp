@@ -64,35 +64,14 @@ uint16_t to_float16(float value) {
 }
 
 // Output and inputs are identical or disjoint, so loops vectorize without overlap checks.
-// gcc prefers 256-bit vectors unless told otherwise.
 #if defined(__clang__)
 #define CP_NO_PARTIAL_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
-#define CP_WIDEST
 #else
 #define CP_NO_PARTIAL_OVERLAP _Pragma("GCC ivdep")
-#define CP_WIDEST ",prefer-vector-width=512"
 #endif
 
-#define CP_NAME(name) name##_portable
-#define CP_TARGET
-#include "reduce_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#if defined(__x86_64__)
-#define CP_F16C
-#define CP_NAME(name) name##_avx2
-#define CP_TARGET __attribute__((target("avx2,f16c,fma")))
-#include "reduce_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-
-#define CP_NAME(name) name##_avx512
-#define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma" CP_WIDEST)))
-#include "reduce_kernels.inc"
-#undef CP_NAME
-#undef CP_TARGET
-#endif
+#define CP_KERNELS "reduce_kernels.inc"
+#include "instruction_sets.inc"
 
 struct Choice {
   Reduce reduce;

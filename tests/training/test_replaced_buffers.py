@@ -88,6 +88,9 @@ def test_a_buffer_of_another_shape_is_refused():
 class Overlapping(nn.Module):
     """Its buffers are views whose elements share memory, or lie in another order."""
 
+    expanded: torch.Tensor
+    transposed: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 3)

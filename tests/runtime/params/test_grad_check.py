@@ -87,6 +87,21 @@ def test_a_product_is_read_if_it_is_smaller_than_its_factors():
     assert not is_bounded(torch.randn(400, 64), torch.randn(400, 32))[0]
 
 
+def test_rows_that_are_added_up_have_the_share_of_their_sum():
+    check = make_check()
+    check.check_rows("table", torch.tensor([[4096.0, 0.0]], dtype=torch.float16), 8)
+    assert check.take_report([0]).share >= 8 * 4096 / torch.finfo(torch.float16).max
+    check.check_rows("table", torch.ones(0, 2), 0)
+    check.check_rows("table", torch.tensor([[1.0, math.nan]]), 1)
+    assert check.take_report([0]) == GradReport(0, "table", 0.0)
+
+
+def test_several_products_have_the_share_of_their_sum():
+    check, rows, inputs = make_check(), torch.ones(4, 64), torch.ones(4, 32)
+    assert [check.is_bounded(rows, inputs) for _ in range(3)] == [True] * 3
+    assert check.take_report([0]).share == pytest.approx(3 * 4 / torch.finfo(torch.float32).max)
+
+
 def test_one_gradient_is_read_whole():
     check = make_check()
     check.check_one("a", torch.tensor([[1.0, math.inf]]))

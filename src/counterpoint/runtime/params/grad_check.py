@@ -130,13 +130,12 @@ class GradCheck:
         else:
             self.check(params, grads)
 
-    def check(self, names: Collection[str], grads: Sequence[Tensor], num_terms: int = 1) -> None:
+    def check(self, names: Collection[str], grads: Sequence[Tensor]) -> None:
         """Check gradients of the microbatch whose backward runs.
 
         Args:
             names: of their parameters.
             grads: as computed.
-            num_terms: how many elements of a gradient may be added up to one.
         """
         if self.micro is None or not grads:
             return
@@ -144,34 +143,51 @@ class GradCheck:
         if len(dtypes) > 1:
             for dtype in dtypes:
                 pairs = [(name, grad) for name, grad in zip(names, grads, strict=True) if grad.dtype == dtype]
-                self.check([name for name, _ in pairs], [grad for _, grad in pairs], num_terms)
+                self.check([name for name, _ in pairs], [grad for _, grad in pairs])
             return
-        largest_number = torch.finfo(dtypes.pop()).max / num_terms
+        largest_number = torch.finfo(dtypes.pop()).max
         if not all(map(IS_CPU, grads)):  # read at the commit, where the host waits for the device anyway
             magnitudes = torch.stack([magnitude_tensor(grad).double() for grad in grads])
             self._on_device.append((self.micro, list(names), magnitudes, largest_number))
             return
         self._record(self.micro, names, find_magnitudes(grads), largest_number)
 
-    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
-        """Check the gradient ``rows.T @ inputs`` of a weight by its factors; return whether it has to be read itself.
+    def check_rows(self, name: str, values: Tensor, num_rows: int) -> None:
+        """Check the values that are added to rows of a table's gradient, each to any of the rows.
 
-        Called before the product, which has to read them anyway.
+        Args:
+            name: of the table.
+            values: what is added.
+            num_rows: how often one is added.
+        """
+        if self.micro is None or not values.is_cpu:
+            self.check((name,), (values,))
+            return
+        magnitude, largest_number = find_magnitude(values), torch.finfo(values.dtype).max
+        self._record(self.micro, (name,), (magnitude,), largest_number)
+        if math.isfinite(magnitude):  # all of them may be added to one row, after others
+            self._shares[self.micro] += magnitude * num_rows / largest_number
+
+    def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
+        """Check the gradient ``rows.T @ inputs`` of a weight by its factors; return whether it need not be read itself.
+
+        Called before the product, which has to read them anyway. False as well if they are larger than the product.
 
         Args:
             rows: the gradient of the layer's output, ``(batch, outputs)``.
             inputs: the layer's input, ``(batch, inputs)``.
         """
+        if self.micro is None:
+            return True
         num_rows, num_outputs = rows.shape
-        if self.micro is None or num_rows * (num_outputs + inputs.shape[1]) >= num_outputs * inputs.shape[1]:
-            return self.micro is None
-        if not rows.is_cpu:
+        is_larger = num_rows * (num_outputs + inputs.shape[1]) >= num_outputs * inputs.shape[1]
+        if is_larger or not rows.is_cpu:
             return False
         share = find_magnitude(rows) * find_magnitude(inputs) * num_rows / torch.finfo(rows.dtype).max
-        if share < ROUNDING_MARGIN:  # false for nan, too
-            self._shares[self.micro] = max(self._shares.get(self.micro, 0.0), share)
-            return True
-        return False
+        is_finite = share < ROUNDING_MARGIN  # false for nan, too
+        if is_finite:
+            self._shares[self.micro] = self._shares.get(self.micro, 0.0) + share  # a weight may have several products
+        return is_finite
 
     def check_one(self, name: str, grad: Tensor) -> None:
         """Check one gradient."""

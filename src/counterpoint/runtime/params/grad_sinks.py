@@ -67,7 +67,7 @@ class FlatGradSink:
 
     def add(self, row_grad: RowGrad) -> None:
         """Add rows to the gradient."""
-        self.state.grad_check.check((self.slot.name,), (row_grad.values,), len(row_grad.rows))
+        self.state.grad_check.check_rows(self.slot.name, row_grad.values, len(row_grad.rows))
         self.flat_params.grads.add_rows(self.slot, row_grad)
 
     @property
@@ -133,7 +133,7 @@ class ParamGradSink(NamedTuple):
             add_rows(target.view(-1), 0, [row_grad], 1.0)
         else:
             target.index_add_(0, *row_grad.expand())
-        self.state.grad_check.check((self.name,), (row_grad.values,), len(row_grad.rows))
+        self.state.grad_check.check_rows(self.name, row_grad.values, len(row_grad.rows))
         self.state.grad_check.mark_checked(self.name, target)
 
 
