@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import counterpoint as cp
-from counterpoint.errors import DataError
+from counterpoint.errors import DataError, PlanError
 from tests.training.trainers import max_difference
 
 
@@ -113,3 +113,69 @@ def test_buffers_that_overlap_in_memory_are_left_as_they_are(plan):
     expected = F.cross_entropy(plain(x), targets)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
     assert model[0].expanded.stride() == (0, 1)
+
+
+PLANS = ["data(2)", "zero1(2)", "zero3(2)", "tree(2)", "pipeline(2)"]
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+@pytest.mark.parametrize("plan", [*PLANS, "solo"])
+def test_a_buffer_that_moves_with_its_samples_is_refused_where_a_batch_is_divided(plan, how):
+    model = build(how)
+    before = state(model)
+    with (
+        cp.parallelize(model, sgd(model), F.mse_loss, strategy=plan, num_microbatches=2) as step,
+        pytest.raises(PlanError, match=r"changes the buffer (codes|counts) according to its samples, but "),
+    ):
+        step(batches()[0], batches()[0])
+    assert max_difference(state(model), before) == 0
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_such_a_buffer_may_be_accepted():
+    model = build("in place")
+    with cp.parallelize(model, sgd(model), F.mse_loss, strategy="data(2)", cross_sample="accept") as step:
+        assert step(batches()[0], batches()[0]) > 0
+
+
+class Counter(nn.Module):
+    """Counts its calls, as a forward that changes with time does."""
+
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.layer(x) / (1 + self.calls)
+
+
+def train_counter(plan, num_microbatches=None):
+    torch.manual_seed(0)
+    model = Counter().double()
+    with cp.parallelize(model, sgd(model), F.mse_loss, strategy=plan, num_microbatches=num_microbatches) as step:
+        for x in batches():
+            step(x, x[:, :3])
+    return state(model)
+
+
+def test_a_buffer_that_changes_once_on_every_replica_is_that_of_a_plain_loop():
+    alone = train_counter("solo")
+    assert int(alone["calls"]) == 4
+    assert max_difference(train_counter("data(2)"), alone) < 1e-12
+    assert max_difference(train_counter("zero1(2)"), alone) < 1e-12
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 2), ("data(2)", 2)])
+def test_a_buffer_that_would_change_several_times_in_a_step_is_refused(plan, num_microbatches):
+    with pytest.raises(
+        PlanError, match=r"changes the buffer (0\.)?calls whenever it runs, but .* one microbatch for each"
+    ):
+        train_counter(plan, num_microbatches)

@@ -1,4 +1,4 @@
-"""Check that a model's output for a sample does not depend on other samples, as microbatching assumes."""
+"""Check that neither a model's output for a sample nor its buffers depend on how a batch is divided."""
 
 from __future__ import annotations
 
@@ -67,6 +67,95 @@ def require_sample_independence(model: nn.Module, inputs: Inputs, plan: str, num
             "features of one sample, give num_microbatches=1, or pass cross_sample='accept' if each microbatch is "
             "intended to be a batch of its own"
         )
+
+
+def require_independent_buffers(
+    model: nn.Module, inputs: Inputs, plan: str, num_microbatches: int, runs_per_rank: int
+) -> None:
+    """Check that no forward in training changes a buffer in another way than a forward on the whole batch would.
+
+    The model runs on the first half of a microbatch and, if that changes a buffer, on the second half. Buffers of batch
+    norms are not checked: their statistics are those of the whole batch under every plan, or a warning says what they
+    are. The check is skipped for a model that does not run on half a microbatch.
+
+    Args:
+        model: the module; its state is preserved.
+        inputs: those of a microbatch.
+        plan: as text, for the message.
+        num_microbatches: number of microbatches of a batch.
+        runs_per_rank: forwards of a block on one rank in a step.
+
+    Raises:
+        PlanError: one is changed by its samples, of which a forward has only some, or several times in a step.
+    """
+    if num_microbatches < 2:
+        return
+    changed = find_changed_buffers(model, inputs)
+    for name, depends_on_samples in changed.items():
+        if not depends_on_samples and runs_per_rank < 2:  # every replica makes the change of the whole batch
+            continue
+        way = "according to its samples" if depends_on_samples else "whenever it runs"
+        raise PlanError(
+            f"the forward of {type(model).__name__} changes the buffer {name} {way}, but {plan} runs it on "
+            f"{num_microbatches} microbatches in a step, {runs_per_rank} of them on one rank after each other, so the "
+            "buffer, and what is computed from it, would not be those of one forward on the whole batch; train with "
+            f"{'one microbatch on one rank' if depends_on_samples else 'one microbatch for each replica'}, or pass "
+            "cross_sample='accept' if each microbatch is intended to be a batch of its own"
+        )
+
+
+def find_changed_buffers(model: nn.Module, inputs: Inputs) -> dict[str, bool]:
+    """Return the buffers, except those of batch norms, that a forward in training changes.
+
+    Args:
+        model: the module; its state is preserved.
+        inputs: those of a microbatch.
+
+    Returns:
+        By name, whether the change depends on the samples.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001
+    of_norms = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if id(buffer) not in of_norms}
+    if not before:
+        return {}
+    half = max(num_samples(inputs) // 2, 1)
+    try:
+        first = _buffers_after(model, _take_samples(inputs, 0, half))
+        changed = [name for name in before if not _are_equal(before[name], first.get(name))]
+        second = _buffers_after(model, _take_samples(inputs, half, 2 * half)) if changed else {}
+    except Exception:  # noqa: BLE001 - training raises it again, with its location
+        return {}
+    return {name: not _are_equal(second.get(name), first.get(name)) for name in changed}
+
+
+def _buffers_after(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+    """Return the buffers after a forward in training, which are then as before."""
+    args, kwargs = split_call_args(inputs)
+    with preserve_state(model):
+        model(*args, **kwargs)
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _take_samples(inputs: Inputs, start: int, stop: int) -> Inputs:
+    """Return copies of some samples, or zeros in the place of samples that do not exist."""
+    batch_size = num_samples(inputs)
+
+    def take(leaf: Any) -> Any:  # noqa: ANN401
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.dim() or leaf.shape[0] != batch_size:
+            return leaf.clone()
+        return leaf[start:stop].clone() if stop <= batch_size else torch.zeros_like(leaf)
+
+    return tree_map(take, inputs)
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two tensors have the same values, nan or not."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.partitioning.dry_run import copy_values, explain_input_errors
+from counterpoint.partitioning.dry_run import copy_values, explain_input_errors, preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
-from counterpoint.partitioning.sample_independence import require_sample_independence
+from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
 from counterpoint.partitioning.whole_model import WholeModel
@@ -42,6 +43,7 @@ from counterpoint.program.instruction import (
     SwapGradBuffers,
     Update,
 )
+from counterpoint.program.program import Program
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
@@ -79,6 +81,7 @@ from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.model_consistency import (
+    AttributeCheck,
     CallFacts,
     ParameterMutationCheck,
     broadcast_initial_values,
@@ -208,6 +211,7 @@ class LocalRanks:
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
+        self.attribute_check = AttributeCheck()
         self.is_in_step = False
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
@@ -288,6 +292,10 @@ class LocalRanks:
         spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
         self.compiled = compile(with_partition(self.plan, spec, profile), spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
+        if not (accepts or options.batch_dims or options.shared):
+            num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
+            runs_per_rank = min(max_forwards_per_rank(self.compiled.program), num_micros)
+            require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
@@ -327,10 +335,11 @@ class LocalRanks:
         keeps_own = self.shard_map().num_replicas > 1 or any(
             instruction.tensor.name == "weight" for instruction in free_instructions
         )
-        # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
-        needs_own_modules = isinstance(partition, WholeModel) or uses_sync_batch_norm(self.model, self.options)
         num_local = len(self.world.fabrics)
-        if isinstance(partition, WholeModel) and partition.kept_attributes and (num_local > 1 or keeps_own):
+        # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
+        copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
+        copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
+        if isinstance(partition, WholeModel) and partition.kept_attributes and copies_model:
             remedy = (
                 f", or start one process per rank: counterpoint run -n {num_local} script.py" if not keeps_own else ""
             )
@@ -343,8 +352,7 @@ class LocalRanks:
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
             own_partition, model = partition, self.model
-            trains_copy = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
-            if trains_copy or (needs_own_modules and fabric.rank != first):
+            if copies_model or (copies_norms and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # the user's model keeps its memory
                 own_partition = partition_for_plan(self.plan, model, inputs, self.options)
             self.ranks[fabric.rank] = build_rank(
@@ -356,6 +364,8 @@ class LocalRanks:
                 state_allocator=self.retained_memory.mmap_separately,
             )
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
+        if copies_model or copies_norms or isinstance(partition, TracedPartition):
+            self.attribute_check.watch(self.model)
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
@@ -439,6 +449,7 @@ class LocalRanks:
             return replaced
         self.stale_weights.unmark()
         variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
+        self.attribute_check.require_unchanged(self.plan, partial(self.run_forward, batch))
         if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")
 
@@ -467,6 +478,12 @@ class LocalRanks:
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
         return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+
+    def run_forward(self, batch: MicrobatchSource) -> None:
+        """Run the user's model once in training, on the first microbatch; its state is preserved."""
+        args, kwargs = split_call_args(as_call_args(batch.inputs(min(batch.sizes))))
+        with preserve_state(self.model):
+            self.model(*args, **kwargs)
 
     def variant_at(self, number: int) -> StepVariant:
         """Return the step variant of the next step, given its number."""
@@ -605,6 +622,14 @@ class LocalRanks:
         self.stale_weights.unmark()
         self.released_params.poison()
         self.world.close()
+
+
+def max_forwards_per_rank(program: Program) -> int:
+    """Return the largest number of microbatches in a step whose forward runs on the same rank."""
+    return max(
+        len({instruction.micro for instruction in rank_program.body if isinstance(instruction, Forward)})
+        for rank_program in program.rank_programs
+    )
 
 
 def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult, Trace]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
@@ -371,3 +372,68 @@ class ParameterMutationCheck:
             "before the change and step.import_weights() after it; with a Trainer, change weights before fit() or "
             "between two calls"
         )
+
+
+class AttributeCheck:
+    """Detects changes of the model's plain attributes between steps, such as a temperature or the rate of a dropout.
+
+    Ranks that run copies of the model, or a trace of it, have the values of the first step. Attributes that the model's
+    own forward changes, which user code may call between steps, are left out; of torch's modules only floats are
+    compared.
+    """
+
+    def __init__(self) -> None:
+        self.watched: list[tuple[str, dict[str, Any], str, object]] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare the attributes of a model with their present values from now on."""
+        self.watched = [(name, attributes, key, attributes[key]) for name, attributes, key in _plain_attributes(model)]
+
+    def require_unchanged(self, plan: Plan, run_forward: Callable[[], object]) -> None:
+        """Check that the attributes have the values of the first step.
+
+        Args:
+            plan: of the ranks, for the error.
+            run_forward: runs the model once.
+
+        Raises:
+            DataError: one has another value, and a forward does not change it.
+        """
+        if not self._find_changed():
+            return
+        self._leave_out_changed_by(run_forward)
+        for name, value, current in self._find_changed():
+            raise DataError(
+                f"{name} of the model was changed from {value!r} to {current!r} between two steps, but under {plan} "
+                "ranks run the model as it was in the first step; give the value to forward as an input, which may "
+                "differ in every step, or close() and call parallelize(...) again (or make a new Trainer)"
+            )
+
+    def _find_changed(self) -> list[tuple[str, object, object]]:
+        return [
+            (name, value, attributes.get(key))
+            for name, attributes, key, value in self.watched
+            if attributes.get(key) is not value and attributes.get(key) != value
+        ]
+
+    def _leave_out_changed_by(self, run_forward: Callable[[], object]) -> None:
+        before = [attributes.get(key) for _, attributes, key, _ in self.watched]
+        with suppress(Exception):  # the step fails likewise, with its location
+            run_forward()
+        kept = []
+        for entry, value in zip(self.watched, before, strict=True):
+            _, attributes, key, _ = entry
+            if attributes.get(key) == value:
+                kept.append(entry)
+            else:
+                attributes[key] = value
+        self.watched = kept
+
+
+def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the full name, the dictionary and the key of attributes that are numbers, texts or None."""
+    for path, module in model.named_modules():
+        kinds = (float,) if type(module).__module__.startswith("torch.nn.") else (bool, int, float, str, type(None))
+        for key, value in vars(module).items():
+            if isinstance(value, kinds) and key != "training" and not key.startswith("_"):
+                yield f"{path}.{key}".lstrip("."), vars(module), key

@@ -1,0 +1,99 @@
+"""Plain attributes that a loop changes between steps: as in a plain loop, or refused where ranks would not see them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import DataError
+from tests.training.trainers import max_difference, state_of
+
+
+class Scaled(nn.Module):
+    """Divides by an attribute; its forward counts its calls in another."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer, self.temperature, self.calls = nn.Linear(4, width), 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) / self.temperature
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.second = Scaled(8), nn.Dropout(0.0), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.tanh(self.first(x))))
+
+
+def build():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=generator).double(), torch.randint(3, (8,), generator=generator))] * 3
+
+
+def train(model, plan, change):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan) as step:
+        for number, batch in enumerate(batches()):
+            step(*batch)
+            if number == 0:
+                change(model)
+    return state_of(model)
+
+
+def heat(model):
+    model.get_submodule("first").temperature = 2.0
+
+
+def drop(model):
+    model.get_submodule("dropout").p = 0.5
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)"])
+@pytest.mark.parametrize(
+    ("change", "text"), [(heat, "first.temperature of the model was changed from 1.0 to 2.0"), (drop, "dropout.p of")]
+)
+def test_a_change_that_ranks_would_not_see_is_refused(plan, change, text):
+    with pytest.raises(DataError, match=rf"^{text}.* between two steps, but under .* give the value to forward"):
+        train(build(), plan, change)
+
+
+def test_a_change_is_that_of_a_plain_loop_alone():
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number, (x, targets) in enumerate(batches()):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), targets).backward()
+        optimizer.step()
+        if number == 0:
+            heat(plain)
+    assert max_difference(train(build(), "solo", heat), state_of(plain)) < 1e-12
+
+
+def test_children_of_a_sequential_model_run_as_they_are():
+    model = nn.Sequential(Scaled(4), nn.Tanh(), Scaled(4), nn.Linear(4, 3)).double()
+    other = copy.deepcopy(model)
+
+    def change(model):
+        model[2].temperature = 2.0
+
+    assert max_difference(train(model, "pipeline(2)", change), train(other, "solo", change)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)"])
+def test_what_a_forward_itself_changes_is_not_compared(plan):
+    model, alone = build(), build()
+    trained = train(model, plan, lambda model: model(batches()[0][0]))
+    assert max_difference(trained, train(alone, "solo", lambda _: None)) < 1e-12
