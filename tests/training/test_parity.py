@@ -75,6 +75,26 @@ def test_a_model_that_draws_random_numbers_is_compared_with_one_rank():
     assert parity.all_equal
 
 
+def test_dropout_is_the_same_under_every_plan():
+    assert report(build(nn.Dropout(0.5)), strategies=["data(2)", "pipeline(2)", "zero3(2)"]).all_equal
+
+
+class Multinomial(nn.Module):
+    """Draws by a function whose numbers are not keyed by sample."""
+
+    def forward(self, x):
+        return x * (1 + torch.multinomial(torch.ones(len(x), 4), 1))
+
+
+def test_random_numbers_that_are_not_keyed_by_sample_are_named():
+    parity = report(build(Multinomial()), strategies=["data(2)"])
+    assert not parity.all_equal
+    cause = result_of(parity, "data(2)").causes[0]
+    assert cause.startswith(
+        "the random numbers of module '1' (Multinomial) come from torch's multinomial, which are not"
+    )
+
+
 def test_means_over_tokens_are_equal():
     batch = batches(1)[0]
     batch[1][:7] = -100

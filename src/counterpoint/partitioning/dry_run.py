@@ -242,15 +242,15 @@ def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]
         finally:
             slots.restore()
             for buffer, value in saved:
-                copy_values(buffer, value)
+                assign_values(buffer, value)
 
 
-def copy_values(target: Tensor, values: Tensor) -> None:
+def assign_values(target: Tensor, values: Tensor) -> None:
     """Copy values into a tensor, also into one that ``expand`` has made, whose elements share memory.
 
     Example:
         >>> target = torch.zeros(1, 2).expand(3, 2)
-        >>> copy_values(target, torch.ones(3, 2))
+        >>> assign_values(target, torch.ones(3, 2))
         >>> float(target.sum())
         6.0
     """
@@ -300,7 +300,7 @@ class BufferSlots:
                     "shape, or keep what changes its shape in a plain attribute"
                 )
             with torch.no_grad():
-                copy_values(buffer, replacement)
+                assign_values(buffer, replacement)
             buffers[name] = buffer
 
 

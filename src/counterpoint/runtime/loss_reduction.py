@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import DataError
-from counterpoint.partitioning.dry_run import copy_values
+from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
 from counterpoint.runtime.sample_layout import find_tensor_lists
@@ -394,7 +394,7 @@ def _unchanged_buffers(loss_function: object) -> Iterator[None]:
     finally:
         for buffer, values in zip(buffers, before, strict=True):
             if not torch.equal(buffer, values):
-                copy_values(buffer, values)
+                assign_values(buffer, values)
 
 
 def compute_sample_mean(

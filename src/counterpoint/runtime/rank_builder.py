@@ -15,7 +15,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.dataflow import INPUT, assign_values_to_edges
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.partitioning.dry_run import copy_values
+from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.partitioning.partitioned_model import PartitionedModel
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
@@ -470,7 +470,7 @@ def load_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy values by name into a model's parameters and buffers."""
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
-        copy_values(targets[name].detach(), value)
+        assign_values(targets[name].detach(), value)
 
 
 def make_batch_norm(

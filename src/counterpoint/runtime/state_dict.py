@@ -25,7 +25,7 @@ from counterpoint.checkpoint.tensor_slice import TensorSlice, dtype_name, torch_
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Group, Json
 from counterpoint.model.spec import Unit
-from counterpoint.partitioning.dry_run import copy_values
+from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.program.compression import find_codec
 from counterpoint.program.instruction import (
     ApplyPushes,
@@ -237,11 +237,11 @@ def average_buffers(
             )
             fabric.all_reduce(f"buffer {name}", total, everyone).wait()
             if float(total[-1]) > 0:
-                copy_values(buffer, (total[:-1] / total[-1]).view(buffer.shape))
+                assign_values(buffer, (total[:-1] / total[-1]).view(buffer.shape))
         else:
             counts = fabric.gather_values(f"buffer {name}", [weight, buffer.reshape(-1).tolist()], everyone)
             best = max(cast("list[tuple[float, list[int]]]", counts), key=lambda item: item[0])
-            copy_values(buffer, torch.tensor(best[1], dtype=buffer.dtype).view(buffer.shape))
+            assign_values(buffer, torch.tensor(best[1], dtype=buffer.dtype).view(buffer.shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.partitioning.dry_run import copy_values, explain_input_errors, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import assign_values, explain_input_errors, preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.partitioning.traced import TracedPartition
@@ -591,7 +591,7 @@ class LocalRanks:
             store.drop_delayed_grads()
             self.ranks[fabric.rank].interpreter.state.restore_delayed(is_skipped=False)
             for name, buffer in store.buffers.items():
-                copy_values(buffer, buffers[name].clone())
+                assign_values(buffer, buffers[name].clone())
 
         self.world.run(work)
         self.has_delayed_grads = False

@@ -18,7 +18,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, format_ranks
 from counterpoint.optim.validation import shorten
-from counterpoint.partitioning.dry_run import copy_values
+from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.params.sparse_grads import find_embedding_tables
@@ -279,7 +279,7 @@ def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -
         if fabric.rank and not torch.equal(values, local):
             differing.append(name)
             if init_sync != "verify":
-                copy_values(local, values)
+                assign_values(local, values)
     names_by_rank = cast("list[list[str]]", fabric.gather_values("first values", differing[:1], everyone))
     differing_ranks = [rank for rank, names in enumerate(names_by_rank) if names]
     if not differing_ranks:

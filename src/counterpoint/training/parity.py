@@ -24,6 +24,7 @@ from counterpoint.fabric.local import LocalWorld
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.program.instruction import Collective, Push, Send
 from counterpoint.runtime.devices import preserve_rng
+from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.loss_reduction import LossFunction, WeightedMean
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory, clip_by_value, squared_norm
@@ -103,11 +104,13 @@ class PlanRun:
         state: what it gave.
         compiled: the plan and its program.
         uses_rng: whether the model draws random numbers.
+        unkeyed_draws: what draws numbers that are not keyed by sample, by path of the module call.
     """
 
     state: TrainedState
     compiled: CompiledPlan
     uses_rng: bool
+    unkeyed_draws: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,8 +404,10 @@ def train_with_plan(run: RecordedRun, requested: RequestedPlan, dtype: torch.dty
             losses = [loss for loss in losses if not math.isnan(loss)] + step.flush()
         step.export_weights()
         assert ranks.compiled is not None, "it has trained"
+        assert ranks.run_spec is not None, "it has trained"
+        sites = ranks.run_spec.draw_sites or DrawSites()
         state = TrainedState(tuple(losses), *copy_values(run.model), gather_optimizer_state(ranks))
-        return PlanRun(state, ranks.compiled, ranks.uses_rng)
+        return PlanRun(state, ranks.compiled, ranks.uses_rng, sites.unkeyed)
 
 
 def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedState, dict[str, Tensor]]:
@@ -661,12 +666,8 @@ def find_known_causes(run: RecordedRun, trained: PlanRun, num_microbatches: int)
             "the whole batch; batch_norm='sync' normalizes replicas together, and a norm without batch statistics "
             "(GroupNorm, LayerNorm) is the same under every plan"
         )
-    if trained.uses_rng:
-        dropouts = [path for path, module in modules.items() if isinstance(module, DROPOUT) and module.p > 0]
-        yield (
-            f"dropout masks and other random numbers ({list_names(dropouts) or 'drawn by the code of the model'}) are "
-            "not those of one microbatch; compare without them (p=0), or plans with equally many microbatches"
-        )
+    for call, what in trained.unkeyed_draws.items():
+        yield describe_unkeyed(run.model, call, what, str(trained.compiled.plan), num_microbatches)
     if run.options.cross_sample == "accept":
         yield (
             "cross_sample='accept': the loss or the output of a sample depends on the others of its microbatch, which "
@@ -675,7 +676,6 @@ def find_known_causes(run: RecordedRun, trained: PlanRun, num_microbatches: int)
 
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - the base class of all of them
-DROPOUT = nn.modules.dropout._DropoutNd  # noqa: SLF001 - the base class of all of them
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -50,8 +50,8 @@ def layers(*modules):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *modules, nn.Linear(WIDTH, WIDTH)).double()
 
 
-def losses(model, plan, passes):
-    with build_local_ranks(plan, num_microbatches=2, model=model, passes=passes) as local_ranks:
+def losses(model, plan, passes, **options):
+    with build_local_ranks(plan, num_microbatches=2, model=model, passes=passes, **options) as local_ranks:
         step_losses = [
             local_ranks.step(number, make_batch(local_ranks.global_num_microbatches)).loss for number in range(3)
         ]
@@ -87,7 +87,8 @@ def test_random_numbers_from_python_are_found_by_the_results():
 
 def test_recomputation_reads_a_changed_buffer_as_it_was_and_does_not_change_it():
     plain, again = layers(RunningNorm()), layers(RunningNorm())
-    assert losses(plain, "solo", ()) == losses(again, "solo", ("recompute",))
+    accept = {"cross_sample": "accept"}  # two microbatches move the norm twice
+    assert losses(plain, "solo", (), **accept) == losses(again, "solo", ("recompute",), **accept)
     assert torch.equal(plain[1].norm, again[1].norm)
     assert torch.equal(plain[0].weight, again[0].weight)
 

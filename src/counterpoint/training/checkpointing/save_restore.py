@@ -30,7 +30,7 @@ from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
-from counterpoint.partitioning.dry_run import copy_values
+from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import (
     collect_delayed_grads,
@@ -416,7 +416,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
             )
         with torch.no_grad():
             for name, buffer in saved_buffers(local_ranks, rank):
-                copy_values(buffer, read_buffer(checkpoint, name))
+                assign_values(buffer, read_buffer(checkpoint, name))
 
     with torch.no_grad():
         for name, value in frozen_params(local_ranks.model).items():
