@@ -9,6 +9,7 @@ A tuple ``(inputs..., target)`` calls ``model(inputs...)`` and ``loss(output, ta
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -85,7 +86,16 @@ def split_targets(batch: Any, arguments: ForwardArguments) -> tuple[Any, Any]:  
     """
     if isinstance(batch, Mapping):
         values = dict(batch)
-        return arguments.select(values), values.get(LABELS, values)
+        inputs = arguments.select(values)
+        unused = [key for key in values if key not in inputs and key != LABELS] if LABELS in values else []
+        if unused:
+            warnings.warn(
+                f"forward of {arguments.model} takes no {', '.join(map(str, unused))}, so the batch's values of that "
+                "name are used neither by the model nor by the loss; correct the name, or leave the key out of the "
+                "batch",
+                stacklevel=2,
+            )
+        return inputs, values.get(LABELS, values)
     if isinstance(batch, tuple | list):
         if len(batch) > 1:
             *inputs, target = batch

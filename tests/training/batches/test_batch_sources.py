@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import counterpoint as cp
+from counterpoint.data.batch_form import ForwardArguments, split_targets
 from counterpoint.errors import DataError, PlanError
 from tests.training.trainers import build_seeded, make_generator, max_difference, params_of
 
@@ -119,7 +120,7 @@ def in_order(batch_size=8, stop=NUM_SAMPLES):
 FORMS = {
     "a tuple": lambda x, y: (x, y),
     "a named tuple": Pair,
-    "a dict with labels": lambda x, y: {"x": x, "labels": y, "unused": y},
+    "a dict with labels": lambda x, y: {"x": x, "labels": y},
     "a dict of other keys": lambda x, y: {"x": x, "y": y},
     "a dict and a target": lambda x, y: ({"x": x, "scale": torch.ones(8, dtype=torch.float64)}, y),
     "two inputs and a target": lambda x, y: (x, torch.ones(8, dtype=torch.float64), y),
@@ -133,6 +134,15 @@ def test_samples_of_any_form_train_as_pairs_do(form, strategy):
     require_equal(
         fit(Samples(FORMS[form]), strategy, batch_size=8), fit(TensorDataset(X, Y), "solo", batch_size=8)[::-1]
     )
+
+
+def test_a_key_that_nothing_uses_is_named():
+    batch = {"x": X, "y_true": Y, "labels": Y}
+    with pytest.warns(
+        UserWarning, match=r"^forward of Net takes no y_true, so the batch's values of that name are used"
+    ):
+        inputs, targets = split_targets(batch, ForwardArguments.of(Net()))
+    assert (list(inputs), targets is Y) == (["x"], True)
 
 
 @pytest.mark.parametrize(("strategy", "num_microbatches"), PLANS, ids=str)
