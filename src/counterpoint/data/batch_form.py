@@ -98,8 +98,8 @@ def split_targets(batch: Any, arguments: ForwardArguments) -> tuple[Any, Any]:  
         return inputs, values.get(LABELS, values)
     if isinstance(batch, tuple | list):
         if len(batch) > 1:
-            *inputs, target = batch
-            return as_inputs(inputs[0]) if len(inputs) == 1 else tuple(inputs), target
+            *leading, target = batch
+            return as_inputs(leading[0]) if len(leading) == 1 else tuple(leading), target
     elif type(batch) in SUPPORTED_NODES:
         return batch, batch
     elif is_dataclass(batch):
