@@ -191,23 +191,42 @@ def test_a_factory_of_something_else_is_an_error(given, text):
 
 
 @pytest.mark.parametrize("kind", [partial(optim.SGD, momentum=0.9), optim.Adagrad], ids=["SGD", "Adagrad"])
-def test_an_optimizer_that_has_stepped_is_refused_because_its_state_would_be_lost(kind):
+def test_state_of_an_optimizer_that_has_stepped_is_taken_once(kind):
     named_params = params()
     used = kind(named_params.values(), lr=0.1)
-    optimizer_spec = OptimizerSpec(used, named_params)
     for param in named_params.values():
         param.grad = torch.ones_like(param)
     used.step()
-    with pytest.raises(PlanError, match=r"^the optimizer already has state for 2 parameters, .* pass one that has not"):
-        OptimizerSpec(used, named_params)
-    used.load_state_dict(used.state_dict())
-    with pytest.raises(PlanError, match=r"^the optimizer already has state for 2 parameters"):
-        optimizer_spec.build([(0, torch.zeros(4))])
+    expected = {name: dict(used.state[param]) for name, param in named_params.items()}
+    optimizer_spec = OptimizerSpec(used, named_params)
+    assert optimizer_spec.has_new_state
+    assert optimizer_spec.take_state() == expected
+    assert not optimizer_spec.has_new_state
+    assert not used.state
 
 
-def test_the_template_warns_that_its_state_is_on_the_ranks():
-    optimizer_spec = OptimizerSpec(partial(optim.Adam), params())
-    assert optimizer_spec.optimizer.state_dict()["state"] == {}
-    optimizer_spec.after_step()
-    with pytest.warns(UserWarning, match=r"^state_dict\(\) has the optimizer's options but not its state, .* save a"):
-        optimizer_spec.optimizer.state_dict()
+def test_state_of_frozen_parameters_stays_with_the_template():
+    named_params = params()
+    used = optim.Adam(named_params.values())
+    for param in named_params.values():
+        param.grad = torch.ones_like(param)
+    used.step()
+    named_params["bias"].requires_grad_(False)
+    optimizer_spec = OptimizerSpec(used, named_params)
+    state = optimizer_spec.take_state()
+    assert state.keys() == {"weight"}
+    optimizer_spec.put_state(state)
+    assert [used.state[param]["step"].item() for param in named_params.values()] == [1, 1]
+
+
+def test_parameters_with_different_step_counts_may_not_be_merged():
+    named_params = params()
+    used = optim.Adam(named_params.values())
+    named_params["weight"].grad = torch.ones(2, 2)
+    used.step()
+    optimizer_spec = OptimizerSpec(used, named_params)
+    assert not optimizer_spec.has_mergeable_state()
+    assert OptimizerSpec(optim.Adam(named_params.values()), named_params).has_mergeable_state()
+    assert optimizer_spec.merges_params
+    optimizer_spec.update_apart()
+    assert not optimizer_spec.merges_params

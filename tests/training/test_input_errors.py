@@ -370,14 +370,3 @@ def test_an_option_of_another_kind_is_refused(options, text):
     chosen = {"optimizer": partial(optim.SGD, lr=0.1), **options}
     with pytest.raises(cp.PlanError, match=text):
         cp.parallelize(mlp(), loss=F.cross_entropy, **chosen)
-
-
-@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
-def test_a_parameter_that_is_frozen_after_the_first_step_is_named(strategy):
-    model = mlp()
-    with cp.parallelize(model, partial(optim.SGD, lr=0.1), F.cross_entropy, strategy=strategy) as step:
-        batch = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-        step(*batch)
-        next(model.parameters()).requires_grad_(requires_grad=False)
-        with pytest.raises(cp.DataError, match=r"^0\.weight of the model was frozen between two steps"):
-            step(*batch)

@@ -2,14 +2,17 @@
 
 The user's optimizer is built once on the model's own parameters and never steps: it is the template, whose
 ``param_groups`` hold the options that a scheduler may change. Ranks update with optimizers from the user's factory, or
-of the same class, over their own shards, and copy the template's options before every step.
+of the same class, over their own shards, and copy the template's options before every step. State that the template
+has, because it stepped before or has loaded a ``state_dict()``, goes to the ranks before the next step, and that of the
+ranks comes back when its ``state_dict()`` is called::
+
+    template.state --take_state--> ranks' optimizers --put_state--> template.state
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -72,19 +75,51 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset(
 """Optimizers whose update is elementwise, so that parameters may be merged into one tensor, or split."""
 
 
+SCALAR_STATE_KEYS: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
+"""Entries of torch optimizers' state that are one number for a whole tensor of any size."""
+
+
+def is_scalar_state(key: str, value: object, target: Tensor) -> bool:
+    """Return whether an entry of an optimizer's state is one number for all elements, as its step count is."""
+    return not isinstance(value, Tensor) or (value.numel() == 1 and (key in SCALAR_STATE_KEYS or target.numel() > 1))
+
+
+NEEDS_CLOSURE = ("closure", "'NoneType' object is not callable")
+"""What errors of optimizers say that were stepped without a closure."""
+
+
+def closure_error(optimizer_class: type[optim.Optimizer], reason: str) -> PlanError:
+    """Return the error for an optimizer that evaluates the loss again within a step, as LBFGS does."""
+    return PlanError(
+        f"{optimizer_class.__name__}.step {reason}, but ranks take one step with the gradients of one forward and "
+        "backward; take an optimizer that steps with gradients alone (AdamW, SGD)"
+    )
+
+
 def require_no_closure(optimizer_class: type[optim.Optimizer]) -> None:
     """Raise unless an optimizer steps with gradients only.
 
     Raises:
-        PlanError: it evaluates the loss again within a step, as LBFGS does.
+        PlanError: its step has no default for a closure.
     """
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(
-            f"{optimizer_class.__name__}.step needs a closure that computes the loss again, but ranks take one step "
-            "with the gradients of one forward and backward; take an optimizer that steps with gradients alone (AdamW, "
-            "SGD)"
-        )
+        raise closure_error(optimizer_class, "needs a closure that computes the loss again")
+
+
+def step_without_closure(optimizer: optim.Optimizer) -> None:
+    """Take a step of an optimizer.
+
+    Raises:
+        PlanError: it failed because it has no closure.
+    """
+    try:
+        optimizer.step()
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        if not any(text in str(error) for text in NEEDS_CLOSURE):
+            raise
+        reason = str(error).splitlines()[0]
+        raise closure_error(type(optimizer), f"without a closure failed ({reason})") from error
 
 
 class OptimizerSpec:
@@ -94,71 +129,137 @@ class OptimizerSpec:
         optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=1e-3)``.
         params: the model's parameters by name.
 
+    Attributes:
+        group_index: the index of the option group of each trainable parameter, by name.
+
     Raises:
-        PlanError: it holds tensors that are not parameters of the model, or misses trainable ones, already has state,
-            or cannot be rebuilt for the ranks.
+        PlanError: it holds tensors that are not parameters of the model, or misses trainable ones, has hooks that run
+            before its step, or cannot be rebuilt for the ranks.
     """
 
     def __init__(self, optimizer: optim.Optimizer | TorchOptimizerFactory, params: Mapping[str, nn.Parameter]) -> None:
-        trainable = {name: param for name, param in params.items() if param.requires_grad}
-        if not trainable:
-            raise PlanError(
-                f"the model has {len(params)} parameters, none of them trainable, so there is nothing to train; "
-                "pass a model with parameters that require a gradient"
-            )
+        trainable = require_trainable(params)
         self._factory = None if isinstance(optimizer, optim.Optimizer) else optimizer
         self.optimizer = optimizer if isinstance(optimizer, optim.Optimizer) else make_template(optimizer, trainable)
         self.optimizer_class = type(self.optimizer)
         require_no_closure(self.optimizer_class)
+        self.require_no_step_hooks()
         self.is_elementwise = self.optimizer_class in ELEMENTWISE_OPTIMIZERS
-        self.group_index = self._map_params_to_groups(trainable)
-        self._known_state = self.optimizer.state, len(self.optimizer.state)
+        self.params = dict(params)
+        self.group_index = map_params_to_groups(self.optimizer, params)
+        self._group_structure = self._read_group_structure()
+        self._updates_apart = False
         self._probe()
-        self.optimizer.register_state_dict_pre_hook(warn_state_lives_in_ranks)
+        self.has_new_state = any(self.optimizer.state.values())  # which the ranks do not have yet
+        self._idle_state: dict[str, dict[str, Any]] = {}  # of frozen parameters
+        self._export_state: Callable[[], None] | None = None
+
+    @property
+    def merges_params(self) -> bool:
+        """Whether parameters of a group may be updated as one tensor, with one step count."""
+        return self.is_elementwise and not self._updates_apart
+
+    def update_apart(self) -> None:
+        """Update each parameter as a tensor of its own from now on, because some may be skipped in a step."""
+        self._updates_apart = True
+
+    def _read_group_structure(self) -> tuple[list[int], list[bool]]:
+        return (
+            [len(group["params"]) for group in self.optimizer.param_groups],
+            [param.requires_grad for param in self.params.values()],
+        )
+
+    def has_new_groups(self) -> bool:
+        """Return whether parameters were frozen, thawed or added to groups since ranks were built."""
+        return self._group_structure != self._read_group_structure()
+
+    def update_groups(self) -> None:
+        """Read again which parameters are trainable, and the groups that they are in.
+
+        Raises:
+            PlanError: as in the constructor.
+        """
+        require_trainable(self.params)
+        self.group_index = map_params_to_groups(self.optimizer, self.params)
+        self._group_structure = self._read_group_structure()
+
+    def attach_ranks(self, export_state: Callable[[], None]) -> None:
+        """Let the template's ``state_dict()`` have the state of ranks, and let them get state that it loads.
+
+        Args:
+            export_state: called before the template's state is read; calls :meth:`put_state`, or raises.
+        """
+        if self._export_state is None:
+            self.optimizer.register_state_dict_pre_hook(self._before_state_dict)
+            self.optimizer.register_state_dict_post_hook(self._after_state_dict)
+            self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._export_state = export_state
+
+    def detach_ranks(self) -> None:
+        """Make the template an optimizer as any other, with its own state: the ranks are gone."""
+        self._export_state = _keep_state
+
+    def _before_state_dict(self, _: optim.Optimizer) -> None:
+        if self._export_state is not None and not self.has_new_state:
+            self._export_state()
+
+    def _after_state_dict(self, optimizer: optim.Optimizer, _: object) -> None:
+        if self._export_state is not _keep_state and not self.has_new_state:
+            optimizer.state.clear()
+
+    def _after_load(self, _: optim.Optimizer) -> None:
+        self.has_new_state = True
+
+    def put_state(self, states: Mapping[str, Mapping[str, Any]], *, is_new: bool = False) -> None:
+        """Give the template the state of the ranks' optimizers, by parameter.
+
+        Args:
+            states: by parameter.
+            is_new: whether ranks that are built next are to get it.
+        """
+        self.has_new_state = is_new
+        states = {**self._idle_state, **states}
+        for name, param in self.params.items():
+            if name in states:
+                self.optimizer.state[param] = dict(states[name])
+
+    def take_state(self) -> dict[str, dict[str, Any]]:
+        """Take the template's state of trained parameters, which ranks have from now on."""
+        state, self.has_new_state = self.optimizer.state, False
+        states = {name: state[param] for name, param in self.params.items() if state.get(param)}
+        self._idle_state = {name: state for name, state in states.items() if name not in self.group_index}
+        state.clear()
+        return {name: state for name, state in states.items() if name in self.group_index}
+
+    def has_mergeable_state(self) -> bool:
+        """Return whether the trained parameters of each group have state alike, so that they may be one tensor."""
+        numbers: dict[int, set[object]] = {}
+        for name, group in self.group_index.items():
+            param = self.params[name]
+            state = self.optimizer.state.get(param, {})
+            scalars = [(key, str(value)) for key, value in state.items() if is_scalar_state(key, value, param)]
+            numbers.setdefault(group, set()).add((*sorted(scalars), *sorted(state)))
+        return all(len(distinct) == 1 for distinct in numbers.values())
+
+    def require_no_step_hooks(self) -> None:
+        """Raise if the optimizer has hooks that run before its step, which would not see the ranks' gradients.
+
+        Raises:
+            PlanError: it has one.
+        """
+        if self.optimizer._optimizer_step_pre_hooks:  # noqa: SLF001 - there is no other way to see them
+            raise PlanError(
+                f"{self.optimizer_class.__name__} has a hook of register_step_pre_hook, but ranks update shards with "
+                "optimizers of their own, whose gradients it would not see; remove the hook and change the loss or the "
+                "options instead (clip_norm=... clips gradients), or use register_step_post_hook, whose hooks run "
+                "after every step"
+            )
 
     def _probe(self) -> None:
-        """Raise unless ranks can build their optimizers, and the template has no state that these would lack."""
-        state = [entry for entry in self.optimizer.state.values() if entry]
-        if not state and self.optimizer_class.__module__.startswith("torch.optim"):
-            return
-        groups = enumerate(self.optimizer.param_groups)
-        built = self._make_like(
-            [(index, nn.Parameter(param.detach())) for index, group in groups for param in group["params"]]
-        )
-        if state and not states_equal(state, list(built.state.values())):
-            raise PlanError(
-                f"the optimizer already has state for {len(state)} parameters, as {self.optimizer_class.__name__} has "
-                "after a step or load_state_dict, but the ranks' optimizers start without state; pass one that has not "
-                "stepped, or a factory such as partial(AdamW, lr=1e-3), and resume training from a checkpoint: "
-                "Trainer.fit(..., resume=FOLDER)"
-            )
-
-    def _map_params_to_groups(self, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
-        names = {id(param): name for name, param in params.items()}
-        groups: dict[str, int] = {}
-        foreign: list[Tensor] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) in names:
-                    groups[names[id(param)]] = index
-                else:
-                    foreign.append(param)
-        missing = [name for name in params if name not in groups]
-        missing_text = f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}"
-        if foreign:
-            lacks = f"; it lacks {missing_text}, so it was built for another model, or before this one was changed"
-            raise PlanError(
-                f"the optimizer holds {format_count(len(foreign), 'tensor')} that the model does not train, the first "
-                f"of the shape {tuple(foreign[0].shape)}{lacks if missing else ''}: it would not update the model; "
-                "build it from this model's parameters() once the model is complete, or pass a factory such as "
-                "partial(AdamW, lr=1e-3)"
-            )
-        if missing:
-            raise PlanError(
-                f"the optimizer does not hold {missing_text}; give it all trainable parameters, or freeze these with "
-                "requires_grad_(False)"
-            )
-        return groups
+        """Raise unless ranks can build their optimizers."""
+        if not self.optimizer_class.__module__.startswith("torch.optim"):
+            groups = enumerate(self.optimizer.param_groups)
+            self.build([(index, nn.Parameter(param.detach())) for index, group in groups for param in group["params"]])
 
     def options(self, group: int) -> dict[str, Any]:
         """Return the current options of a group."""
@@ -169,22 +270,8 @@ class OptimizerSpec:
         """Return an optimizer like the user's over tensors, each with the index of its option group.
 
         Raises:
-            PlanError: it cannot be built, or the template has got state in the meantime.
+            PlanError: it cannot be built.
         """
-        state, length = self._known_state
-        if self.optimizer.state is not state or len(state) != length:
-            self._probe()
-        return self._make_like(targets)
-
-    def rebind(self, params: Mapping[str, nn.Parameter]) -> OptimizerSpec:
-        """Return the same specification with current options, on the parameters of a copy of the model."""
-        if self._factory is not None:
-            return OptimizerSpec(self._factory, params)
-        return OptimizerSpec(
-            self._make_like([(group, params[name]) for name, group in self.group_index.items()]), params
-        )
-
-    def _make_like(self, targets: Sequence[tuple[int, Tensor]]) -> optim.Optimizer:
         groups: dict[int, list[Tensor]] = {}
         for group, tensor in targets:
             groups.setdefault(group, []).append(tensor)
@@ -195,6 +282,12 @@ class OptimizerSpec:
             param_group.update(self.options(group))
             param_group["spec_group"] = group
         return built
+
+    def rebind(self, params: Mapping[str, nn.Parameter]) -> OptimizerSpec:
+        """Return the same specification with current options, on the parameters of a copy of the model."""
+        if self._factory is not None:
+            return OptimizerSpec(self._factory, params)
+        return OptimizerSpec(self.build([(group, params[name]) for name, group in self.group_index.items()]), params)
 
     def _from_factory(self, param_groups: list[dict[str, Any]]) -> optim.Optimizer | None:
         """Return what the user's factory builds of the groups; None if it makes other groups, or fails on them."""
@@ -241,9 +334,69 @@ class OptimizerSpec:
         for param_group in optimizer.param_groups:
             param_group.update(self.options(param_group["spec_group"]))
 
-    def after_step(self) -> None:
-        """Mark the template as stepped, for schedulers that warn otherwise."""
+    def after_step(self, *, is_applied: bool = True) -> None:
+        """Mark the template as stepped, for schedulers that warn otherwise, and run its hooks unless it was skipped."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's wrapper sets
+        for hook in tuple(self.optimizer._optimizer_step_post_hooks.values()) if is_applied else ():  # noqa: SLF001
+            hook(self.optimizer, (self.optimizer,), {})
+
+
+def _keep_state() -> None:
+    """Do nothing: the template has its state."""
+
+
+def require_trainable(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the trainable ones among a model's parameters.
+
+    Raises:
+        PlanError: there are none.
+    """
+    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    if not trainable:
+        raise PlanError(
+            f"the model has {len(params)} parameters, none of them trainable, so there is nothing to train; "
+            "pass a model with parameters that require a gradient"
+        )
+    return trainable
+
+
+def map_params_to_groups(optimizer: optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the index of the option group of each trainable parameter; frozen ones may be in a group, too.
+
+    Raises:
+        PlanError: the optimizer holds other tensors, holds a parameter twice, or lacks a trainable one.
+    """
+    names = {id(param): name for name, param in params.items()}
+    groups: dict[str, int] = {}
+    foreign: list[Tensor] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is None:
+                foreign.append(param)
+            elif name in groups:
+                raise PlanError(
+                    f"the optimizer holds {name} twice, so that torch would update it twice in a step; give it each "
+                    "parameter once"
+                )
+            else:
+                groups[name] = index
+    missing = [name for name, param in params.items() if param.requires_grad and name not in groups]
+    missing_text = f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}"
+    if foreign:
+        lacks = f"; it lacks {missing_text}, so it was built for another model, or before this one was changed"
+        raise PlanError(
+            f"the optimizer holds {format_count(len(foreign), 'tensor')} that the model does not train, the first "
+            f"of the shape {tuple(foreign[0].shape)}{lacks if missing else ''}: it would not update the model; "
+            "build it from this model's parameters() once the model is complete, or pass a factory such as "
+            "partial(AdamW, lr=1e-3)"
+        )
+    if missing:
+        raise PlanError(
+            f"the optimizer does not hold {missing_text}; give it all trainable parameters, or freeze these with "
+            "requires_grad_(False)"
+        )
+    return {name: index for name, index in groups.items() if params[name].requires_grad}
 
 
 def make_template(factory: object, params: Mapping[str, nn.Parameter]) -> optim.Optimizer:
@@ -294,27 +447,6 @@ def temporarily_trainable(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for tensor in changed:
             tensor.requires_grad_(False)
-
-
-def states_equal(first: Any, second: Any) -> bool:  # noqa: ANN401 - whatever an optimizer keeps
-    """Return whether two nested values are equal."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(states_equal(value, second[key]) for key, value in first.items())
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(states_equal, first, second))
-    return type(first) is type(second) and bool(first == second)
-
-
-def warn_state_lives_in_ranks(optimizer: optim.Optimizer) -> None:
-    """Warn a caller of the template's ``state_dict()`` after steps: only the ranks' optimizers have state."""
-    if getattr(optimizer, "_opt_called", False) and not optimizer.state:
-        warnings.warn(
-            "state_dict() has the optimizer's options but not its state, which is sharded over the ranks; save a "
-            "checkpoint with Trainer.save(FOLDER) or fit(..., checkpoint_dir=FOLDER), which any plan can resume",
-            stacklevel=3,
-        )
 
 
 def squared_norm(grads: Iterable[Tensor]) -> float:

@@ -45,6 +45,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.text import format_group, format_unit
 from counterpoint.runtime.comm.rank_communication import peer_pair
+from counterpoint.runtime.optimizer_spec import is_scalar_state
 from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, ParamSlot, ShardSpan, build_layouts
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import UnitParams
@@ -58,9 +59,6 @@ from counterpoint.runtime.rank_builder import (
     sliced_params,
     take_slice,
 )
-
-SCALAR_STATE_KEYS: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
-"""Entries of torch optimizers' state that are one number for a whole tensor of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,9 @@ class ShardMap:
             (name, spec.shard_shape(name), self.dtypes[name], optimizer_spec.group_index[name])
             for name in spec.units[unit]
         ]
-        return build_layouts(params, may_split_params=optimizer_spec.is_elementwise)
+        return build_layouts(
+            params, may_split_params=optimizer_spec.is_elementwise, merges_params=optimizer_spec.merges_params
+        )
 
     def shard_owners(self) -> list[ShardOwner]:
         """Return the owner of every shard."""
@@ -292,30 +292,45 @@ def collect_state_slices(
     shard_map: ShardMap, rank: RankRuntime
 ) -> tuple[list[TensorSlice], dict[str, dict[str, Json]]]:
     """Return the slices that this rank writes into a checkpoint, and the optimizer's scalars by parameter."""
+    slices, scalars = collect_optimizer_state(shard_map, rank)
+    weights = [part for owner in owned_shards(shard_map, rank) for part in _weight_slices(shard_map, rank, owner)]
+    return weights + slices, encode_scalars(scalars)
+
+
+def owned_shards(shard_map: ShardMap, rank: RankRuntime) -> list[ShardOwner]:
+    """Return the shards that a rank owns."""
+    return [owner for owner in shard_map.shard_owners() if owner.rank == rank.interpreter.fabric.rank]
+
+
+def collect_optimizer_state(
+    shard_map: ShardMap, rank: RankRuntime
+) -> tuple[list[TensorSlice], dict[str, dict[str, Any]]]:
+    """Return the optimizer state of the shards that a rank owns: slices, and what is no tensor by parameter."""
     this_rank = rank.interpreter.fabric.rank
-    owned = [owner for owner in shard_map.shard_owners() if owner.rank == this_rank]
-    slices = [weight_slice for owner in owned for weight_slice in _weight_slices(shard_map, rank, owner)]
-    scalars: dict[str, dict[str, Json]] = {}
+    owned_units = {owner.unit for owner in owned_shards(shard_map, rank)}
+    slices: list[TensorSlice] = []
+    scalars: dict[str, dict[str, Any]] = {}
     tp_rank = shard_map.run_spec.program.rank_programs[this_rank].tp_rank
     for target in optimizer_targets(shard_map, rank):
-        if target.unit not in {owner.unit for owner in owned}:
+        if target.unit not in owned_units:
             continue
         for key, value in target.optimizer.state.get(target.tensor, {}).items():
             for slot, first, last in target.param_slots():
                 name = f"{slot.name}{shard_map.name_suffix(slot.name, tp_rank, shard_map.replica_of_rank(this_rank))}"
                 if is_scalar_state(key, value, target.tensor):
-                    scalars.setdefault(name, {})[key] = encode_scalar(key, value)
+                    scalars.setdefault(name, {})[key] = value
                 elif value.shape == target.tensor.shape:
-                    part = value.reshape(-1)[first - target.start : last - target.start].contiguous()
+                    whole = value.to_dense() if value.is_sparse else value
+                    part = whole.reshape(-1)[first - target.start : last - target.start].contiguous()
                     slices.append(TensorSlice(f"optimizer.{key}:{name}", part, slot.shape, first - slot.start))
                 else:  # its optimizer is not elementwise, so the target is the whole parameter
                     slices.append(whole_tensor(f"optimizer.{key}:{name}", value))
     return slices, scalars
 
 
-def is_scalar_state(key: str, value: object, target: Tensor) -> bool:
-    """Return whether an entry of an optimizer's state is one number for all elements, as its step count is."""
-    return not isinstance(value, Tensor) or (value.numel() == 1 and (key in SCALAR_STATE_KEYS or target.numel() > 1))
+def encode_scalars(scalars: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, Json]]:
+    """Return the scalars of each parameter as JSON."""
+    return {name: {key: encode_scalar(key, value) for key, value in own.items()} for name, own in scalars.items()}
 
 
 def encode_scalar(key: str, value: object) -> Json:
@@ -354,7 +369,7 @@ def restore_optimizers(
     rank: RankRuntime,
     keys: Sequence[str],
     read: Callable[[str, str], Tensor | None],
-    scalars: Mapping[str, Mapping[str, Json]],
+    scalars: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Load saved optimizer state into this rank's optimizers.
 
@@ -364,6 +379,9 @@ def restore_optimizers(
         keys: the names of the state's tensors, ``exp_avg`` for instance.
         read: returns a key's tensor for a parameter, in the parameter's full shape; None if there is none.
         scalars: the scalars by parameter.
+
+    Raises:
+        CheckpointError: parameters that are updated as one tensor have different scalars.
     """
     for target in optimizer_targets(shard_map, rank):
         slots = target.param_slots()
@@ -372,9 +390,41 @@ def restore_optimizers(
             fulls = [full for slot, _, _ in slots if (full := read(key, slot.name)) is not None]
             if fulls and len(fulls) == len(slots):
                 state[key] = _local_optimizer_state(shard_map, rank, fulls, target)
-        for key, number in scalars.get(slots[0][0].name, {}).items():
-            state[key] = decode_scalar(number)
-        target.optimizer.state[target.tensor] = state
+        require_equal_scalars({slot.name: scalars.get(slot.name, {}) for slot, _, _ in slots})
+        for key, value in scalars.get(slots[0][0].name, {}).items():
+            state[key] = value.clone() if isinstance(value, Tensor) else value
+        if state:
+            target.optimizer.state[target.tensor] = state
+        else:
+            target.optimizer.state.pop(target.tensor, None)
+
+
+def require_equal_scalars(scalars: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that parameters that are updated as one tensor have the same scalars in their optimizer state.
+
+    Raises:
+        CheckpointError: they have not.
+    """
+    first, *others = scalars
+    for other in others:
+        if not equal_scalars(scalars[first], scalars[other]):
+            raise CheckpointError(
+                f"the optimizer's state of {first} has {format_scalars(scalars[first])}, that of {other} has "
+                f"{format_scalars(scalars[other])}, as after steps that did not use one of them, but here they are "
+                "updated as one tensor; pass unused_parameters='skip', which updates each parameter on its own"
+            )
+
+
+def equal_scalars(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two parameters have the same scalars, which are numbers or tensors of one."""
+    return first.keys() == second.keys() and all(
+        value is second[key] or bool(value == second[key]) for key, value in first.items()
+    )
+
+
+def format_scalars(scalars: Mapping[str, Any]) -> str:
+    """Return scalars as text."""
+    return ", ".join(f"{key}={float(value)}" for key, value in scalars.items()) or "none"
 
 
 def _local_optimizer_state(

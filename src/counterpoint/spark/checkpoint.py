@@ -14,9 +14,9 @@ from counterpoint.checkpoint import save
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Json
-from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.optimizer_spec import OptimizerSpec, is_scalar_state
 from counterpoint.runtime.params.flat_layout import FlatLayout
-from counterpoint.runtime.state_dict import decode_scalar, encode_scalar, is_scalar_state
+from counterpoint.runtime.state_dict import encode_scalar
 from counterpoint.spark.weight_slices import decode_slice, encode_slice, param_views, partition_span
 from counterpoint.training.checkpointing.save_restore import (
     CheckpointReader,
@@ -155,7 +155,7 @@ def load_slices(target: SparkTrainingTarget, path: Path, num_partitions: int) ->
         states: list[Mapping[str, Any]] = []
         for index, (_, start, _) in enumerate(layout.optimizer_ranges(partition_span(partition, num_partitions))):
             slot = next(slot for slot in layout.slots if slot.start <= start < slot.stop)
-            scalar_state = {key: decode_scalar(value) for key, value in scalars.get(slot.name, {}).items()}
+            scalar_state = scalars.get(slot.name, {})
             states.append({key: views[index][1].clone() for key, views in parts.items()} | scalar_state)
         slices.append(encode_slice(weights[first:last].clone(), states))
     return slices, TrainProgress(int(state["step"]), Cursor.from_dict(state["cursor"]))

@@ -266,7 +266,7 @@ class FitLoop:
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         num_samples = sum(batch.sizes.values())
         num_left = self.batches.count_left(cursor, 2)  # this batch, and whether there is another one
-        self.local_ranks.optimizer_spec.after_step()
+        self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.progress = save_restore.TrainProgress(number + 1, cursor.advance(cursor.batch + num_left))

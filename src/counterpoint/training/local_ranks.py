@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
-from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.partitioning.dry_run import assign_values, explain_input_errors, preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
@@ -50,6 +50,7 @@ from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
+from counterpoint.runtime.full_state import gather_optimizer_state, scatter_optimizer_state
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
@@ -301,6 +302,8 @@ class LocalRanks:
         require_known_grad_norm(self.compiled, self.options)
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_elementwise_optimizer()
+        if not self.optimizer_spec.has_mergeable_state():
+            self.optimizer_spec.update_apart()
         check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(partition, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
             verify_tensor_parallel(partition, self.compiled.model, dict(self.model.named_parameters()))
@@ -369,6 +372,8 @@ class LocalRanks:
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
+        self.optimizer_spec.attach_ranks(self.export_optimizer_state)
+        self.import_optimizer_state()
 
     def hook_stale_params(self) -> None:
         """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
@@ -384,11 +389,10 @@ class LocalRanks:
         named: list[tuple[str, Tensor]] = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
         named += [(name, buffer) for name, buffer in self.model.named_buffers() if name in changed]
         current = {id(tensor) for tensor in self.current_tensors()} if len(self.ranks) == 1 else set()
-        is_single_process = len(self.ranks) == self.world.fabrics[0].num_ranks
         return StaleWeights(
             {name: tensor for name, tensor in named if id(tensor) not in current},
             str(self.plan),
-            self.export_weights if is_single_process else None,
+            self.export_weights if self.is_single_process else None,
         )
 
     def current_tensors(self) -> list[Tensor]:
@@ -447,8 +451,9 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
+        self.follow_optimizer(batch)
         self.stale_weights.unmark()
-        variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
+        variant, is_single_process = self.variant_at(number), self.is_single_process
         self.attribute_check.require_unchanged(self.plan, partial(self.run_forward, batch))
         if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")
@@ -478,6 +483,101 @@ class LocalRanks:
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
         return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self.world.fabrics) == self.world.fabrics[0].num_ranks
+
+    def follow_optimizer(self, batch: MicrobatchSource) -> None:
+        """Give the ranks what was changed about the user's optimizer since the last step: its state, or its groups.
+
+        Parameters that were frozen, thawed or added to a group need ranks that are built again.
+
+        Raises:
+            PlanError: it has got hooks that its ranks cannot run, or tensors that are not the model's.
+            DataError: groups were changed, but the plan has state that ranks could not take along.
+        """
+        optimizer_spec = self.optimizer_spec
+        optimizer_spec.require_no_step_hooks()
+        if optimizer_spec.has_new_groups() or (
+            optimizer_spec.has_new_state and optimizer_spec.merges_params and not optimizer_spec.has_mergeable_state()
+        ):
+            self.rebuild(batch)
+        elif optimizer_spec.has_new_state:
+            self.import_optimizer_state()
+
+    def rebuild(self, batch: MicrobatchSource) -> None:
+        """Build the ranks again for what is trainable now; weights, buffers and the optimizer's state stay.
+
+        Args:
+            batch: that of the next step.
+
+        Raises:
+            DataError: ranks have more state than that.
+        """
+        assert self.run_spec is not None, "built"
+        has_feedback = any(
+            flat_params.error_feedbacks
+            for rank in self.ranks.values()
+            for flat_params in rank.interpreter.store.flat_params()
+        )
+        if self.delays_grads or self.in_flight.lookahead or self.shard_map().num_replicas > 1 or has_feedback:
+            raise DataError(
+                "parameters of the model were frozen, made trainable or added to the optimizer between two steps, but "
+                f"under {self.plan} ranks have delayed gradients, batches in flight or weights of their own, which "
+                "would be lost; freeze before the first step, or close() and call parallelize(...) again (or make a "
+                "new Trainer)"
+            )
+        if not self.optimizer_spec.has_new_state:
+            self.optimizer_spec.put_state(self.gather_optimizer_state(), is_new=True)
+        self.export_weights()
+        self.optimizer_spec.update_groups()
+        self.remove_hooks()
+        self.ranks, self.eval_models, self.compiled, self.mutation_check = {}, {}, None, None
+        self.attribute_check = AttributeCheck()
+        micro = min(batch.sizes)
+        self.build(batch.inputs(micro), batch.sizes[micro])
+
+    def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer state of every trained parameter; a collective call."""
+        self.in_flight.require_flushed("state_dict()")
+        shard_map, ranks = self.shard_map(), self.ranks.values()
+        if self.is_single_process:
+            return gather_optimizer_state(shard_map, ranks, None)
+        return self.world.run(lambda fabric: gather_optimizer_state(shard_map, ranks, fabric))[0]
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""
+        optimizer = self.optimizer_spec.optimizer
+        if self.mutation_check is None or self.optimizer_spec.has_new_state:
+            return optimizer.state_dict()
+        states = self.gather_optimizer_state()
+        self.optimizer_spec.attach_ranks(partial(self.optimizer_spec.put_state, states))
+        try:
+            return optimizer.state_dict()
+        finally:
+            self.optimizer_spec.attach_ranks(self.export_optimizer_state)
+
+    def export_optimizer_state(self) -> None:
+        """Give the user's optimizer the state of the ranks' optimizers.
+
+        Raises:
+            DataError: other processes would have to take part.
+        """
+        if not self.is_single_process:
+            raise DataError(
+                f"state_dict() of the optimizer was called, but under {self.plan} its state is on ranks in other "
+                "processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on all ranks, before "
+                "close()"
+            )
+        self.optimizer_spec.put_state(self.gather_optimizer_state())
+
+    def import_optimizer_state(self) -> None:
+        """Load the state of the user's optimizer into the optimizers of the ranks."""
+        is_new, states = self.optimizer_spec.has_new_state, self.optimizer_spec.take_state()
+        if is_new:
+            scatter_optimizer_state(self.shard_map(), self.ranks.values(), states)
 
     def run_forward(self, batch: MicrobatchSource) -> None:
         """Run the user's model once in training, on the first microbatch; its state is preserved."""
@@ -617,11 +717,21 @@ class LocalRanks:
         for rank in self.ranks.values():
             rank.interpreter.store.unshare(None)
         self.retained_memory.stop()
+        self.remove_hooks()
+        self.released_params.poison()
+        if self.mutation_check is not None and self.is_single_process:
+            self.in_flight.batches.clear()
+            if not self.optimizer_spec.has_new_state:
+                self.export_optimizer_state()
+            self.optimizer_spec.detach_ranks()
+        self.world.close()
+
+    def remove_hooks(self) -> None:
+        """Make the parameters of the user's model plain ones again."""
         for hook in self.stale_hooks:
             hook.remove()
+        self.stale_hooks.clear()
         self.stale_weights.unmark()
-        self.released_params.poison()
-        self.world.close()
 
 
 def max_forwards_per_rank(program: Program) -> int:

@@ -319,7 +319,6 @@ class ParameterMutationCheck:
             updated_in_place |= {id(param) for param in stores[0].params.values()}
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in updated_in_place]
         self.stores = stores
-        self.trainable = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         self.versions: list[int] = []
         self.record_versions()
 
@@ -332,7 +331,7 @@ class ParameterMutationCheck:
         self.versions = self.version_counters()
 
     def require_unchanged(self, plan: Plan, location: str) -> None:
-        """Check that the model's weights, and which of them are trained, were not changed since the ranks got them.
+        """Check that the model's weights were not changed since the ranks got them.
 
         Args:
             plan: the plan of the ranks.
@@ -341,21 +340,6 @@ class ParameterMutationCheck:
         Raises:
             DataError: they were changed.
         """
-        changed = next(
-            (
-                (name, was_trainable)
-                for name, param, was_trainable in self.trainable
-                if param.requires_grad is not was_trainable
-            ),
-            None,
-        )
-        if changed is not None:
-            became = "frozen" if changed[1] else "made trainable"
-            raise DataError(
-                f"{changed[0]} of the model was {became} {location}between two steps, but trainable parameters are "
-                "fixed in the first step; freeze before it, or close() and call parallelize(...) again (or make a new "
-                "Trainer)"
-            )
         if not self.params:
             return
         versions = self.version_counters()

@@ -152,7 +152,7 @@ class TrainStep:
         if self.is_multi_process and isinstance(batch, SlicedBatch):
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
-        self.local_ranks.optimizer_spec.after_step()
+        self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
         return result.loss
 
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
@@ -294,6 +294,24 @@ class TrainStep:
         self.flush()
         self.local_ranks.export_weights()
         return self.local_ranks.model
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict()`` in full, as torch's own optimizer has it; a collective call.
+
+        A plain torch optimizer on the same parameters loads it. If all ranks are in this process,
+        ``step.optimizer.state_dict()`` returns the same.
+
+        Example:
+            >>> import torch
+            >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
+            >>> with parallelize(model, optim.Adam(model.parameters()), loss, strategy="zero3(2)") as step:
+            ...     loss = step(torch.ones(4, 2), torch.zeros(4, 1))
+            ...     saved = step.full_optimizer_state()
+            >>> optim.Adam(model.parameters()).load_state_dict(saved)
+        """
+        self.finish()
+        self.flush()
+        return self.local_ranks.full_optimizer_state()
 
     @contextmanager
     def full_weights(self, *, writeback: bool = False) -> Iterator[nn.Module]:

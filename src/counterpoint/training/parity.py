@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_map
 
-from counterpoint.checkpoint.tensor_slice import TensorSlice
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
@@ -25,11 +24,10 @@ from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.program.instruction import Collective, Push, Send
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
+from counterpoint.runtime.full_state import gather_optimizer_state
 from counterpoint.runtime.loss_reduction import LossFunction, WeightedMean
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory, clip_by_value, squared_norm
-from counterpoint.runtime.rank_builder import sliced_params
-from counterpoint.runtime.state_dict import collect_state_slices, decode_scalar, mean_over_replicas
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
 from counterpoint.training.local_ranks import LocalRanks
@@ -406,7 +404,7 @@ def train_with_plan(run: RecordedRun, requested: RequestedPlan, dtype: torch.dty
         assert ranks.compiled is not None, "it has trained"
         assert ranks.run_spec is not None, "it has trained"
         sites = ranks.run_spec.draw_sites or DrawSites()
-        state = TrainedState(tuple(losses), *copy_values(run.model), gather_optimizer_state(ranks))
+        state = TrainedState(tuple(losses), *copy_values(run.model), read_optimizer_state(ranks))
         return PlanRun(state, ranks.compiled, ranks.uses_rng, sites.unkeyed)
 
 
@@ -522,49 +520,15 @@ def copy_values(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return params, {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def gather_optimizer_state(ranks: LocalRanks) -> dict[str, Tensor]:
-    """Return the optimizers' state of ranks that are all in this process, in full, as ``exp_avg of layer.weight``.
-
-    Replicas with states of their own are averaged.
-    """
-    assert ranks.run_spec is not None, "built"
-    shard_map, dims = ranks.shard_map(), sliced_params(ranks.run_spec.model_spec)
-    wholes: dict[str, Tensor] = {}
-    for rank in ranks.ranks.values():
-        slices, scalars = collect_state_slices(shard_map, rank)
-        for part in slices:
-            if part.name.startswith("optimizer."):
-                add_slice(wholes, part)
-        for name, entries in scalars.items():
-            numbers = {key: decode_scalar(entry) for key, entry in entries.items() if entry is not None}
-            wholes |= {f"optimizer.{key}:{name}": torch.as_tensor(number) for key, number in numbers.items()}
-    state = {}
-    for key, shards in group_shards(wholes).items():
-        entry, _, param = key.partition(":")
-        is_cut = len(shards) > 1 and shards[0].dim() > 0
-        state[f"{entry} of {param}"] = torch.cat(shards, dims[param][0]) if is_cut else shards[0]
-    return state
-
-
-def group_shards(wholes: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return the shards of each entry in order, from tensors that are named as in a checkpoint."""
-    by_replica: dict[str, list[Tensor]] = {}
-    for name, value in wholes.items():
-        by_replica.setdefault(name.removeprefix("optimizer.").partition("~")[0], []).append(value)
-    by_shard: dict[str, dict[int, Tensor]] = {}
-    for name, replicas in by_replica.items():
-        key, _, shard = name.partition("@")
-        by_shard.setdefault(key, {})[int(shard.partition("/")[0] or 0)] = mean_over_replicas(replicas)
-    return {key: [shards[number] for number in sorted(shards)] for key, shards in by_shard.items()}
-
-
-def add_slice(wholes: dict[str, Tensor], part: TensorSlice) -> None:
-    """Write a slice into its whole tensor."""
-    whole = wholes.setdefault(part.name, torch.zeros(part.global_shape, dtype=part.tensor.dtype))
-    if isinstance(part.offset, int):
-        whole.view(-1)[part.offset : part.offset + part.tensor.numel()] = part.tensor.detach().reshape(-1).cpu()
-    else:
-        whole.copy_(part.tensor.detach())
+def read_optimizer_state(ranks: LocalRanks) -> dict[str, Tensor]:
+    """Return the optimizers' state of ranks that are all in this process, in full, as ``exp_avg of layer.weight``."""
+    states = gather_optimizer_state(ranks.shard_map(), ranks.ranks.values(), None)
+    return {
+        f"{key} of {name}": torch.as_tensor(value)
+        for name, state in states.items()
+        for key, value in state.items()
+        if value is not None
+    }
 
 
 def find_difference(kind: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference | None:

@@ -376,6 +376,16 @@ class Trainer:
             self.local_ranks.import_weights()
         return save_restore.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
 
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict()`` in full, as torch's own optimizer has it; a collective call.
+
+        If all ranks are in this process, ``trainer.optimizer.state_dict()`` returns the same, also after
+        :meth:`close`.
+        """
+        if self.local_ranks is None:
+            return self.optimizer.state_dict()
+        return self.local_ranks.full_optimizer_state()
+
     def ensure_ranks(self, batches: BatchSource, arguments: NamedFacts = ()) -> LocalRanks:
         """Return the ranks, built for microbatches of these batches if they are not yet; all have the same data.
 
@@ -424,10 +434,12 @@ class Trainer:
             count = sum(batches.sample_batch(batches.batch_size).sizes.values())
             start, stop = split_batch(count, self.plan.global_num_microbatches)[0]
             feed = batches.sample_batch(stop - start)
+            has_new_state = self.optimizer_spec.has_new_state  # which was loaded since
             call = CallFacts(arguments, batches.describe()) if has_remote_ranks(local_ranks.world) else CallFacts()
             local_ranks.build(feed.inputs(0), feed.sizes[0], call)
             if self.optimizer_states is not None:
-                restore_optimizer_states(local_ranks.ranks, self.optimizer_states)
+                if not has_new_state:
+                    restore_optimizer_states(local_ranks.ranks, self.optimizer_states)
                 self.optimizer_states = None
         except BaseException:
             self.close()

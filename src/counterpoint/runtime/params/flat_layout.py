@@ -39,6 +39,7 @@ class FlatLayout:
         dtype: of all of them.
         slots: contiguous, sorted by option group.
         may_split_params: whether a shard may end within a parameter.
+        merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
 
     Attributes:
         num_elements: length of the buffer.
@@ -47,6 +48,7 @@ class FlatLayout:
     dtype: torch.dtype
     slots: tuple[ParamSlot, ...]
     may_split_params: bool
+    merges_params: bool = True
     num_elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class FlatLayout:
         """Return ``(option group, start, stop)`` of every tensor that an optimizer gets for a shard."""
         ranges: list[tuple[int, int, int]] = []
         for slot, start, stop in self.slots_in(span):
-            if self.may_split_params and ranges and ranges[-1][0] == slot.group:
+            if self.may_split_params and self.merges_params and ranges and ranges[-1][0] == slot.group:
                 ranges[-1] = (slot.group, ranges[-1][1], stop)
             else:
                 ranges.append((slot.group, start, stop))
@@ -98,7 +100,10 @@ def is_small(slot: ParamSlot, layout: FlatLayout) -> bool:
 
 
 def build_layouts(
-    params: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]], *, may_split_params: bool
+    params: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
+    *,
+    may_split_params: bool,
+    merges_params: bool = True,
 ) -> tuple[FlatLayout, ...]:
     """Return one layout per dtype for parameters given as ``(name, local shape, dtype, option group)``."""
     layouts = []
@@ -106,5 +111,5 @@ def build_layouts(
         slots: list[ParamSlot] = []
         for name, shape, _, group in sorted((item for item in params if item[2] == dtype), key=lambda item: item[3]):
             slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
-        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params))
+        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params, merges_params))
     return tuple(layouts)

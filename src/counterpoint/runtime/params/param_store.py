@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
-from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.optimizer_spec import OptimizerSpec, step_without_closure
 from counterpoint.runtime.params.flat_layout import WHOLE, build_layouts
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
@@ -160,6 +160,7 @@ class ParamStore:
             self.weight_versions = WeightVersions(self.params, list(self.flat_params()), num_weight_versions)
         self.state_allocator = state_allocator
         self.flat_sinks, self.param_sinks = self._find_flat_sinks(), self._find_param_sinks()
+        self.clear_grads()  # of steps before
 
     def _find_flat_sinks(self) -> dict[int, FlatGradSink]:
         return find_flat_sinks(self.flat_params(), self, has_weight_versions=self.weight_versions is not None)
@@ -254,7 +255,11 @@ class ParamStore:
             (name, tuple(param.shape), param.dtype, self.optimizer_spec.group_index[name])
             for name, param in params.items()
         ]
-        layouts = build_layouts(described, may_split_params=self.optimizer_spec.is_elementwise)
+        layouts = build_layouts(
+            described,
+            may_split_params=self.optimizer_spec.is_elementwise,
+            merges_params=self.optimizer_spec.merges_params,
+        )
         flat_params = [
             FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names, self.grad_check)
             for layout in layouts
@@ -301,7 +306,7 @@ class ParamStore:
             grads = [grad for unit in units for grad in self._grads_in_order(unit)]
             for tensor, grad in zip(tensors, grads, strict=True):
                 tensor.grad = grad
-        optimizer.step()
+        step_without_closure(optimizer)
         for tensor in tensors if has_flat_params else ():
             tensor.grad = None
 

@@ -36,6 +36,7 @@ from counterpoint.runtime.state_dict import (
     collect_delayed_grads,
     collect_error_feedback,
     collect_state_slices,
+    decode_scalar,
     error_feedback_keys,
     find_delayed_grads,
     frozen_params,
@@ -92,10 +93,14 @@ class CheckpointReader:
             replicas = replicas[-1:] if kind == "model" else replicas[:-1]
         return [f"~{replica}/{self.num_replicas}" for replica in replicas]
 
-    def scalars(self, scalars: Mapping[str, Mapping[str, Json]]) -> dict[str, Mapping[str, Json]]:
+    def scalars(self, scalars: Mapping[str, Mapping[str, Json]]) -> dict[str, dict[str, Any]]:
         """Return the scalars by parameter; if the mean of replicas is read, those of the first."""
         ending = self.replica_suffixes("optimizer")[0]
-        return {name.split("@")[0].split("~")[0]: values for name, values in scalars.items() if name.endswith(ending)}
+        return {
+            name.split("@")[0].split("~")[0]: {key: decode_scalar(value) for key, value in values.items()}
+            for name, values in scalars.items()
+            if name.endswith(ending)
+        }
 
     def read_unsharded(self, kind: str, name: str, suffix: str) -> Tensor:
         """Return a full tensor of a parameter, as it was saved with this suffix."""

@@ -1,0 +1,304 @@
+"""The optimizer as plain torch code uses it: what it holds, what changes between steps, its state in and out."""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.runtime.full_state import gather_optimizer_state
+from tests.training.trainers import build_seeded, make_generator, max_difference, state_of
+
+PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2, consistency=bsp)"]
+KEEPS_GROUPS = [plan for plan in PLANS if not plan.startswith("server")]
+ADAMW = partial(optim.AdamW, lr=0.05, weight_decay=0.1)
+OPTIMIZERS = {
+    "AdamW": ADAMW,
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "NAdam": partial(optim.NAdam, lr=0.05),
+    "Adagrad": partial(optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "RMSprop": partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """A body, and a head that may be frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def net():
+    return build_seeded(Net)
+
+
+def batches(num, first=0):
+    random = make_generator()
+    made = [
+        (torch.randn(8, 4, generator=random, dtype=torch.float64), torch.randint(3, (8,), generator=random))
+        for _ in range(first + num)
+    ]
+    return made[first:]
+
+
+def no_change(_number, _model, _optimizer):
+    pass
+
+
+def train_plain(model, optimizer, data, change=no_change):
+    for number, (inputs, targets) in enumerate(data):
+        change(number, model, optimizer)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+def train(plan, model, optimizer, data, change=no_change, **options):
+    """Train under a plan and return the optimizer's state before the ranks end."""
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, **options) as step:
+        for number, batch in enumerate(data):
+            change(number, model, step.optimizer)
+            step(*batch)
+        return step.optimizer.state_dict()
+
+
+def require_equal_states(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            assert found["state"][index][key].dtype == value.dtype
+            torch.testing.assert_close(found["state"][index][key], value, rtol=1e-12, atol=1e-14)
+
+
+def compare(plan, make_optimizer, change=no_change, num=6, prepare=lambda model: None):
+    """Compare weights and optimizer state after some steps with those of a plain loop."""
+    model, expected = net(), net()
+    prepare(model)
+    prepare(expected)
+    expected_state = train_plain(expected, make_optimizer(expected), batches(num), change)
+    found_state = train(plan, model, make_optimizer(model), batches(num), change)
+    assert max_difference(state_of(model), state_of(expected)) < 1e-12
+    require_equal_states(found_state, expected_state)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_the_optimizer_is_that_of_a_plain_loop(name, plan):
+    compare(plan, lambda model: OPTIMIZERS[name](model.parameters()), num=3)
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
+def test_the_state_of_an_optimizer_that_needs_whole_tensors_is_that_of_a_plain_loop(plan):
+    compare(plan, lambda model: optim.Adafactor(model.parameters(), lr=0.01), num=3)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_a_run_may_begin_and_end_in_plain_torch(name, plan):
+    """Two steps of a plain loop, two under the plan, and two of a plain loop are six of a plain loop."""
+    make_optimizer = OPTIMIZERS[name]
+    expected, model = net(), net()
+    expected_state = train_plain(expected, make_optimizer(expected.parameters()), batches(6))
+    optimizer = make_optimizer(model.parameters())
+    train_plain(model, optimizer, batches(2))
+    loaded = make_optimizer(model.parameters())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    saved = train(plan, model, loaded, batches(2, 2))
+    last = make_optimizer(model.parameters())
+    last.load_state_dict(saved)
+    require_equal_states(train_plain(model, last, batches(2, 4)), expected_state)
+    assert max_difference(state_of(model), state_of(expected)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_optimizer_goes_through_plain_loops_and_plans(plan):
+    expected, model = net(), net()
+    expected_state = train_plain(expected, ADAMW(expected.parameters()), batches(6))
+    optimizer = ADAMW(model.parameters())
+    train_plain(model, optimizer, batches(1))
+    train(plan, model, optimizer, batches(2, 1))
+    train_plain(model, optimizer, batches(1, 3))
+    train(plan, model, optimizer, batches(2, 4))
+    require_equal_states(optimizer.state_dict(), expected_state)
+    assert max_difference(state_of(model), state_of(expected)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["solo", "zero3(2)", "pipeline(2)"])
+def test_a_trainers_optimizer_has_its_state_during_and_after_the_run(plan):
+    expected, model, seen = net(), net(), []
+    data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches(4), strict=True)))
+
+    class Read(cp.Callback):
+        def on_step(self, event):
+            seen.append(trainer.optimizer.state_dict())
+
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    expected_state = train_plain(expected, ADAMW(expected.parameters()), loader)
+    trainer = cp.Trainer(
+        model, loss=F.cross_entropy, optimizer=ADAMW, strategy=plan, callbacks=[Read()], progress="off"
+    )
+    trainer.fit(loader, epochs=1)
+    require_equal_states(trainer.full_optimizer_state(), expected_state)
+    trainer.close()
+    require_equal_states(trainer.optimizer.state_dict(), expected_state)
+    require_equal_states(seen[-1], expected_state)
+    assert [state["state"][0]["step"].item() for state in seen] == [1, 2, 3, 4]
+
+
+def test_state_that_is_on_ranks_of_other_processes_is_gathered_by_all_of_them():
+    model = net()
+    with cp.parallelize(model, ADAMW, F.cross_entropy, strategy="zero3(2)") as step:
+        step(*batches(1)[0])
+        ranks = step.local_ranks
+        found = ranks.world.run(
+            lambda fabric: gather_optimizer_state(ranks.shard_map(), [ranks.ranks[fabric.rank]], fabric)
+        )
+        expected = step.full_optimizer_state()["state"]
+    for states in found:
+        for (name, _), (index, state) in zip(model.named_parameters(), expected.items(), strict=True):
+            assert states[name].keys() == state.keys(), index
+            assert all(torch.equal(states[name][key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_state_that_is_loaded_between_two_steps_is_used(plan):
+    model = net()
+    saved = copy.deepcopy(train_plain(model, ADAMW(model.parameters()), batches(3, 2)))
+
+    def load(number, _, optimizer):
+        if number == 2:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+
+    compare(plan, lambda model: ADAMW(model.parameters()), load, num=4)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_frozen_parameters_may_be_in_the_optimizer(plan):
+    def freeze(model):
+        model.second.requires_grad_(False)
+
+    compare(plan, lambda model: ADAMW(model.parameters()), prepare=freeze, num=3)
+
+
+@pytest.mark.parametrize("plan", KEEPS_GROUPS)
+def test_parameters_may_be_frozen_and_thawed_between_steps(plan):
+    def toggle(number, model, _):
+        if number in {2, 4}:
+            model.second.requires_grad_(number == 4)
+            model.zero_grad()
+
+    compare(plan, lambda model: ADAMW(model.parameters()), toggle)
+
+
+@pytest.mark.parametrize("plan", KEEPS_GROUPS)
+def test_a_group_may_be_added_between_steps(plan):
+    def add(number, model, optimizer):
+        if number == 2:
+            model.head.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.02, "weight_decay": 0.0})
+
+    def make_optimizer(model):
+        return ADAMW([param for name, param in model.named_parameters() if not name.startswith("head")])
+
+    compare(plan, make_optimizer, add, prepare=lambda model: model.head.requires_grad_(False))
+
+
+@pytest.mark.parametrize("plan", ["easgd(2)", "data(2, staleness=1)"])
+def test_groups_are_fixed_where_ranks_have_more_state_than_the_optimizers(plan):
+    model = net()
+    with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=plan) as step:
+        data = batches(2)
+        step(*data[0])
+        model.second.requires_grad_(False)
+        with pytest.raises(cp.DataError, match=r"^parameters of the model were frozen, .* close\(\) and call"):
+            step(*data[1])
+        model.second.requires_grad_(True)
+        step(*data[1])
+
+
+@pytest.mark.parametrize("plan", ["solo", "zero3(2)"])
+def test_hooks_after_a_step_run_after_each_step_that_is_applied(plan):
+    def count(make_step):
+        seen = []
+        model = net()
+        optimizer = ADAMW(model.parameters())
+        optimizer.register_step_post_hook(
+            lambda given, args, kwargs: seen.append(float(model.head.weight.detach().sum()))
+        )
+        make_step(model, optimizer)
+        return seen
+
+    expected = count(lambda model, optimizer: train_plain(model, optimizer, batches(3)))
+    assert count(lambda model, optimizer: train(plan, model, optimizer, batches(3))) == pytest.approx(expected, 1e-12)
+
+
+def test_hooks_before_a_step_are_refused_whenever_they_are_registered():
+    model = net()
+    optimizer = ADAMW(model.parameters())
+    text = r"^AdamW has a hook of register_step_pre_hook, .* or use register_step_post_hook"
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy="data(2)") as step:
+        step(*batches(1)[0])
+        handle = optimizer.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(cp.PlanError, match=text):
+            step(*batches(1)[0])
+        with pytest.raises(cp.PlanError, match=text):
+            cp.parallelize(model, optimizer, F.cross_entropy)
+        handle.remove()
+        step(*batches(1)[0])
+
+
+def test_a_parameter_that_the_optimizer_holds_twice_is_refused():
+    model = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = ADAMW([*model.parameters(), model.head.bias])
+    with pytest.raises(cp.PlanError, match=r"^the optimizer holds head\.bias twice, .* each parameter once$"):
+        cp.parallelize(model, optimizer, F.cross_entropy)
+
+
+class NeedsClosure(optim.Optimizer):
+    """Asserts on its closure only when it steps, as implementations of SAM do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        assert closure is not None, "it needs a closure"
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)"])
+def test_an_optimizer_that_asks_for_a_closure_in_its_step_is_refused_then(plan):
+    model = net()
+    step = cp.parallelize(model, NeedsClosure(model.parameters()), F.cross_entropy, strategy=plan)
+    text = r"^NeedsClosure\.step without a closure failed \(it needs a closure\), but .* steps with gradients alone"
+    with pytest.raises(cp.PlanError, match=text):
+        step(*batches(1)[0])
+    step.close()
+
+
+def test_state_of_parameters_that_were_trained_for_different_times_needs_no_option():
+    """Their step counts differ, so that they cannot be updated as one tensor."""
+    expected, model = net(), net()
+
+    def optimizer_after_some_steps(model):
+        model.head.requires_grad_(False)
+        optimizer = ADAMW(model.parameters())
+        train_plain(model, optimizer, batches(2))
+        model.head.requires_grad_(True)
+        return optimizer
+
+    expected_state = train_plain(expected, optimizer_after_some_steps(expected), batches(2, 2))
+    found = train("zero3(2)", model, optimizer_after_some_steps(model), batches(2, 2))
+    require_equal_states(found, expected_state)
+    assert max_difference(state_of(model), state_of(expected)) < 1e-12
