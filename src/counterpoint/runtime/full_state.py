@@ -11,6 +11,7 @@ Ranks of other processes take part by a collective; if all are in this process, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from counterpoint.checkpoint.tensor_slice import TensorSlice, dtype_name, torch_dtype
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.runtime.optimizer_spec import is_scalar_state
+from counterpoint.runtime.optimizer_spec import is_scalar_state, squared_norm
 from counterpoint.runtime.rank_builder import RankRuntime, sliced_params
 from counterpoint.runtime.state_dict import (
     ShardMap,
+    collect_grads,
     collect_optimizer_state,
     decode_scalar,
     encode_scalars,
@@ -59,7 +61,7 @@ def gather_optimizer_state(
         }
     states: dict[str, dict[str, Any]] = {}
     for name, values in scalars.items():
-        own = states.setdefault(name.partition("~")[0].partition("@")[0], {})
+        own = states.setdefault(param_name(name), {})
         own |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
     for name, value in join_shards(shard_map, gather_slices(slices, fabric)).items():
         key, _, param = name.removeprefix("optimizer.").partition(":")
@@ -86,6 +88,34 @@ def scatter_optimizer_state(shard_map: ShardMap, ranks: Collection[RankRuntime],
     keys = list(dict.fromkeys(key for key, _ in tensors))
     for rank in ranks:
         restore_optimizers(shard_map, rank, keys, lambda key, name: tensors.get((key, name)), scalars)
+
+
+def gather_grads(shard_map: ShardMap, ranks: Collection[RankRuntime], fabric: Fabric | None) -> dict[str, Tensor]:
+    """Return the gradients of the last step by parameter, without those that have none; collective as above."""
+    slices = [part for rank in ranks for part in collect_grads(shard_map, rank)]
+    joined = join_shards(shard_map, gather_slices(slices, fabric))
+    return {name.removeprefix("grad:"): grad for name, grad in joined.items()}
+
+
+def gather_grad_norms(shard_map: ShardMap, ranks: Collection[RankRuntime], fabric: Fabric | None) -> dict[str, float]:
+    """Return the norms of :func:`gather_grads`; only numbers are sent."""
+    squares: list[tuple[str, float]] = [
+        (param_name(part.name.removeprefix("grad:")), squared_norm([part.tensor]))
+        for rank in ranks
+        for part in collect_grads(shard_map, rank)
+    ]
+    if fabric is not None:
+        gathered = cast("list[list[tuple[str, float]]]", fabric.gather_values("norms", squares, range_of(fabric)))  # type: ignore[arg-type]
+        squares = [pair for pairs in gathered for pair in pairs]
+    totals: dict[str, float] = {}
+    for name, value in squares:
+        totals[name] = totals.get(name, 0.0) + value
+    return {name: math.sqrt(total) for name, total in totals.items()}
+
+
+def param_name(name: str) -> str:
+    """Return a parameter's name from its name in a checkpoint, without shard and replica."""
+    return name.partition("~")[0].partition("@")[0]
 
 
 def gather_slices(slices: Sequence[TensorSlice], fabric: Fabric | None) -> dict[str, Tensor]:

@@ -79,6 +79,7 @@ class RunSpec:
         loss_is_sum: whether the loss is a sum over samples.
         checks_loss: whether the first loss is checked to add up from its samples' halves.
         draw_sites: where the model draws random numbers; None where it does not matter which.
+        keeps_grads: whether ranks keep the gradients of a step until the next one.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -93,6 +94,7 @@ class RunSpec:
     loss_is_sum: bool = False
     checks_loss: bool = False
     draw_sites: DrawSites | None = None
+    keeps_grads: bool = False
 
     @property
     def program(self) -> Program:
@@ -153,6 +155,7 @@ def build_rank(
         weight_versions_needed(rank_program.body),
         state_allocator,
         GradCheck(is_enabled=run_spec.guard.check_finite == "gradients"),
+        keeps_grads=run_spec.keeps_grads,
     )
     bound_model = bind_segments(run_spec, partition, instructions, training=True)
     interpreter = Interpreter(

@@ -328,6 +328,18 @@ def collect_optimizer_state(
     return slices, scalars
 
 
+def collect_grads(shard_map: ShardMap, rank: RankRuntime) -> Iterator[TensorSlice]:
+    """Yield the kept gradients of the shards that a rank owns; nothing for a parameter without a gradient."""
+    for owner in owned_shards(shard_map, rank):
+        unit_params = rank.interpreter.store.units[owner.unit]
+        for layout in shard_map.layouts(owner.unit):
+            for slot, start, stop in layout.slots_in(owner.span):
+                grad = unit_params.grad_of(slot.name, start, stop)
+                if grad is not None:
+                    name = f"grad:{slot.name}{shard_map.name_suffix(slot.name, owner.tp_rank, owner.replica)}"
+                    yield TensorSlice(name, grad, slot.shape, start - slot.start)
+
+
 def encode_scalars(scalars: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, Json]]:
     """Return the scalars of each parameter as JSON."""
     return {name: {key: encode_scalar(key, value) for key, value in own.items()} for name, own in scalars.items()}

@@ -6,6 +6,7 @@ All ranks are here on the local transport; with a launcher there is one rank in 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +51,12 @@ from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
-from counterpoint.runtime.full_state import gather_optimizer_state, scatter_optimizer_state
+from counterpoint.runtime.full_state import (
+    gather_grad_norms,
+    gather_grads,
+    gather_optimizer_state,
+    scatter_optimizer_state,
+)
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
@@ -62,6 +68,7 @@ from counterpoint.runtime.rank_builder import (
     build_rank,
     communication_groups,
     has_max_norm,
+    independent_replicas,
     load_values,
     require_no_grad_hooks,
     sliced_params,
@@ -98,7 +105,7 @@ from counterpoint.training.model_partition import (
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
-from counterpoint.training.stale_weights import StaleWeights
+from counterpoint.training.stale_weights import StaleGrads, StaleWeights
 from counterpoint.training.validation import (
     check_batch_norm,
     require_no_shared_memory,
@@ -215,6 +222,8 @@ class LocalRanks:
         self.attribute_check = AttributeCheck()
         self.is_in_step = False
         self.stale_weights = StaleWeights({}, str(plan), None)
+        self.has_grads = False  # whether the ranks have the gradients of the last step
+        self.grad_norm = math.nan  # of the last step, if its commit has computed it
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
@@ -323,8 +332,20 @@ class LocalRanks:
             self.options.loss_reduction == "sum",
             not (accepts or options.batch_dims),  # which may have outputs without samples along dim 0
             draw_sites,
+            self.has_one_gradient(),
         )
         return partition
+
+    def has_one_gradient(self) -> bool:
+        """Return whether each step applies one gradient, that of its own batch, to all weights."""
+        assert self.compiled is not None, "compiled"
+        variants = self.compiled.step_variants
+        return (
+            not (self.delays_grads or self.in_flight.lookahead)
+            and len(variants) == 1
+            and not independent_replicas(variants[-1])
+            and not any(isinstance(instruction, ApplyPushes) for _, instruction in variants[-1].program.instructions())
+        )
 
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
         """Build this process's ranks from a partition of the model."""
@@ -384,7 +405,10 @@ class LocalRanks:
                 self.stale_hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def find_stale_weights(self) -> StaleWeights:
-        """Return the parameters and buffers of the user's model whose trained values no rank of this process has."""
+        """Return the parameters and buffers of the user's model whose trained values no rank of this process has.
+
+        And the parameters whose gradients no rank of this process has.
+        """
         changed = {name for rank in self.ranks.values() for name in rank.interpreter.count_buffer_changes()}
         named: list[tuple[str, Tensor]] = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
         named += [(name, buffer) for name, buffer in self.model.named_buffers() if name in changed]
@@ -393,7 +417,21 @@ class LocalRanks:
             {name: tensor for name, tensor in named if id(tensor) not in current},
             str(self.plan),
             self.export_weights if self.is_single_process else None,
+            StaleGrads(
+                {name: param for name, param in self.model.named_parameters() if id(param) not in self.own_grad_ids()},
+                str(self.plan),
+                self.gradients,
+                is_single_process=self.is_single_process,
+            ),
         )
+
+    def own_grad_ids(self) -> set[int]:
+        """Return the parameters, by identity, in whose own ``grad`` the only rank has the gradient; and frozen ones."""
+        frozen = {id(param) for param in self.model.parameters() if not param.requires_grad}
+        if self.world.fabrics[0].num_ranks > 1 or not self.has_one_gradient():
+            return frozen
+        units = self.ranks[0].interpreter.store.units.values()
+        return frozen | {id(param) for unit in units for param in unit.own_params.values()}
 
     def current_tensors(self) -> list[Tensor]:
         """Return the tensors of this process's first rank that have the trained values after every step."""
@@ -451,8 +489,10 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
+        self.stale_weights.grads.drop()
         self.follow_optimizer(batch)
         self.stale_weights.unmark()
+        self.has_grads = False
         variant, is_single_process = self.variant_at(number), self.is_single_process
         self.attribute_check.require_unchanged(self.plan, partial(self.run_forward, batch))
         if self.mutation_check is not None and is_single_process:
@@ -482,7 +522,55 @@ class LocalRanks:
             self.is_in_step = False
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
-        return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+        result = results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+        self.grad_norm = result.norm
+        assert self.run_spec is not None, "built"
+        self.has_grads = self.run_spec.keeps_grads and not result.skip_reason and not self.has_shared_rows()
+        return result
+
+    def has_shared_rows(self) -> bool:
+        """Return whether replicas share rows of embedding tables, whose gradients are not kept after the update."""
+        units = [unit for rank in self.ranks.values() for unit in rank.interpreter.store.units.values()]
+        return any(unit.has_shared_rows() for unit in units)
+
+    def require_grads(self) -> None:
+        """Check that ranks have the gradients of the last step.
+
+        Raises:
+            DataError: they have not.
+        """
+        if self.has_grads:
+            return
+        if self.run_spec is not None and not self.run_spec.keeps_grads:
+            raise DataError(
+                f"there is no gradient of the last step: under {self.plan} ranks or servers apply several, or those of "
+                "earlier batches; compute one from the model, by a backward inside `with step.full_weights() as model:`"
+            )
+        if self.has_shared_rows():
+            raise DataError(
+                "there is no gradient of the last step: replicas share the rows of embedding tables in memory, where "
+                "the next step overwrites them; pass share_params_on_host=False to keep them"
+            )
+        raise DataError(
+            "there is no gradient of a step: none was taken, it was skipped, or the weights were exported or imported "
+            "since; read gradients right after the step"
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that the last step has applied, by parameter; a collective call."""
+        self.require_grads()
+        shard_map, ranks = self.shard_map(), self.ranks.values()
+        if self.is_single_process:
+            return gather_grads(shard_map, ranks, None)
+        return self.world.run(lambda fabric: gather_grads(shard_map, ranks, fabric))[0]
+
+    def grad_norms(self) -> dict[str, float]:
+        """Return the norm of each gradient that the last step has applied, by parameter; a collective call."""
+        self.require_grads()
+        shard_map, ranks = self.shard_map(), self.ranks.values()
+        if self.is_single_process:
+            return gather_grad_norms(shard_map, ranks, None)
+        return self.world.run(lambda fabric: gather_grad_norms(shard_map, ranks, fabric))[0]
 
     @property
     def is_single_process(self) -> bool:
@@ -665,6 +753,10 @@ class LocalRanks:
         params: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
         if not has_full_model(shard_map):
             params = self.world.run(lambda fabric: gather_weights(shard_map, self.ranks[fabric.rank], fabric))[0]
+        if self.has_grads and self.is_single_process:
+            self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.copy_shared_grads())
+        elif any(rank.interpreter.store.is_shared_on_host for rank in self.ranks.values()):
+            self.has_grads = False
         self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.unshare(fabric))
         store = self.ranks[first].interpreter.store
         for flat_params in store.flat_params():
@@ -675,6 +767,7 @@ class LocalRanks:
         self.retained_memory.stop()
         if self.mutation_check is not None:
             self.mutation_check.record_versions()
+        self.stale_weights.mark_current()
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
@@ -732,6 +825,7 @@ class LocalRanks:
             hook.remove()
         self.stale_hooks.clear()
         self.stale_weights.unmark()
+        self.has_grads = False
 
 
 def max_forwards_per_rank(program: Program) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from counterpoint.data.batch_form import ForwardArguments, as_inputs, register_dataclasses, split_targets
 from counterpoint.data.sampler import split_batch
@@ -312,6 +312,38 @@ class TrainStep:
         self.finish()
         self.flush()
         return self.local_ranks.full_optimizer_state()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that the last step has applied, after clipping, by parameter; a collective call.
+
+        If all ranks are in this process, parameters of the model have them as ``grad`` until the next step.
+
+        Raises:
+            DataError: the plan has no gradient of one step, or there is none since the weights were exported.
+        """
+        return self.local_ranks.gradients()
+
+    def grad_norms(self) -> dict[str, float]:
+        """Return the norms of :meth:`gradients` by parameter, without gathering these; a collective call."""
+        return self.local_ranks.grad_norms()
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the last step, before clipping.
+
+        Raises:
+            DataError: ranks in other processes would have to take part, or there is no gradient.
+        """
+        local_ranks = self.local_ranks
+        if not math.isnan(local_ranks.grad_norm):
+            return local_ranks.grad_norm
+        if not local_ranks.is_single_process:
+            raise DataError(
+                f"grad_norm was read, but under {local_ranks.plan} ranks in other processes have a part of the "
+                "gradients; pass clip_norm=math.inf, so that every step computes it and clips nothing, or call "
+                "step.grad_norms() on all ranks"
+            )
+        return math.hypot(*local_ranks.grad_norms().values())
 
     @contextmanager
     def full_weights(self, *, writeback: bool = False) -> Iterator[nn.Module]:

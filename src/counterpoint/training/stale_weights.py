@@ -8,12 +8,14 @@ to :meth:`StaleWeights.load` first::
            load                       load        without a read a step costs nothing
 
 Where all ranks are in this process, the weights are then loaded into the model. In other processes they would have to
-take part, so the read is refused, with the calls that gather.
+take part, so the read is refused, with the calls that gather. The gradients of the step are treated alike: a parameter
+whose gradient is not its own derives from :class:`WithoutOwnGrad`.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +30,7 @@ without_stale_reads = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - it
 """Context in which operations on stale tensors are torch's own: for code that reads no values."""
 
 _METADATA_ATTRIBUTES = (
-    "shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta",
+    "shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta",
     "is_sparse", "ndim", "nbytes", "itemsize", "names", "output_nr", "retains_grad", "_version", "_backward_hooks",
     "_post_accumulate_grad_hooks",
 )  # fmt: skip
@@ -43,6 +45,110 @@ _METADATA_FNS = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 """What may be asked of a stale tensor: nothing of it is a value."""
+
+
+GRAD_DROPPING_FNS = frozenset({"zero_grad", "_apply"})
+"""Functions that ask for a gradient only to drop it, or to move it with the parameter."""
+
+
+def get_own_grad(param: Tensor) -> Tensor | None:
+    """Return what torch has as a parameter's gradient."""
+    with without_stale_reads():
+        grad: Tensor | None = Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+        return grad
+
+
+class WithoutOwnGrad(Tensor):
+    """A parameter whose gradient is loaded, or refused, when it is read."""
+
+    stale_grads: StaleGrads
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient of the last step."""
+        own = get_own_grad(self)
+        if own is None and sys._getframe(1).f_code.co_name not in GRAD_DROPPING_FNS:  # noqa: SLF001 - see there
+            self.stale_grads.load(self)
+            own = get_own_grad(self)
+        return own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with without_stale_reads():
+            Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy a plain parameter."""
+        copied = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+class StaleGrads:
+    """The gradients of the last step, which ranks have in other tensors than the parameters of the user's model.
+
+    Args:
+        params: by name, of the model.
+        plan: of the ranks, for errors.
+        read: returns the gradients by name; raises if the ranks do not have them.
+        is_single_process: whether all ranks are in this process.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        plan: str,
+        read: Callable[[], Mapping[str, Tensor]],
+        *,
+        is_single_process: bool,
+    ) -> None:
+        self.params, self.plan, self.read, self.is_single_process = params, plan, read, is_single_process
+        self.names = {id(param): name for name, param in params.items()}
+        self.is_loaded = False
+        self.loaded: list[tuple[str, Tensor, int]] = []  # gradients, with their version counters
+
+    def load(self, param: Tensor) -> None:
+        """Give all parameters their gradients, because that of ``param`` is read.
+
+        Raises:
+            DataError: other processes would have to take part, or there are none.
+        """
+        if self.is_loaded:
+            return
+        if not self.is_single_process:
+            raise DataError(
+                f"the grad of {self.names[id(param)]} is read after a step, but under {self.plan} ranks in other "
+                "processes have a part of it; call step.gradients(), or step.grad_norms(), on all ranks; clip_norm=... "
+                "clips gradients"
+            )
+        grads = {name: grad for name, grad in self.read().items() if name in self.params}
+        self.is_loaded = True
+        for name, grad in grads.items():
+            param = self.params[name]
+            param.grad = grad.to(param.device)
+            self.loaded.append((name, param.grad, param.grad._version))  # noqa: SLF001 - to see changes
+
+    def drop(self) -> None:
+        """Drop the gradients before the next step.
+
+        Raises:
+            DataError: one was changed in place.
+        """
+        loaded, self.loaded, self.is_loaded = self.loaded, [], False
+        for name, grad, _ in loaded:
+            if get_own_grad(self.params[name]) is grad:
+                self.params[name].grad = None
+        for name, grad, version in loaded:
+            if grad._version != version:  # noqa: SLF001 - there is no other way to see it
+                raise DataError(
+                    f"the grad of {name} was changed after the step, which had applied it already, so this has no "
+                    "effect; clip_norm=... and clip_value=... clip gradients before the update; write other changes "
+                    "into the loss"
+                )
 
 
 class StaleTensor(Tensor):
@@ -79,51 +185,75 @@ class StaleTensor(Tensor):
 
 
 class StaleWeights:
-    """The parameters and buffers of the user's model that a step leaves out of date.
+    """The parameters and buffers of the user's model that a step leaves out of date, or without their gradients.
 
     Args:
         tensors: by name, of the model; each is a parameter or a buffer.
         plan: of the ranks, for errors.
         export: loads the trained weights into the model; None if ranks in other processes would have to take part.
+        grads: the gradients that parameters do not have themselves.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], plan: str, export: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        plan: str,
+        export: Callable[[], None] | None,
+        grads: StaleGrads | None = None,
+    ) -> None:
         self.names = {id(tensor): name for name, tensor in tensors.items()}
         self.plan = plan
         self.export = export
+        self.grads = grads or StaleGrads({}, plan, dict, is_single_process=True)
         self.is_stale = False
+        self.is_marked = False
+        attributes = {"stale_weights": self, "stale_grads": self.grads}
+        without_grad = type("ParameterWithoutOwnGrad", (WithoutOwnGrad, nn.Parameter), attributes)
+        stale_param = type("StaleParameter", (StaleTensor, nn.Parameter), attributes)
         stale_classes = {
-            plain: type(f"Stale{plain.__name__}", (StaleTensor, plain), {"stale_weights": self})
-            for plain in (nn.Parameter, Tensor)
+            nn.Parameter: type("StaleParameterWithoutOwnGrad", (StaleTensor, WithoutOwnGrad, nn.Parameter), attributes),
+            Tensor: type("StaleTensorOfModel", (StaleTensor, Tensor), attributes),
         }
-        self._classes = [  # the plain class of each tensor, and the one while it is stale; users' own classes stay
-            (tensor, type(tensor), stale_classes[type(tensor)])
-            for tensor in tensors.values()
-            if type(tensor) in stale_classes
-        ]
+        self._classes = []  # of each tensor: the plain one, that when its values are loaded, that while they are stale
+        for tensor in {id(tensor): tensor for tensor in (*tensors.values(), *self.grads.params.values())}.values():
+            plain = type(tensor)
+            if plain not in stale_classes:  # users' own classes stay
+                continue
+            has_grads = id(tensor) in self.grads.names
+            current = without_grad if has_grads else plain
+            stale = stale_classes[plain] if has_grads or plain is Tensor else stale_param
+            self._classes.append((tensor, plain, current, stale if id(tensor) in self.names else current))
 
     def mark(self) -> None:
         """Mark all tensors as out of date, after a step."""
-        self.is_stale = True
-        for tensor, _, stale_class in self._classes:
+        self.is_stale = self.is_marked = True
+        for tensor, _, _, stale_class in self._classes:
             tensor.__class__ = stale_class
 
+    def mark_current(self) -> None:
+        """Mark all tensors as up to date: their values have been loaded, but not their gradients."""
+        self.is_stale, self.is_marked = False, True
+        for tensor, _, current_class, _ in self._classes:
+            tensor.__class__ = current_class
+
     def unmark(self) -> None:
-        """Make all tensors plain: before a step, or when their values have been loaded."""
-        self.is_stale = False
-        for tensor, plain_class, _ in self._classes:
+        """Make all tensors plain, for code of the runtime that handles the model."""
+        self.is_stale = self.is_marked = False
+        for tensor, plain_class, _, _ in self._classes:
             tensor.__class__ = plain_class
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Make all tensors plain inside, for code of the runtime that handles the model."""
-        was_stale = self.is_stale
+        """Make all tensors plain inside, and mark them again as they were."""
+        was_stale, was_marked = self.is_stale, self.is_marked
         self.unmark()
         try:
             yield
         finally:
             if was_stale:
                 self.mark()
+            elif was_marked:
+                self.mark_current()
 
     def load(self, tensor: Tensor) -> None:
         """Load the weights of all ranks into the model, because ``tensor`` is read.

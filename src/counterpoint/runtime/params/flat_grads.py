@@ -286,6 +286,10 @@ class FlatGrads(GradStorage):
             self.shard.add_(reduced)
             self.flat = None
 
+    def set_shard(self, start: int, values: Tensor) -> None:
+        """Make values, of which the first is element ``start``, this rank's shard of the sum."""
+        self.shard, self.shard_start = values, start
+
     def ranges(self, start: int, stop: int, *, as_rows: bool) -> list[GradRange]:
         """Return the gradient of a range: of the shard, if there is one."""
         flat, low = (self.collect_all(), 0) if self.shard is None else (self.shard, self.shard_start)

@@ -141,6 +141,11 @@ class FlatParams:
         self.own_grads.clear()
         self.grads = grads
 
+    def copy_shared_grads(self) -> None:
+        """Copy this rank's shard of the sum of gradients to its own memory, if replicas share gradients."""
+        if isinstance(self.grads, SharedGrads):
+            self.own_grads.set_shard(self.grads.shard_start, self.grads.reduce_shard().clone())
+
     def detach_shared(self) -> bool:
         """Move the weights back to this rank's own memory; return whether they were shared."""
         shared = self.grads

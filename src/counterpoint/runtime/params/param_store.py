@@ -102,6 +102,22 @@ class UnitParams:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
+    def grad_of(self, name: str, start: int, stop: int) -> Tensor | None:
+        """Return the gradient of a range of a parameter that this rank updates, flat; None if there is none.
+
+        Args:
+            name: of the parameter.
+            start: the range's first element in the flat parameters.
+            stop: one past its last.
+        """
+        storage = next((storage for storage in self.flat_params if name in storage.params), None)
+        grad = self.params[name].grad if storage is None else storage.grads.optimizer_grad(start, stop)
+        return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+
+    def has_shared_rows(self) -> bool:
+        """Return whether replicas share rows of tables, which the next backward of any of them may overwrite."""
+        return any(storage.grads.is_shared and storage.grads.tables for storage in self.flat_params)
+
     def clear_grads(self) -> None:
         """Drop all gradients of the unit except delayed ones."""
         for param in self.own_params.values():
@@ -124,6 +140,7 @@ class ParamStore:
         num_weight_versions: versions of the weights, each in its own memory; all start equal to the current one.
         state_allocator: active while optimizer state is allocated.
         grad_check: checks the gradients of backwards.
+        keeps_grads: whether the gradients of a step are kept until the next one.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -138,9 +155,12 @@ class ParamStore:
         num_weight_versions: int = 1,
         state_allocator: StateAllocator = nullcontext,
         grad_check: GradCheck | None = None,
+        *,
+        keeps_grads: bool = False,
     ) -> None:
         self.params = dict(params)
         self.grad_check = grad_check or GradCheck()
+        self.keeps_grads = keeps_grads
         self.buffers = dict(buffers)
         self.optimizer_spec = optimizer_spec
         self.allocate = allocate
@@ -187,6 +207,8 @@ class ParamStore:
 
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
+        if self.keeps_grads:
+            self.clear_grads()
         self._swapped_units.clear()
         self.grad_check.begin_step()
         for unit_params in self.units.values():
@@ -212,6 +234,12 @@ class ParamStore:
                 share_params(flat_params, fabric, group, f"weights of {unit_params.unit} {index}")
         self._repoint_optimizers()
         self.flat_sinks = self._find_flat_sinks()
+
+    def copy_shared_grads(self) -> None:
+        """Copy this rank's shards of kept gradients out of memory that replicas share, before they leave it."""
+        for unit_params in self.units.values():
+            for flat_params in unit_params.flat_params if not unit_params.has_shared_rows() else ():
+                flat_params.copy_shared_grads()
 
     def unshare(self, fabric: Fabric | None) -> None:
         """Move weights and gradients back to this rank's own memory.
@@ -278,7 +306,7 @@ class ParamStore:
         return self.optimizers[units]
 
     def update(self, units: tuple[Unit, ...]) -> None:
-        """Take one optimizer step on some units and clear their gradients."""
+        """Take one optimizer step on some units, and clear their gradients unless they are kept."""
         optimizer, tensors = self.optimizer(units)
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer)
@@ -287,7 +315,8 @@ class ParamStore:
                     self._update_with_optimizer(optimizer, tensors, units)
             self._have_state.add(units)
         for unit in units:
-            self.units[unit].clear_grads()
+            if not self.keeps_grads or self.units[unit].has_shared_rows():
+                self.units[unit].clear_grads()
 
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""

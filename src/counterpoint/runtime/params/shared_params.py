@@ -414,14 +414,14 @@ class SharedGrads(GradStorage):
                     sparse = cached_sparse_sum(self._sparse_sums, slot, self.exchange.row_grads(slot.name))
                     if sparse is not None:
                         return sparse
-        self._reduce_shard()
+        self.reduce_shard()
         (grad_range,) = self.ranges(start, stop, as_rows=False)
         return self.layout.as_param_shape(grad_range.parts[0], start, stop)
 
-    def _reduce_shard(self) -> None:
-        """Sum this rank's shard of all replicas' gradients into its own."""
+    def reduce_shard(self) -> Tensor:
+        """Sum this rank's shard of all replicas' gradients into its own, and return it."""
         if self.shard is not None:
-            return
+            return self.shard
         for start, stop, parts, *_ in self.embedding_grads.grad_ranges(
             self.shard_start, self.shard_stop, as_rows=False
         ):
@@ -429,6 +429,7 @@ class SharedGrads(GradStorage):
             if total.data_ptr() != local.data_ptr():
                 local.copy_(total)
         self.shard = self.local_grad[self.shard_start : self.shard_stop]
+        return self.shard
 
     def clear(self) -> None:
         """Drop all gradients."""
