@@ -1,13 +1,16 @@
 """A parameter without a gradient in some step: every plan raises the same error, or uses the same zeros."""
 
+import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import nn, optim
 
 from counterpoint.data.sampler import split_batch
-from counterpoint.errors import DataError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.step_commit import decode_report, encode_report, find_unused_params, make_step_report
@@ -20,7 +23,7 @@ ASP = ["asp(2)", "data(2) * asp(2)"]
 TEXT = (
     "no gradient reached 0.branch.weight, 0.branch.bias: the loss does not depend on them; freeze parameters that are "
     "not trained with requires_grad_(False), use their output in the loss of every step (this was step 1), or pass "
-    "unused_parameters='zero' to use gradients of zeros"
+    "unused_parameters='skip' to leave them as they are in such a step, or 'zero' to use gradients of zeros"
 )
 
 
@@ -90,6 +93,59 @@ def test_zeros_are_the_gradient_of_a_step_that_does_not_use_a_parameter_under_ev
     mine, solo = (train(local_ranks, steps, **options) for local_ranks in (plan, "solo"))
     assert max_difference(mine, solo) <= 1e-12
     assert not torch.equal(solo["0.branch.weight"], train("solo", steps[:1], **options)["0.branch.weight"])
+
+
+SKIP_PLANS = ["solo", *PLANS, "tree(2)", "data(2, update=sharded)"]
+STEPS = [(-1, -1, -1, -1), (1, 1, 1, 1), (-1, -1, -1, -1), (-1, -1, -1), (-1, 1, -1, -1), (1, 1)]
+
+
+def train_plain(steps, optimizer, clip_norm):
+    """Return the parameters of a plain loop, which adds up the gradients of a step's microbatches."""
+    model = branching_model()
+    built = optimizer(model.parameters())
+    for number, signs in enumerate(steps):
+        built.zero_grad()
+        batch = signed_batch(signs, number)
+        count = sum(batch.sizes.values())
+        for micro, size in batch.sizes.items():
+            if size:
+                (F.mse_loss(model(batch.inputs(micro)), batch.targets(micro)) * (size / count)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip_norm is None else clip_norm)
+        built.step()
+    return {name: param.detach() for name, param in model.named_parameters()}, built.state_dict()["state"]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(optim.AdamW, lr=1e-2), partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), optim.Adafactor],
+    ids=["AdamW", "SGD", "Adafactor"],
+)
+@pytest.mark.parametrize("plan", SKIP_PLANS)
+def test_a_parameter_without_a_gradient_in_a_step_is_left_alone_as_in_plain_torch(plan, optimizer, clip_norm):
+    """Its momentum, decay and step count are those of the steps that used it; the first one does not."""
+    options = {"unused_parameters": "skip", "clip_norm": clip_norm, "optimizer": optimizer}
+    expected, expected_state = train_plain(STEPS, optimizer, clip_norm)
+    with build_branching_local_ranks(plan, **options) as local_ranks:
+        for number, signs in enumerate(STEPS):
+            local_ranks.step(number, signed_batch(signs, number))
+        state = local_ranks.full_optimizer_state()["state"]
+        local_ranks.export_weights()
+        params = {name: param.detach().clone() for name, param in local_ranks.model.named_parameters()}
+    assert max_difference(params, expected) <= 1e-12
+    for index, values in expected_state.items():
+        assert state[index].keys() == values.keys()
+        for key, value in values.items():
+            torch.testing.assert_close(state[index][key], value, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("plan", ["asp(2)", "data(2, staleness=1)", "data(2, compress=topk:0.2)"])
+def test_parameters_cannot_be_skipped_where_gradients_are_those_of_several_steps(plan):
+    with (
+        pytest.raises(PlanError, match=r"^unused_parameters='skip' leaves a parameter .* or unused_parameters='zero'$"),
+        build_branching_local_ranks(plan, unused_parameters="skip"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("plan", PLANS)

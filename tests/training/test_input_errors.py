@@ -204,7 +204,7 @@ def test_a_model_with_nothing_to_train_is_refused(model, text):
 def test_unused_parameters_are_named_under_every_strategy(strategy):
     text = refused(cp.DataError, build_seeded(Forgetful), strategy=strategy)
     assert text.startswith("no gradient reached never.weight, never.bias: the loss does not depend on them; freeze")
-    assert text.endswith("or pass unused_parameters='zero' to use gradients of zeros")
+    assert text.endswith("to leave them as they are in such a step, or 'zero' to use gradients of zeros")
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor(2)"])

@@ -103,7 +103,7 @@ class Interpreter:
         compressed_contributions: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
         buckets: BucketConfig,
         batch_norm: BatchNormState | None = None,
-        unused_params: Literal["error", "zero"] = "error",
+        unused_params: Literal["error", "zero", "skip"] = "error",
         replica_groups: Sequence[Group] = (),
     ) -> None:
         self.programs = {
@@ -382,13 +382,16 @@ class Interpreter:
         return [tensor for tensor in packed if tensor.is_floating_point()]
 
     def fill_unused_grads(self, reports: Sequence[StepReport], group: Group) -> None:
-        """Fill missing gradients with zeros; unless that is asked for, require that some rank has a gradient."""
+        """Fill missing gradients with zeros, unless no rank has a gradient: then raise or skip it, as was asked for."""
         if not any(report.missing_grads for report in reports):
             return
+        unused = find_unused_params(reports, self.computing_ranks) if self.unused_params != "zero" else ()
         if self.unused_params == "error":
-            require_all_used(find_unused_params(reports, self.computing_ranks), self.step_number)
+            require_all_used(unused, self.step_number)
             if group[0] == self.fabric.rank and not self.has_warned:
                 self.has_warned = warn_partially_unused(reports, group, self.computing_ranks, self.step_number)
+        for unit in self.store.units.values():
+            unit.skip_params(unused)
         for unit in self.computed_units:
             self.store.units[unit].fill_missing_grads()
 

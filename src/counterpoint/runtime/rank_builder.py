@@ -90,7 +90,7 @@ class RunSpec:
     seed: int
     buckets: BucketConfig = DEFAULT_BUCKETS
     batch_norm: BatchNormRule | None = None
-    unused_params: Literal["error", "zero"] = "error"
+    unused_params: Literal["error", "zero", "skip"] = "error"
     loss_is_sum: bool = False
     checks_loss: bool = False
     draw_sites: DrawSites | None = None

@@ -431,7 +431,7 @@ def warn_partially_unused(
     warnings.warn(
         f"{format_names(names)} got no gradient on {format_ranks(without[first])} in step {step}, but did on "
         f"{format_ranks(ranks_with)}; the sum of gradients is correct, but forward took a different branch on those "
-        "ranks; if that is intended, pass unused_parameters='zero'",
+        "ranks; if that is intended, pass unused_parameters='skip'",
         stacklevel=2,
     )
     return True
@@ -455,7 +455,7 @@ def require_all_used(unused: Sequence[str], step: int) -> None:
             f"no gradient reached {format_names(unused)}: the loss does not depend on "
             f"{'it' if len(unused) == 1 else 'them'}; freeze parameters that are not trained with "
             f"requires_grad_(False), use their output in the loss of every step (this was step {step}), or pass "
-            "unused_parameters='zero' to use gradients of zeros"
+            "unused_parameters='skip' to leave them as they are in such a step, or 'zero' to use gradients of zeros"
         )
 
 

@@ -311,7 +311,8 @@ class LocalRanks:
         require_known_grad_norm(self.compiled, self.options)
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_elementwise_optimizer()
-        if not self.optimizer_spec.has_mergeable_state():
+        self.require_skippable_params()
+        if self.options.unused_parameters == "skip" or not self.optimizer_spec.has_mergeable_state():
             self.optimizer_spec.update_apart()
         check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(partition, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
@@ -466,6 +467,28 @@ class LocalRanks:
                 f"{self.optimizer_spec.optimizer_class.__name__} may need whole tensors, but under {self.plan} a rank "
                 f"has only a shard of {names[0]} and {len(names) - 1} others, so its updates would differ from "
                 "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
+            )
+
+    def require_skippable_params(self) -> None:
+        """Check that a step can leave single parameters as they are, if it is to.
+
+        Raises:
+            PlanError: ranks have gradients of several steps, or compressed ones.
+        """
+        if self.options.unused_parameters != "skip":
+            return
+        assert self.compiled is not None, "compiled"
+        is_compressed = any(
+            getattr(instruction, "codec", "")
+            for variant in self.compiled.step_variants
+            for _, instruction in variant.program.instructions()
+        )
+        if is_compressed or not self.has_one_gradient():
+            raise PlanError(
+                "unused_parameters='skip' leaves a parameter without a gradient in a step as it is, but under "
+                f"{self.plan} ranks or servers apply gradients of several steps, or compressed ones, which are never "
+                "without it; use data, zero, pipeline or tensor without staleness and compression, or "
+                "unused_parameters='zero'"
             )
 
     def check_model_consistency(self, call: CallFacts) -> None:

@@ -63,8 +63,8 @@ class TrainingOptions:
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` skips the step.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
             the ``sum``.
-        unused_parameters: what happens if a trainable parameter gets no gradient: ``error``, or ``zero`` for a gradient
-            of zeros.
+        unused_parameters: what happens if a trainable parameter gets no gradient in a step: ``error``, ``zero`` for a
+            gradient of zeros, or ``skip``, which leaves it and its optimizer state as they are, as torch does.
         batch_dims: the dim along which samples lie, by name of an argument of the model's forward, of a key of a dict
             of targets, or ``targets``; for sequence-first inputs ``{"x": 1, "targets": 1}``. 0 for other names.
         shared: the names of inputs that belong to all samples, as an adjacency matrix: every microbatch and replica
@@ -100,7 +100,7 @@ class TrainingOptions:
     check_finite: Literal["loss", "gradients"] = "gradients"
     nonfinite: Literal["error", "skip"] = "error"
     loss_reduction: Literal["mean", "sum"] = "mean"
-    unused_parameters: Literal["error", "zero"] = "error"
+    unused_parameters: Literal["error", "zero", "skip"] = "error"
     batch_dims: Mapping[str, int] | None = None
     shared: Sequence[str] = ()
     dims: Mapping[str, tuple[str, str]] | None = None
@@ -133,7 +133,7 @@ class TrainingOptions:
             ("check_finite", ("loss", "gradients")),
             ("nonfinite", ("error", "skip")),
             ("loss_reduction", ("mean", "sum")),
-            ("unused_parameters", ("error", "zero")),
+            ("unused_parameters", ("error", "zero", "skip")),
             ("init_sync", ("broadcast", "verify")),
             ("batch_norm", (None, *get_args(BatchNormRule))),
             ("cross_sample", ("error", "accept")),

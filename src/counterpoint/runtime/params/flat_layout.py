@@ -83,6 +83,10 @@ class FlatLayout:
             if start < stop:
                 yield slot, start, stop
 
+    def name_at(self, element: int) -> str:
+        """Return the parameter that an element belongs to."""
+        return next(slot.name for slot in self.slots if slot.start <= element < slot.stop)
+
     def optimizer_ranges(self, span: ShardSpan) -> list[tuple[int, int, int]]:
         """Return ``(option group, start, stop)`` of every tensor that an optimizer gets for a shard."""
         ranges: list[tuple[int, int, int]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -50,6 +50,7 @@ class UnitParams:
     Attributes:
         update_ranges: what the rank updates, as ``(flat parameters, option group, start, stop)``.
         grad_sources: the gradient of each of :meth:`optimizer_targets`; None for a parameter's own.
+        skipped: the parameters that this step's update leaves as they are.
     """
 
     def __init__(
@@ -68,6 +69,17 @@ class UnitParams:
         ]
         if span is not None:
             self.grad_sources += [None] * len(self.own_params)
+        self.skipped: set[str] = set()
+
+    def skip_params(self, names: Collection[str]) -> None:
+        """Leave these parameters as they are in this step's update; without any, all are updated."""
+        self.skipped = self.params.keys() & names
+
+    def skipped_targets(self) -> list[bool]:
+        """Return for each of :meth:`optimizer_targets` whether its parameter is skipped, if each has one of its own."""
+        first_names = [storage.layout.name_at(start) for storage, _, start, _ in self.update_ranges]
+        names = [*first_names, *(self.own_params if self.role.update_shard is not None else ())]
+        return [name in self.skipped for name in names]
 
     def optimizer_targets(self, optimizer_spec: OptimizerSpec) -> list[tuple[int, Tensor]]:
         """Return the tensors that an optimizer updates for this unit, with their option groups."""
@@ -98,8 +110,8 @@ class UnitParams:
 
     def fill_missing_grads(self) -> None:
         """Set missing gradients to zeros; flat parameters do so themselves."""
-        for param in self.own_params.values():
-            if param.grad is None:
+        for name, param in self.own_params.items():
+            if param.grad is None and name not in self.skipped:
                 param.grad = torch.zeros_like(param)
 
     def grad_of(self, name: str, start: int, stop: int) -> Tensor | None:
@@ -110,6 +122,8 @@ class UnitParams:
             start: the range's first element in the flat parameters.
             stop: one past its last.
         """
+        if name in self.skipped:
+            return None
         storage = next((storage for storage in self.flat_params if name in storage.params), None)
         grad = self.params[name].grad if storage is None else storage.grads.optimizer_grad(start, stop)
         return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
@@ -212,6 +226,7 @@ class ParamStore:
         self._swapped_units.clear()
         self.grad_check.begin_step()
         for unit_params in self.units.values():
+            unit_params.skipped.clear()
             for flat_params in unit_params.flat_params:
                 flat_params.grads.begin_step()
 
@@ -323,6 +338,9 @@ class ParamStore:
         if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous() for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]
+        if any(self.units[unit].skipped for unit in units):
+            is_skipped = [flag for unit in units for flag in self.units[unit].skipped_targets()]
+            sources = [None if flag else source for source, flag in zip(sources, is_skipped, strict=True)]
         pairs = zip(tensors, sources, strict=True)
         fused_update(optimizer, {id(tensor): source for tensor, source in pairs if source is not None})
         return True
@@ -342,7 +360,8 @@ class ParamStore:
     def _grads_in_order(self, unit: Unit) -> list[Tensor | None]:
         unit_params = self.units[unit]
         if unit_params.flat_params:
-            return list(unit_params.grads())
+            grads = zip(unit_params.grads(), unit_params.skipped_targets(), strict=True)
+            return [None if is_skipped else grad for grad, is_skipped in grads]
         return [param.grad for param in unit_params.params.values()]
 
     def clear_grads(self) -> None:
