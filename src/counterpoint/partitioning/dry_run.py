@@ -295,9 +295,9 @@ class BufferSlots:
                 self.restore()
                 given = "None" if replacement is None else f"{replacement.dtype} {tuple(replacement.shape)}"
                 raise DataError(
-                    f"the forward has replaced the buffer {full_name}, {buffer.dtype} {tuple(buffer.shape)}, by "
-                    f"{given}; ranks and checkpoints hold buffers of one shape and dtype: register it in its final "
-                    "shape, or keep what changes its shape in a plain attribute"
+                    f"the buffer {full_name}, {buffer.dtype} {tuple(buffer.shape)}, was replaced by {given}; ranks and "
+                    "checkpoints hold buffers of one shape and dtype: register it in its final shape, or keep what "
+                    "changes its shape in a plain attribute"
                 )
             with torch.no_grad():
                 assign_values(buffer, replacement)

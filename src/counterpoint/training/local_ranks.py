@@ -87,6 +87,7 @@ from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
+from counterpoint.training.buffer_changes import BufferChanges
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.model_consistency import (
     AttributeCheck,
@@ -220,6 +221,7 @@ class LocalRanks:
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
         self.attribute_check = AttributeCheck()
+        self.buffer_changes = BufferChanges(nn.Module(), ())
         self.is_in_step = False
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.has_grads = False  # whether the ranks have the gradients of the last step
@@ -389,6 +391,7 @@ class LocalRanks:
                 state_allocator=self.retained_memory.mmap_separately,
             )
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
+        self.buffer_changes = BufferChanges(self.model, self.ranks.values())
         if copies_model or copies_norms or isinstance(partition, TracedPartition):
             self.attribute_check.watch(self.model)
         self.hook_stale_params()
@@ -513,7 +516,7 @@ class LocalRanks:
         if replaced is not None:
             return replaced
         self.stale_weights.grads.drop()
-        self.follow_optimizer(batch)
+        self.follow_changes(batch)
         self.stale_weights.unmark()
         self.has_grads = False
         variant, is_single_process = self.variant_at(number), self.is_single_process
@@ -600,34 +603,42 @@ class LocalRanks:
         """Whether all ranks are in this process."""
         return len(self.world.fabrics) == self.world.fabrics[0].num_ranks
 
-    def follow_optimizer(self, batch: MicrobatchSource) -> None:
-        """Give the ranks what was changed about the user's optimizer since the last step: its state, or its groups.
+    def follow_changes(self, batch: MicrobatchSource) -> None:
+        """Give the ranks what was changed since the last step: buffers, and the state or the groups of the optimizer.
 
-        Parameters that were frozen, thawed or added to a group need ranks that are built again.
+        Modules in another mode, and parameters that were frozen, thawed or added to a group, need ranks that are built
+        again.
 
         Raises:
-            PlanError: it has got hooks that its ranks cannot run, or tensors that are not the model's.
-            DataError: groups were changed, but the plan has state that ranks could not take along.
+            PlanError: the optimizer has got hooks that ranks cannot run, or tensors that are not the model's.
+            DataError: the plan has state that ranks that are built again could not take along.
         """
         optimizer_spec = self.optimizer_spec
         optimizer_spec.require_no_step_hooks()
-        if optimizer_spec.has_new_groups() or (
-            optimizer_spec.has_new_state and optimizer_spec.merges_params and not optimizer_spec.has_mergeable_state()
-        ):
-            self.rebuild(batch)
+        self.buffer_changes.carry_over()
+        if optimizer_spec.has_new_groups():
+            self.rebuild(batch, "parameters of the model were frozen, made trainable or added to the optimizer")
+        elif self.attribute_check.has_new_modes():
+            self.rebuild(batch, "modules of the model were put into training or evaluation mode")
         elif optimizer_spec.has_new_state:
-            self.import_optimizer_state()
+            if optimizer_spec.merges_params and not optimizer_spec.has_mergeable_state():
+                self.rebuild(batch, "optimizer state was loaded in which step counts differ")
+            else:
+                self.import_optimizer_state()
 
-    def rebuild(self, batch: MicrobatchSource) -> None:
-        """Build the ranks again for what is trainable now; weights, buffers and the optimizer's state stay.
+    def rebuild(self, batch: MicrobatchSource, change: str) -> None:
+        """Build the ranks again for the model and the optimizer as they are now; weights, buffers and state stay.
 
         Args:
             batch: that of the next step.
+            change: what has changed, for the error.
 
         Raises:
-            DataError: ranks have more state than that.
+            DataError: ranks have more state than that, or weights were changed, too.
         """
         assert self.run_spec is not None, "built"
+        assert self.mutation_check is not None, "built"
+        self.mutation_check.require_unchanged(self.plan, "")
         has_feedback = any(
             flat_params.error_feedbacks
             for rank in self.ranks.values()
@@ -635,10 +646,9 @@ class LocalRanks:
         )
         if self.delays_grads or self.in_flight.lookahead or self.shard_map().num_replicas > 1 or has_feedback:
             raise DataError(
-                "parameters of the model were frozen, made trainable or added to the optimizer between two steps, but "
-                f"under {self.plan} ranks have delayed gradients, batches in flight or weights of their own, which "
-                "would be lost; freeze before the first step, or close() and call parallelize(...) again (or make a "
-                "new Trainer)"
+                f"{change} between two steps, but under {self.plan} ranks have delayed gradients, batches in flight or "
+                "weights of their own, which would be lost; do it before the first step, or close() and call "
+                "parallelize(...) again (or make a new Trainer)"
             )
         if not self.optimizer_spec.has_new_state:
             self.optimizer_spec.put_state(self.gather_optimizer_state(), is_new=True)
@@ -770,6 +780,7 @@ class LocalRanks:
         if self.mutation_check is None:  # build() did not finish
             return
         self.in_flight.require_flushed("export_weights()")
+        self.buffer_changes.carry_over()
         self.stale_weights.unmark()
         self.sync_state()
         shard_map, first = self.shard_map(), self.world.fabrics[0].rank
@@ -790,6 +801,7 @@ class LocalRanks:
         self.retained_memory.stop()
         if self.mutation_check is not None:
             self.mutation_check.record_versions()
+        self.buffer_changes.record()
         self.stale_weights.mark_current()
 
     def import_weights(self) -> None:
@@ -811,6 +823,7 @@ class LocalRanks:
 
         self.world.run(work)
         self.has_delayed_grads = False
+        self.buffer_changes.record()
         self.import_frozen_params()
 
     def import_frozen_params(self) -> None:

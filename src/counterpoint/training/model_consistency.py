@@ -18,7 +18,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, format_ranks
 from counterpoint.optim.validation import shorten
-from counterpoint.partitioning.dry_run import assign_values
+from counterpoint.partitioning.dry_run import TrainingModes, assign_values
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.params.sparse_grads import find_embedding_tables
@@ -368,10 +368,20 @@ class AttributeCheck:
 
     def __init__(self) -> None:
         self.watched: list[tuple[str, dict[str, Any], str, object]] = []
+        self.modes: list[tuple[nn.Module, bool]] = []  # of the model and its submodules
 
     def watch(self, model: nn.Module) -> None:
         """Compare the attributes of a model with their present values from now on."""
         self.watched = [(name, attributes, key, attributes[key]) for name, attributes, key in _plain_attributes(model)]
+        self.modes = TrainingModes(model).flags
+
+    def has_new_modes(self) -> bool:
+        """Return whether submodules of a model in training were put into another mode than they had."""
+        return (
+            bool(self.modes)
+            and self.modes[0][0].training
+            and any(module.training is not training for module, training in self.modes)
+        )
 
     def require_unchanged(self, plan: Plan, run_forward: Callable[[], object]) -> None:
         """Check that the attributes have the values of the first step.
