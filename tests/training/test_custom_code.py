@@ -1,6 +1,7 @@
 """What the user's own code does inside a step: hooks, named tuples, errors of the model; and steps after the end."""
 
 from collections import namedtuple
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -154,3 +155,107 @@ def test_a_step_after_close_is_refused_at_once(strategy):
     step.close()
     with pytest.raises(cp.PlanError, match=r"^step 1 was called after close\(\); close when"):
         step(*batch)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
+def test_a_first_layer_may_change_its_input_in_place(strategy):
+    """Microbatches of a batch are in one memory, but each has a version counter of its own."""
+
+    def build():
+        return build_seeded(
+            lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 8), nn.ReLU(True), nn.Linear(8, 3))
+        )
+
+    inputs, targets = dataset().tensors
+    expected, model = build(), build()
+    F.cross_entropy(expected(inputs[:8].clone()), targets[:8]).backward()
+    with step_of(model, strategy) as step:
+        step(inputs[:8].clone(), targets[:8])
+        grads = step.gradients()
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["data(2)", "zero(2, level=3)"])
+def test_a_script_is_refused_where_ranks_would_copy_it(strategy):
+    inputs, targets = dataset().tensors
+    step = step_of(torch.jit.script(mlp()), strategy)
+    with pytest.raises(
+        cp.PlanError, match=r"^RecursiveScriptModule is a TorchScript module, .* which TorchScript does"
+    ):
+        step(inputs[:8], targets[:8])
+
+
+def test_a_step_in_inference_mode_is_refused():
+    inputs, targets = dataset().tensors
+    with step_of(mlp(), "data(2)") as step:
+        for _ in range(2):
+            with (
+                torch.inference_mode(),
+                pytest.raises(cp.DataError, match=r"^a training step was called inside torch\.inference_mode\(\)"),
+            ):
+                step(inputs[:8], targets[:8])
+            step(inputs[:8], targets[:8])
+
+
+class Force(nn.Module):
+    """The negative gradient of an energy: a backward inside the forward, and another one through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(True)
+        return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0][:, :3]
+
+
+@dataclass
+class Output:
+    logits: Any
+    hidden: dict[str, Any]
+    name: str = "output"
+
+
+class ReturnsDataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return Output(self.second(hidden), {"first": hidden})
+
+
+def loss_of(output, targets):
+    if not isinstance(output, Output):
+        return F.cross_entropy(output, targets)
+    return F.cross_entropy(output.logits, targets) + output.hidden["first"].pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "strategy"),
+    [
+        *((Force, strategy) for strategy in ("solo", "data(2)", "zero(2, level=3)")),
+        *((ReturnsDataclass, strategy) for strategy in ("solo", "data(2)", "zero(2, level=3)", "pipeline(2)")),
+    ],
+)
+def test_a_forward_may_differentiate_and_may_return_a_dataclass(build, strategy):
+    inputs, targets = dataset().tensors
+    expected, model = build_seeded(build), build_seeded(build)
+    loss_of(expected(inputs[:8]), targets[:8]).backward()
+    with cp.parallelize(model, SGD, loss_of, strategy=strategy) as step:
+        step(inputs[:8], targets[:8])
+        grads = step.gradients()
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_forward_that_differentiates_cannot_be_split():
+    inputs, targets = dataset().tensors
+    step = step_of(build_seeded(Force), "pipeline(2)")
+    with pytest.raises(
+        cp.PlanError, match=r"^tracing the model stopped in Force.* a strategy that keeps the model whole"
+    ):
+        step(inputs[:8], targets[:8])

@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES
 
 from counterpoint.errors import DataError
+from counterpoint.partitioning.pytree import register_dataclasses
 
 LABELS = "labels"
 """The key of a dict batch whose value the loss gets, as models of transformers call it."""
@@ -114,15 +115,6 @@ def split_targets(batch: Any, arguments: ForwardArguments) -> tuple[Any, Any]:  
 def as_inputs(inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes
     """Return inputs as what is passed to a model: other mappings than dicts, such as a BatchEncoding, as a dict."""
     return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
-
-
-def register_dataclasses(values: Any) -> None:  # noqa: ANN401 - any nest
-    """Make torch treat the dataclasses in a nest as nests of their fields, as ``torch.export`` asks users to do."""
-    for leaf in tree_leaves(values):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            if type(leaf) not in SUPPORTED_NODES:
-                register_dataclass(type(leaf))
-            register_dataclasses([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def describe_form(value: object) -> str:

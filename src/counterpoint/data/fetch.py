@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.data import Subset, TensorDataset
 
-from counterpoint.data.batch_form import describe_form, register_dataclasses
+from counterpoint.data.batch_form import describe_form
 from counterpoint.data.sampler import Indices
 from counterpoint.errors import DataError
+from counterpoint.partitioning.pytree import register_dataclasses
 
 Fields: TypeAlias = tuple[Tensor, ...]
 CollateFn: TypeAlias = Callable[[list[Any]], Any]

@@ -11,7 +11,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
@@ -38,7 +38,7 @@ from counterpoint.partitioning.fx_ops import is_random_op
 from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.lazy_networkx import without_networkx
 from counterpoint.partitioning.partitioned_model import canonical_names
-from counterpoint.partitioning.pytree import TensorTree, strip_unknown_leaves
+from counterpoint.partitioning.pytree import TensorTree, register_dataclasses, strip_unknown_leaves
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _require_no_outer_autocast(traced: TracedGraph, model: nn.Module) -> None:
 def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
     """Raise the model's own error, if it cannot run these inputs at all."""
     args, kwargs = split_call_args(inputs)
-    with preserve_state(model, training=training):
+    with preserve_state(model, training=training), torch.enable_grad():  # for a forward that differentiates
         model(*args, **kwargs)
 
 
@@ -296,6 +296,8 @@ def _track_calls(
         open_calls.pop()
         if not open_calls:
             kept_values.find()
+            with suppress(ValueError):  # of a dataclass that torch cannot build from its fields
+                register_dataclasses(output)
         stripped = output if open_calls else strip_unknown_leaves(output)
         if stripped is not output:
             stripped_types.append(type(output).__name__)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import ScriptObject, SymBool, SymFloat, SymInt, Tensor
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     TreeSpec,
     keystr,
+    register_dataclass,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_map,
     tree_structure,
     tree_unflatten,
@@ -138,6 +141,15 @@ def build_output_tree(value: Any) -> TensorTree:  # noqa: ANN401
         for leaf in leaves
     )
     return TensorTree(spec, tuple(values), indices)
+
+
+def register_dataclasses(values: Any) -> None:  # noqa: ANN401 - any nest
+    """Make torch treat the dataclasses in a nest as nests of their fields, as ``torch.export`` asks users to do."""
+    for leaf in tree_leaves(values):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            if type(leaf) not in SUPPORTED_NODES:
+                register_dataclass(type(leaf))
+            register_dataclasses([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def strip_unknown_leaves(output: Any) -> Any:  # noqa: ANN401

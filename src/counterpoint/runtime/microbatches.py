@@ -81,9 +81,13 @@ class SlicedBatch:
 
 
 def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
-    """Return samples ``start`` to ``stop`` of every tensor in a nest."""
+    """Return samples ``start`` to ``stop`` of every tensor in a nest, in the same memory.
+
+    Their version counters are their own, so that a forward may change one microbatch in place before the backward of
+    another.
+    """
     if isinstance(values, Tensor):
-        return values[start:stop]
+        return values[start:stop] if values.requires_grad else values.data[start:stop]
     if isinstance(values, SamplePart):
         return values.slice(start, stop)
     if isinstance(values, dict):

@@ -260,6 +260,7 @@ class LocalRanks:
             PlanError: the model and the plan do not fit together, or ranks hold different models.
             DataError: ranks have different data.
         """
+        require_grad_recording()
         if self.compiled is None or self.mutation_check is None:
             self.build_ranks(self.compile_plan(inputs, num_samples, call), to_device(inputs, self.device))
         assert self.compiled is not None, "compiled"
@@ -366,6 +367,8 @@ class LocalRanks:
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
         copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
+        if copies_model:
+            self.require_copyable_model()
         if isinstance(partition, WholeModel) and partition.kept_attributes and copies_model:
             remedy = (
                 f", or start one process per rank: counterpoint run -n {num_local} script.py" if not keeps_own else ""
@@ -399,6 +402,20 @@ class LocalRanks:
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
         self.optimizer_spec.attach_ranks(self.export_optimizer_state)
         self.import_optimizer_state()
+
+    def require_copyable_model(self) -> None:
+        """Check that ranks can train copies of the model.
+
+        Raises:
+            PlanError: it is a TorchScript module, whose copies have no parameters that can be trained.
+        """
+        scripts = [path for path, module in self.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if scripts:
+            raise PlanError(
+                f"{f'module {scripts[0]!r}' if scripts[0] else type(self.model).__name__} is a TorchScript module, but "
+                f"under {self.plan} ranks of one process train copies of the model, which TorchScript does not allow; "
+                "pass the module that it was made from, or train in a single process (solo)"
+            )
 
     def hook_stale_params(self) -> None:
         """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
@@ -515,6 +532,7 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
+        require_grad_recording()
         self.stale_weights.grads.drop()
         self.follow_changes(batch)
         self.stale_weights.unmark()
@@ -862,6 +880,19 @@ class LocalRanks:
         self.stale_hooks.clear()
         self.stale_weights.unmark()
         self.has_grads = False
+
+
+def require_grad_recording() -> None:
+    """Check that backwards are possible here; ``torch.no_grad()`` does not reach the ranks.
+
+    Raises:
+        DataError: in ``torch.inference_mode()``, whose tensors can never be trained with.
+    """
+    if torch.is_inference_mode_enabled():
+        raise DataError(
+            "a training step was called inside torch.inference_mode(), whose tensors autograd cannot use; call it "
+            "outside of it, and make batches outside, too"
+        )
 
 
 def max_forwards_per_rank(program: Program) -> int:

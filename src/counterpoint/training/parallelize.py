@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn, optim
 
-from counterpoint.data.batch_form import ForwardArguments, as_inputs, register_dataclasses, split_targets
+from counterpoint.data.batch_form import ForwardArguments, as_inputs, split_targets
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import renamed_hint
+from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch.utils.data import default_collate
 
-from counterpoint.data.batch_form import ANY_ARGUMENTS, ForwardArguments, register_dataclasses, split_targets
+from counterpoint.data.batch_form import ANY_ARGUMENTS, ForwardArguments, split_targets
 from counterpoint.data.fetch import CollateFn, MapDataset, fingerprint
 from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
 from counterpoint.data.loader_order import LoaderOrder
@@ -18,6 +18,7 @@ from counterpoint.data.sampler import Cursor, Indices, Sampler, split_batch
 from counterpoint.errors import DataError
 from counterpoint.fabric.fingerprint import digest
 from counterpoint.optim.validation import require_counts
+from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
 from counterpoint.training.batches.global_batch import MicrobatchSelection, count_samples, make_global_batch
 

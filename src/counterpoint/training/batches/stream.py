@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from counterpoint.data.batch_form import ForwardArguments, register_dataclasses, split_targets
+from counterpoint.data.batch_form import ForwardArguments, split_targets
 from counterpoint.data.loader_order import ORDER, is_stateful, unique
 from counterpoint.data.microbatch_reader import preserve_rng, seed_rng
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError, DataError
+from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
 from counterpoint.training.batches.global_batch import (
     MicrobatchSelection,
