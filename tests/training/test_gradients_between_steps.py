@@ -80,6 +80,19 @@ def test_gradients_may_be_read_after_the_weights(plan):
             require_equal(grads_of(model), grads)
 
 
+def test_gradients_of_large_matrices_in_shared_memory_are_whole():
+    def build():
+        return build_seeded(lambda: nn.Sequential(nn.Linear(4, 100), nn.Tanh(), nn.Linear(100, 100), nn.Linear(100, 3)))
+
+    expected, model, (inputs, targets) = build(), build(), batches()[0]
+    F.cross_entropy(expected(inputs), targets).backward()
+    with cp.parallelize(model, SGD(model.parameters()), F.cross_entropy, strategy="data(2)") as step:
+        step(inputs, targets)
+        require_equal(step.gradients(), grads_of(expected))
+        assert bool(model[0].weight.isfinite().all())
+        require_equal(grads_of(model), grads_of(expected))
+
+
 def test_gradients_of_tables_are_whole():
     def build():
         return build_seeded(lambda: nn.Sequential(nn.EmbeddingBag(200, 4, mode="sum", sparse=True), nn.Linear(4, 3)))

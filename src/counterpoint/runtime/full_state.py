@@ -105,7 +105,7 @@ def gather_grad_norms(shard_map: ShardMap, ranks: Collection[RankRuntime], fabri
         for part in collect_grads(shard_map, rank)
     ]
     if fabric is not None:
-        gathered = cast("list[list[tuple[str, float]]]", fabric.gather_values("norms", squares, range_of(fabric)))  # type: ignore[arg-type]
+        gathered = cast("list[list[tuple[str, float]]]", fabric.gather_values("norms", squares, range_of(fabric)))
         squares = [pair for pairs in gathered for pair in pairs]
     totals: dict[str, float] = {}
     for name, value in squares:

@@ -390,8 +390,8 @@ class Interpreter:
             require_all_used(unused, self.step_number)
             if group[0] == self.fabric.rank and not self.has_warned:
                 self.has_warned = warn_partially_unused(reports, group, self.computing_ranks, self.step_number)
-        for unit in self.store.units.values():
-            unit.skip_params(unused)
+        for unit_params in self.store.units.values():
+            unit_params.skip_params(unused)
         for unit in self.computed_units:
             self.store.units[unit].fill_missing_grads()
 

@@ -152,7 +152,8 @@ class OptimizerSpec:
         self._probe()
         self.has_new_state = any(self.optimizer.state.values())  # which the ranks do not have yet
         self._idle_state: dict[str, dict[str, Any]] = {}  # of frozen parameters
-        self._export_state: Callable[[], None] | None = None
+        self._export_state: Callable[[], None] | None = None  # of ranks, if there are any
+        self._has_hooks = False
 
     @property
     def merges_params(self) -> bool:
@@ -189,7 +190,8 @@ class OptimizerSpec:
         Args:
             export_state: called before the template's state is read; calls :meth:`put_state`, or raises.
         """
-        if self._export_state is None:
+        if not self._has_hooks:
+            self._has_hooks = True
             self.optimizer.register_state_dict_pre_hook(self._before_state_dict)
             self.optimizer.register_state_dict_post_hook(self._after_state_dict)
             self.optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -197,14 +199,14 @@ class OptimizerSpec:
 
     def detach_ranks(self) -> None:
         """Make the template an optimizer as any other, with its own state: the ranks are gone."""
-        self._export_state = _keep_state
+        self._export_state = None
 
     def _before_state_dict(self, _: optim.Optimizer) -> None:
         if self._export_state is not None and not self.has_new_state:
             self._export_state()
 
     def _after_state_dict(self, optimizer: optim.Optimizer, _: object) -> None:
-        if self._export_state is not _keep_state and not self.has_new_state:
+        if self._export_state is not None and not self.has_new_state:
             optimizer.state.clear()
 
     def _after_load(self, _: optim.Optimizer) -> None:
@@ -339,10 +341,6 @@ class OptimizerSpec:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's wrapper sets
         for hook in tuple(self.optimizer._optimizer_step_post_hooks.values()) if is_applied else ():  # noqa: SLF001
             hook(self.optimizer, (self.optimizer,), {})
-
-
-def _keep_state() -> None:
-    """Do nothing: the template has its state."""
 
 
 def require_trainable(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -106,7 +106,7 @@ from counterpoint.training.model_partition import (
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
-from counterpoint.training.stale_weights import StaleGrads, StaleWeights
+from counterpoint.training.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.validation import (
     check_batch_norm,
     require_no_shared_memory,
@@ -313,10 +313,7 @@ class LocalRanks:
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
-        self.require_elementwise_optimizer()
-        self.require_skippable_params()
-        if self.options.unused_parameters == "skip" or not self.optimizer_spec.has_mergeable_state():
-            self.optimizer_spec.update_apart()
+        self.check_updates()
         check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(partition, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
             verify_tensor_parallel(partition, self.compiled.model, dict(self.model.named_parameters()))
@@ -473,6 +470,17 @@ class LocalRanks:
             isinstance(instruction, ApplyPushes) and instruction.applies_gradients
             for _, instruction in self.run_spec.program.instructions()
         )
+
+    def check_updates(self) -> None:
+        """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
+
+        Raises:
+            PlanError: they cannot.
+        """
+        self.require_elementwise_optimizer()
+        self.require_skippable_params()
+        if self.options.unused_parameters == "skip" or not self.optimizer_spec.has_mergeable_state():
+            self.optimizer_spec.update_apart()
 
     def require_elementwise_optimizer(self) -> None:
         """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
@@ -634,7 +642,9 @@ class LocalRanks:
         optimizer_spec = self.optimizer_spec
         optimizer_spec.require_no_step_hooks()
         self.buffer_changes.carry_over()
-        if optimizer_spec.has_new_groups():
+        with without_stale_reads():
+            has_new_groups = optimizer_spec.has_new_groups()
+        if has_new_groups:
             self.rebuild(batch, "parameters of the model were frozen, made trainable or added to the optimizer")
         elif self.attribute_check.has_new_modes():
             self.rebuild(batch, "modules of the model were put into training or evaluation mode")

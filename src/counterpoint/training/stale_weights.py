@@ -47,6 +47,8 @@ _METADATA_FNS = frozenset(
 """What may be asked of a stale tensor: nothing of it is a value."""
 
 
+GRAD: Any = Tensor.grad
+"""Torch's own attribute."""
 GRAD_DROPPING_FNS = frozenset({"zero_grad", "_apply"})
 """Functions that ask for a gradient only to drop it, or to move it with the parameter."""
 
@@ -54,7 +56,7 @@ GRAD_DROPPING_FNS = frozenset({"zero_grad", "_apply"})
 def get_own_grad(param: Tensor) -> Tensor | None:
     """Return what torch has as a parameter's gradient."""
     with without_stale_reads():
-        grad: Tensor | None = Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+        grad: Tensor | None = GRAD.__get__(param)
         return grad
 
 
@@ -64,7 +66,7 @@ class WithoutOwnGrad(Tensor):
     stale_grads: StaleGrads
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient of the last step."""
         own = get_own_grad(self)
         if own is None and sys._getframe(1).f_code.co_name not in GRAD_DROPPING_FNS:  # noqa: SLF001 - see there
@@ -74,11 +76,13 @@ class WithoutOwnGrad(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        """Set it."""
         with without_stale_reads():
-            Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+            GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        """Drop it."""
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

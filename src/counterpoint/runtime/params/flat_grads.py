@@ -66,6 +66,11 @@ class GradStorage(Protocol):
     names_with_grad: set[str]
     grad_check: GradCheck
 
+    @property
+    def has_shared_rows(self) -> bool:
+        """Whether gradients of this step are rows that replicas have published to each other."""
+        return False
+
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
 

@@ -130,7 +130,7 @@ class UnitParams:
 
     def has_shared_rows(self) -> bool:
         """Return whether replicas share rows of tables, which the next backward of any of them may overwrite."""
-        return any(storage.grads.is_shared and storage.grads.tables for storage in self.flat_params)
+        return any(storage.grads.has_shared_rows for storage in self.flat_params)
 
     def clear_grads(self) -> None:
         """Drop all gradients of the unit except delayed ones."""

@@ -89,12 +89,14 @@ class SparseGradExchange:
         self.indices = torch.empty(len(headers), 0, dtype=torch.int64)
         self.values = torch.empty(len(headers), 0, dtype=dtype)
         self.local: dict[str, list[RowGrad]] = {}
+        self.has_rows = False  # whether any replica has published rows in this step
         self.published: dict[str, list[tuple[int, RowGrad | None]]] = {}
         self._unpublished: list[tuple[str, RowGrad]] = []
 
     def begin_step(self) -> None:
         """Start a step without published rows."""
         self.local.clear()
+        self.has_rows = False
         self.published.clear()
         self._unpublished.clear()
 
@@ -164,6 +166,7 @@ class SparseGradExchange:
         for index, (name, slot) in enumerate(self.tables.items()):
             start = PREFIX_FIELDS + index * HEADER_FIELDS
             table_headers = [RowGradHeader(*row[start : start + HEADER_FIELDS]) for row in header_rows]
+            self.has_rows |= any(header.state == ROW_GRAD for header in table_headers)
             self.published[name] = [
                 (header.state, self._read_row_grad(replica, header, slot))
                 for replica, header in enumerate(table_headers)
@@ -334,6 +337,11 @@ class SharedGrads(GradStorage):
             (params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)) for slot in small_slots
         ]
         self._hooks = [_register_hook(params[slot.name], partial(self._on_grad, slot)) for slot in self._large_slots]
+
+    @property
+    def has_shared_rows(self) -> bool:
+        """Whether gradients of this step are rows that replicas have published to each other."""
+        return self.exchange.has_rows
 
     def detach(self) -> None:
         """Remove the hooks, so that gradients stay on the parameters."""
