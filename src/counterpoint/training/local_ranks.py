@@ -60,7 +60,6 @@ from counterpoint.runtime.rank_builder import (
     StaleGradientHook,
     build_rank,
     communication_groups,
-    has_max_norm,
     load_values,
     require_no_grad_hooks,
     sliced_params,
@@ -80,6 +79,7 @@ from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
+from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
 from counterpoint.training.model_consistency import (
     AttributeCheck,
     CallFacts,
@@ -197,7 +197,7 @@ class LocalRanks:
         self.model = model
         self.loss = loss
         self.device = next((param.device for param in model.parameters()), CPU)  # checked by build()
-        self.can_share_params = options.share_params_on_host and not has_max_norm(model) and self.device.type == "cpu"
+        self.can_share_params = options.share_params_on_host and self.device.type == "cpu"
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)
@@ -296,6 +296,10 @@ class LocalRanks:
             num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
             runs_per_rank = min(max_forwards_per_rank(self.compiled.program), num_micros)
             require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
+        if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
+            require_no_max_norm(self.model, self.plan)
+        if self.global_num_microbatches > 1:
+            require_whole_bags(self.model, inputs, self.plan, partial(self.run_forward, inputs))
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
@@ -449,7 +453,7 @@ class LocalRanks:
             return replaced
         self.stale_weights.unmark()
         variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
-        self.attribute_check.require_unchanged(self.plan, partial(self.run_forward, batch))
+        self.attribute_check.require_unchanged(self.plan, lambda: self.run_forward(batch.inputs(min(batch.sizes))))
         if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")
 
@@ -479,9 +483,9 @@ class LocalRanks:
         self.has_delayed_grads = self.delays_grads
         return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
 
-    def run_forward(self, batch: MicrobatchSource) -> None:
-        """Run the user's model once in training, on the first microbatch; its state is preserved."""
-        args, kwargs = split_call_args(as_call_args(batch.inputs(min(batch.sizes))))
+    def run_forward(self, inputs: Any) -> None:  # noqa: ANN401 - whatever the model takes
+        """Run the user's model once in training; its state is preserved."""
+        args, kwargs = split_call_args(as_call_args(inputs))
         with preserve_state(self.model):
             self.model(*args, **kwargs)
 

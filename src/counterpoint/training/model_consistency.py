@@ -19,9 +19,9 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, format_ranks
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.dry_run import assign_values
+from counterpoint.partitioning.partitioned_model import find_embedding_tables
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.params.sparse_grads import find_embedding_tables
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.optimizer_state import get_group_options
 from counterpoint.training.options import TrainingOptions
