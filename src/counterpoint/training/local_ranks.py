@@ -82,10 +82,8 @@ from counterpoint.training.distributed_world import DistributedWorld, FabricWorl
 from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
 from counterpoint.training.model_consistency import (
     AttributeCheck,
-    CallFacts,
     ParameterMutationCheck,
     broadcast_initial_values,
-    describe_ranks,
 )
 from counterpoint.training.model_partition import (
     build_model_spec,
@@ -97,7 +95,9 @@ from counterpoint.training.model_partition import (
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
+from counterpoint.training.rank_facts import CallFacts
 from counterpoint.training.stale_weights import StaleWeights
+from counterpoint.training.step_facts import StepFacts
 from counterpoint.training.validation import (
     check_batch_norm,
     require_no_shared_memory,
@@ -212,6 +212,7 @@ class LocalRanks:
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
         self.attribute_check = AttributeCheck()
+        self.step_facts: StepFacts | None = None  # what processes compare in every step
         self.is_in_step = False
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
@@ -235,21 +236,18 @@ class LocalRanks:
         self,
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
-        call: CallFacts = CallFacts(),  # noqa: B008 - immutable
     ) -> CompiledPlan:
         """Partition the model, compile the plan for it, and build the ranks; once.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
-            call: what the call was given that needs the ranks.
 
         Raises:
-            PlanError: the model and the plan do not fit together, or ranks hold different models.
-            DataError: ranks have different data.
+            PlanError: the model and the plan do not fit together.
         """
         if self.compiled is None or self.mutation_check is None:
-            self.build_ranks(self.compile_plan(inputs, num_samples, call), to_device(inputs, self.device))
+            self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
         assert self.compiled is not None, "compiled"
         return self.compiled
 
@@ -257,22 +255,19 @@ class LocalRanks:
         self,
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
-        call: CallFacts = CallFacts(),  # noqa: B008 - immutable
     ) -> PartitionedModel:
         """Partition the model and compile the plan for it; return the partition.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
-            call: what the call was given that needs the ranks.
 
         Raises:
-            PlanError: the model and the plan do not fit together, or ranks hold different models.
-            DataError: ranks have different data.
+            PlanError: the model and the plan do not fit together.
         """
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
-        self.check_model_consistency(call)
+        self.sync_initial_values()
         require_values(inputs)
         inputs = to_device(inputs, self.device)
         with explain_input_errors(self.model, inputs):
@@ -370,6 +365,9 @@ class LocalRanks:
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         if copies_model or copies_norms or isinstance(partition, TracedPartition):
             self.attribute_check.watch(self.model)
+        if has_remote_ranks(self.world):
+            loss = {"the loss": self.loss} if isinstance(self.loss, nn.Module) else {}
+            self.step_facts = StepFacts(self.optimizer_spec.optimizer, {"the model": self.model, **loss})
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
@@ -430,18 +428,15 @@ class LocalRanks:
                 "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
             )
 
-    def check_model_consistency(self, call: CallFacts) -> None:
-        """Check that all processes hold the same model, plan and data, and broadcast rank 0's values.
+    def sync_initial_values(self) -> None:
+        """Broadcast rank 0's values to all processes, which have chosen the same plan.
 
         Raises:
-            PlanError: they differ; see :mod:`counterpoint.training.model_consistency`.
-            DataError: the data differ.
+            PlanError: they have not, or have other values under ``init_sync="verify"``.
         """
         fabric = self.world.fabrics[0]
         if has_remote_ranks(self.world):
-            plan = plan_fingerprint(self.plan, self.options.profile)
-            own = describe_ranks(self.model, plan, self.optimizer_spec.optimizer, self.loss, self.options)
-            call.require_same(fabric, own)
+            CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.model, self.options.init_sync)
         model_device(self.model)
@@ -454,6 +449,8 @@ class LocalRanks:
         self.stale_weights.unmark()
         variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
         self.attribute_check.require_unchanged(self.plan, lambda: self.run_forward(batch.inputs(min(batch.sizes))))
+        if self.step_facts is not None:
+            self.step_facts.begin_step(batch)
         if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")
 
@@ -466,7 +463,7 @@ class LocalRanks:
             with annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(number, batch, variant.name)
+                return interpreter.step(number, batch, variant.name, self.step_facts)
 
         self.is_in_step = True
         try:
@@ -479,6 +476,8 @@ class LocalRanks:
             raise
         finally:
             self.is_in_step = False
+        if self.step_facts is not None:
+            self.step_facts.end_step()
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
         return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")

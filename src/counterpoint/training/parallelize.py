@@ -28,7 +28,6 @@ from counterpoint.training.batches.global_batch import (
     count_samples,
     make_global_batch,
     require_full_batch,
-    require_same_batches,
     warn_forked_workers,
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
@@ -45,7 +44,9 @@ from counterpoint.training.plan_resolution import (
     resolve_initial_plan,
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
+from counterpoint.training.step_facts import describe_form
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 
 NO_TARGETS = object()
@@ -70,6 +71,7 @@ class TrainStep:
         has_fixed_microbatches: whether the number of microbatches was given.
         auto_strategy: the choice of the plan, if it is made with the first batch.
         batch_exchange: exchanges the ranks' own batches, if each process passes its own.
+        plan_facts: what was asked for, to be compared with other processes.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class TrainStep:
         has_fixed_microbatches: bool,
         auto_strategy: AutoStrategy | None = None,
         batch_exchange: PerRankBatchExchange | None = None,
+        plan_facts: NamedFacts = (),
     ) -> None:
         self.local_ranks = local_ranks
+        self.plan_facts = plan_facts
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
         self.arguments = ForwardArguments.of(local_ranks.model)
@@ -158,6 +162,8 @@ class TrainStep:
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
         """Train on the batches of all ranks, including this one's, and return their mean loss."""
         count, is_first = count_samples(*batch, may_be_empty=True), self.local_ranks.compiled is None
+        if is_first:
+            self.require_same_ranks()
         infos = batch_exchange.exchange_info(
             self.number, count, content_digest=batch_digest(*batch) if is_first else ""
         )
@@ -198,6 +204,8 @@ class TrainStep:
             DataError: ranks may not have different numbers of batches.
         """
         while self.batch_exchange is not None and not self.is_closed:
+            if self.local_ranks.compiled is None:
+                self.require_same_ranks()
             infos = self.batch_exchange.exchange_info(self.number, 0, is_done=True)
             if all(info.is_done for info in infos):
                 return
@@ -244,13 +252,34 @@ class TrainStep:
                 after()
         return losses
 
+    def require_same_ranks(self, data: NamedFacts = ()) -> None:
+        """Check before the first step that all processes train the same model; a collective call.
+
+        Args:
+            data: what identifies the batch, if all have the same one.
+
+        Raises:
+            PlanError: they do not.
+            DataError: they have other batches.
+        """
+        ranks, exchange = self.local_ranks, self.batch_exchange
+        options = {"batches": "global"} if exchange is None else {"batches": "per_rank", "uneven": exchange.uneven}
+        call = CallFacts([["the call", "parallelize"], *describe_arguments(options)], data)
+        own = describe_ranks(ranks.model, self.plan_facts, self.optimizer, ranks.loss, ranks.options)
+        call.require_same(ranks.world.fabrics[0], own)
+
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
         local_ranks = self.local_ranks
         fabric = local_ranks.world.fabrics[0]
         self.is_multi_process = has_remote_ranks(local_ranks.world)
         if self.is_multi_process:
-            require_same_batches(fabric, count, batch_digest(inputs, targets))
+            facts = [
+                ["the size of the batch", f"{count} samples"],
+                ["the form of the batch", describe_form((inputs, targets))],
+                ["the content of the batch", f"digest {batch_digest(inputs, targets)}"],
+            ]
+            self.require_same_ranks(facts)
         self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, (inputs, targets))
         start, stop = split_batch(count, local_ranks.plan.global_num_microbatches)[0]
         compiled = local_ranks.build(slice_samples(inputs, start, stop), stop - start)
@@ -436,4 +465,5 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         has_fixed_microbatches=requested_plan.has_explicit_microbatches,
         auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
+        plan_facts=requested_plan.describe(plan, training_options.profile),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,11 +30,10 @@ from counterpoint.training.callbacks.callback import Callback, History, callback
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
 from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
-from counterpoint.training.distributed_world import has_remote_ranks, open_world
+from counterpoint.training.distributed_world import open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate, make_loss_metric
 from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
 from counterpoint.training.local_ranks import LocalRanks, abort_training
-from counterpoint.training.model_consistency import CallFacts, NamedFacts, describe_arguments
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
 from counterpoint.training.options import RENAMED_FIT_OPTIONS, require_stacked_samples
 from counterpoint.training.plan_resolution import (
@@ -46,6 +45,7 @@ from counterpoint.training.plan_resolution import (
     resolve_initial_plan,
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.rank_facts import CallFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import (
     min_microbatch_size,
@@ -129,6 +129,7 @@ class Trainer:
             self.options, self.environment = replace(self.options, num_measured_plans=0), None
             requested_plan, callbacks, progress = ONE_RANK, (), "off"
         self.plan = resolve_initial_plan(requested_plan, self.environment)
+        self.plan_facts = requested_plan.describe(self.plan, self.options.profile)
         self.auto_strategy = make_auto_strategy(requested_plan, self.plan, self.options)
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
@@ -245,15 +246,19 @@ class Trainer:
             seed=self.options.seed,
             first_epoch=first_epoch,
         )
-        arguments = describe_arguments(
+        self.require_same_ranks(
+            "Trainer.fit",
+            batches,
             {
-                "batch_size": batches.batch_size, "collate_fn": collate_fn, "epochs": epochs, "max_steps": max_steps,
-                "metrics": metrics, "evaluate_every": evaluate_every, "checkpoint_dir": checkpoint_dir is not None,
+                "batch_size": batch_size, "collate_fn": collate_fn, "epochs": epochs, "max_steps": max_steps,
+                "metrics": metrics, "evaluate_every": evaluate_every, "checkpoint_dir": checkpoint_dir,
                 "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode,
-                "resume": resume is not None, "eval_dataset": eval_dataset is not None,
-            }
+                "resume": resume, "eval_dataset": type(eval_dataset), "lr_scheduler": self.lr_scheduler,
+                "callbacks": tuple(map(type, callbacks_on_every_rank(self.callbacks))),
+            },
+            open_eval_batches() if is_map_style(eval_dataset) else None,
         )  # fmt: skip
-        run = self.build_fit_loop(batches, goals, history, arguments)
+        run = self.build_fit_loop(batches, goals, history)
         self.run_fit(run, Path(resume) if resume is not None else None)
         if self.recorder is not None:
             self.recorder.after_training()
@@ -277,26 +282,46 @@ class Trainer:
             shuffle="sequential",
         )
 
-    def build_fit_loop(
-        self, batches: BatchSource, config: FitConfig, history: History, arguments: NamedFacts = ()
-    ) -> FitLoop:
+    def require_same_ranks(
+        self, name: str, batches: BatchSource, arguments: Mapping[str, object], eval_batches: BatchSource | None = None
+    ) -> None:
+        """Check that all processes make the same call, with the same model and data; a collective call.
+
+        Args:
+            name: of the call.
+            batches: what it reads.
+            arguments: its arguments.
+            eval_batches: the held-out data, if they have samples by index.
+
+        Raises:
+            PlanError: they do not, or have another model.
+            DataError: they have other data.
+        """
+        if self.environment is None or self.environment.world_size == 1:
+            return
+        world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
+        held_out = [] if eval_batches is None else eval_batches.describe()[:1]
+        data = [*batches.describe(), *(["the held-out data", text] for _, text in held_out)]
+        call = CallFacts([["the call", name], *describe_arguments(arguments)], data)
+        own = describe_ranks(self.model, self.plan_facts, self.optimizer, self.loss, self.options)
+        call.require_same(world.fabrics[0], own)
+
+    def build_fit_loop(self, batches: BatchSource, config: FitConfig, history: History) -> FitLoop:
         """Return a fit that has not started, with ranks that are ready for it.
 
         Args:
             batches: the training data.
             config: what the fit does.
             history: records its events.
-            arguments: of the fit, which are the same on all ranks.
 
         Raises:
-            PlanError: the batch does not divide into the plan's microbatches, or ranks have other arguments.
-            DataError: ranks have other data.
+            PlanError: the batch does not divide into the plan's microbatches.
         """
         require_scheduler_batch(self.lr_scheduler, batches.batch_size, batches.num_batches)
         self.resolve_plan(batches)
         if batches.is_fixed_size:
             self.plan.require_batch(batches.batch_size)
-        team = self.ensure_ranks(batches, arguments)
+        team = self.ensure_ranks(batches)
         callbacks = self.callbacks if self.rank == 0 else callbacks_on_every_rank(self.callbacks)
         return FitLoop(team, batches, config, self.lr_scheduler, [history, *callbacks])
 
@@ -353,6 +378,8 @@ class Trainer:
         """
         require_counts(optional=True, batch_size=batch_size)
         batches = self.open_eval_batches(dataset, batch_size, collate_fn)
+        arguments = {"metrics": metrics, "batch_size": batch_size, "collate_fn": collate_fn}
+        self.require_same_ranks("Trainer.evaluate", batches, arguments)
         team = self.ensure_ranks(batches)
         team.in_flight.require_flushed("evaluate()")
         if not self.ranks_are_newer:
@@ -376,17 +403,8 @@ class Trainer:
             self.local_ranks.import_weights()
         return save_restore.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
 
-    def ensure_ranks(self, batches: BatchSource, arguments: NamedFacts = ()) -> LocalRanks:
-        """Return the ranks, built for microbatches of these batches if they are not yet; all have the same data.
-
-        Args:
-            batches: what the ranks are to train on or to evaluate.
-            arguments: of the call, which are the same on all ranks.
-
-        Raises:
-            PlanError: ranks have other arguments.
-            DataError: ranks have other data.
-        """
+    def ensure_ranks(self, batches: BatchSource) -> LocalRanks:
+        """Return the ranks, built for microbatches of these batches if they are not yet."""
         if self.local_ranks is None:
             self.resolve_plan(batches)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
@@ -395,9 +413,7 @@ class Trainer:
             if self.recorder is not None:
                 self.local_ranks.observe_steps(self.recorder)
         if self.local_ranks.compiled is None:
-            self.build_ranks(self.local_ranks, batches, arguments)
-        elif has_remote_ranks(self.local_ranks.world):
-            CallFacts(arguments, batches.describe()).require_same(self.local_ranks.world.fabrics[0])
+            self.build_ranks(self.local_ranks, batches)
         return self.local_ranks
 
     def resolve_plan(self, batches: BatchSource) -> None:
@@ -418,14 +434,13 @@ class Trainer:
         batch = partial(batches.sample_batch, batches.batch_size)
         return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, make_world, batch)
 
-    def build_ranks(self, local_ranks: LocalRanks, batches: BatchSource, arguments: NamedFacts) -> None:
+    def build_ranks(self, local_ranks: LocalRanks, batches: BatchSource) -> None:
         """Build the ranks for microbatches of these batches; close everything if that fails."""
         try:
             count = sum(batches.sample_batch(batches.batch_size).sizes.values())
             start, stop = split_batch(count, self.plan.global_num_microbatches)[0]
             feed = batches.sample_batch(stop - start)
-            call = CallFacts(arguments, batches.describe()) if has_remote_ranks(local_ranks.world) else CallFacts()
-            local_ranks.build(feed.inputs(0), feed.sizes[0], call)
+            local_ranks.build(feed.inputs(0), feed.sizes[0])
             if self.optimizer_states is not None:
                 restore_optimizer_states(local_ranks.ranks, self.optimizer_states)
                 self.optimizer_states = None

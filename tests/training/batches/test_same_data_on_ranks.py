@@ -11,7 +11,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.training.batches.batch_source import open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
-from counterpoint.training.model_consistency import CallFacts, describe_arguments
+from counterpoint.training.rank_facts import CallFacts, describe_arguments
 
 X = torch.arange(24.0).view(12, 2)
 ARGUMENTS = ForwardArguments.of(torch.nn.Linear(2, 1))
