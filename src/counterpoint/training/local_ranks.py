@@ -291,10 +291,7 @@ class LocalRanks:
             num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
             runs_per_rank = min(max_forwards_per_rank(self.compiled.program), num_micros)
             require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
-        if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
-            require_no_max_norm(self.model, self.plan)
-        if self.global_num_microbatches > 1:
-            require_whole_bags(self.model, inputs, self.plan, partial(self.run_forward, inputs))
+        self.require_lookups_of_parts(partition, inputs)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
@@ -427,6 +424,18 @@ class LocalRanks:
                 f"has only a shard of {names[0]} and {len(names) - 1} others, so its updates would differ from "
                 "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
             )
+
+    def require_lookups_of_parts(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
+        """Check that lookups in tables are those of a plain loop, if ranks look up parts of a batch or run a trace.
+
+        Raises:
+            PlanError: a table limits the norm of its rows.
+            DataError: a table gets offsets of the batch.
+        """
+        if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
+            require_no_max_norm(self.model, self.plan)
+        if self.global_num_microbatches > 1:
+            require_whole_bags(self.model, inputs, self.plan, partial(self.run_forward, inputs))
 
     def sync_initial_values(self) -> None:
         """Broadcast rank 0's values to all processes, which have chosen the same plan.

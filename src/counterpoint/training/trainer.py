@@ -155,6 +155,11 @@ class Trainer:
         return self.environment.rank if self.environment is not None else 0
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other processes have ranks, too."""
+        return self.environment is not None and self.environment.world_size > 1
+
+    @property
     def compiled(self) -> CompiledPlan | None:
         """The plan's program and its verification result; None before the first batch is known."""
         return self.local_ranks.compiled if self.local_ranks is not None else None
@@ -246,18 +251,12 @@ class Trainer:
             seed=self.options.seed,
             first_epoch=first_epoch,
         )
-        self.require_same_ranks(
-            "Trainer.fit",
-            batches,
-            {
-                "batch_size": batch_size, "collate_fn": collate_fn, "epochs": epochs, "max_steps": max_steps,
-                "metrics": metrics, "evaluate_every": evaluate_every, "checkpoint_dir": checkpoint_dir,
-                "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode,
-                "resume": resume, "eval_dataset": type(eval_dataset), "lr_scheduler": self.lr_scheduler,
-                "callbacks": tuple(map(type, callbacks_on_every_rank(self.callbacks))),
-            },
-            open_eval_batches() if is_map_style(eval_dataset) else None,
-        )  # fmt: skip
+        arguments = {
+            "batch_size": batch_size, "collate_fn": collate_fn, "metrics": metrics, "checkpoint_dir": checkpoint_dir,
+            "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode, "resume": resume,
+            "epochs": epochs, "max_steps": max_steps, "evaluate_every": evaluate_every,
+        }  # fmt: skip
+        self.require_same_fit(batches, arguments, eval_dataset, open_eval_batches)
         run = self.build_fit_loop(batches, goals, history)
         self.run_fit(run, Path(resume) if resume is not None else None)
         if self.recorder is not None:
@@ -282,6 +281,23 @@ class Trainer:
             shuffle="sequential",
         )
 
+    def require_same_fit(
+        self,
+        batches: BatchSource,
+        arguments: Mapping[str, object],
+        eval_dataset: TrainingData | None,
+        open_eval_batches: Callable[[], BatchSource],
+    ) -> None:
+        """Check that all processes call ``fit`` alike; see :meth:`require_same_ranks`."""
+        settings = {
+            "eval_dataset": type(eval_dataset),
+            "lr_scheduler": self.lr_scheduler,
+            "callbacks": tuple(map(type, callbacks_on_every_rank(self.callbacks))),
+        }
+        if self.has_peers:
+            eval_batches = open_eval_batches() if is_map_style(eval_dataset) else None
+            self.require_same_ranks("Trainer.fit", batches, {**arguments, **settings}, eval_batches)
+
     def require_same_ranks(
         self, name: str, batches: BatchSource, arguments: Mapping[str, object], eval_batches: BatchSource | None = None
     ) -> None:
@@ -297,7 +313,7 @@ class Trainer:
             PlanError: they do not, or have another model.
             DataError: they have other data.
         """
-        if self.environment is None or self.environment.world_size == 1:
+        if not self.has_peers:
             return
         world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
         held_out = [] if eval_batches is None else eval_batches.describe()[:1]
