@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves
@@ -21,6 +21,9 @@ from counterpoint.errors import DataError
 
 LABELS = "labels"
 """The key of a dict batch whose value the loss gets, as models of transformers call it."""
+
+SplitFn: TypeAlias = Callable[[Any], tuple[Any, Any]]
+"""From a batch of any form to the inputs of the model and what the loss gets."""
 
 
 @dataclass(frozen=True, slots=True)

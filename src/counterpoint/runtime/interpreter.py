@@ -205,16 +205,24 @@ class Interpreter:
             self.run_calls(calls)
         return self.state.result
 
-    def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> None:
-        """Run only the program's forwards in the mode of ``model``, with the random numbers of one step."""
+    def evaluate(
+        self, batch: MicrobatchSource, model: BoundModel, number: int
+    ) -> dict[int, tuple[float, float | None]]:
+        """Run only the program's forwards in the mode of ``model``, with the random numbers of one step.
+
+        Returns:
+            The mean loss of each microbatch, and its weight if it is a weighted mean.
+        """
         training = self.executor, self.communication
         self.rng.begin_step(number)
         self.executor = SegmentExecutor(model, self.store, self.rng)
         self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
-        self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0)))
+        self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0), frozenset(batch.sizes)))
         try:
             with torch.no_grad():
                 self.run_calls(self.forward_calls)
+            weights = self.executor.read_loss_weights()
+            return {micro: (loss, weights.get(micro)) for micro, loss in self.executor.read_losses().items()}
         finally:
             self.executor, self.communication = training
 

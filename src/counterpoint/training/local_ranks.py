@@ -524,21 +524,32 @@ class LocalRanks:
                 for flat_params, weights in zip(self.ranks[number].interpreter.store.flat_params(), local, strict=True):
                     flat_params.weights.data.copy_(weights)
 
-    def evaluate(self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any], number: int) -> None:
-        """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``."""
+    def evaluate(
+        self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any] | None, number: int
+    ) -> dict[int, tuple[float, float | None]]:
+        """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``.
+
+        Returns:
+            Without ``metrics`` the mean loss of each microbatch, and its weight if it is a weighted mean.
+        """
+        measured: dict[int, tuple[float, float | None]] = {}
 
         def record(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+            assert metrics is not None, "the loss is not replaced"
             metrics(outputs, targets)
             return torch.zeros(())
 
         def work(fabric: Fabric) -> None:
             interpreter = self.ranks[fabric.rank].interpreter
             if fabric.rank not in self.eval_models:
-                self.eval_models[fabric.rank] = replace(self.ranks[fabric.rank].bind_for_evaluation(), loss=record)
-            interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=record), number)
+                self.eval_models[fabric.rank] = self.ranks[fabric.rank].bind_for_evaluation()
+            model = self.eval_models[fabric.rank]
+            losses = interpreter.evaluate(batch, model if metrics is None else replace(model, loss=record), number)
+            measured.update({} if metrics is not None else losses)
 
         with self.stale_weights.unmarked():
             self.world.run(work)
+        return measured
 
     def sync_state(self) -> None:
         """Synchronize running statistics, and weights that are on servers, to all ranks."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import nn, optim
 
-from counterpoint.data.batch_form import ForwardArguments, as_inputs, register_dataclasses, split_targets
+from counterpoint.data.batch_form import as_inputs, register_dataclasses, split_targets
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
@@ -87,7 +87,6 @@ class TrainStep:
         self.plan_facts = plan_facts
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
-        self.arguments = ForwardArguments.of(local_ranks.model)
         options = local_ranks.options
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
@@ -123,7 +122,7 @@ class TrainStep:
                 "again to train further"
             )
         if targets is NO_TARGETS:
-            inputs, targets = split_targets(inputs, self.arguments)
+            inputs, targets = split_targets(inputs, self.sample_layout.arguments)
         elif isinstance(inputs, Mapping):
             inputs = as_inputs(inputs)
         if self.local_ranks.compiled is None:

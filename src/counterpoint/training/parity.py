@@ -32,6 +32,7 @@ from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import collect_state_slices, decode_scalar, mean_over_replicas
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
+from counterpoint.training.float32_replacement import ReplaceFloat32
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.module_snapshot import convert_floats
 from counterpoint.training.options import TrainingOptions
@@ -331,12 +332,15 @@ def compare_plans(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let models create tensors of this dtype inside; None for that of the user."""
-    previous = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(dtype)
-    try:
+    """Let models create tensors of this dtype inside, also where they ask for float32; None for those of the user."""
+    if dtype is None:
         yield
+        return
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with ReplaceFloat32(dtype):
+            yield
     finally:
         torch.set_default_dtype(previous)
 

@@ -14,7 +14,6 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from counterpoint.compiler.compile import CompiledPlan
-from counterpoint.data.batch_form import ForwardArguments
 from counterpoint.data.fetch import CollateFn
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import CheckpointError, PlanError
@@ -24,6 +23,7 @@ from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
@@ -31,11 +31,11 @@ from counterpoint.training.callbacks.progress import ProgressCallback, ProgressM
 from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
-from counterpoint.training.evaluation import MetricsFn, evaluate, make_loss_metric
+from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
-from counterpoint.training.options import RENAMED_FIT_OPTIONS, require_stacked_samples
+from counterpoint.training.options import RENAMED_FIT_OPTIONS
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -120,8 +120,8 @@ class Trainer:
     ) -> None:
         self.model = model
         self.loss = loss
-        self.arguments = ForwardArguments.of(model)
         self.options = parse_options(options)
+        self.sample_layout = SampleLayout(model, self.options.batch_dims or {}, self.options.shared)
         self.environment = environment if environment is not None else detect()
         requested_plan = RequestedPlan(strategy, num_microbatches, passes)
         self.recorder = record_call(requested_plan)
@@ -163,10 +163,6 @@ class Trainer:
     def compiled(self) -> CompiledPlan | None:
         """The plan's program and its verification result; None before the first batch is known."""
         return self.local_ranks.compiled if self.local_ranks is not None else None
-
-    def loss_metric(self) -> MetricsFn:
-        """Return the metrics function of the loss, which is measured where no other is given."""
-        return make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum")
 
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
         self,
@@ -226,7 +222,6 @@ class Trainer:
         """
         require_known_options(renamed)
         require_counts(optional=True, batch_size=batch_size)
-        require_stacked_samples(self.options)
         checkpoint = CheckpointConfig(
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
         )
@@ -234,7 +229,7 @@ class Trainer:
         open_eval_batches = partial(self.open_eval_batches, eval_dataset, batch_size, collate_fn)
         evaluation = EvaluationConfig(
             open_eval_batches if eval_dataset is not None else None,
-            metrics if metrics is not None else self.loss_metric(),
+            metrics,
             evaluate_every,
         )
         goals = FitConfig(epochs, max_steps, evaluation, checkpoint)
@@ -244,7 +239,7 @@ class Trainer:
         first_epoch = self.progress.cursor.epoch + (self.progress.cursor.batch > 0)
         batches = open_batches(
             dataset,
-            arguments=self.arguments,
+            layout=self.sample_layout,
             batch_size=batch_size,
             collate_fn=collate_fn,
             loading=loading,
@@ -274,7 +269,7 @@ class Trainer:
             batch_size = 64 * count
         return open_batches(
             dataset,
-            arguments=self.arguments,
+            layout=self.sample_layout,
             batch_size=None if isinstance(dataset, DataLoader) else batch_size,
             collate_fn=None if isinstance(dataset, DataLoader) else collate_fn,
             loading=DataLoadingConfig(),
@@ -401,7 +396,7 @@ class Trainer:
         if not self.ranks_are_newer:
             team.import_weights()
         with preserve_training_mode(self.model):
-            return evaluate(team, batches, metrics if metrics is not None else self.loss_metric())
+            return evaluate(team, batches, metrics)
 
     @renamed_parameters({"keep": RENAMED_FIT_OPTIONS["keep"]})
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
