@@ -20,7 +20,7 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.microbatches import SlicedBatch, current_autocasts
+from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, current_autocasts
 from counterpoint.runtime.sample_layout import SamplePart
 from counterpoint.world.topology import format_count
 
@@ -191,7 +191,9 @@ def require_same_batches(fabric: Fabric, count: int, digest: str) -> None:
             )
 
 
-def require_full_batch(rank: int, step: int, num_samples: int, batch: SlicedBatch, committed: Collection[int]) -> None:
+def require_full_batch(
+    rank: int, step: int, num_samples: int, batch: MicrobatchSource, committed: Collection[int]
+) -> None:
     """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
 
     Args:
