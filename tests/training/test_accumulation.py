@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
-from counterpoint.errors import DataError, PlanError
+from counterpoint.errors import DataError
 from tests.training.trainers import STRATEGIES, build_seeded, dataset, make_generator, mlp
 
 ADAM = partial(optim.Adam, lr=1e-2)

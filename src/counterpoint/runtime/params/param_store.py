@@ -185,7 +185,7 @@ class ParamStore:
             self._repoint_optimizers()
 
     def begin_step(self) -> None:
-        """Start a step, in which no parameter has a gradient: drop what other code has left, as ``zero_grad()`` does."""
+        """Start a step without gradients: drop those that other code has left, as ``zero_grad()`` does."""
         for param in self.params.values():
             param.grad = None
         self._swapped_units.clear()
