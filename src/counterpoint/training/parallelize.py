@@ -20,7 +20,6 @@ from counterpoint.optim.validation import renamed_hint
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.global_batch import (
     batch_digest,
@@ -46,7 +45,7 @@ from counterpoint.training.plan_resolution import (
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.recording import ONE_RANK, record_call
-from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
+from counterpoint.training.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
 
 NO_TARGETS = object()
 """In place of targets that were not given."""
@@ -460,7 +459,7 @@ class TrainStep:
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     model: nn.Module,
-    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    optimizer: OptimizerArgument,
     loss: LossFunction,
     *,
     strategy: StrategyArgument = "data",
@@ -475,7 +474,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
 
     Args:
         model: any module.
-        optimizer: a torch optimizer on its parameters, or a factory.
+        optimizer: a torch optimizer on its parameters, a list of some that each have a part of them, or a factory.
         loss: from the model's output and the targets to the mean loss.
         strategy: a plan or its text, as for :class:`counterpoint.training.trainer.Trainer`.
         num_microbatches: microbatches of the innermost program.
