@@ -70,7 +70,7 @@ def test_accumulated_batches_of_other_lengths_give_every_token_the_same_weight(s
     labels = [text.where(torch.rand(text.shape, generator=random) < 0.6, -100) for text in texts]
     expected, model = build_seeded(TokenModel), build_seeded(TokenModel)
     sums = [F.cross_entropy(expected(text), label, reduction="sum") for text, label in zip(texts, labels, strict=True)]
-    loss = sum(sums) / sum(int((label != -100).sum()) for label in labels)
+    loss = torch.stack(sums).sum() / sum(int((label != -100).sum()) for label in labels)
     optimizer = ADAM(expected.parameters())
     loss.backward()
     optimizer.step()

@@ -78,16 +78,17 @@ def like_optimizer(template: optim.Optimizer, groups: list[dict[str, Any]]) -> o
         return template
     known = {**vars(template), **template.defaults}
     names = argument_names(type(template), template.defaults)
-    return type(template)(groups, **{name: known[name] for name in names if name in known})  # type: ignore[call-arg]
+    return type(template)(groups, **{name: known[name] for name in names if name in known})
 
 
-def chain_optimizers(optimizers: Sequence[optim.Optimizer]) -> ChainedOptimizer:
+def chain_optimizers(given: Sequence[object]) -> ChainedOptimizer:
     """Return optimizers as one; their groups get an option with their index.
 
     Raises:
         PlanError: there is none, one is no optimizer, or two hold the same parameter.
     """
-    wrong = [type(one).__name__ for one in optimizers if not isinstance(one, optim.Optimizer)]
+    optimizers = [one for one in given if isinstance(one, optim.Optimizer)]
+    wrong = [type(one).__name__ for one in given if not isinstance(one, optim.Optimizer)]
     if wrong or not optimizers:
         raise PlanError(
             f"optimizer= is a list with {wrong[0] if wrong else 'nothing'} in it; give torch optimizers, each on a "
