@@ -9,6 +9,7 @@ from counterpoint.launchers import run_command, script_command
 from tests.process import rank_functions as ranks
 from tests.process.forked_ranks import run_forked
 from tests.process.test_faults import variables
+from tests.training.several_models import PlainStep, train_adversaries, train_in_turns
 from tests.training.trainers import max_difference
 
 pytestmark = pytest.mark.process
@@ -103,3 +104,10 @@ def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(
     assert result.report.startswith("rank 0 failed: DataError: loader worker 0 (pid ")
     assert "main part under `if __name__ == '__main__':`" in result.report
     assert any("LaunchError: this is loader worker 0, which imports the script of" in text for text in lines)
+
+
+@pytest.mark.parametrize("strategy", ["data(2)", "zero3(2)", "pipeline(2)"])
+def test_several_models_and_turns_are_trained_as_in_a_plain_loop(strategy):
+    expected = train_adversaries(PlainStep, PlainStep)[0] + train_in_turns(PlainStep, PlainStep)[0]
+    for losses in run_ranks(ranks.train_several, strategy):
+        assert losses == pytest.approx(expected, abs=1e-12)

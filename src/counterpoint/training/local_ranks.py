@@ -96,6 +96,7 @@ from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.rank_facts import CallFacts
+from counterpoint.training.shared_models import SharedModel
 from counterpoint.training.stale_weights import StaleWeights
 from counterpoint.training.step_facts import StepFacts
 from counterpoint.training.validation import (
@@ -219,6 +220,7 @@ class LocalRanks:
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.observer: StepObserver | None = None
+        self.shared_model = SharedModel(self)
 
     def observe_steps(self, observer: StepObserver) -> None:
         """Let an observer see every step before it is taken."""
@@ -247,6 +249,7 @@ class LocalRanks:
             PlanError: the model and the plan do not fit together.
         """
         if self.compiled is None or self.mutation_check is None:
+            self.shared_model.find_partners()
             self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
         assert self.compiled is not None, "compiled"
         return self.compiled
@@ -368,6 +371,18 @@ class LocalRanks:
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
+        self.shared_model.open()
+
+    @property
+    def trains_in_place(self) -> bool:
+        """Whether the model's own parameters are trained, and not copies, shards or other memory."""
+        has_flat_params = any(True for rank in self.ranks.values() for _ in rank.interpreter.store.flat_params())
+        return self.world.fabrics[0].num_ranks == 1 and not has_flat_params and not self.stale_weights.names
+
+    def update_model(self) -> None:
+        """Load the trained weights into the model if it is out of date."""
+        if self.stale_weights.is_stale:
+            self.export_weights()
 
     def hook_stale_params(self) -> None:
         """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
@@ -455,6 +470,7 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
+        self.shared_model.catch_up()
         self.stale_weights.unmark()
         variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
         self.attribute_check.require_unchanged(self.plan, lambda: self.run_forward(batch.inputs(min(batch.sizes))))
@@ -479,6 +495,7 @@ class LocalRanks:
             with rollback_on_error(self.world, self.ranks, self.in_flight):
                 results = [result for result in self.world.run(work) if result is not None]
             self.stale_weights.mark()
+            self.shared_model.record_step()
         except BaseException:
             if is_single_process:  # elsewhere the other ranks end, too, and what a rank has is all there is
                 self.stale_weights.mark()
@@ -547,6 +564,7 @@ class LocalRanks:
             losses = interpreter.evaluate(batch, model if metrics is None else replace(model, loss=record), number)
             measured.update({} if metrics is not None else losses)
 
+        self.shared_model.catch_up()
         with self.stale_weights.unmarked():
             self.world.run(work)
         return measured
@@ -581,6 +599,7 @@ class LocalRanks:
         """Load the trained weights and buffers into the user's model, on every rank."""
         if self.mutation_check is None:  # build() did not finish
             return
+        self.shared_model.catch_up()
         self.in_flight.require_flushed("export_weights()")
         self.stale_weights.unmark()
         self.sync_state()
@@ -601,6 +620,7 @@ class LocalRanks:
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
+        self.shared_model.update_model()
         if self.stale_weights.is_stale:
             self.export_weights()  # the model was not changed, but is out of date
         shard_map, params = self.shard_map(), dict(self.model.named_parameters())
@@ -610,6 +630,8 @@ class LocalRanks:
             store = self.ranks[fabric.rank].interpreter.store
             load_weights(shard_map, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
             for flat_params in store.flat_params():
+                flat_params.unshard_weights()
+                flat_params.rebind_views(flat_params.weights)  # another step may have moved the parameters
                 flat_params.reshard_weights()  # gathered weights are stale now
             store.drop_delayed_grads()
             self.ranks[fabric.rank].interpreter.state.restore_delayed(is_skipped=False)
@@ -644,6 +666,7 @@ class LocalRanks:
             hook.remove()
         self.stale_weights.unmark()
         self.released_params.poison()
+        self.shared_model.close()
         self.world.close()
 
 

@@ -19,8 +19,7 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
+from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.global_batch import (
     batch_digest,
@@ -47,12 +46,14 @@ from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.step_facts import describe_form
-from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
+from counterpoint.training.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
 
 NO_TARGETS = object()
 """In place of targets that were not given."""
 RENAMED_METHODS = {"give_back": "export_weights", "take": "import_weights"}
 """Former names of methods of :class:`TrainStep`."""
+PARTS_OF_STEP = frozenset({"forward", "backward", "zero_grad"})
+"""What a plain loop calls, and ranks run as one program."""
 
 
 class TrainStep:
@@ -94,6 +95,7 @@ class TrainStep:
         self.is_closed = False
         self.is_multi_process = False  # whether other processes have ranks, too
         self.committed_microbatches: list[int] = []
+        self.accumulated: list[tuple[Any, Any]] = []  # batches for the next update()
         self.known_pids: set[int] = set()  # child processes that were checked
         self.has_warned_of_fork = False  # of forked workers
 
@@ -116,6 +118,68 @@ class TrainStep:
             DataError: inputs and targets differ in length, ranks in the size of their batches; or the model's weights
                 were changed in between, and the ranks train copies of them: see :meth:`import_weights`.
         """
+        batch = self.parse_batch(inputs, targets)
+        if self.accumulated:
+            raise DataError(
+                f"step {self.number} was called with a batch while {len(self.accumulated)} are accumulated; give this "
+                "one to accumulate(batch), too, and call update()"
+            )
+        if self.batch_exchange is not None:
+            return self.step_with_rank_batch(self.batch_exchange, batch)
+        return self.train([batch])
+
+    def accumulate(self, inputs: Any, targets: Any = NO_TARGETS) -> None:  # noqa: ANN401 - of any form
+        """Keep a batch for the next :meth:`update`, which trains on all that were kept.
+
+        Args:
+            inputs: as for a call of the step.
+            targets: likewise.
+
+        Raises:
+            PlanError: the step is closed, or each process passes its own batches.
+
+        Example:
+            >>> import torch
+            >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
+            >>> with parallelize(model, optim.SGD(model.parameters(), lr=0.1), loss, strategy="data(2)") as step:
+            ...     for length in (4, 2, 6):
+            ...         step.accumulate(torch.ones(length, 2), torch.zeros(length, 1))
+            ...     loss = step.update()
+        """
+        batch = self.parse_batch(inputs, targets)
+        if self.batch_exchange is not None:
+            raise PlanError(
+                "accumulate() takes global batches, but batches='per_rank' was given; pass the samples of several "
+                "batches in one call, which num_microbatches=K computes in K parts, or omit batches"
+            )
+        self.accumulated.append(batch)
+
+    def update(self) -> float:
+        """Train on the accumulated batches in one step, as on one batch with all their samples.
+
+        A microbatch never has samples of two batches, so that their shapes may differ. The first update sets the number
+        of microbatches, unless ``num_microbatches`` was given; later ones may be of fewer batches.
+
+        Returns:
+            The mean loss over the samples, tokens or weights of all of them.
+
+        Raises:
+            DataError: no batch was accumulated, or more than there are microbatches.
+        """
+        if not self.accumulated:
+            raise DataError(
+                "update() has no batch to train on; call accumulate(batch) for each one before, or pass one to the "
+                "step itself"
+            )
+        batches, self.accumulated = self.accumulated, []
+        return self.train(batches)
+
+    def parse_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        """Return the inputs and targets of a batch of any form, with marks where samples do not lie along dim 0.
+
+        Raises:
+            PlanError: the step is closed.
+        """
         if self.is_closed:
             raise PlanError(
                 f"step {self.number} was called after close(); close when training is over, and call parallelize(...) "
@@ -127,13 +191,28 @@ class TrainStep:
             inputs = as_inputs(inputs)
         if self.local_ranks.compiled is None:
             register_dataclasses((inputs, targets))
-        inputs, targets = self.sample_layout.mark(inputs, targets)
-        if self.batch_exchange is not None:
-            return self.step_with_rank_batch(self.batch_exchange, (inputs, targets))
-        count = count_samples(inputs, targets)
+        return self.sample_layout.mark(inputs, targets)
+
+    def train(self, batches: Sequence[tuple[Any, Any]]) -> float:
+        """Take one step on the samples of some global batches, and return its loss as :meth:`submit` does.
+
+        Raises:
+            DataError: there are more batches than microbatches.
+        """
+        counts = [count_samples(*batch) for batch in batches]
         if self.local_ranks.compiled is None:
-            self.build(inputs, targets, count)
-        return self.submit(make_global_batch((inputs, targets), count, self.local_ranks.global_num_microbatches))
+            self.build(batches, counts)
+        num_microbatches = self.local_ranks.global_num_microbatches
+        if len(batches) == 1:
+            return self.submit(make_global_batch(batches[0], counts[0], num_microbatches))
+        if len(batches) > num_microbatches:
+            raise DataError(
+                f"{len(batches)} batches were accumulated, but a step under {self.local_ranks.plan} has "
+                f"{num_microbatches} microbatches, as the first one needed, or num_microbatches says; accumulate the "
+                "most in the first update, or give num_microbatches"
+            )
+        shares = [stop - start for start, stop in split_batch(num_microbatches, len(batches))]
+        return self.submit(AccumulatedBatches(list(map(make_global_batch, batches, counts, shares))))
 
     def submit(self, batch: MicrobatchSource) -> float:
         """Start a batch; return the loss of the batch that was finished: this one, unless batches overlap."""
@@ -152,7 +231,7 @@ class TrainStep:
         with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
             result = self.local_ranks.step(number, in_flight.batch_source(number))
         batch = in_flight.batches.pop(number, None)
-        if self.is_multi_process and isinstance(batch, SlicedBatch):
+        if self.is_multi_process and isinstance(batch, SlicedBatch | AccumulatedBatches):
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         self.local_ranks.optimizer_spec.after_step()
@@ -187,6 +266,7 @@ class TrainStep:
             )
         global_size = max(counts) * (ranks.plan.global_num_microbatches // ranks.plan.num_microbatches)
         self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
+        ranks.plan.require_batch(global_size)
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
         batch_exchange.set_program(
             ranks.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
@@ -267,20 +347,25 @@ class TrainStep:
         own = describe_ranks(ranks.model, self.plan_facts, self.optimizer, ranks.loss, ranks.options)
         call.require_same(ranks.world.fabrics[0], own)
 
-    def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
-        """Build the ranks for batches of this size."""
-        local_ranks = self.local_ranks
+    def build(self, batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> None:
+        """Build the ranks for steps on batches like these, which have so many samples."""
+        local_ranks, inputs, count = self.local_ranks, batches[0][0], counts[0]
         fabric = local_ranks.world.fabrics[0]
         self.is_multi_process = has_remote_ranks(local_ranks.world)
         if self.is_multi_process:
             facts = [
-                ["the size of the batch", f"{count} samples"],
-                ["the form of the batch", describe_form((inputs, targets))],
-                ["the content of the batch", f"digest {batch_digest(inputs, targets)}"],
+                ["the size of the batch", f"{sum(counts)} samples"],
+                ["the form of the batch", describe_form(tuple(batches) if len(batches) > 1 else batches[0])],
+                ["the content of the batch", f"digest {batch_digest(*batches)}"],
             ]
             self.require_same_ranks(facts)
-        self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, (inputs, targets))
-        start, stop = split_batch(count, local_ranks.plan.global_num_microbatches)[0]
+        self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, batches[0])
+        if len(batches) == 1:
+            local_ranks.plan.require_batch(count)
+        elif not self.has_fixed_microbatches:
+            local_ranks.use_plan(local_ranks.plan.with_microbatches_of(len(batches)))
+        _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]
+        start, stop = split_batch(count, max(share, 1))[0]
         compiled = local_ranks.build(slice_samples(inputs, start, stop), stop - start)
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
 
@@ -306,7 +391,6 @@ class TrainStep:
         elif not self.has_fixed_microbatches:
             min_samples = min_microbatch_size(local_ranks.model)
             local_ranks.use_plan(local_ranks.plan.with_microbatches_for(count, min_samples=min_samples))
-        local_ranks.plan.require_batch(count)
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -376,6 +460,12 @@ class TrainStep:
         def __getattr__(self, name: str) -> NoReturn:
             """Report an attribute that does not exist, with the present name of one that was renamed."""
             hint = renamed_hint(name, RENAMED_METHODS)
+            if name in PARTS_OF_STEP:
+                hint = (
+                    "; a call of the step runs forward, backward and update, which ranks do in one program: write what "
+                    "is added to the loss, or scales it, into the loss function, and accumulate gradients over batches "
+                    "with step.accumulate(batch) and step.update()"
+                )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __enter__(self) -> TrainStep:
@@ -397,7 +487,7 @@ class TrainStep:
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     model: nn.Module,
-    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    optimizer: OptimizerArgument,
     loss: LossFunction,
     *,
     strategy: StrategyArgument = "data",
@@ -412,7 +502,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
 
     Args:
         model: any module.
-        optimizer: a torch optimizer on its parameters, or a factory.
+        optimizer: a torch optimizer on its parameters, a list of some that each have a part of them, or a factory.
         loss: from the model's output and the targets to the mean loss.
         strategy: a plan or its text, as for :class:`counterpoint.training.trainer.Trainer`.
         num_microbatches: microbatches of the innermost program.

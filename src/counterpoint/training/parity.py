@@ -27,7 +27,7 @@ from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.loss_reduction import LossFunction, WeightedMean
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory, clip_by_value, squared_norm
+from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import collect_state_slices, decode_scalar, mean_over_replicas
 from counterpoint.strategies.pipeline.pipeline import Pipeline
@@ -39,7 +39,7 @@ from counterpoint.training.options import TrainingOptions
 from counterpoint.training.parallelize import TrainStep
 from counterpoint.training.plan_resolution import RequestedPlan, StrategyArgument, make_auto_strategy, parse_options
 from counterpoint.training.recording import RecordedRun, RecordedStep, record_step, snapshot_of
-from counterpoint.training.validation import wrap_optimizer
+from counterpoint.training.validation import OptimizerArgument, wrap_optimizer
 
 DEFAULT_STRATEGIES = ("solo", "data(2)", "zero3(2)", "pipeline(2)", "pipeline(2) * data(2)", "tensor(2)")
 """What is compared if no strategies are given; those that the model cannot use are listed as refused."""
@@ -237,7 +237,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def parity(
     model: nn.Module,
-    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    optimizer: OptimizerArgument,
     loss: LossFunction,
     batches: Iterable[tuple[Any, Any]],
     *,
@@ -251,7 +251,7 @@ def parity(
 
     Args:
         model: any module.
-        optimizer: a torch optimizer on its parameters, or a factory.
+        optimizer: a torch optimizer on its parameters, a list of optimizers, or a factory.
         loss: from the model's output and the targets to the loss.
         batches: inputs and targets of each step; some steps are enough.
         strategies: what is compared; by default one rank, data parallelism, ZeRO, pipelines and tensor parallelism.

@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import dtype_name
-from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, SlicedBatch, current_autocasts
+from counterpoint.runtime.microbatches import (
+    AccumulatedBatches,
+    AsyncPipelineBatches,
+    MicrobatchSource,
+    SlicedBatch,
+    current_autocasts,
+)
 from counterpoint.runtime.sample_layout import SamplePart
 from counterpoint.training.rank_facts import describe_group, describe_value, first_difference, plain_attributes
 
@@ -170,11 +176,13 @@ def digest_autocasts() -> Iterator[int]:
             yield _text_digest((device, dtype))
 
 
-def submitted_batch(batch: MicrobatchSource) -> tuple[Any, Any] | None:
-    """Return the batch that the user has passed, if every rank passes all of it."""
+def submitted_batch(batch: MicrobatchSource) -> tuple[Any, ...] | None:
+    """Return the batch that the user has passed, or those that were accumulated, if every rank passes all of it."""
     if isinstance(batch, AsyncPipelineBatches):
         newest = max(batch.batches, default=None)
         return None if newest is None else submitted_batch(batch.batches[newest])
+    if isinstance(batch, AccumulatedBatches):
+        return tuple(part.batch for part in batch.batches)
     return batch.batch if isinstance(batch, SlicedBatch) else None
 
 
@@ -222,12 +230,12 @@ def describe_batch(batch: MicrobatchSource) -> list[list[str]]:
     ]
 
 
-def batch_leaves(values: tuple[Any, Any]) -> list[Any]:
+def batch_leaves(values: tuple[Any, ...]) -> list[Any]:
     """Return the leaves of a batch, and of lists with an entry for each sample."""
     return tree_leaves([part_value(leaf) for leaf in tree_leaves(values)])
 
 
-def describe_form(values: tuple[Any, Any]) -> str:
+def describe_form(values: tuple[Any, ...]) -> str:
     """Return the structure of a batch, the shapes of its tensors, and its other values.
 
     Example:

@@ -22,7 +22,6 @@ from counterpoint.optim.validation import renamed_hint, renamed_parameters, requ
 from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
@@ -48,6 +47,7 @@ from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.rank_facts import CallFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import (
+    OptimizerArgument,
     min_microbatch_size,
     require_scheduler_batch,
     require_step_scheduler,
@@ -73,7 +73,8 @@ class Trainer:
     Args:
         model: any module; it has the trained weights after :meth:`fit`.
         loss: from the model's output and the targets to the mean loss of the samples.
-        optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=3e-4)``.
+        optimizer: a torch optimizer on the model's parameters, a list of some that each have a part of them, or a
+            factory such as ``partial(AdamW, lr=3e-4)``.
         strategy: a plan, or its text: ``"zero3"`` uses all ranks there are, ``"pipeline(4) * data(2)"`` needs 8; or a
             strategy of one's own, a tuple of strategies, applied from left to right, or a program. Without a launcher,
             all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when the first batch is
@@ -108,7 +109,7 @@ class Trainer:
         model: nn.Module,
         *,
         loss: LossFunction,
-        optimizer: optim.Optimizer | TorchOptimizerFactory,
+        optimizer: OptimizerArgument,
         strategy: StrategyArgument = "data",
         num_microbatches: int | None = None,
         lr_scheduler: LrSchedulerFactory | None = None,

@@ -190,7 +190,9 @@ class ParamStore:
             self._repoint_optimizers()
 
     def begin_step(self) -> None:
-        """Start a step, in which no parameter has a gradient."""
+        """Start a step without gradients: drop those that other code has left, as ``zero_grad()`` does."""
+        for param in self.params.values():
+            param.grad = None
         self._swapped_units.clear()
         self.grad_check.begin_step()
         for unit_params in self.units.values():

@@ -19,7 +19,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.microbatches import SlicedBatch, current_autocasts
+from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, current_autocasts
 from counterpoint.runtime.sample_layout import SamplePart
 from counterpoint.world.topology import format_count
 
@@ -162,7 +162,9 @@ def format_lengths(lengths: set[int]) -> str:
     return " and ".join(map(str, sorted(lengths))) or "no"
 
 
-def require_full_batch(rank: int, step: int, num_samples: int, batch: SlicedBatch, committed: Collection[int]) -> None:
+def require_full_batch(
+    rank: int, step: int, num_samples: int, batch: MicrobatchSource, committed: Collection[int]
+) -> None:
     """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
 
     Args:
