@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -55,21 +55,20 @@ class SharedModel:
     def find_partners(self) -> None:
         """Find the steps with a parameter in common, and load their weights into it: this step begins with them."""
         own = set(self.trainer.model.parameters())
-        self.partners = WeakSet(
-            other for other in open_models() if not own.isdisjoint(other.trainer.model.parameters())
-        )
-        for other in self.partners:
-            other.trainer.update_model()
+        for other in list(open_models()):
+            if not own.isdisjoint(other.trainer.model.parameters()):
+                self.partners.add(other)
+                other.trainer.update_model()
 
     def open(self) -> None:
         """Let the steps found before, and later ones, know this one."""
         for other in self.partners:
             other.partners.add(self)
-        open_models().add(self)
+        open_models()[self] = None
 
     def close(self) -> None:
         """Train no more; the model has the weights."""
-        open_models().discard(self)
+        open_models().pop(self, None)
 
     def record_step(self) -> None:
         """Take note that this model was trained."""
@@ -91,6 +90,6 @@ class SharedModel:
 
 
 @cache
-def open_models() -> WeakSet[SharedModel]:
-    """Return the models that steps of this process train."""
-    return WeakSet()
+def open_models() -> WeakKeyDictionary[SharedModel, None]:
+    """Return the models that steps of this process train, in the order in which their ranks were built."""
+    return WeakKeyDictionary()
