@@ -36,7 +36,7 @@ def lines(*command):
     return [line.removeprefix("[rank 0] ") for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
 def test_an_example_fits_a_screen_and_runs_only_when_it_is_asked_to(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 80

@@ -144,6 +144,23 @@ def test_options_that_are_not_for_what_is_named_are_refused(project, words, mess
     assert (shown.exit_code, shown.stderr.startswith(f"PlanError: {message}")) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("parity --strategies data(2),pipeline(2) --steps 2", "2 of 2 plans train as a plain PyTorch loop does"),
+        ("plan -n 2", "was chosen: "),
+        ("profile --roofline", "Sequential on counted, not run; microbatches of 32"),
+        ("show", "plan          data(2, update=sharded)"),
+    ],
+)
+def test_commands_take_a_recipe_on_a_stream_and_write_nothing(command, expected, tmp_path):
+    name, *words = command.split()
+    arguments = ("--folder", str(tmp_path / "run"))
+    shown = run(name, str(ROOT / "examples" / "recipes" / "streaming.py"), *words, "--", *arguments)
+    assert (shown.exit_code, expected in shown.stdout) == (0, True)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("script", ["own_loop.py", "digits.py"])
 def test_an_example_trains_the_same_under_its_plan(script):

@@ -110,8 +110,9 @@ def test_padded_batches_of_changing_sizes_train_exactly(plan, num_microbatches, 
     check(Attention, plan, num_microbatches, passes)
 
 
-@pytest.mark.parametrize("plan", ["zero3(2)", "pipeline(2)"])
+@pytest.mark.parametrize("plan", ["zero3(2)", "pipeline(2)", "tensor(2)", "tensor(2) * pipeline(2)"])
 def test_gpt2_trains_exactly_on_padded_batches_of_changing_sizes(plan):
+    """Its layers have transposed weights, and one layer computes query, key and value."""
     check("gpt2", plan, 2, num_steps=4)
 
 

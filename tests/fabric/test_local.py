@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from counterpoint.errors import PeerError, PlanError, ProgramError
 from counterpoint.fabric import LocalWorld
@@ -75,6 +76,17 @@ def test_gradient_mode_is_the_callers_and_then_each_ranks_own(world):
     assert world.run(look) == [(True, rank % 2 == 0) for rank in FOUR]
     with torch.no_grad():
         assert [began for began, _ in world.run(look)] == [False] * 4
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) * (2 if func is torch.ones else 1)
+
+
+def test_function_modes_are_the_callers(world):
+    with Doubled():
+        assert world.run(lambda fabric: torch.ones(1).tolist()) == [[2.0]] * len(world.fabrics)
+    assert world.run(lambda fabric: torch.ones(1).tolist()) == [[1.0]] * len(world.fabrics)
 
 
 def test_a_deadlock_says_who_waits_for_what(world):

@@ -90,6 +90,7 @@ def a_mean_over_uneven_parts():
 
 def rates_that_differ():
     step = step_of(batches="per_rank")
+    step(*parts_of((4, 4, 4))[rank()])
     step.optimizer.param_groups[0]["lr"] = 0.1 if rank() else 0.2
     step(*parts_of((4, 4, 4))[rank()])
 
@@ -256,6 +257,13 @@ def another_smoothing():
 def another_order():
     names = ["left", "right"] if rank() != 1 else ["right", "left"]
     step_of(Named(names).double())(*dataset(12).tensors)
+
+
+def a_rate_that_changes_on_one_rank():
+    step = step_of()
+    for number in range(2):
+        step(*dataset(12).tensors)
+        step.optimizer.param_groups[0]["lr"] = 0.2 if number == 0 and rank() == 1 else 0.1
 
 
 def a_step_that_one_rank_leaves_out():

@@ -29,6 +29,11 @@ def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
     )
 
 
+def test_a_rate_that_changes_on_one_rank_is_named_in_the_step():
+    text = check_disagreement(mistake_scripts.a_rate_that_changes_on_one_rank)
+    assert [text] == documented_messages("Something that changes on one rank only")
+
+
 @pytest.mark.slow
 def test_an_evaluation_on_one_rank_names_two_ranks_and_what_they_did():
     text = check_disagreement(mistake_scripts.an_evaluation_on_one_rank)

@@ -183,6 +183,39 @@ class FixedHeads(nn.Module):
         return h + self.out((weights @ v).transpose(1, 2).contiguous().view(b, t, c))
 
 
+class TransposedLinear(nn.Module):
+    """A linear layer on flattened inputs, with a weight of ``(in, out)``, as the Conv1D of GPT-2."""
+
+    def __init__(self, num_inputs, num_outputs):
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(num_inputs, num_outputs)),
+            nn.Parameter(torch.ones(num_outputs)),
+        )
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+class TransposedBlock(nn.Module):
+    """Attention with one layer for query, key and value, and a feed-forward network, all with transposed weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), TransposedLinear(8, 24), TransposedLinear(8, 8)
+        self.up, self.down = TransposedLinear(8, 16), TransposedLinear(16, 8)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, 2, 4).transpose(1, 2) for part in self.qkv(self.norm(x)).split(8, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, c))
+        return x + self.down(torch.tanh(self.up(x)) ** 2)
+
+
+def transposed():
+    return TransposedBlock(), (torch.randn(3, 5, 8),)
+
+
 def fixed_heads():
     return FixedHeads(), (torch.randn(3, 5, 8),)
 

@@ -7,7 +7,7 @@ from torch import nn
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.verify_tensor_parallel import shard_params, verify_tensor_parallel
-from tests.partitioning.models import FusedAttention, fixed_heads, gpt, perceptron
+from tests.partitioning.models import FusedAttention, fixed_heads, gpt, perceptron, transposed
 from tests.partitioning.segment_runs import clone_tensors, forward, seed
 
 
@@ -35,13 +35,23 @@ def test_attention_and_feed_forward_of_a_gpt_are_found():
     )
 
 
+def test_layers_with_transposed_weights_are_sharded_along_their_other_dims():
+    partitioned = TracedPartition(*transposed(), prefer="pairs")
+    (pair,) = splits(partitioned).values()  # one layer for query, key and value stays whole
+    assert pair.sharded_dims == (("up.weight", 1), ("up.bias", 0), ("down.weight", 0))
+    index = next(index for index, layer in enumerate(partitioned.spec.layers) if layer.tp)
+    assert partitioned.spec.layers[index + 1].params == ("down.bias",)
+
+
 def test_a_pair_over_the_end_of_a_block_is_taken_only_where_pairs_go_first():
     model, inputs = perceptron()
     assert not splits(TracedPartition(model, inputs))
     assert list(splits(TracedPartition(model, inputs, prefer="pairs"))) == ["0..2"]
 
 
-@pytest.mark.parametrize(("make", "num_slices"), [(gpt, 2), (gpt, 4), (fixed_heads, 2), (perceptron, 4)])
+@pytest.mark.parametrize(
+    ("make", "num_slices"), [(gpt, 2), (gpt, 4), (fixed_heads, 2), (perceptron, 4), (transposed, 4)]
+)
 def test_shards_add_up_forward_and_backward(make, num_slices):
     model, inputs = make()
     partitioned, (params, buffers) = TracedPartition(model, inputs, prefer="pairs"), clone_tensors(model)

@@ -151,3 +151,20 @@ def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
     assert ran.stdout == "PlanError\n"
     assert "Unable to find user code" not in ran.stderr
     assert "still heard" in ran.stderr
+
+
+class Dispatch(nn.Module):
+    """Computes only what a mask selects, as a mixture of experts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        (chosen,) = torch.where(x.sum(1) > 0)
+        return x.index_add(0, chosen, self.layer(x[chosen]))
+
+
+def test_a_size_that_depends_on_values_is_refused():
+    with pytest.raises(PlanError, match=r"^the result of aten.where\S* in Dispatch has a size that depends on values"):
+        partition_model(Dispatch(), (torch.randn(6, 4),), granularity="blocks")

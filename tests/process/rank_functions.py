@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from contextlib import closing
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from counterpoint.testing.parity import relative_difference
 from counterpoint.training.distributed_world import open_world
 from tests.equivalence import async_pipeline_cases as streamed
 from tests.equivalence.fit_cases import Fitted
+from tests.training.several_models import train_adversaries, train_in_turns
 from tests.training.trainers import ADAMW, build_seeded, dataset, equal_bits, make_trainer, mlp, params_of, state_of
 
 
@@ -215,3 +217,9 @@ def measure_and_train():
         return {
             "plan": str(one.choice.plan), "trials": trials, "params": params_of(one.model), "losses": history.losses
         }  # fmt: skip
+
+
+def train_several(strategy):
+    """The losses of adversaries, and of two optimizers that train one model in turns."""
+    make = partial(cp.parallelize, strategy=strategy)
+    return train_adversaries(make, make, gathers=True)[0] + train_in_turns(make, make)[0]

@@ -52,6 +52,22 @@ class TiedEmbeddingNet(nn.Module):
         return F.linear(torch.tanh(self.table(tokens).sum(1)), self.table.weight)[:, :3]
 
 
+class DeepTiedEmbeddingNet(nn.Module):
+    """Layers between a table and the output layer, which has the table as its weight."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.head = table, nn.Linear(WIDTH, NUM_ROWS, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head.weight = table.weight
+
+    def forward(self, tokens):
+        hidden = self.table(tokens).sum(1)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return self.head(hidden)[:, :3]
+
+
 class EmbeddingBagNet(nn.Module):
     """Bags of several lengths, one of them empty, given by their offsets."""
 

@@ -168,3 +168,36 @@ def test_every_order_measures_what_the_model_alone_would_as_often_unchanged_aske
         expected = by_hand(one.model, held_out)
     assert [event.step for event in history.evaluations] == [2, 4]
     assert history.evaluations[-1].metrics == pytest.approx(expected, rel=1e-12)
+
+
+class OwnLoss(nn.Module):
+    """Computes the mean over the tokens that count itself, as the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x, labels):
+        logits = self.second(torch.tanh(self.first(x)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
+def test_a_mean_over_tokens_that_the_model_computes_is_measured_over_all_of_them(strategy):
+    """It was weighted by samples."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 5, 3, dtype=torch.float64), torch.randint(4, (8, 5))
+    labels[torch.arange(5) > torch.arange(8)[:, None] % 5] = -100
+    model = OwnLoss()
+    with torch.no_grad():
+        expected = float(model(x, labels)["loss"])
+    batches = [{"x": x[:6], "labels": labels[:6]}, {"x": x[6:], "labels": labels[6:]}]
+    with cp.Trainer(
+        model,
+        loss=lambda output, _: output["loss"],
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        strategy=strategy,
+        num_microbatches=2,
+        progress="off",
+    ) as one:
+        assert one.evaluate(batches)["loss"] == pytest.approx(expected, rel=1e-12)

@@ -152,6 +152,25 @@ class Counting(nn.Module):
         return self.body(inputs) * self.num_calls
 
 
+class HalfPrecise(nn.Sequential):
+    """Computes a norm and its loss in float32, as models of transformers do."""
+
+    def forward(self, x):
+        hidden = self[0](x).to(torch.float32)
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self[1](torch.softmax(hidden.to(x.dtype), -1, dtype=torch.float32).to(x.dtype)).float()
+
+
+def test_in_float64_nothing_is_computed_in_float32():
+    torch.manual_seed(0)
+    model = HalfPrecise(nn.Linear(6, 8), nn.Linear(8, 3))
+    parity = report(model, dtype=torch.float64, strategies=["solo", "data(2)", "zero3(2)", "pipeline(2)"])
+    assert parity.all_equal
+    assert all(plan.worst < 1e-13 for plan in parity.compared)
+    assert next(model.parameters()).dtype == torch.float32
+    assert torch.ones(1).double().float().dtype == torch.float32
+
+
 def test_what_nothing_explains_is_said_to_depend_on_microbatches():
     model = Counting()
     parity = report(model, strategies=["data(2)"])

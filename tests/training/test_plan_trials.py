@@ -77,7 +77,7 @@ def test_an_optimizer_that_was_made_for_the_model_stays_unchanged():
         model, loss=F.cross_entropy, optimizer=optimizer, strategy="auto(2)", num_measured_plans=1
     ) as trainer:
         batches = open_batches(
-            dataset(48), arguments=trainer.arguments, batch_size=12, collate_fn=None, loading=DataLoadingConfig()
+            dataset(48), layout=trainer.sample_layout, batch_size=12, collate_fn=None, loading=DataLoadingConfig()
         )
         trainer.resolve_plan(batches)
         assert not optimizer.state

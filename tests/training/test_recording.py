@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import counterpoint as cp
+from counterpoint.errors import LaunchError
 from counterpoint.training.recording import record_script
 
 HEAD = """
@@ -91,3 +92,9 @@ def test_another_call_is_recorded_on_request_and_the_first_takes_no_steps(tmp_pa
 def test_a_script_that_does_not_train_is_refused_with_what_to_do(tmp_path, text, which, message):
     with pytest.raises(cp.PlanError, match=message):
         record(tmp_path, text, which=which)
+
+
+def test_accumulated_batches_are_not_recorded_as_one(tmp_path):
+    loop = LOOP.replace("step(x, y)", "step.accumulate(x, y), step.accumulate(x, y), step.update()")
+    with pytest.raises(LaunchError, match="the step accumulates 2 batches, which cannot be recorded as one"):
+        record(tmp_path, loop)

@@ -195,11 +195,70 @@ def test_lists_of_samples_are_refused_where_a_model_is_split_along_its_operation
             step(images[:3], targets[:3])
 
 
-def test_fit_refuses_options_about_batches():
+def fit_sequences(samples):
+    """Collate to ``(time, batch, ...)``."""
+    x, hidden, targets = (torch.stack(fields, 1) for fields in zip(*samples, strict=True))
+    return (x, {"hidden": hidden, "cell": torch.zeros_like(hidden)}), targets
+
+
+def fit_graphs(samples):
+    x, targets = map(torch.stack, zip(*samples, strict=True))
+    return {"x": x, "adjacency": torch.eye(4, dtype=DOUBLE) + 0.1}, targets
+
+
+def fit_images(samples):
+    images, boxes = zip(*samples, strict=True)
+    return list(images), [{"boxes": each} for each in boxes]
+
+
+FITS: dict[str, tuple[Any, Any]] = {
+    "sequence": (fit_sequences, lambda index: (torch.randn(5, 3), torch.randn(1, 4), torch.randn(5, 2))),
+    "graph": (fit_graphs, lambda index: (torch.randn(4, 3), torch.randn(4, 2))),
+    "images": (fit_images, lambda index: (torch.randn(3, 2 + index % 3, 3), torch.randn(1 + index % 2, 2))),
+}
+
+
+@pytest.mark.parametrize("data", ["dataset", "loader", "stream", "batches"])
+@pytest.mark.parametrize("case", CASES)
+def test_fit_takes_batches_of_every_form_and_evaluates_them(case, data):
+    kind, loss, _, options = CASES[case]
+    options = {name: [each for each in value if each != "scale"] if name == "shared" else value
+               for name, value in options.items()}  # fmt: skip
+    collate, make_sample = FITS[case]
+    torch.manual_seed(0)
+    samples = [tuple(field.double() for field in make_sample(index)) for index in range(10)]
+    batches = [collate(samples[:6]), collate(samples[6:])]
+    given: dict[str, Any] = {
+        "dataset": (samples, {"batch_size": 6, "collate_fn": collate}),
+        "loader": (torch.utils.data.DataLoader(samples, 6, collate_fn=collate), {}),
+        "stream": (lambda: iter(samples), {"batch_size": 6, "collate_fn": collate}),
+        "batches": (batches, {}),
+    }[data]  # fmt: skip
+    model = kind()
+    plain = copy.deepcopy(model)
+    with Trainer(model, loss=loss, optimizer=sgd, strategy="data(2)", progress="off", **options) as trainer:
+        evaluated = trainer.evaluate(given[0], **given[1])["loss"]
+        losses = trainer.fit(given[0], **given[1]).losses
+    if data == "dataset":  # in another order
+        assert len(losses) == 2
+    else:
+        with torch.no_grad():
+            means = [float(loss(call(plain, inputs), targets)) for inputs, targets in batches]
+        assert evaluated == pytest.approx((6 * means[0] + 4 * means[1]) / 10, rel=1e-12)
+        assert losses == pytest.approx(train_plainly(plain, loss, batches), rel=1e-12)
+
+
+@pytest.mark.parametrize("data", ["dataset", "loader", "stream"])
+def test_fit_refuses_options_about_batches_that_it_stacks_itself(data):
     dataset = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randn(4, 2))
     trainer = Trainer(nn.Linear(3, 2), loss=squared_error, optimizer=sgd, shared=["x"])
-    with pytest.raises(PlanError, match="fit makes batches by stacking samples along dim 0"):
-        trainer.fit(dataset, batch_size=2, epochs=1)
+    given: dict[str, Any] = {
+        "dataset": (dataset, {"batch_size": 2}),
+        "loader": (torch.utils.data.DataLoader(dataset, 2), {}),
+        "stream": (lambda: iter(dataset), {"batch_size": 2}),
+    }
+    with pytest.raises(PlanError, match=r"name x, but samples are stacked along dim 0 .* give a collate_fn"):
+        trainer.fit(given[data][0], **given[data][1])
 
 
 def test_a_tensor_without_values_is_refused():

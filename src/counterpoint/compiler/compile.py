@@ -142,7 +142,8 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         program, cost = recompute(program, recomputation, blocks), recomputation.estimate_cost(cost, blocks)
     symbolic = SymbolicResult()
     if request.verified:
-        symbolic = verify(program, bounds_from(cost), refined.units, count_bytes(program, refined, samples))
+        sent = count_bytes(program, refined, samples)
+        symbolic = verify(program, bounds_from(cost), refined.units, sent, refined.sparse_units)
     return CompiledPlan(plan, refined, program, cost, symbolic, ())
 
 

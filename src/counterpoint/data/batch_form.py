@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
@@ -22,6 +22,9 @@ from counterpoint.partitioning.pytree import register_dataclasses
 
 LABELS = "labels"
 """The key of a dict batch whose value the loss gets, as models of transformers call it."""
+
+SplitFn: TypeAlias = Callable[[Any], tuple[Any, Any]]
+"""From a batch of any form to the inputs of the model and what the loss gets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from counterpoint.errors import PeerError, PlanError, ProgramError
 
@@ -39,7 +40,8 @@ class RankScheduler:
     """Runs one function on ``num_ranks`` threads, one thread at a time, round-robin.
 
     Each rank has its own state of torch's default CPU generator, as a process would; it is swapped on every switch and
-    starts as a copy of the caller's. Gradient mode and autocast are thread-local and start as the caller's.
+    starts as a copy of the caller's. Gradient mode, autocast and function modes are thread-local and start as the
+    caller's.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
@@ -228,14 +230,20 @@ class RankScheduler:
 
 
 def inherit_torch_context(work: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that runs the work under this thread's gradient mode and autocast, which are thread-local."""
+    """Return a function that runs the work under this thread's gradient mode, autocast and function modes.
+
+    All of them are thread-local.
+    """
     grad_mode = torch.is_grad_enabled()
+    function_modes = _get_current_function_mode_stack()
     casts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
 
     def run(rank: int) -> None:
         with torch.set_grad_enabled(grad_mode), ExitStack() as stack:
             for device, dtype in casts:
                 stack.enter_context(torch.autocast(device, dtype))
+            for mode in function_modes:
+                stack.enter_context(mode)
             work(rank)
 
     return run

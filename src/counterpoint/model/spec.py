@@ -19,11 +19,19 @@ from counterpoint.program.units import Unit as Unit
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the whole model, before sharding."""
+    """One parameter of the whole model, before sharding.
+
+    Args:
+        name: its path.
+        shape: its shape.
+        item_bytes: bytes of an element.
+        has_sparse_grad: whether its gradient is exchanged as rows, as that of an embedding with ``sparse=True``.
+    """
 
     name: str
     shape: tuple[int, ...]
     item_bytes: int = 4
+    has_sparse_grad: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -171,6 +179,12 @@ class ModelSpec:
             if param.name in blocks_using:
                 units.setdefault(tuple(blocks_using[param.name]), []).append(param.name)
         return {unit: tuple(units[unit]) for unit in sorted(units, key=lambda unit: (len(unit) > 1, unit))}
+
+    @property
+    def sparse_units(self) -> frozenset[Unit]:
+        """The units with a parameter whose gradient is sparse."""
+        sparse = {param.name for param in self.params if param.has_sparse_grad}
+        return frozenset(unit for unit, names in self.units.items() if not sparse.isdisjoint(names))
 
     @property
     def block_of_layer(self) -> list[int]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -229,9 +230,24 @@ def export_graph(
         )
     if stripped_types:
         module.graph.eliminate_dead_code()
+    _require_known_sizes(module, model)
     traced = _parse_module(module, canonical_names(model))
     _require_no_outer_autocast(traced, model)
     return traced
+
+
+def _require_known_sizes(module: fx.GraphModule, model: nn.Module) -> None:
+    """Reject operations whose result has a size that depends on values, such as ``nonzero``."""
+    for node in module.graph.nodes:
+        if any(map(free_unbacked_symbols, tree_leaves(node.meta.get("val")))):
+            path = innermost_module(node)
+            location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+            raise PlanError(
+                f"the result of {node.target} in {location} has a size that depends on values, but a model is split "
+                "along operations whose sizes depend on those of its inputs alone; train it with a strategy that keeps "
+                "the model whole (data, zero of level 1 or 2, server), multiply with a mask instead of selecting, or "
+                "make the model an nn.Sequential, whose children may contain any code"
+            )
 
 
 def _dynamic_shapes(call: CallArgs, varying_dims: Collection[tuple[int, int]]) -> Any:  # noqa: ANN401 - not typed right

@@ -1,8 +1,9 @@
 """Find column- and row-parallel pairs of linear layers in a graph, and prepare them to run sharded.
 
-A pair is ``row(nodes(column(h)))``: one linear layer whose input comes only from the outputs of other linear layers,
-all of which read the same ``h``. With their weights sharded along the dim between them, each shard computes a part of
-the output, and the parts add up to the whole (Megatron-LM).
+A linear layer is an operation with a weight, whatever module it is in: ``linear``, or ``addmm`` and ``mm``, whose
+weight is transposed, as in the Conv1D modules of GPT-2. A pair is ``row(nodes(column(h)))``: one linear layer whose
+input comes only from the outputs of other linear layers, all of which read the same ``h``. With their weights sharded
+along the dim between them, each shard computes a part of the output, and the parts add up to the whole (Megatron-LM).
 """
 
 from __future__ import annotations
@@ -12,24 +13,81 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.export_trace import TracedGraph, innermost_module
-from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_inputs, op_name
+from counterpoint.partitioning.fx_ops import (
+    fake_value,
+    is_aten_op,
+    is_random_op,
+    mutated_inputs,
+    op_name,
+    returns_tensor,
+)
 from counterpoint.partitioning.graph_dataflow import DataflowInfo
 from counterpoint.partitioning.input_shapes import size_argument
 
 DimNames = Mapping[str, tuple[str, str]]
 """For each pattern of module paths, the names of the out dim and the in dim of the matching linear layers."""
 
-_LINEAR = torch.ops.aten.linear.default
+_LINEAR, _ADDMM, _MM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.default
 _RESHAPES = {"view", "reshape", "unflatten"}
+_VIEWS = {*_RESHAPES, "_unsafe_view", "clone", "contiguous"}
+_SPLITS = {"split", "split_with_sizes", "chunk"}
 _ATTENTION = "scaled_dot_product_attention"
 _SELECTS = {"select", "unbind"}
 _MIXES_HEADS = {_ATTENTION, "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """A linear layer in a graph.
+
+    Args:
+        source: its input.
+        weight: its weight.
+        bias: its bias, if it has one.
+        out_dim: the dim of the weight that belongs to the output: 0, or 1 if the weight is transposed.
+    """
+
+    source: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    out_dim: Literal[0, 1]
+
+    @property
+    def params(self) -> list[fx.Node]:
+        """The weight and the bias."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def parse_linear(node: fx.Node) -> LinearCall | None:
+    """Return the linear layer that an operation is, if it is one."""
+    args: tuple[Any, ...] = node.args
+    if node.target is _LINEAR:
+        return LinearCall(args[0], args[1], args[2] if len(args) > 2 else None, 0)
+    if node.target is _ADDMM and not node.kwargs:  # which may scale its terms
+        return LinearCall(args[1], args[2], args[0], 1)
+    return LinearCall(args[0], args[1], None, 1) if node.target is _MM else None
+
+
+def linear_with_bias(node: fx.Node, bias: fx.Node) -> tuple[OpOverload, tuple[fx.Node, ...]]:
+    """Return the operation, and its arguments, that a linear layer without a bias is with one."""
+    call = _require_linear(node)
+    if call.out_dim:
+        return _ADDMM, (bias, call.source, call.weight)
+    return _LINEAR, (call.source, call.weight, bias)
+
+
+def _require_linear(node: fx.Node) -> LinearCall:
+    call = parse_linear(node)
+    assert call is not None, "a layer of a pair"
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +115,27 @@ class ColumnRowPair:
     @property
     def source(self) -> fx.Node:
         """The value that all column layers read."""
-        return _layer_input(self.columns[0])
+        return _require_linear(self.columns[0]).source
+
+    def sharded_dims(self, names: Mapping[fx.Node, str]) -> tuple[tuple[str, int], ...]:
+        """Return the name and the sharded dim of every parameter of which a shard has a part only."""
+        columns, row = map(_require_linear, self.columns), _require_linear(self.row)
+        dims = [
+            (names[param], column.out_dim if param is column.weight else 0)
+            for column in columns
+            for param in column.params
+        ]
+        return (*dims, (names[row.weight], 1 - row.out_dim))
 
 
 def find_pairs(
     traced: TracedGraph, dataflow: DataflowInfo, dims: DimNames, *, only: Collection[str] | None = None
 ) -> list[ColumnRowPair]:
-    """Return the pairs of a trace in order, or only those with some row weights; no operation is in two of them."""
+    """Return the pairs of a trace in order, or only those with some row weights; no operation is in two of them.
+
+    A pair whose column layer is several layers in one, as for query, key and value, is left out if there are others: a
+    contiguous part of its outputs is no part of each of these layers.
+    """
     uses = Counter(
         traced.params[source]
         for node in traced.graph.nodes
@@ -73,28 +145,29 @@ def find_pairs(
     pairs: list[ColumnRowPair] = []
     taken: set[fx.Node] = set()
     for row in traced.graph.nodes:
-        match = _upstream_of(row, traced, dataflow) if _is_linear(row, traced) else None
+        match = _upstream_of(row, traced, dataflow) if _is_layer(row, traced) else None
         if match is None:
             continue
         columns, nodes = match
-        weights = [traced.params[layer.args[1]] for layer in (*columns, row)]
+        weights = [traced.params[_require_linear(layer).weight] for layer in (*columns, row)]
         if only is not None and weights[-1] not in only:
             continue
         is_exclusive = all(uses[name] == 1 for name in weights) and not taken & nodes
         if is_exclusive and _has_single_output(nodes, row) and _can_make_contiguous(traced, nodes):
             pairs.append(_make_pair(columns, row, nodes, dims, row_weight=weights[-1]))
             taken |= nodes
-    return pairs
+    return pairs if only is not None else [pair for pair in pairs if not _is_fused(traced, pair)] or pairs
 
 
-def _is_linear(node: fx.Node, traced: TracedGraph) -> bool:
-    return node.op == "call_function" and node.target is _LINEAR and node.args[1] in traced.params
+def _is_fused(traced: TracedGraph, pair: ColumnRowPair) -> bool:
+    """Tell whether the outputs of a column layer are split into those of several layers."""
+    flat_features = _find_flat_features(traced, pair)
+    return any(op_name(user) in _SPLITS for node in flat_features for user in node.users)
 
 
-def _layer_input(layer: fx.Node) -> fx.Node:
-    source = layer.args[0]
-    assert isinstance(source, fx.Node)
-    return source
+def _is_layer(node: fx.Node, traced: TracedGraph) -> bool:
+    call = parse_linear(node)
+    return call is not None and all(param in traced.params for param in call.params)
 
 
 def _upstream_of(
@@ -106,7 +179,7 @@ def _upstream_of(
     """
     columns: list[fx.Node] = []
     nodes = {row}
-    queue = [_layer_input(row)]
+    queue = [_require_linear(row).source]
     while queue:
         node = queue.pop()
         if node in nodes or node in dataflow.non_differentiable:
@@ -114,11 +187,12 @@ def _upstream_of(
         if node.op != "call_function" or is_random_op(node):
             return None
         nodes.add(node)
-        if _is_linear(node, traced):
+        if _is_layer(node, traced):
             columns.append(node)
         else:
             queue += node.all_input_nodes
-    if not columns or len({_layer_input(column) for column in columns}) > 1 or _layer_input(columns[0]) in nodes:
+    sources = {_require_linear(column).source for column in columns}
+    if len(sources) != 1 or sources & nodes:
         return None
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
     return sorted(columns, key=order.__getitem__), frozenset(nodes)
@@ -212,15 +286,16 @@ def make_shardable(traced: TracedGraph, pair: ColumnRowPair) -> fx.Node:
     The row's bias moves after the sum, ``h`` gets an alias if other operations use it too, and sizes written into
     reshapes become -1 where they change with the shard.
     """
-    row, graph = pair.row, traced.graph
-    if len(row.args) > 2 and row.args[2] is not None:
+    row, graph, call = pair.row, traced.graph, _require_linear(pair.row)
+    if call.bias is not None:
         with graph.inserting_after(row):
-            add = graph.call_function(torch.ops.aten.add.Tensor, (row, row.args[2]))
+            add = graph.call_function(torch.ops.aten.add.Tensor, (row, call.bias))
         row.replace_all_uses_with(add, delete_user_cb=lambda user: user is not add)
-        row.args = row.args[:2]
+        row.target, row.args = _MM if call.out_dim else _LINEAR, (call.source, call.weight)
         add.meta = {**row.meta, "bias_of": row}
+    flat_features = _find_flat_features(traced, pair)
     for node in pair.nodes:
-        _generalize_shape(traced, node)
+        _generalize_shape(traced, node, is_last=bool(flat_features.intersection(node.all_input_nodes[:1])))
     entry = pair.source
     if any(user not in pair.columns for user in entry.users):
         with graph.inserting_before(pair.columns[0]):
@@ -238,8 +313,27 @@ def is_entry_alias(node: fx.Node) -> bool:
     return "alias_of" in node.meta
 
 
-def _generalize_shape(traced: TracedGraph, node: fx.Node) -> None:
-    """Replace the size that changes with the shard by -1."""
+def _find_flat_features(traced: TracedGraph, pair: ColumnRowPair) -> set[fx.Node]:
+    """Return the nodes of a pair whose last dim is that of the columns' outputs, not yet reshaped into heads."""
+    found = set(pair.columns)
+    for node in traced.graph.nodes:
+        source = next((source for source in node.all_input_nodes if source in found), None)
+        if node not in pair.nodes or source is None or not is_aten_op(node) or not returns_tensor(node):
+            continue
+        keeps_dims = op_name(node) in _VIEWS or torch.Tag.pointwise in node.target.tags
+        if keeps_dims and fake_value(node).shape[-1] == fake_value(source).shape[-1]:
+            found.add(node)
+    return found
+
+
+def _generalize_shape(traced: TracedGraph, node: fx.Node, *, is_last: bool) -> None:
+    """Replace the size that changes with the shard by -1.
+
+    Args:
+        traced: the operations.
+        node: an operation of a pair.
+        is_last: whether the last dim of its input is sharded.
+    """
     op = op_name(node)
     if op not in {"view", "reshape", "_unsafe_view", "expand"} or not isinstance(node.args[0], fx.Node):
         return
@@ -251,7 +345,8 @@ def _generalize_shape(traced: TracedGraph, node: fx.Node) -> None:
         sizes = new[: len(new) - len(free_sizes)] + free_sizes
         node.args = (node.args[0], [size_argument(traced.graph, traced.sizes, size) for size in sizes], *node.args[2:])
         return
-    dim = _sharded_dim(old, tuple(new), node.args[1])
+    is_kept = is_last and new[-1] == old[-1]
+    dim = len(new) - 1 if is_kept else _sharded_dim(old, tuple(new), node.args[1])
     if dim is not None:
         new[dim] = -1
         node.args = (node.args[0], [size_argument(traced.graph, traced.sizes, size) for size in new], *node.args[2:])

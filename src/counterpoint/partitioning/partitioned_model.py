@@ -111,9 +111,27 @@ def as_call_args(inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes
 
 def list_params(model: nn.Module) -> tuple[Param, ...]:
     """Return every parameter of a model as strategies see it, a tied one once."""
+    tables = find_embedding_tables(model)
     return tuple(
-        Param(name, tuple(parameter.shape), parameter.element_size()) for name, parameter in model.named_parameters()
+        Param(name, tuple(parameter.shape), parameter.element_size(), tables.get(name, False))
+        for name, parameter in model.named_parameters()
     )
+
+
+def find_embedding_tables(model: nn.Module) -> dict[str, bool]:
+    """Return the trainable embedding tables of a model, and whether they ask for sparse gradients.
+
+    Example:
+        >>> find_embedding_tables(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2), nn.Linear(2, 2)))
+        {'0.weight': True, '1.weight': False}
+    """
+    names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
+    tables: dict[str, bool] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in names:
+            name = names[id(module.weight)]
+            tables[name] = tables.get(name, False) or module.sparse
+    return tables
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

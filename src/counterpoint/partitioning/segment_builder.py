@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from counterpoint.partitioning.fx_ops import mutated_inputs
-from counterpoint.partitioning.linear_pairs import is_entry_alias
+from counterpoint.partitioning.linear_pairs import is_entry_alias, linear_with_bias
 from counterpoint.partitioning.partitioned_model import SeedFn
 from counterpoint.partitioning.split_trace import SplitTrace
 
@@ -143,8 +143,9 @@ class _SegmentBuilder:
         elif (
             moved_bias is not None and moved_bias in local
         ):  # the bias was moved after the sum of a pair that is not sharded here
-            fused = tuple(self._get_copy(arg) for arg in (*node.args, moved_bias.args[1]) if isinstance(arg, fx.Node))
-            self.copies[node] = self.copies[moved_bias] = self.graph.call_function(torch.ops.aten.linear.default, fused)
+            target, args = linear_with_bias(node, moved_bias.all_input_nodes[1])
+            fused = self.graph.call_function(target, tuple(map(self._get_copy, args)))
+            self.copies[node] = self.copies[moved_bias] = fused
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._get_copy)
             copy = self.graph.create_node(node.op, node.target, self._cast(args), self._cast(kwargs))

@@ -353,12 +353,9 @@ def _layer_name(split_trace: SplitTrace, index: int) -> str:
 
 
 def _tensor_parallel_spec(pair: ColumnRowPair, split_trace: SplitTrace, num_samples: int) -> TensorParallelSpec:
-    params = split_trace.traced.params
-    sharded_dims = [(params[source], 0) for column in pair.columns for source in column.all_input_nodes[1:]]
-    sharded_dims += [(params[pair.row.all_input_nodes[1]], 1)]
     return TensorParallelSpec(
         dim=pair.dim,
-        sharded_dims=tuple(sharded_dims),
+        sharded_dims=pair.sharded_dims(split_trace.traced.params),
         dim_size=pair.size,
         output_bytes=_num_bytes([pair.row]) // num_samples,
         input_bytes=_num_bytes([pair.source]) // num_samples,

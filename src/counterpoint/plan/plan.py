@@ -255,6 +255,10 @@ class Plan:
                 return plan
         return replace(self, num_microbatches=fewest)
 
+    def with_microbatches_of(self, num_batches: int) -> Plan:
+        """Return the plan with a multiple of its microbatches, so that there is one for each of several batches."""
+        return replace(self, num_microbatches=self.num_microbatches * -(-num_batches // self.global_num_microbatches))
+
     def to_yaml(self, profile: str = "") -> str:
         """Write the plan as YAML, as in a run's ``plan.yaml``.
 

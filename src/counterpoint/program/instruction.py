@@ -196,7 +196,7 @@ class Collective:
         tensor: its operand.
         group: the participating ranks.
         phase: ``""`` for the whole operation, ``start`` to launch it without blocking, ``wait`` to wait for the
-            launched one.
+            launched one. The rows of sparse gradients are gathered at the wait, where all members must be for it.
         codec: compression codec of a gradient; ``""`` for none.
     """
 

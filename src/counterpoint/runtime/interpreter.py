@@ -54,6 +54,7 @@ from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import (
+    GivenValues,
     StepGuard,
     StepReport,
     StepResult,
@@ -116,6 +117,7 @@ class Interpreter:
             for name, program in programs.items()
         }
         self.step_number = 0
+        self.given: GivenValues | None = None
         self.delays_grads = any(isinstance(instruction, SwapGradBuffers) for instruction in self.program.instructions)
         self.store = store
         self.fabric = fabric
@@ -171,13 +173,21 @@ class Interpreter:
         """Record the time of each call from now on, or of none."""
         self.clock = clock
 
-    def step(self, number: int, batch: MicrobatchSource, variant: str) -> StepResult | None:
+    def step(
+        self, number: int, batch: MicrobatchSource, variant: str, given: GivenValues | None = None
+    ) -> StepResult | None:
         """Run the program of one step variant once.
+
+        Args:
+            number: of the step.
+            batch: what it reads.
+            variant: its name.
+            given: what the user has given, which the members of a commit compare; None where there is one process.
 
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
-        self.step_number = number
+        self.step_number, self.given = number, given
         self.rng.begin_step(number)
         self.program, calls = self.programs[variant]
         if self.program.microbatches_per_batch:
@@ -195,16 +205,24 @@ class Interpreter:
             self.run_calls(calls)
         return self.state.result
 
-    def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> None:
-        """Run only the program's forwards in the mode of ``model``, with the random numbers of one step."""
+    def evaluate(
+        self, batch: MicrobatchSource, model: BoundModel, number: int
+    ) -> dict[int, tuple[float, float | None]]:
+        """Run only the program's forwards in the mode of ``model``, with the random numbers of one step.
+
+        Returns:
+            The mean loss of each microbatch, and its weight if it is a weighted mean.
+        """
         training = self.executor, self.communication
         self.rng.begin_step(number)
         self.executor = SegmentExecutor(model, self.store, self.rng)
         self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
-        self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0)))
+        self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0), frozenset(batch.sizes)))
         try:
             with torch.no_grad():
                 self.run_calls(self.forward_calls)
+            weights = self.executor.read_loss_weights()
+            return {micro: (loss, weights.get(micro)) for micro, loss in self.executor.read_losses().items()}
         finally:
             self.executor, self.communication = training
 
@@ -293,7 +311,9 @@ class Interpreter:
         if batch_norm is not None:
             batch_norm.finish_gather()  # here, so that nothing is in flight if the step raises
 
-        # 2. Check that replicas hold the same weights.
+        # 2. Check that the members were given the same, and that replicas hold the same weights.
+        if self.given is not None and len({report.given_digest for report in reports if report.given_digest}) > 1:
+            self.given.require_same(self.fabric, group, self.step_number)
         checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
         self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
 
@@ -354,6 +374,7 @@ class Interpreter:
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
             checksum=self.replica_checksum.checksum(),
+            given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
         )
 

@@ -100,6 +100,30 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
     return values
 
 
+class AccumulatedBatches:
+    """Several batches as one: every microbatch is a part of one of them, so that their shapes may differ.
+
+    Args:
+        batches: in the order of their samples.
+    """
+
+    def __init__(self, batches: Sequence[SlicedBatch]) -> None:
+        self.batches = batches
+        self._parts = [(batch, micro) for batch in batches for micro in batch.sizes]
+        self.sizes: Mapping[int, int] = {micro: batch.sizes[part] for micro, (batch, part) in enumerate(self._parts)}
+        self.autocasts = batches[0].autocasts
+
+    def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
+        """Return the model's inputs for a microbatch."""
+        batch, part = self._parts[micro]
+        return batch.inputs(part)
+
+    def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
+        """Return the targets of a microbatch."""
+        batch, part = self._parts[micro]
+        return batch.targets(part)
+
+
 class AsyncPipelineBatches:
     """The batches in flight in an asynchronous pipeline, as one source.
 
@@ -135,7 +159,7 @@ class AsyncPipelineBatches:
     def autocasts(self, micro: int) -> Autocasts | None:
         """Return the autocasts that a microbatch is computed under; None for the current ones."""
         batch = self.batches[micro // self.microbatches_per_batch]
-        return batch.autocasts if isinstance(batch, SlicedBatch) else None
+        return batch.autocasts if isinstance(batch, SlicedBatch | AccumulatedBatches) else None
 
 
 @dataclass(frozen=True, slots=True)

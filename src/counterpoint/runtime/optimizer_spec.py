@@ -142,6 +142,7 @@ class OptimizerSpec:
         self._factory = None if isinstance(optimizer, optim.Optimizer) else optimizer
         self.optimizer = optimizer if isinstance(optimizer, optim.Optimizer) else make_template(optimizer, trainable)
         self.optimizer_class = type(self.optimizer)
+        self.user_optimizers = (self.optimizer, *getattr(self.optimizer, "optimizers", ()))  # that it is a chain of
         require_no_closure(self.optimizer_class)
         self.require_no_step_hooks()
         self.is_elementwise = self.optimizer_class in ELEMENTWISE_OPTIMIZERS
@@ -190,26 +191,38 @@ class OptimizerSpec:
         Args:
             export_state: called before the template's state is read; calls :meth:`put_state`, or raises.
         """
-        if not self._has_hooks:
-            self._has_hooks = True
-            self.optimizer.register_state_dict_pre_hook(self._before_state_dict)
-            self.optimizer.register_state_dict_post_hook(self._after_state_dict)
-            self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        for optimizer in self.user_optimizers if not self._has_hooks else ():
+            optimizer.register_state_dict_pre_hook(self._before_state_dict)
+            optimizer.register_state_dict_post_hook(self._after_state_dict)
+            optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._has_hooks = True
         self._export_state = export_state
 
     def detach_ranks(self) -> None:
         """Make the template an optimizer as any other, with its own state: the ranks are gone."""
         self._export_state = None
+        unlink_parts = getattr(self.optimizer, "unlink_parts", None)  # of several optimizers
+        if unlink_parts is not None:
+            unlink_parts()
 
-    def _before_state_dict(self, _: optim.Optimizer) -> None:
+    def _before_state_dict(self, optimizer: optim.Optimizer) -> None:
         if self._export_state is not None and not self.has_new_state:
             self._export_state()
+        if optimizer is not self.optimizer:
+            own = {param for group in optimizer.param_groups for param in group["params"]}
+            for param in [param for param in optimizer.state if param not in own]:
+                del optimizer.state[param]
 
     def _after_state_dict(self, optimizer: optim.Optimizer, _: object) -> None:
         if self._export_state is not None and not self.has_new_state:
             optimizer.state.clear()
 
-    def _after_load(self, _: optim.Optimizer) -> None:
+    def _after_load(self, optimizer: optim.Optimizer) -> None:
+        if optimizer is not self.optimizer:  # one of several: the others keep their state
+            loaded = dict(optimizer.state)
+            if self._export_state is not None and not self.has_new_state:
+                self._export_state()
+            self.optimizer.state.update(loaded)
         self.has_new_state = True
 
     def put_state(self, states: Mapping[str, Mapping[str, Any]], *, is_new: bool = False) -> None:
@@ -249,9 +262,11 @@ class OptimizerSpec:
         Raises:
             PlanError: it has one.
         """
-        if self.optimizer._optimizer_step_pre_hooks:  # noqa: SLF001 - there is no other way to see them
+        for optimizer in self.user_optimizers:
+            if not optimizer._optimizer_step_pre_hooks:  # noqa: SLF001 - there is no other way to see them
+                continue
             raise PlanError(
-                f"{self.optimizer_class.__name__} has a hook of register_step_pre_hook, but ranks update shards with "
+                f"{type(optimizer).__name__} has a hook of register_step_pre_hook, but ranks update shards with "
                 "optimizers of their own, whose gradients it would not see; remove the hook and change the loss or the "
                 "options instead (clip_norm=... clips gradients), or use register_step_post_hook, whose hooks run "
                 "after every step"
@@ -339,8 +354,9 @@ class OptimizerSpec:
     def after_step(self, *, is_applied: bool = True) -> None:
         """Mark the template as stepped, for schedulers that warn otherwise, and run its hooks unless it was skipped."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's wrapper sets
-        for hook in tuple(self.optimizer._optimizer_step_post_hooks.values()) if is_applied else ():  # noqa: SLF001
-            hook(self.optimizer, (self.optimizer,), {})
+        for optimizer in self.user_optimizers if is_applied else ():
+            for hook in tuple(optimizer._optimizer_step_post_hooks.values()):  # noqa: SLF001 - as above
+                hook(optimizer, (optimizer,), {})
 
 
 def require_trainable(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

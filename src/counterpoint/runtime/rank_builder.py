@@ -16,7 +16,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.dataflow import INPUT, assign_values_to_edges
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.partitioning.dry_run import assign_values
-from counterpoint.partitioning.partitioned_model import PartitionedModel
+from counterpoint.partitioning.partitioned_model import PartitionedModel, find_embedding_tables
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
 from counterpoint.program.grad_overlap import overlappable_reductions
@@ -52,7 +52,6 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
-from counterpoint.runtime.params.sparse_grads import find_embedding_tables
 from counterpoint.runtime.params.unit_roles import find_unit_roles
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import StepGuard
@@ -174,7 +173,7 @@ def build_rank(
         buckets=run_spec.buckets,
         batch_norm=make_batch_norm(run_spec, model, bound_model, store, fabric),
         unused_params=run_spec.unused_params,
-        replica_groups=() if has_max_norm(model) else replica_groups(run_spec, run_spec.step_variants[-1]),
+        replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
     )
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 
@@ -196,12 +195,6 @@ def lower_step(run_spec: RunSpec, variant: StepVariant, rank: int) -> LoweredPro
         upstream_scopes=upstream_scopes(program, rank),
         microbatches_per_batch=variant.microbatches_per_batch,
     )
-
-
-def has_max_norm(model: nn.Module) -> bool:
-    """Return whether a forward changes weights, as an embedding with ``max_norm`` does, so that replicas differ."""
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return any(table.max_norm is not None for table in tables)
 
 
 class StaleGradientHook:

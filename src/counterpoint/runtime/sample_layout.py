@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from counterpoint.data.batch_form import ForwardArguments, split_targets
 from counterpoint.errors import DataError, PlanError
 
 TARGETS = "targets"
@@ -64,10 +65,15 @@ class SampleLayout:
 
     def __init__(self, model: nn.Module, batch_dims: Mapping[str, int], shared: Sequence[str]) -> None:
         self.dims: dict[str, int | None] = {**batch_dims, **dict.fromkeys(shared)}
+        self.arguments = ForwardArguments.of(model)
         try:
             self.forward_names = list(inspect.signature(model.forward).parameters)
         except ValueError:  # a compiled script has no signature
             self.forward_names = []
+
+    def split(self, batch: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        """Return the inputs of the model and what the loss gets, marked."""
+        return self.mark(*split_targets(batch, self.arguments))
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
         """Return inputs and targets with the parts marked whose samples do not lie along dim 0.

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ class StepGuard:
         return self.clip_norm is not None
 
 
+class GivenValues(Protocol):
+    """What the user has given a rank for a step, and must be the same on all members of a commit."""
+
+    @property
+    def digest(self) -> int:
+        """A digest with at most 52 bits; 0 if there is nothing to compare."""
+        ...
+
+    def require_same(self, fabric: Fabric, group: Group, step: int) -> None:
+        """Exchange the values with all members, whose digests differ, and raise if the values do."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one rank reports of a step.
@@ -68,6 +81,7 @@ class StepReport:
         is_idle: whether none of its microbatches had samples.
         grads: which of its gradients is not finite, and how large they are, before any is summed over ranks.
         has_overflow: whether a sum of finite gradients that it owns is not finite.
+        given_digest: of what the user has given for the step; 0 where there is nothing to compare.
     """
 
     loss_sum: float = 0.0
@@ -81,6 +95,7 @@ class StepReport:
     is_idle: bool = False
     grads: GradReport = NO_REPORT
     has_overflow: bool = False
+    given_digest: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -128,6 +143,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
     is_sum: bool = False,
     checksum: int = 0,
     is_idle: bool = False,
+    given_digest: int = 0,
 ) -> StepReport:
     """Return the report of a rank.
 
@@ -141,6 +157,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         is_sum: whether the user's loss is the sum over the samples.
         checksum: of a part of its weights.
         is_idle: whether none of its microbatches had samples.
+        given_digest: of what the user has given for the step.
     """
     kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in weights else SAMPLE_MEAN for micro in losses}
     nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
@@ -156,13 +173,14 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         checksum,
         is_idle,
         grads,
+        given_digest=given_digest,
     )
 
 
 SAMPLE_MEAN, WEIGHTED_MEAN, SUM = 1, 2, 4
 """Kinds of losses in a report."""
 
-REPORT_NUMBERS = 10
+REPORT_NUMBERS = 11
 """Length of :func:`encode_report`."""
 
 
@@ -178,6 +196,7 @@ def encode_report(report: StepReport) -> list[float]:
         report.checksum,
         report.grads.micro,
         report.grads.share,
+        report.given_digest,
         len(report.missing_grads),
     ]
 
@@ -186,7 +205,8 @@ def decode_report(
     numbers: Sequence[float], missing_grads: Sequence[str] = (), *, is_idle: bool = False, nonfinite_grad: str = ""
 ) -> StepReport:
     """Return the report that :func:`encode_report` was given; names of gradients are sent separately."""
-    loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, micro, share, _ = numbers
+    loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, *rest = numbers
+    micro, share, given_digest, _ = rest
     return StepReport(
         loss_sum,
         int(num_samples),
@@ -198,6 +218,7 @@ def decode_report(
         int(checksum),
         is_idle,
         GradReport(int(micro), nonfinite_grad, share),
+        given_digest=int(given_digest),
     )
 
 

@@ -16,20 +16,31 @@ from counterpoint.training.metrics import MeanMetric, Metrics, merge_metrics
 MetricsFn: TypeAlias = Callable[[Any, Any], Metrics]
 
 
-def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn) -> dict[str, float]:
+def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn | None) -> dict[str, float]:
     """Return the mean of every metric over one epoch, the same on all ranks; the model is in evaluation mode.
 
     Replicas with different weights all evaluate the mean of their weights.
+
+    Args:
+        local_ranks: the ranks.
+        batches: the held-out data.
+        metrics: the metrics function; None for the loss.
     """
     local_ranks.sync_state()
     per_batch: list[Metrics] = []
+
+    def measure(outputs: Any, targets: Any) -> None:  # noqa: ANN401 - whatever the model gives
+        assert metrics is not None, "the loss is measured otherwise"
+        per_batch.append(metrics(outputs, targets))
+
     cursor = Cursor()
     with local_ranks.use_averaged_weights():
         while batches.count_left(cursor, 1):
             batch = batches.batch_at(cursor, local_ranks.global_num_microbatches)
-            local_ranks.evaluate(
-                batch, lambda outputs, targets: per_batch.append(metrics(outputs, targets)), cursor.batch
-            )
+            losses = local_ranks.evaluate(batch, None if metrics is None else measure, cursor.batch)
+            for micro, (mean, weight) in losses.items():
+                count = batch.sizes[micro] if weight is None else weight
+                per_batch.append({"loss": MeanMetric(mean * count, count)})
             cursor = replace(cursor, batch=cursor.batch + 1)
     return all_reduce_means(local_ranks, per_batch)
 
@@ -49,19 +60,18 @@ def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[
     return {name: tally.mean for name, tally in merge_metrics(parsed).items()}
 
 
-def make_loss_metric(loss: LossFunction, *, is_sum: bool = False) -> MetricsFn:
+def make_loss_metric(loss: LossFunction) -> MetricsFn:
     """Return a metrics function of the loss alone, weighted by the number of samples, or by its own weights.
 
     Args:
         loss: from the model's output and the targets.
-        is_sum: whether it is a sum over the samples, of which the metric is the mean.
     """
 
     def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
-        mean, weight = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True, is_sum=is_sum)
+        mean, weight = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
         count = (
             min(collect_lengths(targets) or collect_lengths(outputs), default=1) if weight is None else float(weight)
         )
-        return {"loss": MeanMetric(float(mean) * (1 if is_sum else count), count)}
+        return {"loss": MeanMetric(float(mean) * count, count)}
 
     return measure

@@ -56,7 +56,7 @@ class EvaluationConfig:
 
     Args:
         open_batches: returns the batches of the held-out data; None for no evaluation.
-        metrics: the metrics function.
+        metrics: the metrics function; None for the loss.
         every: evaluate after this many steps, too.
 
     Raises:
@@ -64,7 +64,7 @@ class EvaluationConfig:
     """
 
     open_batches: Callable[[], BatchSource] | None
-    metrics: MetricsFn
+    metrics: MetricsFn | None
     every: int | None
 
     def __post_init__(self) -> None:

@@ -67,7 +67,6 @@ from counterpoint.runtime.rank_builder import (
     StaleGradientHook,
     build_rank,
     communication_groups,
-    has_max_norm,
     independent_replicas,
     load_values,
     require_no_grad_hooks,
@@ -89,12 +88,11 @@ from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.buffer_changes import BufferChanges
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
+from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
 from counterpoint.training.model_consistency import (
     AttributeCheck,
-    CallFacts,
     ParameterMutationCheck,
     broadcast_initial_values,
-    describe_ranks,
 )
 from counterpoint.training.model_partition import (
     build_model_spec,
@@ -106,7 +104,10 @@ from counterpoint.training.model_partition import (
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
+from counterpoint.training.rank_facts import CallFacts
+from counterpoint.training.shared_models import SharedModel
 from counterpoint.training.stale_weights import StaleGrads, StaleWeights, without_stale_reads
+from counterpoint.training.step_facts import StepFacts
 from counterpoint.training.validation import (
     check_batch_norm,
     require_no_shared_memory,
@@ -206,7 +207,7 @@ class LocalRanks:
         self.model = model
         self.loss = loss
         self.device = next((param.device for param in model.parameters()), CPU)  # checked by build()
-        self.can_share_params = options.share_params_on_host and not has_max_norm(model) and self.device.type == "cpu"
+        self.can_share_params = options.share_params_on_host and self.device.type == "cpu"
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)
@@ -222,6 +223,7 @@ class LocalRanks:
         self.mutation_check: ParameterMutationCheck | None = None
         self.attribute_check = AttributeCheck()
         self.buffer_changes = BufferChanges(nn.Module(), ())
+        self.step_facts: StepFacts | None = None  # what processes compare in every step
         self.is_in_step = False
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.has_grads = False  # whether the ranks have the gradients of the last step
@@ -230,6 +232,7 @@ class LocalRanks:
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.observer: StepObserver | None = None
+        self.shared_model = SharedModel(self)
 
     def observe_steps(self, observer: StepObserver) -> None:
         """Let an observer see every step before it is taken."""
@@ -247,22 +250,20 @@ class LocalRanks:
         self,
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
-        call: CallFacts = CallFacts(),  # noqa: B008 - immutable
     ) -> CompiledPlan:
         """Partition the model, compile the plan for it, and build the ranks; once.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
-            call: what the call was given that needs the ranks.
 
         Raises:
-            PlanError: the model and the plan do not fit together, or ranks hold different models.
-            DataError: ranks have different data.
+            PlanError: the model and the plan do not fit together.
         """
         require_grad_recording()
         if self.compiled is None or self.mutation_check is None:
-            self.build_ranks(self.compile_plan(inputs, num_samples, call), to_device(inputs, self.device))
+            self.shared_model.find_partners()
+            self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
         assert self.compiled is not None, "compiled"
         return self.compiled
 
@@ -270,22 +271,19 @@ class LocalRanks:
         self,
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
-        call: CallFacts = CallFacts(),  # noqa: B008 - immutable
     ) -> PartitionedModel:
         """Partition the model and compile the plan for it; return the partition.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
-            call: what the call was given that needs the ranks.
 
         Raises:
-            PlanError: the model and the plan do not fit together, or ranks hold different models.
-            DataError: ranks have different data.
+            PlanError: the model and the plan do not fit together.
         """
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
-        self.check_model_consistency(call)
+        self.sync_initial_values()
         require_values(inputs)
         inputs = to_device(inputs, self.device)
         with explain_input_errors(self.model, inputs):
@@ -309,6 +307,7 @@ class LocalRanks:
             num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
             runs_per_rank = min(max_forwards_per_rank(self.compiled.program), num_micros)
             require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
+        self.require_lookups_of_parts(partition, inputs)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
@@ -394,11 +393,26 @@ class LocalRanks:
         self.buffer_changes = BufferChanges(self.model, self.ranks.values())
         if copies_model or copies_norms or isinstance(partition, TracedPartition):
             self.attribute_check.watch(self.model)
+        if has_remote_ranks(self.world):
+            loss = {"the loss": self.loss} if isinstance(self.loss, nn.Module) else {}
+            self.step_facts = StepFacts(self.optimizer_spec.optimizer, {"the model": self.model, **loss})
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
         self.optimizer_spec.attach_ranks(self.export_optimizer_state)
         self.import_optimizer_state()
+        self.shared_model.open()
+
+    @property
+    def trains_in_place(self) -> bool:
+        """Whether the model's own parameters are trained, and not copies, shards or other memory."""
+        has_flat_params = any(True for rank in self.ranks.values() for _ in rank.interpreter.store.flat_params())
+        return self.world.fabrics[0].num_ranks == 1 and not has_flat_params and not self.stale_weights.names
+
+    def update_model(self) -> None:
+        """Load the trained weights into the model if it is out of date."""
+        if self.stale_weights.is_stale:
+            self.export_weights()
 
     def require_copyable_model(self) -> None:
         """Check that ranks can train copies of the model.
@@ -519,18 +533,27 @@ class LocalRanks:
                 "unused_parameters='zero'"
             )
 
-    def check_model_consistency(self, call: CallFacts) -> None:
-        """Check that all processes hold the same model, plan and data, and broadcast rank 0's values.
+    def require_lookups_of_parts(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
+        """Check that lookups in tables are those of a plain loop, if ranks look up parts of a batch or run a trace.
 
         Raises:
-            PlanError: they differ; see :mod:`counterpoint.training.model_consistency`.
-            DataError: the data differ.
+            PlanError: a table limits the norm of its rows.
+            DataError: a table gets offsets of the batch.
+        """
+        if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
+            require_no_max_norm(self.model, self.plan)
+        if self.global_num_microbatches > 1:
+            require_whole_bags(self.model, inputs, self.plan, partial(self.run_forward, inputs))
+
+    def sync_initial_values(self) -> None:
+        """Broadcast rank 0's values to all processes, which have chosen the same plan.
+
+        Raises:
+            PlanError: they have not, or have other values under ``init_sync="verify"``.
         """
         fabric = self.world.fabrics[0]
         if has_remote_ranks(self.world):
-            plan = plan_fingerprint(self.plan, self.options.profile)
-            own = describe_ranks(self.model, plan, self.optimizer_spec.optimizer, self.loss, self.options)
-            call.require_same(fabric, own)
+            CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.model, self.options.init_sync)
         model_device(self.model)
@@ -540,15 +563,8 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
-        require_grad_recording()
-        self.stale_weights.grads.drop()
-        self.follow_changes(batch)
-        self.stale_weights.unmark()
-        self.has_grads = False
+        self.prepare_step(batch)
         variant, is_single_process = self.variant_at(number), self.is_single_process
-        self.attribute_check.require_unchanged(self.plan, partial(self.run_forward, batch))
-        if self.mutation_check is not None and is_single_process:
-            self.mutation_check.require_unchanged(self.plan, "")
 
         def work(fabric: Fabric) -> StepResult | None:
             """Take the step on one rank; return its result, None if it has none."""
@@ -559,26 +575,46 @@ class LocalRanks:
             with annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(number, batch, variant.name)
+                return interpreter.step(number, batch, variant.name, self.step_facts)
 
         self.is_in_step = True
         try:
             with rollback_on_error(self.world, self.ranks, self.in_flight):
                 results = [result for result in self.world.run(work) if result is not None]
             self.stale_weights.mark()
+            self.shared_model.record_step()
         except BaseException:
             if is_single_process:  # elsewhere the other ranks end, too, and what a rank has is all there is
                 self.stale_weights.mark()
             raise
         finally:
             self.is_in_step = False
+        if self.step_facts is not None:
+            self.step_facts.end_step()
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
         result = results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
         self.grad_norm = result.norm
-        assert self.run_spec is not None, "built"
-        self.has_grads = self.run_spec.keeps_grads and not result.skip_reason and not self.has_shared_rows()
+        self.has_grads = self.keeps_grads() and not result.skip_reason and not self.has_shared_rows()
         return result
+
+    def prepare_step(self, batch: MicrobatchSource) -> None:
+        """Check what the user may have changed since the last step, and give the ranks what they can take over."""
+        require_grad_recording()
+        self.stale_weights.grads.drop()
+        self.shared_model.catch_up()
+        self.follow_changes(batch)
+        self.stale_weights.unmark()
+        self.has_grads = False
+        self.attribute_check.require_unchanged(self.plan, lambda: self.run_forward(batch.inputs(min(batch.sizes))))
+        if self.step_facts is not None:
+            self.step_facts.begin_step(batch)
+        if self.mutation_check is not None and self.is_single_process:
+            self.mutation_check.require_unchanged(self.plan, "")
+
+    def keeps_grads(self) -> bool:
+        """Return whether ranks keep the gradient of each step until the next one."""
+        return self.run_spec is not None and self.run_spec.keeps_grads
 
     def has_shared_rows(self) -> bool:
         """Return whether replicas share rows of embedding tables, whose gradients are not kept after the update."""
@@ -593,7 +629,7 @@ class LocalRanks:
         """
         if self.has_grads:
             return
-        if self.run_spec is not None and not self.run_spec.keeps_grads:
+        if self.run_spec is not None and not self.keeps_grads():
             raise DataError(
                 f"there is no gradient of the last step: under {self.plan} ranks or servers apply several, or those of "
                 "earlier batches; compute one from the model, by a backward inside `with step.full_weights() as model:`"
@@ -728,9 +764,9 @@ class LocalRanks:
         if is_new:
             scatter_optimizer_state(self.shard_map(), self.ranks.values(), states)
 
-    def run_forward(self, batch: MicrobatchSource) -> None:
-        """Run the user's model once in training, on the first microbatch; its state is preserved."""
-        args, kwargs = split_call_args(as_call_args(batch.inputs(min(batch.sizes))))
+    def run_forward(self, inputs: Any) -> None:  # noqa: ANN401 - whatever the model takes
+        """Run the user's model once in training; its state is preserved."""
+        args, kwargs = split_call_args(as_call_args(inputs))
         with preserve_state(self.model):
             self.model(*args, **kwargs)
 
@@ -761,21 +797,33 @@ class LocalRanks:
                 for flat_params, weights in zip(self.ranks[number].interpreter.store.flat_params(), local, strict=True):
                     flat_params.weights.data.copy_(weights)
 
-    def evaluate(self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any], number: int) -> None:
-        """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``."""
+    def evaluate(
+        self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any] | None, number: int
+    ) -> dict[int, tuple[float, float | None]]:
+        """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``.
+
+        Returns:
+            Without ``metrics`` the mean loss of each microbatch, and its weight if it is a weighted mean.
+        """
+        measured: dict[int, tuple[float, float | None]] = {}
 
         def record(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+            assert metrics is not None, "the loss is not replaced"
             metrics(outputs, targets)
             return torch.zeros(())
 
         def work(fabric: Fabric) -> None:
             interpreter = self.ranks[fabric.rank].interpreter
             if fabric.rank not in self.eval_models:
-                self.eval_models[fabric.rank] = replace(self.ranks[fabric.rank].bind_for_evaluation(), loss=record)
-            interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=record), number)
+                self.eval_models[fabric.rank] = self.ranks[fabric.rank].bind_for_evaluation()
+            model = self.eval_models[fabric.rank]
+            losses = interpreter.evaluate(batch, model if metrics is None else replace(model, loss=record), number)
+            measured.update({} if metrics is not None else losses)
 
+        self.shared_model.catch_up()
         with self.stale_weights.unmarked():
             self.world.run(work)
+        return measured
 
     def sync_state(self) -> None:
         """Synchronize running statistics, and weights that are on servers, to all ranks."""
@@ -807,6 +855,7 @@ class LocalRanks:
         """Load the trained weights and buffers into the user's model, on every rank."""
         if self.mutation_check is None:  # build() did not finish
             return
+        self.shared_model.catch_up()
         self.in_flight.require_flushed("export_weights()")
         self.buffer_changes.carry_over()
         self.stale_weights.unmark()
@@ -834,6 +883,7 @@ class LocalRanks:
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
+        self.shared_model.update_model()
         if self.stale_weights.is_stale:
             self.export_weights()  # the model was not changed, but is out of date
         shard_map, params = self.shard_map(), dict(self.model.named_parameters())
@@ -843,6 +893,8 @@ class LocalRanks:
             store = self.ranks[fabric.rank].interpreter.store
             load_weights(shard_map, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
             for flat_params in store.flat_params():
+                flat_params.unshard_weights()
+                flat_params.rebind_views(flat_params.weights)  # another step may have moved the parameters
                 flat_params.reshard_weights()  # gathered weights are stale now
             store.drop_delayed_grads()
             self.ranks[fabric.rank].interpreter.state.restore_delayed(is_skipped=False)
@@ -876,6 +928,7 @@ class LocalRanks:
         self.retained_memory.stop()
         self.remove_hooks()
         self.released_params.poison()
+        self.shared_model.close()
         if self.mutation_check is not None and self.is_single_process:
             self.in_flight.batches.clear()
             if not self.optimizer_spec.has_new_state:

@@ -184,19 +184,6 @@ def require_sample_layout(batch_dims: Any, shared: Any) -> None:  # noqa: ANN401
         )
 
 
-def require_stacked_samples(options: TrainingOptions) -> None:
-    """Check that no option says where samples are in a batch, which ``fit`` itself makes of samples.
-
-    Raises:
-        PlanError: one does.
-    """
-    if options.batch_dims or options.shared:
-        raise PlanError(
-            f"batch_dims={options.batch_dims} and shared={tuple(options.shared)} are about batches, but fit makes "
-            "batches by stacking samples along dim 0; omit them, or pass batches to the step that parallelize returns"
-        )
-
-
 def require_profile(profile: object) -> None:
     """Check the type of a model profile.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn, optim
 
-from counterpoint.data.batch_form import ForwardArguments, as_inputs, split_targets
+from counterpoint.data.batch_form import as_inputs, split_targets
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
@@ -20,8 +20,7 @@ from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, slice_samples
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
+from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.global_batch import (
     batch_digest,
@@ -29,7 +28,6 @@ from counterpoint.training.batches.global_batch import (
     count_samples,
     make_global_batch,
     require_full_batch,
-    require_same_batches,
     warn_forked_workers,
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
@@ -46,13 +44,17 @@ from counterpoint.training.plan_resolution import (
     resolve_initial_plan,
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
-from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
+from counterpoint.training.step_facts import describe_form
+from counterpoint.training.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
 
 NO_TARGETS = object()
 """In place of targets that were not given."""
 RENAMED_METHODS = {"give_back": "export_weights", "take": "import_weights"}
 """Former names of methods of :class:`TrainStep`."""
+PARTS_OF_STEP = frozenset({"forward", "backward", "zero_grad"})
+"""What a plain loop calls, and ranks run as one program."""
 
 
 class TrainStep:
@@ -71,6 +73,7 @@ class TrainStep:
         has_fixed_microbatches: whether the number of microbatches was given.
         auto_strategy: the choice of the plan, if it is made with the first batch.
         batch_exchange: exchanges the ranks' own batches, if each process passes its own.
+        plan_facts: what was asked for, to be compared with other processes.
     """
 
     def __init__(
@@ -80,11 +83,12 @@ class TrainStep:
         has_fixed_microbatches: bool,
         auto_strategy: AutoStrategy | None = None,
         batch_exchange: PerRankBatchExchange | None = None,
+        plan_facts: NamedFacts = (),
     ) -> None:
         self.local_ranks = local_ranks
+        self.plan_facts = plan_facts
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
-        self.arguments = ForwardArguments.of(local_ranks.model)
         options = local_ranks.options
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
@@ -92,6 +96,7 @@ class TrainStep:
         self.is_closed = False
         self.is_multi_process = False  # whether other processes have ranks, too
         self.committed_microbatches: list[int] = []
+        self.accumulated: list[tuple[Any, Any]] = []  # batches for the next update()
         self.known_pids: set[int] = set()  # child processes that were checked
         self.has_warned_of_fork = False  # of forked workers
 
@@ -114,24 +119,101 @@ class TrainStep:
             DataError: inputs and targets differ in length, ranks in the size of their batches; or the model's weights
                 were changed in between, and the ranks train copies of them: see :meth:`import_weights`.
         """
+        batch = self.parse_batch(inputs, targets)
+        if self.accumulated:
+            raise DataError(
+                f"step {self.number} was called with a batch while {len(self.accumulated)} are accumulated; give this "
+                "one to accumulate(batch), too, and call update()"
+            )
+        if self.batch_exchange is not None:
+            return self.step_with_rank_batch(self.batch_exchange, batch)
+        return self.train([batch])
+
+    def accumulate(self, inputs: Any, targets: Any = NO_TARGETS) -> None:  # noqa: ANN401 - of any form
+        """Keep a batch for the next :meth:`update`, which trains on all that were kept.
+
+        Args:
+            inputs: as for a call of the step.
+            targets: likewise.
+
+        Raises:
+            PlanError: the step is closed, or each process passes its own batches.
+
+        Example:
+            >>> import torch
+            >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
+            >>> with parallelize(model, optim.SGD(model.parameters(), lr=0.1), loss, strategy="data(2)") as step:
+            ...     for length in (4, 2, 6):
+            ...         step.accumulate(torch.ones(length, 2), torch.zeros(length, 1))
+            ...     loss = step.update()
+        """
+        batch = self.parse_batch(inputs, targets)
+        if self.batch_exchange is not None:
+            raise PlanError(
+                "accumulate() takes global batches, but batches='per_rank' was given; pass the samples of several "
+                "batches in one call, which num_microbatches=K computes in K parts, or omit batches"
+            )
+        self.accumulated.append(batch)
+
+    def update(self) -> float:
+        """Train on the accumulated batches in one step, as on one batch with all their samples.
+
+        A microbatch never has samples of two batches, so that their shapes may differ. The first update sets the number
+        of microbatches, unless ``num_microbatches`` was given; later ones may be of fewer batches.
+
+        Returns:
+            The mean loss over the samples, tokens or weights of all of them.
+
+        Raises:
+            DataError: no batch was accumulated, or more than there are microbatches.
+        """
+        if not self.accumulated:
+            raise DataError(
+                "update() has no batch to train on; call accumulate(batch) for each one before, or pass one to the "
+                "step itself"
+            )
+        batches, self.accumulated = self.accumulated, []
+        return self.train(batches)
+
+    def parse_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        """Return the inputs and targets of a batch of any form, with marks where samples do not lie along dim 0.
+
+        Raises:
+            PlanError: the step is closed.
+        """
         if self.is_closed:
             raise PlanError(
                 f"step {self.number} was called after close(); close when training is over, and call parallelize(...) "
                 "again to train further"
             )
         if targets is NO_TARGETS:
-            inputs, targets = split_targets(inputs, self.arguments)
+            inputs, targets = split_targets(inputs, self.sample_layout.arguments)
         elif isinstance(inputs, Mapping):
             inputs = as_inputs(inputs)
         if self.local_ranks.compiled is None:
             register_dataclasses((inputs, targets))
-        inputs, targets = self.sample_layout.mark(inputs, targets)
-        if self.batch_exchange is not None:
-            return self.step_with_rank_batch(self.batch_exchange, (inputs, targets))
-        count = count_samples(inputs, targets)
+        return self.sample_layout.mark(inputs, targets)
+
+    def train(self, batches: Sequence[tuple[Any, Any]]) -> float:
+        """Take one step on the samples of some global batches, and return its loss as :meth:`submit` does.
+
+        Raises:
+            DataError: there are more batches than microbatches.
+        """
+        counts = [count_samples(*batch) for batch in batches]
         if self.local_ranks.compiled is None:
-            self.build(inputs, targets, count)
-        return self.submit(make_global_batch((inputs, targets), count, self.local_ranks.global_num_microbatches))
+            self.build(batches, counts)
+        num_microbatches = self.local_ranks.global_num_microbatches
+        if len(batches) == 1:
+            return self.submit(make_global_batch(batches[0], counts[0], num_microbatches))
+        if len(batches) > num_microbatches:
+            raise DataError(
+                f"{len(batches)} batches were accumulated, but a step under {self.local_ranks.plan} has "
+                f"{num_microbatches} microbatches, as the first one needed, or num_microbatches says; accumulate the "
+                "most in the first update, or give num_microbatches"
+            )
+        shares = [stop - start for start, stop in split_batch(num_microbatches, len(batches))]
+        return self.submit(AccumulatedBatches(list(map(make_global_batch, batches, counts, shares))))
 
     def submit(self, batch: MicrobatchSource) -> float:
         """Start a batch; return the loss of the batch that was finished: this one, unless batches overlap."""
@@ -150,7 +232,7 @@ class TrainStep:
         with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
             result = self.local_ranks.step(number, in_flight.batch_source(number))
         batch = in_flight.batches.pop(number, None)
-        if self.is_multi_process and isinstance(batch, SlicedBatch):
+        if self.is_multi_process and isinstance(batch, SlicedBatch | AccumulatedBatches):
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
@@ -159,6 +241,8 @@ class TrainStep:
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
         """Train on the batches of all ranks, including this one's, and return their mean loss."""
         count, is_first = count_samples(*batch, may_be_empty=True), self.local_ranks.compiled is None
+        if is_first:
+            self.require_same_ranks()
         infos = batch_exchange.exchange_info(
             self.number, count, content_digest=batch_digest(*batch) if is_first else ""
         )
@@ -183,6 +267,7 @@ class TrainStep:
             )
         global_size = max(counts) * (ranks.plan.global_num_microbatches // ranks.plan.num_microbatches)
         self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
+        ranks.plan.require_batch(global_size)
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
         batch_exchange.set_program(
             ranks.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
@@ -199,6 +284,8 @@ class TrainStep:
             DataError: ranks may not have different numbers of batches.
         """
         while self.batch_exchange is not None and not self.is_closed:
+            if self.local_ranks.compiled is None:
+                self.require_same_ranks()
             infos = self.batch_exchange.exchange_info(self.number, 0, is_done=True)
             if all(info.is_done for info in infos):
                 return
@@ -245,15 +332,41 @@ class TrainStep:
                 after()
         return losses
 
-    def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
-        """Build the ranks for batches of this size."""
-        local_ranks = self.local_ranks
+    def require_same_ranks(self, data: NamedFacts = ()) -> None:
+        """Check before the first step that all processes train the same model; a collective call.
+
+        Args:
+            data: what identifies the batch, if all have the same one.
+
+        Raises:
+            PlanError: they do not.
+            DataError: they have other batches.
+        """
+        ranks, exchange = self.local_ranks, self.batch_exchange
+        options = {"batches": "global"} if exchange is None else {"batches": "per_rank", "uneven": exchange.uneven}
+        call = CallFacts([["the call", "parallelize"], *describe_arguments(options)], data)
+        own = describe_ranks(ranks.model, self.plan_facts, self.optimizer, ranks.loss, ranks.options)
+        call.require_same(ranks.world.fabrics[0], own)
+
+    def build(self, batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> None:
+        """Build the ranks for steps on batches like these, which have so many samples."""
+        local_ranks, inputs, count = self.local_ranks, batches[0][0], counts[0]
         fabric = local_ranks.world.fabrics[0]
         self.is_multi_process = has_remote_ranks(local_ranks.world)
         if self.is_multi_process:
-            require_same_batches(fabric, count, batch_digest(inputs, targets))
-        self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, (inputs, targets))
-        start, stop = split_batch(count, local_ranks.plan.global_num_microbatches)[0]
+            facts = [
+                ["the size of the batch", f"{sum(counts)} samples"],
+                ["the form of the batch", describe_form(tuple(batches) if len(batches) > 1 else batches[0])],
+                ["the content of the batch", f"digest {batch_digest(*batches)}"],
+            ]
+            self.require_same_ranks(facts)
+        self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, batches[0])
+        if len(batches) == 1:
+            local_ranks.plan.require_batch(count)
+        elif not self.has_fixed_microbatches:
+            local_ranks.use_plan(local_ranks.plan.with_microbatches_of(len(batches)))
+        _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]
+        start, stop = split_batch(count, max(share, 1))[0]
         compiled = local_ranks.build(slice_samples(inputs, start, stop), stop - start)
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
 
@@ -279,7 +392,6 @@ class TrainStep:
         elif not self.has_fixed_microbatches:
             min_samples = min_microbatch_size(local_ranks.model)
             local_ranks.use_plan(local_ranks.plan.with_microbatches_for(count, min_samples=min_samples))
-        local_ranks.plan.require_batch(count)
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -399,6 +511,12 @@ class TrainStep:
         def __getattr__(self, name: str) -> NoReturn:
             """Report an attribute that does not exist, with the present name of one that was renamed."""
             hint = renamed_hint(name, RENAMED_METHODS)
+            if name in PARTS_OF_STEP:
+                hint = (
+                    "; a call of the step runs forward, backward and update, which ranks do in one program: write what "
+                    "is added to the loss, or scales it, into the loss function, and accumulate gradients over batches "
+                    "with step.accumulate(batch) and step.update()"
+                )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __enter__(self) -> TrainStep:
@@ -420,7 +538,7 @@ class TrainStep:
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     model: nn.Module,
-    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    optimizer: OptimizerArgument,
     loss: LossFunction,
     *,
     strategy: StrategyArgument = "data",
@@ -435,7 +553,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
 
     Args:
         model: any module.
-        optimizer: a torch optimizer on its parameters, or a factory.
+        optimizer: a torch optimizer on its parameters, a list of some that each have a part of them, or a factory.
         loss: from the model's output and the targets to the mean loss.
         strategy: a plan or its text, as for :class:`counterpoint.training.trainer.Trainer`.
         num_microbatches: microbatches of the innermost program.
@@ -487,4 +605,5 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         has_fixed_microbatches=requested_plan.has_explicit_microbatches,
         auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
+        plan_facts=requested_plan.describe(plan, training_options.profile),
     )

@@ -27,16 +27,17 @@ from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.full_state import gather_optimizer_state
 from counterpoint.runtime.loss_reduction import LossFunction, WeightedMean
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory, clip_by_value, squared_norm
+from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
+from counterpoint.training.float32_replacement import ReplaceFloat32
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.module_snapshot import convert_floats
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.parallelize import TrainStep
 from counterpoint.training.plan_resolution import RequestedPlan, StrategyArgument, make_auto_strategy, parse_options
 from counterpoint.training.recording import RecordedRun, RecordedStep, record_step, snapshot_of
-from counterpoint.training.validation import wrap_optimizer
+from counterpoint.training.validation import OptimizerArgument, wrap_optimizer
 
 DEFAULT_STRATEGIES = ("solo", "data(2)", "zero3(2)", "pipeline(2)", "pipeline(2) * data(2)", "tensor(2)")
 """What is compared if no strategies are given; those that the model cannot use are listed as refused."""
@@ -234,7 +235,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def parity(
     model: nn.Module,
-    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    optimizer: OptimizerArgument,
     loss: LossFunction,
     batches: Iterable[tuple[Any, Any]],
     *,
@@ -248,7 +249,7 @@ def parity(
 
     Args:
         model: any module.
-        optimizer: a torch optimizer on its parameters, or a factory.
+        optimizer: a torch optimizer on its parameters, a list of optimizers, or a factory.
         loss: from the model's output and the targets to the loss.
         batches: inputs and targets of each step; some steps are enough.
         strategies: what is compared; by default one rank, data parallelism, ZeRO, pipelines and tensor parallelism.
@@ -329,12 +330,15 @@ def compare_plans(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let models create tensors of this dtype inside; None for that of the user."""
-    previous = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(dtype)
-    try:
+    """Let models create tensors of this dtype inside, also where they ask for float32; None for those of the user."""
+    if dtype is None:
         yield
+        return
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with ReplaceFloat32(dtype):
+            yield
     finally:
         torch.set_default_dtype(previous)
 

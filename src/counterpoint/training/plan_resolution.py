@@ -13,6 +13,7 @@ from torch import nn
 from counterpoint.compiler.given_program import GivenProgram
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
+from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.dry_run import Inputs
@@ -33,7 +34,12 @@ from counterpoint.strategies.strategy import Strategy, require_strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
-from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
+from counterpoint.training.model_partition import (
+    assign_unused_params,
+    drop_frozen_params,
+    finest_partition,
+    plan_fingerprint,
+)
 from counterpoint.training.options import RENAMED_OPTIONS, TrainingOptions
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import resolve_cluster
@@ -151,6 +157,21 @@ class RequestedPlan:
         if self.num_microbatches is not None:
             plan = replace(plan, num_microbatches=self.num_microbatches)
         return plan if self.passes is None else replace(plan, passes=tuple(self.passes))
+
+    def describe(self, plan: Plan, profile: ModelProfile | None) -> list[list[str]]:
+        """Return what was asked for by name, for the comparison of ranks.
+
+        Args:
+            plan: what :meth:`resolve` has returned.
+            profile: by which stages are balanced.
+        """
+        is_auto = isinstance(self.strategy, str) and _AUTO.fullmatch(self.strategy) is not None
+        is_given = self.has_explicit_microbatches and not is_auto
+        return [
+            ["the plan", "auto" if is_auto else plan_fingerprint(plan, profile)],
+            ["the option num_microbatches", str(plan.num_microbatches if is_given else self.num_microbatches)],
+            ["the option passes", str(plan.passes)],
+        ]
 
     @property
     def has_explicit_microbatches(self) -> bool:

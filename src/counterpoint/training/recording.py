@@ -149,7 +149,16 @@ def snapshot_of(model: nn.Module, loss: LossFunction) -> ModuleSnapshot:
 
 
 def record_step(batch: MicrobatchSource, optimizer_spec: OptimizerSpec) -> RecordedStep:
-    """Return a batch of one microbatch and the current options of the optimizer, both copied."""
+    """Return a batch of one microbatch and the current options of the optimizer, both copied.
+
+    Raises:
+        PlanError: it has several, as that of ``step.update()``.
+    """
+    if len(batch.sizes) > 1:
+        raise PlanError(
+            f"the step accumulates {len(batch.sizes)} batches, which cannot be recorded as one; pass one batch to the "
+            "step while the script is checked"
+        )
     options = tuple(
         copy.deepcopy(optimizer_spec.options(group)) for group in range(len(optimizer_spec.optimizer.param_groups))
     )

@@ -220,7 +220,8 @@ class StaleWeights:
         }
         self._classes = []  # of each tensor: the plain one, that when its values are loaded, that while they are stale
         for tensor in {id(tensor): tensor for tensor in (*tensors.values(), *self.grads.params.values())}.values():
-            plain = type(tensor)
+            is_marked = isinstance(tensor, StaleTensor | WithoutOwnGrad)  # by ranks that share it
+            plain = (nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor) if is_marked else type(tensor)
             if plain not in stale_classes:  # users' own classes stay
                 continue
             has_grads = id(tensor) in self.grads.names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,6 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from counterpoint.compiler.compile import CompiledPlan
-from counterpoint.data.batch_form import ForwardArguments
 from counterpoint.data.fetch import CollateFn
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import CheckpointError, PlanError
@@ -23,20 +22,19 @@ from counterpoint.optim.validation import renamed_hint, renamed_parameters, requ
 from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
 from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
-from counterpoint.training.distributed_world import has_remote_ranks, open_world
-from counterpoint.training.evaluation import MetricsFn, evaluate, make_loss_metric
+from counterpoint.training.distributed_world import open_world
+from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
 from counterpoint.training.local_ranks import LocalRanks, abort_training
-from counterpoint.training.model_consistency import CallFacts, NamedFacts, describe_arguments
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
-from counterpoint.training.options import RENAMED_FIT_OPTIONS, require_stacked_samples
+from counterpoint.training.options import RENAMED_FIT_OPTIONS
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -46,8 +44,10 @@ from counterpoint.training.plan_resolution import (
     resolve_initial_plan,
 )
 from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.rank_facts import CallFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import (
+    OptimizerArgument,
     min_microbatch_size,
     require_scheduler_batch,
     require_step_scheduler,
@@ -73,7 +73,8 @@ class Trainer:
     Args:
         model: any module; it has the trained weights after :meth:`fit`.
         loss: from the model's output and the targets to the mean loss of the samples.
-        optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=3e-4)``.
+        optimizer: a torch optimizer on the model's parameters, a list of some that each have a part of them, or a
+            factory such as ``partial(AdamW, lr=3e-4)``.
         strategy: a plan, or its text: ``"zero3"`` uses all ranks there are, ``"pipeline(4) * data(2)"`` needs 8; or a
             strategy of one's own, a tuple of strategies, applied from left to right, or a program. Without a launcher,
             all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when the first batch is
@@ -108,7 +109,7 @@ class Trainer:
         model: nn.Module,
         *,
         loss: LossFunction,
-        optimizer: optim.Optimizer | TorchOptimizerFactory,
+        optimizer: OptimizerArgument,
         strategy: StrategyArgument = "data",
         num_microbatches: int | None = None,
         lr_scheduler: LrSchedulerFactory | None = None,
@@ -120,8 +121,8 @@ class Trainer:
     ) -> None:
         self.model = model
         self.loss = loss
-        self.arguments = ForwardArguments.of(model)
         self.options = parse_options(options)
+        self.sample_layout = SampleLayout(model, self.options.batch_dims or {}, self.options.shared)
         self.environment = environment if environment is not None else detect()
         requested_plan = RequestedPlan(strategy, num_microbatches, passes)
         self.recorder = record_call(requested_plan)
@@ -129,6 +130,7 @@ class Trainer:
             self.options, self.environment = replace(self.options, num_measured_plans=0), None
             requested_plan, callbacks, progress = ONE_RANK, (), "off"
         self.plan = resolve_initial_plan(requested_plan, self.environment)
+        self.plan_facts = requested_plan.describe(self.plan, self.options.profile)
         self.auto_strategy = make_auto_strategy(requested_plan, self.plan, self.options)
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
@@ -154,13 +156,14 @@ class Trainer:
         return self.environment.rank if self.environment is not None else 0
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other processes have ranks, too."""
+        return self.environment is not None and self.environment.world_size > 1
+
+    @property
     def compiled(self) -> CompiledPlan | None:
         """The plan's program and its verification result; None before the first batch is known."""
         return self.local_ranks.compiled if self.local_ranks is not None else None
-
-    def loss_metric(self) -> MetricsFn:
-        """Return the metrics function of the loss, which is measured where no other is given."""
-        return make_loss_metric(self.loss, is_sum=self.options.loss_reduction == "sum")
 
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
         self,
@@ -220,7 +223,6 @@ class Trainer:
         """
         require_known_options(renamed)
         require_counts(optional=True, batch_size=batch_size)
-        require_stacked_samples(self.options)
         checkpoint = CheckpointConfig(
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
         )
@@ -228,7 +230,7 @@ class Trainer:
         open_eval_batches = partial(self.open_eval_batches, eval_dataset, batch_size, collate_fn)
         evaluation = EvaluationConfig(
             open_eval_batches if eval_dataset is not None else None,
-            metrics if metrics is not None else self.loss_metric(),
+            metrics,
             evaluate_every,
         )
         goals = FitConfig(epochs, max_steps, evaluation, checkpoint)
@@ -238,22 +240,20 @@ class Trainer:
         first_epoch = self.progress.cursor.epoch + (self.progress.cursor.batch > 0)
         batches = open_batches(
             dataset,
-            arguments=self.arguments,
+            layout=self.sample_layout,
             batch_size=batch_size,
             collate_fn=collate_fn,
             loading=loading,
             seed=self.options.seed,
             first_epoch=first_epoch,
         )
-        arguments = describe_arguments(
-            {
-                "batch_size": batches.batch_size, "collate_fn": collate_fn, "epochs": epochs, "max_steps": max_steps,
-                "metrics": metrics, "evaluate_every": evaluate_every, "checkpoint_dir": checkpoint_dir is not None,
-                "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode,
-                "resume": resume is not None, "eval_dataset": eval_dataset is not None,
-            }
-        )  # fmt: skip
-        run = self.build_fit_loop(batches, goals, history, arguments)
+        arguments = {
+            "batch_size": batch_size, "collate_fn": collate_fn, "metrics": metrics, "checkpoint_dir": checkpoint_dir,
+            "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode, "resume": resume,
+            "epochs": epochs, "max_steps": max_steps, "evaluate_every": evaluate_every,
+        }  # fmt: skip
+        self.require_same_fit(batches, arguments, eval_dataset, open_eval_batches)
+        run = self.build_fit_loop(batches, goals, history)
         self.run_fit(run, Path(resume) if resume is not None else None)
         if self.recorder is not None:
             self.recorder.after_training()
@@ -270,33 +270,70 @@ class Trainer:
             batch_size = 64 * count
         return open_batches(
             dataset,
-            arguments=self.arguments,
+            layout=self.sample_layout,
             batch_size=None if isinstance(dataset, DataLoader) else batch_size,
             collate_fn=None if isinstance(dataset, DataLoader) else collate_fn,
             loading=DataLoadingConfig(),
             shuffle="sequential",
         )
 
-    def build_fit_loop(
-        self, batches: BatchSource, config: FitConfig, history: History, arguments: NamedFacts = ()
-    ) -> FitLoop:
+    def require_same_fit(
+        self,
+        batches: BatchSource,
+        arguments: Mapping[str, object],
+        eval_dataset: TrainingData | None,
+        open_eval_batches: Callable[[], BatchSource],
+    ) -> None:
+        """Check that all processes call ``fit`` alike; see :meth:`require_same_ranks`."""
+        settings = {
+            "eval_dataset": type(eval_dataset),
+            "lr_scheduler": self.lr_scheduler,
+            "callbacks": tuple(map(type, callbacks_on_every_rank(self.callbacks))),
+        }
+        if self.has_peers:
+            eval_batches = open_eval_batches() if is_map_style(eval_dataset) else None
+            self.require_same_ranks("Trainer.fit", batches, {**arguments, **settings}, eval_batches)
+
+    def require_same_ranks(
+        self, name: str, batches: BatchSource, arguments: Mapping[str, object], eval_batches: BatchSource | None = None
+    ) -> None:
+        """Check that all processes make the same call, with the same model and data; a collective call.
+
+        Args:
+            name: of the call.
+            batches: what it reads.
+            arguments: its arguments.
+            eval_batches: the held-out data, if they have samples by index.
+
+        Raises:
+            PlanError: they do not, or have another model.
+            DataError: they have other data.
+        """
+        if not self.has_peers:
+            return
+        world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
+        held_out = [] if eval_batches is None else eval_batches.describe()[:1]
+        data = [*batches.describe(), *(["the held-out data", text] for _, text in held_out)]
+        call = CallFacts([["the call", name], *describe_arguments(arguments)], data)
+        own = describe_ranks(self.model, self.plan_facts, self.optimizer, self.loss, self.options)
+        call.require_same(world.fabrics[0], own)
+
+    def build_fit_loop(self, batches: BatchSource, config: FitConfig, history: History) -> FitLoop:
         """Return a fit that has not started, with ranks that are ready for it.
 
         Args:
             batches: the training data.
             config: what the fit does.
             history: records its events.
-            arguments: of the fit, which are the same on all ranks.
 
         Raises:
-            PlanError: the batch does not divide into the plan's microbatches, or ranks have other arguments.
-            DataError: ranks have other data.
+            PlanError: the batch does not divide into the plan's microbatches.
         """
         require_scheduler_batch(self.lr_scheduler, batches.batch_size, batches.num_batches)
         self.resolve_plan(batches)
         if batches.is_fixed_size:
             self.plan.require_batch(batches.batch_size)
-        team = self.ensure_ranks(batches, arguments)
+        team = self.ensure_ranks(batches)
         callbacks = self.callbacks if self.rank == 0 else callbacks_on_every_rank(self.callbacks)
         return FitLoop(team, batches, config, self.lr_scheduler, [history, *callbacks])
 
@@ -353,12 +390,14 @@ class Trainer:
         """
         require_counts(optional=True, batch_size=batch_size)
         batches = self.open_eval_batches(dataset, batch_size, collate_fn)
+        arguments = {"metrics": metrics, "batch_size": batch_size, "collate_fn": collate_fn}
+        self.require_same_ranks("Trainer.evaluate", batches, arguments)
         team = self.ensure_ranks(batches)
         team.in_flight.require_flushed("evaluate()")
         if not self.ranks_are_newer:
             team.import_weights()
         with preserve_training_mode(self.model):
-            return evaluate(team, batches, metrics if metrics is not None else self.loss_metric())
+            return evaluate(team, batches, metrics)
 
     @renamed_parameters({"keep": RENAMED_FIT_OPTIONS["keep"]})
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
@@ -386,17 +425,8 @@ class Trainer:
             return self.optimizer.state_dict()
         return self.local_ranks.full_optimizer_state()
 
-    def ensure_ranks(self, batches: BatchSource, arguments: NamedFacts = ()) -> LocalRanks:
-        """Return the ranks, built for microbatches of these batches if they are not yet; all have the same data.
-
-        Args:
-            batches: what the ranks are to train on or to evaluate.
-            arguments: of the call, which are the same on all ranks.
-
-        Raises:
-            PlanError: ranks have other arguments.
-            DataError: ranks have other data.
-        """
+    def ensure_ranks(self, batches: BatchSource) -> LocalRanks:
+        """Return the ranks, built for microbatches of these batches if they are not yet."""
         if self.local_ranks is None:
             self.resolve_plan(batches)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
@@ -405,9 +435,7 @@ class Trainer:
             if self.recorder is not None:
                 self.local_ranks.observe_steps(self.recorder)
         if self.local_ranks.compiled is None:
-            self.build_ranks(self.local_ranks, batches, arguments)
-        elif has_remote_ranks(self.local_ranks.world):
-            CallFacts(arguments, batches.describe()).require_same(self.local_ranks.world.fabrics[0])
+            self.build_ranks(self.local_ranks, batches)
         return self.local_ranks
 
     def resolve_plan(self, batches: BatchSource) -> None:
@@ -428,15 +456,14 @@ class Trainer:
         batch = partial(batches.sample_batch, batches.batch_size)
         return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, make_world, batch)
 
-    def build_ranks(self, local_ranks: LocalRanks, batches: BatchSource, arguments: NamedFacts) -> None:
+    def build_ranks(self, local_ranks: LocalRanks, batches: BatchSource) -> None:
         """Build the ranks for microbatches of these batches; close everything if that fails."""
         try:
             count = sum(batches.sample_batch(batches.batch_size).sizes.values())
             start, stop = split_batch(count, self.plan.global_num_microbatches)[0]
             feed = batches.sample_batch(stop - start)
             has_new_state = self.optimizer_spec.has_new_state  # which was loaded since
-            call = CallFacts(arguments, batches.describe()) if has_remote_ranks(local_ranks.world) else CallFacts()
-            local_ranks.build(feed.inputs(0), feed.sizes[0], call)
+            local_ranks.build(feed.inputs(0), feed.sizes[0])
             if self.optimizer_states is not None:
                 if not has_new_state:
                     restore_optimizer_states(local_ranks.ranks, self.optimizer_states)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_leaves
@@ -15,6 +17,7 @@ from counterpoint.partitioning.dry_run import TrainingModes
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
+from counterpoint.runtime.chained_optimizer import chain_optimizers
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.training.options import TrainingOptions
@@ -33,14 +36,18 @@ def require_directory_path(path: Path | None) -> None:
             return
 
 
-def wrap_optimizer(
-    optimizer: optim.Optimizer | TorchOptimizerFactory, model: nn.Module, strategy: object = ""
-) -> OptimizerSpec:
+OptimizerArgument: TypeAlias = optim.Optimizer | Sequence[optim.Optimizer] | TorchOptimizerFactory
+"""A torch optimizer, several that update parts of the model together, or a factory."""
+
+
+def wrap_optimizer(optimizer: OptimizerArgument, model: nn.Module, strategy: object = "") -> OptimizerSpec:
     """Wrap the user's optimizer or factory; warn if the plan names a system that was published with another optimizer.
 
     Raises:
         PlanError: it is neither, or does not fit the model.
     """
+    if isinstance(optimizer, Sequence):
+        optimizer = chain_optimizers(optimizer)
     if not isinstance(optimizer, optim.Optimizer) and not callable(optimizer):
         raise PlanError(
             f"optimizer={optimizer!r} is neither an optimizer nor a way to make one; pass a torch optimizer on the "

@@ -5,8 +5,10 @@ from hypothesis import given, settings, strategies as st
 
 from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes
 from counterpoint.errors import ProgramError
+from counterpoint.program.execution_order import check_rendezvous_sends
 from counterpoint.program.program import Program, RankProgram
-from counterpoint.program.verify.verifier import verify
+from counterpoint.program.text import parse_instruction
+from counterpoint.program.verify.verifier import add_row_gathers, verify
 from tests.program.verify.damaged_programs import ALL_RANKS, DamagedProgram, verify_damaged, verify_text
 from tests.program.verify.random_plans import legal_cases
 
@@ -254,3 +256,15 @@ def test_no_instruction_of_any_composition_can_be_omitted(case, data):
     with pytest.raises(ProgramError) as caught:
         verify(less, bounds_from(compiled.cost), compiled.model.units, count_bytes(less, compiled.model, samples))
     assert caught.value.rule in range(1, 9)
+
+
+def test_rows_that_are_gathered_where_one_rank_waits_and_another_needs_its_message_are_a_deadlock():
+    """Without sparse gradients a wait ends when the other rank has started its reduction."""
+    texts = [
+        "all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1 x1.0>1",
+        "all_reduce_start(grad0)@0,1 x1.0<0 all_reduce_wait(grad0)@0,1",
+    ]
+    ranks = [tuple(map(parse_instruction, text.split())) for text in texts]
+    check_rendezvous_sends(ranks, 1)
+    with pytest.raises(ProgramError, match="deadlock: 2 of 2 ranks wait for each other"):
+        check_rendezvous_sends([list(add_row_gathers(one, {(0,)})) for one in ranks], 1)

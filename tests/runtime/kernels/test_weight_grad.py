@@ -99,3 +99,13 @@ def test_a_compiled_graph_stays_one_graph():
     with InPlaceGradMode(GradSinks({id(module.weight): sink})):
         run_backward([square_loss(whole, x)], [None])
     assert torch.allclose(sink.memory if sink.is_used else module.weight.grad, to_weight)
+
+
+@pytest.mark.parametrize(("num_rows", "is_asked"), [(2, True), (40, False)])
+def test_factors_are_read_if_they_are_smaller_than_the_product(num_rows, is_asked, monkeypatch):
+    module = nn.Linear(64, 32)
+    sink, asked = RecordingGradSink(module.weight), []
+    monkeypatch.setattr(sink, "is_bounded", lambda rows, inputs: bool(asked.append(len(rows))))
+    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+        run_backward([module(torch.randn(num_rows, 64)).square().sum()], [None])
+    assert asked == ([num_rows] if is_asked else [])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import counterpoint as cp
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows, clear_rows
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
 from tests.process.forked_ranks import run_forked
 from tests.runtime import embedding_models as tables
 from tests.runtime.embedding_models import (
@@ -14,6 +15,7 @@ from tests.runtime.embedding_models import (
     CASES,
     MOMENTUM,
     SGD,
+    DeepTiedEmbeddingNet,
     EmbeddingBagNet,
     EmbeddingNet,
     TiedEmbeddingNet,
@@ -53,6 +55,15 @@ def test_rows_that_are_gathered_twice_are_those_of_a_single_process(case, strate
 @pytest.mark.parametrize("case", ["sgd", "dense", "adagrad"])
 def test_pipelines_train_tables_as_a_single_process(case, strategy):
     assert max_difference(strategy, *CASES[case]) <= BAR
+
+
+@pytest.mark.parametrize("passes", [None, ()], ids=["overlap", "none"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: f"{one.name} {one.chunk_counts.start}")
+def test_a_sparse_table_of_two_stages_trains_as_a_single_process(schedule, passes):
+    """Rows were gathered where a reduction starts, for which a stage waited that waited for the other's activations."""
+    plan = f"pipeline(2, schedule={schedule.name}, chunks_per_stage={schedule.chunk_counts.start})"
+    options = {"num_microbatches": 2, "passes": passes}
+    assert max_difference(plan, DeepTiedEmbeddingNet, rows(sparse=True), MOMENTUM, **options) <= BAR
 
 
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAGRAD, ADAM], ids=["sgd", "momentum", "adagrad", "adam"])

@@ -110,25 +110,3 @@ def test_a_skipped_step_changes_nothing():
         assert not any(
             torch.equal(param, old) for param, old in zip(local_ranks.model.parameters(), before, strict=True)
         )
-
-
-class MaxNormTable(nn.Module):
-    """A table whose rows a forward shortens."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(4, 6, max_norm=1.0).double()
-
-    def forward(self, x):
-        return self.table(x.sum(1).long().abs() % 4) + x
-
-
-def test_weights_that_a_forward_changes_are_not_shared():
-    with build_local_ranks("data(2)", model=MaxNormTable()) as local_ranks:
-        local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
-        assert str(local_ranks.plan) == "data(2)"
-        addresses = {
-            param.data_ptr() for rank in local_ranks.ranks.values() for param in rank.interpreter.store.params.values()
-        }
-        assert len(addresses) == 2

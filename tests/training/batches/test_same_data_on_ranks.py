@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from counterpoint.data.batch_form import ForwardArguments
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
-from counterpoint.training.model_consistency import CallFacts, describe_arguments
+from counterpoint.training.rank_facts import CallFacts, describe_arguments
 
 X = torch.arange(24.0).view(12, 2)
-ARGUMENTS = ForwardArguments.of(torch.nn.Linear(2, 1))
+LAYOUT = SampleLayout(torch.nn.Linear(2, 1), {}, ())
 
 
 def describe(data, *, batch_size=4, seed=0):
@@ -23,7 +23,7 @@ def describe(data, *, batch_size=4, seed=0):
         batch_size = None
     loading = DataLoadingConfig()
     return open_batches(
-        data, arguments=ARGUMENTS, batch_size=batch_size, collate_fn=None, loading=loading, seed=seed
+        data, layout=LAYOUT, batch_size=batch_size, collate_fn=None, loading=loading, seed=seed
     ).describe()
 
 

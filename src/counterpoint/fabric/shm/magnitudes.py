@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, c_double, c_uint64, c_void_p
+from ctypes import c_double, c_uint64, c_void_p
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from counterpoint.fabric.shm.native import DTYPES, native
 
-LAYOUT_OF, DTYPE_OF, IS_CPU = attrgetter("layout"), attrgetter("dtype"), attrgetter("is_cpu")
+Addresses: TypeAlias = Any
+"""A ctypes array of the addresses of tensors."""
+
+DTYPE_OF, IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-def find_magnitudes(tensors: Sequence[Tensor]) -> Sequence[float]:
+def find_magnitudes(tensors: Sequence[Tensor]) -> npt.NDArray[np.float64]:
     """Return the largest magnitude of each tensor of one dtype: 0 without elements, nan or inf if one is not finite.
 
     Example:
@@ -31,62 +35,80 @@ def find_magnitudes(tensors: Sequence[Tensor]) -> Sequence[float]:
 class MagnitudeReader:
     """Reads the largest magnitudes of tensors again and again; what does not change is found out once.
 
+    A call between two matrix products runs from a cold cache, where each further Python call takes some microseconds.
+
     Args:
         examples: their dtypes, devices and shapes are those of all that is read, as those of parameters are those of
             their gradients.
     """
 
     def __init__(self, examples: Sequence[Tensor]) -> None:
-        dtypes = {*map(DTYPE_OF, examples)}
-        self.is_native = (
-            native().library is not None and len(dtypes) == 1 and dtypes <= FLOATS and all(map(IS_CPU, examples))
-        )
+        dtypes, library = {*map(DTYPE_OF, examples)}, native().library
+        self.is_native = library is not None and len(dtypes) == 1 and dtypes <= FLOATS and all(map(IS_CPU, examples))
         self.dtype = next(iter(dtypes)) if self.is_native else torch.float32
-        self._pointers, self._counts = c_void_p * len(examples), _count_elements(examples)
-
-    def read(self, tensors: Sequence[Tensor]) -> Sequence[float]:
-        """Return the largest magnitude of each tensor."""
-        library = native().library
-        if (
-            library is None
-            or not self.is_native
-            or {*map(LAYOUT_OF, tensors)} != {torch.strided}
-            or not all(map(Tensor.is_contiguous, tensors))
-        ):
-            return [float(magnitude_tensor(tensor)) for tensor in tensors]
-        largest = np.empty(len(tensors))
-        library.cp_find_magnitudes(
-            self._pointers(*map(Tensor.data_ptr, tensors)),
-            self._counts,
-            c_uint64(len(tensors)),
+        self._call: Any = getattr(library, "cp_find_magnitudes", None)
+        self._addresses = c_void_p * len(examples)
+        self._largest = np.empty(len(examples))
+        self._rest = (
+            (c_uint64 * len(examples))(*map(Tensor.numel, examples)),
+            c_uint64(len(examples)),
             DTYPES[self.dtype],
             torch.get_num_threads(),
-            c_void_p(largest.ctypes.data),
+            c_void_p(self._largest.ctypes.data),
         )
-        return largest  # type: ignore[return-value]
+
+    def collect(self, tensors: Sequence[Tensor]) -> Addresses | None:
+        """Return where contiguous tensors are; None if one is not contiguous, or cannot be read by the library."""
+        if not self.is_native or not all(map(Tensor.is_contiguous, tensors)):  # false for sparse ones
+            return None
+        return self._addresses(*map(Tensor.data_ptr, tensors))
+
+    def read_at(self, addresses: Addresses) -> npt.NDArray[np.float64]:
+        """Return the largest magnitudes of what is at addresses; valid until the next call."""
+        self._call(addresses, *self._rest)
+        return self._largest
+
+    def read(self, tensors: Sequence[Tensor]) -> npt.NDArray[np.float64]:
+        """Return the largest magnitude of each tensor; valid until the next call."""
+        addresses = self.collect(tensors)
+        if addresses is None:
+            return np.array([float(magnitude_tensor(tensor)) for tensor in tensors])
+        return self.read_at(addresses)
+
+    def read_one(self, tensor: Tensor) -> float:
+        """Return the largest magnitude of a tensor like the only example."""
+        if not self.is_native or not tensor.is_contiguous():
+            return float(magnitude_tensor(tensor))
+        self._call(self._addresses(tensor.data_ptr()), *self._rest)
+        return self._largest.item(0)
 
 
-def _count_elements(tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - a ctypes array
-    return (c_uint64 * len(tensors))(*map(Tensor.numel, tensors))
+class FactorReader:
+    """Reads the largest magnitudes of the two factors of products, in one call.
+
+    Args:
+        dtype: of the factors, which are on the host.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        library = native().library if dtype in FLOATS else None
+        self._call: Any = getattr(library, "cp_find_magnitudes", None)
+        self._addresses, self._counts, self._largest = (c_void_p * 2)(), (c_uint64 * 2)(), (c_double * 2)()
+        self._rest = c_uint64(2), DTYPES.get(dtype, 0), torch.get_num_threads(), self._largest
+
+    def read_product(self, first: Tensor, second: Tensor) -> float:
+        """Return the product of the largest magnitudes of the two."""
+        if self._call is None or not first.is_contiguous() or not second.is_contiguous():
+            return float(magnitude_tensor(first)) * float(magnitude_tensor(second))
+        self._addresses[:] = first.data_ptr(), second.data_ptr()
+        self._counts[:] = first.numel(), second.numel()
+        self._call(self._addresses, self._counts, *self._rest)
+        return self._largest[0] * self._largest[1]
 
 
 def find_magnitude(tensor: Tensor) -> float:
     """Return the largest magnitude of one tensor; see :func:`find_magnitudes`."""
-    library = native().library
-    if library is None or tensor.dtype not in FLOATS or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return float(magnitude_tensor(tensor))
-    if not tensor.is_contiguous():
-        return float(magnitude_tensor(tensor))
-    largest = c_double()
-    library.cp_find_magnitudes(
-        byref(c_void_p(tensor.data_ptr())),
-        byref(c_uint64(tensor.numel())),
-        c_uint64(1),
-        DTYPES[tensor.dtype],
-        torch.get_num_threads(),
-        byref(largest),
-    )
-    return largest.value
+    return MagnitudeReader([tensor]).read_one(tensor)
 
 
 def magnitude_tensor(tensor: Tensor) -> Tensor:

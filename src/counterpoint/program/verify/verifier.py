@@ -23,14 +23,14 @@ either of them is found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.edges import Edge
 from counterpoint.program.execution_order import check_rendezvous_sends, format_locations
-from counterpoint.program.instruction import ApplyPushes, Backward, Forward, Update
+from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, Update
 from counterpoint.program.program import Instructions, Program, weight_versions_needed
 from counterpoint.program.recompute_sets import (
     RecomputePolicy,
@@ -105,6 +105,7 @@ def verify(
     bounds: Bounds = NO_BOUNDS,
     units: Iterable[Unit] | None = None,
     sent_bytes: Sequence[Fraction] | None = None,
+    sparse_units: Collection[Unit] = (),
 ) -> SymbolicResult:
     r"""Verify that a program obeys all rules.
 
@@ -116,6 +117,8 @@ def verify(
         bounds: what its strategies declare; by default a synchronous step of as many blocks and microbatches as it has.
         units: all units of the model, each of which must be updated; by default those that the program updates.
         sent_bytes: bytes that each rank sends, counted from the instructions.
+        sparse_units: units with sparse gradients, whose rows the members of a group gather together where they wait for
+            a reduction.
 
     Returns:
         The result of the symbolic execution of one step (or of the unrolled pipeline).
@@ -136,6 +139,9 @@ def verify(
     check_work_done_once(program, rank_instructions, blocks, _num_unrolled_micros(program, bounds.num_micros))
     symbolic = execute_symbolically(program, rank_instructions, bounds.chunk_starts)
     check_rendezvous_sends(rank_instructions, bounds.recv_buffer_depth)
+    if sparse_units:
+        with_gathers = [list(add_row_gathers(instructions, sparse_units)) for instructions in rank_instructions]
+        check_rendezvous_sends(with_gathers, bounds.recv_buffer_depth)
     check_inputs_available(program, rank_instructions, blocks.stop - 1, bounds.tp_blocks, bounds.edges)
     check_staleness(rank_instructions, symbolic, bounds)
     check_grad_coverage(program, rank_instructions, symbolic, units)
@@ -152,6 +158,19 @@ def verify(
     if bounds.sent_bytes is not None and sent_bytes is not None:
         check_sent_bytes(bounds.sent_bytes, sent_bytes)
     return symbolic
+
+
+def add_row_gathers(instructions: Instructions, sparse_units: Collection[Unit]) -> Iterator[Instruction]:
+    """Yield a rank's instructions, and after each wait for a sparse gradient the collective that gathers its rows."""
+    for instruction in instructions:
+        yield instruction
+        if (
+            isinstance(instruction, Collective)
+            and instruction.phase == "wait"
+            and instruction.tensor.name == "grad"
+            and instruction.tensor.blocks in sparse_units
+        ):
+            yield replace(instruction, phase="")
 
 
 def updated_units(program: Program) -> list[Unit]:

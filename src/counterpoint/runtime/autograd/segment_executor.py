@@ -38,7 +38,7 @@ from counterpoint.runtime.loss_reduction import (
     compute_mean_loss,
 )
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
-from counterpoint.runtime.params.grad_check import NO_PARAMS, ParamGroup
+from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rng import SampleRange, SampleRNG
 
@@ -466,8 +466,8 @@ class SegmentExecutor:
 
     def backward_weight(self, first: int, last: int, micro: int) -> None:
         """Compute the weight gradients that blocks have deferred."""
-        with torch.no_grad(), self.store.grad_check.during_backward(micro, NO_PARAMS):
-            for start, _ in self.segment_bounds_reversed(first, last):
+        for start, _ in self.segment_bounds_reversed(first, last):
+            with torch.no_grad(), self.store.grad_check.during_backward(micro, self.trainable_params[start]):
                 for job in self.deferred_jobs.pop((start, micro)):
                     job()
 

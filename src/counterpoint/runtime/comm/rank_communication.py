@@ -223,9 +223,8 @@ class RankCommunication:
                 return flat_params.own_grads.start_all_reduce(self.fabric, instruction, label)
 
     def start_compressed(self, instruction: Collective, flat_params: FlatParams, label: str) -> Work:
-        """Start to all-reduce a compressed gradient; rows of tables with sparse gradients are gathered uncompressed."""
+        """Start to all-reduce a compressed gradient; rows of tables with sparse gradients stay uncompressed."""
         flat_params.own_grads.collect_all()
-        flat_params.own_grads.gather_rows(self.fabric, instruction, label)
         return compressed_all_reduce(
             self.fabric,
             label,
@@ -241,10 +240,14 @@ class RankCommunication:
         return [sum(self.executor.loss_weights.weights[micro] for micro in micros) for micros in contributions]
 
     def finish(self, flat_params: FlatParams | None, instruction: Collective) -> None:
-        """Store the result of a collective."""
-        if flat_params is not None and instruction.op == "reduce_scatter":
-            label = format_tensor_ref(instruction.tensor)
+        """Store the result of a collective, and gather the rows of tables with sparse gradients."""
+        if flat_params is None or instruction.tensor.name != "grad":
+            return
+        label = format_tensor_ref(instruction.tensor)
+        if instruction.op == "reduce_scatter":
             flat_params.grads.finish_reduce_scatter(self.fabric, instruction, label)
+        elif instruction.op == "all_reduce":
+            flat_params.own_grads.gather_rows(self.fabric, instruction, label)
 
     def free(self, tensor: TensorRef) -> None:
         """Free gathered weights, a gradient that was used, or activations."""

@@ -324,7 +324,6 @@ class Reducer:
         for flat_grad in self.flat_grads:
             if flat_grad.instruction == instruction:
                 grads = flat_grad.flat_params.own_grads
-                grads.gather_rows(self.fabric, instruction, flat_grad.label)
                 dense = grads.rows.dense_ranges(0, grads.layout.num_elements)
                 self.start_ranges(flat_grad, list(subtract_ranges(dense, progress.ranges.get(flat_grad.index, []))))
                 yield flat_grad.flat_params, CombinedWork(progress.works[flat_grad.index]), instruction

@@ -213,8 +213,8 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -
 
 
 def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
-    is_bounded = sink.is_bounded(rows, inputs)
     target, has_some = sink.target()
+    is_bounded = rows.numel() + inputs.numel() < target.numel() and sink.is_bounded(rows, inputs)
     if has_some:
         target.addmm_(rows.t(), inputs)
     else:

@@ -253,7 +253,6 @@ class FlatGrads(GradStorage):
 
     def _start_reduce(self, fabric: Fabric, instruction: Collective, label: str, flat: Tensor, low: int = 0) -> Work:
         """Start to reduce a flat gradient that begins at element ``low``, in ranges between tables of (3)."""
-        self.gather_rows(fabric, instruction, label)
         ranges = self.rows.dense_ranges(low, low + len(flat))
         works = [
             self.start_range_reduce(fabric, instruction, label, flat[start - low : stop - low], start)
@@ -262,7 +261,11 @@ class FlatGrads(GradStorage):
         return works[0] if len(works) == 1 else CombinedWork(works)
 
     def gather_rows(self, fabric: Fabric, instruction: Collective, label: str) -> None:
-        """Gather the rows of the group's tables with sparse gradients."""
+        """Gather the rows of the group's tables with sparse gradients, when the reduction of the rest is complete.
+
+        All members call it together, at the wait of a reduction that was started before: the verifier checks for the
+        units of such tables that all members get there.
+        """
         if self.rows.slots:
             reduced_already = instruction.op == "all_reduce" and bool(self.rows.reduced)
             self.rows.all_gather(fabric, instruction.group, label, reduced_already=reduced_already)
@@ -277,7 +280,8 @@ class FlatGrads(GradStorage):
         return fabric.reduce_scatter(label, part, local_bounds, group)
 
     def finish_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> None:
-        """Add this rank's part of the sum to its shard."""
+        """Add this rank's part of the sum to its shard, and gather the rows of tables."""
+        self.gather_rows(fabric, instruction, label)
         bounds, position = self.layout.shard_bounds(len(instruction.group)), instruction.group.index(fabric.rank)
         self.accumulate_shard(bounds[position], bounds[position + 1])
 

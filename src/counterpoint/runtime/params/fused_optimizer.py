@@ -20,8 +20,10 @@ from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import PlanError
+from counterpoint.fabric.shm.magnitudes import Addresses
 from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
 from counterpoint.runtime.params.flat_grads import GradRange
+from counterpoint.runtime.params.grad_check import CollectedGrads
 from counterpoint.runtime.params.sparse_grads import add_rows
 
 OptimizerOptions = Mapping[str, Any]
@@ -65,12 +67,15 @@ def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) 
     return type(optimizer) is optim.SGD and not options["momentum"] and not options["weight_decay"]
 
 
-def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) -> None:
+def fused_update(
+    optimizer: optim.Optimizer, sources: Mapping[int, GradSource], collected: CollectedGrads | None = None
+) -> None:
     """Step all tensors of an optimizer that have a gradient; :func:`supports_fused_update` must be true.
 
     Args:
         optimizer: has the state, as after its own step.
         sources: the gradient of each tensor, by ``id``; that of other tensors is their own, ``tensor.grad``.
+        collected: gradients of tensors, if where they are is known.
 
     Raises:
         PlanError: an option is not a finite number; nothing has changed.
@@ -85,14 +90,23 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
             if sources
             else {}
         )
-        tensors = [tensor for tensor in options["params"] if tensor.grad is not None or ranges.get(id(tensor))]
+        is_collected = collected is not None and are_same(options["params"], collected.params)
+        tensors = (
+            options["params"]
+            if is_collected
+            else [tensor for tensor in options["params"] if tensor.grad is not None or ranges.get(id(tensor))]
+        )
         if not tensors:
             continue
         histories = fused.prepare_states(optimizer.state, options, tensors)
-        keys = [(tensor.dtype, *history) for tensor, history in zip(tensors, histories, strict=True)]
-        for key in dict.fromkeys(keys):  # the options of a step
-            dtype, is_first, step_number = key
-            batch = [tensor for tensor, other in zip(tensors, keys, strict=True) if other == key]
+        keys = list(zip(map(DTYPE_OF, tensors), histories, strict=True))
+        kinds = dict.fromkeys(keys)
+        for key in kinds:  # the options of a step
+            dtype, (is_first, step_number) = key
+            is_whole = len(kinds) == 1
+            batch = (
+                tensors if is_whole else [tensor for tensor, other in zip(tensors, keys, strict=True) if other == key]
+            )
             step = OptimizerStep(
                 kind=fused.kind,
                 dtype=DTYPES[dtype],
@@ -103,8 +117,10 @@ def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) 
             states = [[optimizer.state[tensor][name] for tensor in batch] for name in fused.state_names(options)]
             if ranges:
                 update_ranges(step, batch, states, ranges)
+            elif is_collected and is_whole and collected is not None:
+                update_tensors(step, batch, states, collected.addresses, [1] * len(batch))
             else:
-                update_tensors(step, batch, states, own_grads(batch), [1] * len(batch))
+                update_tensors(step, batch, states, _addresses(own_grads(batch)), [1] * len(batch))
         increment_version(tensors)
 
 
@@ -160,14 +176,14 @@ def update_ranges(
             num_parts.append(len(range_parts))
             for column, state in zip(range_states, states, strict=True):
                 column.append(state[index].view(-1)[low:high])
-    update_tensors(step, weights, range_states, parts, num_parts)
+    update_tensors(step, weights, range_states, _addresses(parts), num_parts)
 
 
 def update_tensors(
     step: OptimizerStep,
     weights: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    parts: Sequence[Tensor],
+    parts: Addresses,
     num_parts: Sequence[int],
 ) -> None:
     """Step contiguous tensors in one call of the native library.
@@ -176,14 +192,14 @@ def update_tensors(
         step: the options.
         weights: the tensors, all of one dtype.
         states: for each kind of state, that of each tensor.
-        parts: the tensors whose sums are the gradients, those of one gradient after those of another.
+        parts: where the tensors are whose sums are the gradients, those of one gradient after those of another.
         num_parts: how many of them make up each tensor's gradient.
     """
     library = native().library
     assert library is not None, "supports_fused_update has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
     step.counts, step.num_parts = _numbers([*map(Tensor.numel, weights)]), _numbers(num_parts)
-    step.parts, step.weights = _addresses(parts), _addresses(weights)
+    step.parts, step.weights = parts, _addresses(weights)
     step.state0, step.state1, step.state2 = [*map(_addresses, states), None, None, None][:3]
     library.cp_optimizer_step(byref(step))
 
@@ -191,6 +207,11 @@ def update_tensors(
 def own_grads(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors' own gradients; all must have one."""
     return [*map(GRAD_OF, tensors)]
+
+
+def are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether these are the same objects, in one order."""
+    return [*map(id, tensors)] == [*map(id, others)]
 
 
 def _numbers(numbers: Sequence[int]) -> Any:  # noqa: ANN401 - a ctypes array

@@ -8,7 +8,9 @@ the two factors are read::
     grad_output.T  [outputs x batch]  @  input  [batch x inputs]   ->   weight.grad  [outputs x inputs]
          read                              read                          read only if the bound is too large
 
-All other gradients are read once, after the backward of each microbatch, or when they are moved away during it.
+All other gradients are read once, in one call after the backward of each microbatch, or when they are moved away
+during it. A call for each, while it is in the cache, would take longer: Python itself is not in the cache after a
+product. Where the gradients are is kept for the update, which needs it, too.
 """
 
 from __future__ import annotations
@@ -20,10 +22,18 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from counterpoint.fabric.shm.magnitudes import MagnitudeReader, find_magnitude, find_magnitudes, magnitude_tensor
+from counterpoint.fabric.shm.magnitudes import (
+    Addresses,
+    FactorReader,
+    MagnitudeReader,
+    find_magnitude,
+    find_magnitudes,
+    magnitude_tensor,
+)
 
 GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
 ROUNDING_MARGIN = 0.5
@@ -57,9 +67,29 @@ class ParamGroup:
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = params
         self.reader = MagnitudeReader([*params.values()])
+        self._parts: dict[tuple[str, ...], ParamGroup] = {}  # without some parameters
+
+    def without(self, names: tuple[str, ...]) -> ParamGroup:
+        """Return the group without some parameters, which are the same in most steps."""
+        if not names:
+            return self
+        if names not in self._parts:
+            self._parts = {names: ParamGroup({name: p for name, p in self.params.items() if name not in names})}
+        return self._parts[names]
 
 
-NO_PARAMS = ParamGroup({})
+class CollectedGrads(NamedTuple):
+    """Dense contiguous gradients of this step, and where they are.
+
+    Args:
+        params: the parameters, each of which has a gradient.
+        grads: of each, kept so that their memory is.
+        addresses: of each.
+    """
+
+    params: Sequence[nn.Parameter]
+    grads: Sequence[Tensor]
+    addresses: Addresses
 
 
 class GradCheck:
@@ -76,14 +106,23 @@ class GradCheck:
         self._shares: dict[int, float] = {}  # by microbatch
         self._on_device: list[tuple[int, list[str], Tensor, float]] = []  # magnitudes that are read at the commit
         self._checked: dict[str, tuple[int, int]] = {}  # memory and version of a gradient that was checked
+        self._readers: dict[str, MagnitudeReader] = {}  # of single gradients, by parameter
+        self._factor_readers: dict[torch.dtype, FactorReader] = {}
+        self.collected: CollectedGrads | None = None  # by the last check, for the update
 
     def begin_step(self) -> None:
         """Start a step, in which no gradient has been checked."""
         self._checked.clear()
+        self.drop_collected()
+
+    def drop_collected(self) -> None:
+        """Let go of the gradients of the last check, which change or are used up."""
+        self.collected = None
 
     def clear(self) -> None:
         """Forget everything."""
         self.micro = None
+        self.drop_collected()
         for found in (self._nonfinite, self._shares, self._on_device, self._checked):
             found.clear()
 
@@ -99,6 +138,7 @@ class GradCheck:
             yield
             return
         self.micro = micro
+        self.drop_collected()
         try:
             yield
             self.check_group(params)
@@ -107,13 +147,24 @@ class GradCheck:
 
     def check_group(self, group: ParamGroup) -> None:
         """Check the gradients that autograd has put on the parameters of a group."""
-        grads = [*map(GRAD_OF, group.params.values())]
-        if self.micro is None or not grads:
+        if self.micro is None:
             return
-        if self._checked or not group.reader.is_native or any(grad is None for grad in grads):
-            self.check_params(group.params)
-        else:
-            self._record(self.micro, group.params, group.reader.read(grads), torch.finfo(group.reader.dtype).max)
+        params = group.params
+        checked = [
+            name
+            for name, version in self._checked.items()
+            if name in params and _version_of(params[name].grad) == version
+        ]
+        part = group.without(tuple(checked))
+        grads = [*map(GRAD_OF, part.params.values())]
+        has_all = bool(grads) and not any(grad is None for grad in grads)
+        addresses = part.reader.collect(grads) if has_all else None
+        if addresses is None:
+            self.check_params(part.params)
+            return
+        self._record(self.micro, part.params, part.reader.read_at(addresses), torch.finfo(part.reader.dtype).max)
+        if part is group:
+            self.collected = CollectedGrads([*params.values()], grads, addresses)
 
     def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
         """Check the gradients that autograd has put on parameters, except those of :meth:`mark_checked`."""
@@ -164,55 +215,63 @@ class GradCheck:
             self.check((name,), (values,))
             return
         magnitude, largest_number = find_magnitude(values), torch.finfo(values.dtype).max
-        self._record(self.micro, (name,), (magnitude,), largest_number)
+        self._record(self.micro, (name,), np.array([magnitude]), largest_number)
         if math.isfinite(magnitude):  # all of them may be added to one row, after others
             self._shares[self.micro] += magnitude * num_rows / largest_number
 
     def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
         """Check the gradient ``rows.T @ inputs`` of a weight by its factors; return whether it need not be read itself.
 
-        Called before the product, which has to read them anyway. False as well if they are larger than the product.
+        Called before the product, which has to read them anyway, if they are smaller than it.
 
         Args:
             rows: the gradient of the layer's output, ``(batch, outputs)``.
             inputs: the layer's input, ``(batch, inputs)``.
         """
-        if self.micro is None:
-            return True
-        num_rows, num_outputs = rows.shape
-        is_larger = num_rows * (num_outputs + inputs.shape[1]) >= num_outputs * inputs.shape[1]
-        if is_larger or not rows.is_cpu:
-            return False
-        share = find_magnitude(rows) * find_magnitude(inputs) * num_rows / torch.finfo(rows.dtype).max
+        if self.micro is None or not rows.is_cpu:
+            return self.micro is None
+        dtype = rows.dtype
+        if dtype not in self._factor_readers:
+            self._factor_readers[dtype] = FactorReader(dtype)
+        share = self._factor_readers[dtype].read_product(rows, inputs) * len(rows) / torch.finfo(dtype).max
         is_finite = share < ROUNDING_MARGIN  # false for nan, too
         if is_finite:
             self._shares[self.micro] = self._shares.get(self.micro, 0.0) + share  # a weight may have several products
         return is_finite
 
     def check_one(self, name: str, grad: Tensor) -> None:
-        """Check one gradient."""
-        if self.micro is not None and grad.is_cpu:
-            self._record(self.micro, (name,), (find_magnitude(grad),), torch.finfo(grad.dtype).max)
-        else:
+        """Check the gradient of one parameter, which always has the same shape."""
+        if self.micro is None or not grad.is_cpu:
             self.check((name,), (grad,))
+            return
+        reader = self._readers.get(name)
+        if reader is None:
+            self._readers[name] = reader = MagnitudeReader([grad])
+        share = reader.read_one(grad) / torch.finfo(grad.dtype).max
+        if share < math.inf:
+            self._shares[self.micro] = max(self._shares.get(self.micro, 0.0), share)
+        else:
+            self._nonfinite.setdefault(self.micro, name)
 
     def mark_checked(self, name: str, grad: Tensor) -> None:
         """Let :meth:`check_params` pass over a parameter's gradient until it changes."""
         if self.micro is not None:
             self._checked[name] = _version_of(grad)
 
-    def _record(self, micro: int, names: Collection[str], magnitudes: Sequence[float], largest_number: float) -> None:
-        share = float(magnitudes[0] if len(magnitudes) == 1 else np.max(magnitudes)) / largest_number
+    def _record(
+        self, micro: int, names: Collection[str], magnitudes: npt.NDArray[np.float64], largest_number: float
+    ) -> None:
+        share = float(magnitudes.max()) / largest_number
         if math.isfinite(share):
             self._shares[micro] = max(self._shares.get(micro, 0.0), share)
         else:
-            first = next(index for index, value in enumerate(magnitudes) if not math.isfinite(value))
+            first = int(np.flatnonzero(~np.isfinite(magnitudes))[0])
             self._nonfinite.setdefault(micro, list(names)[first])
 
     def take_report(self, scope: Collection[int]) -> GradReport:
         """Return what is known of the gradients of some microbatches, and forget it."""
         for micro, names, magnitudes, largest_number in self._on_device:
-            self._record(micro, names, magnitudes.tolist(), largest_number)
+            self._record(micro, names, magnitudes.cpu().numpy(), largest_number)
         self._on_device.clear()
         share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope)
         found = sorted(micro for micro in self._nonfinite if micro in scope)
@@ -220,5 +279,5 @@ class GradCheck:
         return GradReport(found[0], names[0], share) if found else NO_REPORT._replace(share=share)
 
 
-def _version_of(grad: Tensor) -> tuple[int, int]:
-    return grad.data_ptr(), grad._version  # noqa: SLF001 - there is no other way to see it
+def _version_of(grad: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)  # noqa: SLF001 - there is no other way to see it

@@ -91,10 +91,15 @@ class UnitParams:
         ]
         return targets + [(optimizer_spec.group_index[name], param) for name, param in self.own_params.items()]
 
-    def is_contiguous(self) -> bool:
-        """Return whether weights and gradients are contiguous, in the same order of elements."""
+    def is_contiguous(self, known: frozenset[int]) -> bool:
+        """Return whether weights and gradients are contiguous, in the same order of elements.
+
+        Args:
+            known: the ``id`` of parameters whose gradients are.
+        """
         params = [*self.own_params.values()]
-        return are_contiguous(params) and are_contiguous([grad for grad in map(GRAD_OF, params) if grad is not None])
+        others = params if not known else [param for param in params if id(param) not in known]
+        return are_contiguous(params) and are_contiguous([grad for grad in map(GRAD_OF, others) if grad is not None])
 
     def grads(self) -> list[Tensor]:
         """Return the gradients of :meth:`optimizer_targets`, without parameters that have none."""
@@ -220,9 +225,11 @@ class ParamStore:
             self._repoint_optimizers()
 
     def begin_step(self) -> None:
-        """Start a step, in which no parameter has a gradient."""
+        """Start a step without gradients: drop those that other code has left, as ``zero_grad()`` does."""
         if self.keeps_grads:
             self.clear_grads()
+        for param in self.params.values():
+            param.grad = None
         self._swapped_units.clear()
         self.grad_check.begin_step()
         for unit_params in self.units.values():
@@ -329,20 +336,24 @@ class ParamStore:
                 if not self._try_fused_update(optimizer, tensors, units):
                     self._update_with_optimizer(optimizer, tensors, units)
             self._have_state.add(units)
+        self.grad_check.drop_collected()
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():
                 self.units[unit].clear_grads()
 
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
-        if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous() for unit in units):
+        collected = self.grad_check.collected
+        known = frozenset() if collected is None else frozenset(map(id, collected.params))
+        if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous(known) for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]
         if any(self.units[unit].skipped for unit in units):
             is_skipped = [flag for unit in units for flag in self.units[unit].skipped_targets()]
             sources = [None if flag else source for source, flag in zip(sources, is_skipped, strict=True)]
         pairs = zip(tensors, sources, strict=True)
-        fused_update(optimizer, {id(tensor): source for tensor, source in pairs if source is not None})
+        known_sources = {id(tensor): source for tensor, source in pairs if source is not None}
+        fused_update(optimizer, known_sources, collected)
         return True
 
     def _update_with_optimizer(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
@@ -152,22 +152,6 @@ def _elements_of(into: Tensor, low: int, row_grad: RowGrad) -> tuple[Tensor, Ten
 
 
 RowGradsByName: TypeAlias = dict[str, list[RowGrad]]
-
-
-def find_embedding_tables(model: nn.Module) -> dict[str, bool]:
-    """Return the trainable embedding tables of a model, and whether they ask for sparse gradients.
-
-    Example:
-        >>> find_embedding_tables(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2), nn.Linear(2, 2)))
-        {'0.weight': True, '1.weight': False}
-    """
-    names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
-    tables: dict[str, bool] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in names:
-            name = names[id(module.weight)]
-            tables[name] = tables.get(name, False) or module.sparse
-    return tables
 
 
 def cached_sparse_sum(cache: dict[str, Tensor], slot: ParamSlot, row_grads: Sequence[RowGrad]) -> Tensor | None:

@@ -12,12 +12,13 @@ from typing import Any, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from counterpoint.data.batch_form import ForwardArguments
+from counterpoint.data.batch_form import SplitFn, split_targets
 from counterpoint.data.fetch import CollateFn, stack_samples
 from counterpoint.data.loader_order import LoaderOrder
 from counterpoint.data.sampler import Cursor, Sampler, Shuffle
 from counterpoint.errors import DataError, PlanError
 from counterpoint.runtime.microbatches import MicrobatchSource
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig, DatasetBatches
 from counterpoint.training.batches.global_batch import MicrobatchSelection
 from counterpoint.training.batches.stream import StreamedBatches
@@ -88,7 +89,7 @@ class BatchSource(Protocol):
 def open_batches(  # noqa: PLR0913 - what determines the batches, all by keyword
     data: TrainingData,
     *,
-    arguments: ForwardArguments,
+    layout: SampleLayout,
     batch_size: int | None,
     collate_fn: CollateFn | None,
     loading: DataLoadingConfig,
@@ -101,7 +102,7 @@ def open_batches(  # noqa: PLR0913 - what determines the batches, all by keyword
     Args:
         data: a dataset of samples if ``batch_size`` is given; otherwise a ``DataLoader``, an iterable of global
             batches, or a function that returns one.
-        arguments: of the model's forward.
+        layout: where samples are in a batch.
         batch_size: samples of a global batch.
         collate_fn: makes a batch of a list of samples.
         loading: how samples are read.
@@ -110,20 +111,23 @@ def open_batches(  # noqa: PLR0913 - what determines the batches, all by keyword
         shuffle: the order of a dataset's samples.
 
     Raises:
-        PlanError: a loader and an option that it has itself were given.
+        PlanError: a loader and an option that it has itself were given, or samples that are stacked along dim 0, and
+            options that say otherwise.
         DataError: the data are neither.
     """
     if isinstance(data, DataLoader):
         require_unsharded(data)
         require_own_options(data, batch_size, collate_fn, loading)
         if not isinstance(data.dataset, IterableDataset) and hasattr(data.batch_sampler, "__len__"):
-            return open_loader(data, arguments, seed, first_epoch)
-        return StreamedBatches(data, data.__iter__, arguments, seed=seed, first_epoch=first_epoch)
+            return open_loader(data, layout, seed, first_epoch)
+        split = choose_split(layout, data.collate_fn)
+        return StreamedBatches(data, data.__iter__, split, seed=seed, first_epoch=first_epoch)
     if is_map_style(data) and not isinstance(data, IterableDataset):
         if batch_size is not None:
             sampler = Sampler(len(data), batch_size, seed, shuffle=shuffle)
+            split = choose_split(layout, collate_fn)
             return DatasetBatches(
-                data, sampler, arguments, collate_fn, loading, fixed_size=batch_size, first_epoch=first_epoch
+                data, sampler, split, collate_fn, loading, fixed_size=batch_size, first_epoch=first_epoch
             )
         if not isinstance(data, list | tuple):
             raise PlanError(
@@ -141,10 +145,27 @@ def open_batches(  # noqa: PLR0913 - what determines the batches, all by keyword
         opens = partial(group_samples, opens, batch_size, collate_fn)
     elif collate_fn is not None:
         raise PlanError("collate_fn makes batches of samples, so it needs batch_size; give both, or a DataLoader")
-    return StreamedBatches(data, opens, arguments, seed=seed, first_epoch=first_epoch)
+    split = layout.split if batch_size is None else choose_split(layout, collate_fn)
+    return StreamedBatches(data, opens, split, seed=seed, first_epoch=first_epoch)
 
 
-def open_loader(loader: DataLoader[Any], arguments: ForwardArguments, seed: int, first_epoch: int) -> DatasetBatches:
+def choose_split(layout: SampleLayout, collate_fn: CollateFn | None) -> SplitFn:
+    """Return what splits the batches of some samples: where samples are is open only if a ``collate_fn`` makes them.
+
+    Raises:
+        PlanError: options say where samples are in batches that are stacked along dim 0.
+    """
+    if collate_fn is not None and collate_fn is not default_collate:
+        return layout.split
+    if layout.dims:
+        raise PlanError(
+            f"batch_dims and shared name {', '.join(layout.dims)}, but samples are stacked along dim 0 of every tensor "
+            "of a batch; give a collate_fn that makes a batch of samples, pass batches, or omit these options"
+        )
+    return partial(split_targets, arguments=layout.arguments)
+
+
+def open_loader(loader: DataLoader[Any], layout: SampleLayout, seed: int, first_epoch: int) -> DatasetBatches:
     """Return the batches of a ``DataLoader`` whose samples have indices."""
     dataset: Any = loader.dataset
     collate_fn: CollateFn | None = loader.collate_fn
@@ -156,7 +177,7 @@ def open_loader(loader: DataLoader[Any], arguments: ForwardArguments, seed: int,
     return DatasetBatches(
         dataset,
         LoaderOrder(loader, seed),
-        arguments,
+        choose_split(layout, loader.collate_fn),
         collate_fn,
         loading,
         fixed_size=loader.batch_size,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from torch.utils.data import default_collate
 
-from counterpoint.data.batch_form import ANY_ARGUMENTS, ForwardArguments, split_targets
+from counterpoint.data.batch_form import ANY_ARGUMENTS, SplitFn, split_targets
 from counterpoint.data.fetch import CollateFn, MapDataset, fingerprint
 from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
 from counterpoint.data.loader_order import LoaderOrder
@@ -59,7 +59,7 @@ class DatasetBatches:
     Args:
         dataset: map-style, samples of any form.
         order: which samples each batch has.
-        arguments: of the model's forward.
+        split: returns the inputs and targets of a batch.
         collate_fn: makes a batch of a list of samples; by default each field is stacked.
         loading: how samples are read.
         fixed_size: samples of each batch but the last; None if they differ.
@@ -70,7 +70,7 @@ class DatasetBatches:
         self,
         dataset: MapDataset,
         order: Sampler | LoaderOrder,
-        arguments: ForwardArguments,
+        split: SplitFn,
         collate_fn: CollateFn | None,
         loading: DataLoadingConfig,
         *,
@@ -79,7 +79,7 @@ class DatasetBatches:
     ) -> None:
         self.dataset = dataset
         self.order: Sampler | LoaderOrder = order
-        self.arguments = arguments
+        self.split = split
         self.collate_fn = collate_fn
         self.loading = loading
         self.fixed_size = fixed_size
@@ -131,7 +131,7 @@ class DatasetBatches:
         count = min(max(count, 1), len(sample.indices))
         if not self.reads_whole_batches:
             return self.make_batch(sample.indices[:count], num_microbatches, epoch=0)
-        return make_global_batch(slice_samples(sample.read_part(0), 0, count), count, num_microbatches)
+        return make_global_batch(sample.read_part(0), count, num_microbatches)
 
     @cached_property
     def first_batch(self) -> DatasetBatch:
@@ -196,7 +196,7 @@ class DatasetBatches:
             self.reader,
             indices,
             num_microbatches,
-            self.arguments,
+            self.split,
             epoch=epoch,
             read=read,
             is_whole=self.reads_whole_batches,
@@ -235,7 +235,7 @@ class DatasetBatch:
         reader: reads samples.
         indices: the samples of the batch, in order.
         num_microbatches: how many microbatches it is split into.
-        arguments: of the model's forward.
+        split: returns the inputs and targets of a batch.
         epoch: for the random numbers that samples draw.
         read: returns the samples of a microbatch, if not this process reads them.
         is_whole: whether the batch is read at once, as microbatch 0, and then cut into microbatches.
@@ -246,7 +246,7 @@ class DatasetBatch:
         reader: SampleReader,
         indices: Indices,
         num_microbatches: int,
-        arguments: ForwardArguments = ANY_ARGUMENTS,
+        split: SplitFn = partial(split_targets, arguments=ANY_ARGUMENTS),  # noqa: B008 - immutable
         *,
         epoch: int = 0,
         read: Callable[[int], Any] | None = None,
@@ -256,7 +256,7 @@ class DatasetBatch:
         self.indices = indices
         self.sample_ranges = split_batch(len(indices), num_microbatches)
         self.sizes: Mapping[int, int] = {micro: stop - start for micro, (start, stop) in enumerate(self.sample_ranges)}
-        self.arguments = arguments
+        self.split = split
         self.epoch = epoch
         self.read = read
         self.is_whole = is_whole
@@ -269,7 +269,7 @@ class DatasetBatch:
             samples = self.reader.read(self.epoch, self.indices[start:stop]) if self.read is None else self.read(micro)
             if self.reader.collate_fn is not None:
                 register_dataclasses(samples)
-            self.parts[micro] = split_targets(samples, self.arguments)
+            self.parts[micro] = self.split(samples)
             if self.is_whole:
                 self.require_all_samples(*self.parts[micro])
         return self.parts[micro]

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError
-from counterpoint.fabric.fabric import Fabric
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.microbatches import SlicedBatch, current_autocasts
+from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, current_autocasts
 from counterpoint.runtime.sample_layout import SamplePart
 from counterpoint.world.topology import format_count
 
@@ -163,35 +162,9 @@ def format_lengths(lengths: set[int]) -> str:
     return " and ".join(map(str, sorted(lengths))) or "no"
 
 
-def require_same_batches(fabric: Fabric, count: int, digest: str) -> None:
-    """Check that all ranks start with the same batch; a collective call.
-
-    Args:
-        fabric: this rank's fabric.
-        count: the samples of this rank's batch.
-        digest: what :func:`batch_digest` returns for it.
-
-    Raises:
-        DataError: they differ.
-    """
-    for rank, other in enumerate(fabric.gather_values("batch", [count, digest], tuple(range(fabric.num_ranks)))):
-        assert isinstance(other, list), "every rank sends a list"
-        if other[0] != count:
-            raise DataError(
-                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {other[0]}; every rank "
-                "passes the same global batch and takes its own part of it: remove the sharding of batches, or "
-                "pass batches='per_rank' to parallelize"
-            )
-        if other[1] != digest:
-            raise DataError(
-                f"rank {fabric.rank} and rank {rank} were given different batches of {count} samples; every rank "
-                "passes the same global batch and takes its own part of it: remove a DistributedSampler, shuffle "
-                "with the same seed on every rank, and draw no noise that differs; or pass batches='per_rank' to "
-                "parallelize"
-            )
-
-
-def require_full_batch(rank: int, step: int, num_samples: int, batch: SlicedBatch, committed: Collection[int]) -> None:
+def require_full_batch(
+    rank: int, step: int, num_samples: int, batch: MicrobatchSource, committed: Collection[int]
+) -> None:
     """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
 
     Args:

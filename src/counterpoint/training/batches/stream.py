@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from counterpoint.data.batch_form import ForwardArguments, split_targets
+from counterpoint.data.batch_form import SplitFn
 from counterpoint.data.loader_order import ORDER, is_stateful, unique
 from counterpoint.data.microbatch_reader import preserve_rng, seed_rng
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError, DataError
 from counterpoint.partitioning.pytree import register_dataclasses
-from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
+from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.training.batches.global_batch import (
     MicrobatchSelection,
     batch_digest,
@@ -84,7 +84,7 @@ class StreamedBatches:
     Args:
         data: what was given.
         opens: returns an iterable of the batches of an epoch.
-        arguments: of the model's forward.
+        split: returns the inputs and targets of a batch.
         seed: of what the stream draws from the global random generators.
         first_epoch: the first epoch that is read.
     """
@@ -93,14 +93,14 @@ class StreamedBatches:
         self,
         data: Any,  # noqa: ANN401 - any iterable, or a function that returns one
         opens: Callable[[], Iterable[Any]],
-        arguments: ForwardArguments,
+        split: SplitFn,
         *,
         seed: int,
         first_epoch: int,
     ) -> None:
         self.data = data
         self.opens = opens
-        self.arguments = arguments
+        self.split = split
         self.seed = seed
         self.first_epoch = first_epoch
         self.epoch = -1  # that is read
@@ -153,7 +153,7 @@ class StreamedBatches:
         """Return up to ``count`` samples of the first batch, at least one."""
         batch = self.peek()
         count = min(max(count, 1), batch.num_samples)
-        return make_global_batch(slice_samples(batch.values, 0, count), count, num_microbatches)
+        return make_global_batch(batch.values, count, num_microbatches)
 
     def start(self, cursor: Cursor, num_batches: int | None, selection: MicrobatchSelection) -> None:
         """Move to a cursor; a loader reads ahead on its own, and every rank reads everything."""
@@ -196,7 +196,7 @@ class StreamedBatches:
                 break
             if not self.num_read:
                 register_dataclasses(batch)
-            values = split_targets(batch, self.arguments)
+            values = self.split(batch)
             self.buffer.append(StreamedBatch(values, count_samples(*values), state))
             self.num_read += 1
         if not self.num_read:

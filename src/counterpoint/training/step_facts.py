@@ -1,0 +1,258 @@
+"""What ranks are given for a step and must be the same on all of them, although it may change between steps.
+
+Every commit carries a digest of it: the options of the optimizer, such as the learning rate; the batch, where each rank
+passes all of it, by its form and some of its values; the autocast; and the plain attributes of model and loss that were
+changed between steps. Only where digests differ, the values are exchanged, and the error names ranks and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import chain
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from counterpoint.errors import DataError
+from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.fabric.fingerprint import dtype_name
+from counterpoint.runtime.microbatches import (
+    AccumulatedBatches,
+    AsyncPipelineBatches,
+    MicrobatchSource,
+    SlicedBatch,
+    current_autocasts,
+)
+from counterpoint.runtime.sample_layout import SamplePart
+from counterpoint.training.rank_facts import describe_group, describe_value, first_difference, plain_attributes
+
+CHANGE_EQUALLY = (
+    "all ranks train one model: step schedulers, and set options of the optimizer and attributes, equally "
+    "on all of them"
+)
+NUM_COMPARED = 16
+"""Values of each tensor of a batch that are compared in a step."""
+DIGEST_BITS = 52  # of which a float64 has all
+
+
+class StepFacts:
+    """What this rank was given for a step.
+
+    Args:
+        optimizer: whose options are used.
+        modules: the model, and a loss that is a module, by a name for errors.
+
+    Attributes:
+        digest: of the present step; 0 if this rank has nothing to compare.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, modules: Mapping[str, nn.Module]) -> None:
+        self.optimizer = optimizer
+        self.attributes = PlainAttributes(modules)
+        self.batch: MicrobatchSource | None = None
+        self.digest = 0
+
+    def begin_step(self, batch: MicrobatchSource) -> None:
+        """Take note of what the user has given for a step."""
+        self.batch, self.digest = batch, 0
+        if any(batch.sizes.values()):
+            options = [digest_option(value) for value in self.option_values()]
+            parts = (*options, *digest_batch(batch), *digest_autocasts(), *self.attributes.find_changes())
+            self.digest = (hash(parts) & ((1 << DIGEST_BITS) - 1)) or 1
+
+    def end_step(self) -> None:
+        """Take note of the attributes that the step itself has changed, which are not compared."""
+        self.attributes.end_step()
+
+    def option_values(self) -> Iterator[object]:
+        """Yield the options of all groups, without parameters and their names."""
+        for group in self.optimizer.param_groups:
+            for key, value in group.items():
+                if key not in {"params", "param_names"}:
+                    yield value
+
+    def require_same(self, fabric: Fabric, group: Group, step: int) -> None:
+        """Exchange what the members of a commit were given; all of them call it, because digests differ.
+
+        Raises:
+            DataError: it differs.
+        """
+        gathered = cast("list[Any]", fabric.gather_values("what a step was given", self.describe(), group))
+        given = {rank: facts for rank, facts in zip(group, gathered, strict=True) if facts}
+        difference = first_difference([*given.values()], [*given], CHANGE_EQUALLY)
+        if difference:
+            raise DataError(f"the ranks were given different values for step {step}: {difference}")
+
+    def describe(self) -> list[list[str]]:
+        """Return what this rank was given by name; nothing if it has no samples."""
+        if self.batch is None or not self.digest:
+            return []
+        facts = [
+            [f"{key} of the optimizer's group {index}", text]
+            for index, options in enumerate(self.optimizer.param_groups)
+            for key, text in describe_group(options).items()
+        ]
+        autocasts = [f"{device} {dtype}" for device, is_enabled, dtype in current_autocasts() if is_enabled]
+        return [
+            *facts,
+            ["the autocast of the call", ", ".join(autocasts) or "none"],
+            *self.attributes.describe(),
+            *describe_batch(self.batch),
+        ]
+
+
+class PlainAttributes:
+    """The numbers, texts and flags among the attributes of modules, and which of them the user changes between steps.
+
+    What a step itself has changed once, such as a counter in a forward, is left out from then on.
+
+    Args:
+        modules: by a name for errors.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        kinds = (bool, int, float, str, type(None))
+        self.entries = [
+            (f"{path}.{key}".lstrip(".") + f" of {what}", vars(module), key)
+            for what, root in modules.items()
+            for path, module in root.named_modules()
+            for key, value in plain_attributes(module)
+            if isinstance(value, kinds)
+        ]
+        self.first = self.read()
+        self.before = self.first
+
+    def read(self) -> list[object]:
+        """Return the present values."""
+        return [attributes.get(key) for _, attributes, key in self.entries]
+
+    def find_changes(self) -> Iterator[int]:
+        """Yield a digest of each attribute that has another value than at first."""
+        self.before = self.read()
+        if self.before != self.first:
+            for (name, _, _), first, value in zip(self.entries, self.first, self.before, strict=True):
+                if value != first:
+                    yield crc32(f"{name}={value!r}".encode())
+
+    def describe(self) -> list[list[str]]:
+        """Return the attributes by name."""
+        pairs = zip(self.entries, self.before, strict=True)
+        return [[name, describe_value(value)] for (name, _, _), value in pairs]
+
+    def end_step(self) -> None:
+        """Leave out what has changed since :meth:`find_changes`."""
+        after = self.read()
+        if after != self.before:
+            kept = [index for index, value in enumerate(after) if value == self.before[index]]
+            self.entries = [self.entries[index] for index in kept]
+            self.first, self.before = ([values[index] for index in kept] for values in (self.first, self.before))
+
+
+def digest_option(value: object) -> object:
+    """Return an option as what has the same hash in every process."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(digest_option, value))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return crc32(describe_value(value).encode())
+
+
+@cache
+def _text_digest(value: object) -> int:
+    return crc32(str(value).encode())
+
+
+def digest_autocasts() -> Iterator[int]:
+    """Yield a number for each autocast that is enabled."""
+    for device, is_enabled, dtype in current_autocasts():
+        if is_enabled:
+            yield _text_digest((device, dtype))
+
+
+def submitted_batch(batch: MicrobatchSource) -> tuple[Any, ...] | None:
+    """Return the batch that the user has passed, or those that were accumulated, if every rank passes all of it."""
+    if isinstance(batch, AsyncPipelineBatches):
+        newest = max(batch.batches, default=None)
+        return None if newest is None else submitted_batch(batch.batches[newest])
+    if isinstance(batch, AccumulatedBatches):
+        return tuple(part.batch for part in batch.batches)
+    return batch.batch if isinstance(batch, SlicedBatch) else None
+
+
+def digest_batch(batch: MicrobatchSource) -> Iterator[object]:
+    """Yield numbers that are different for most other batches: of its form, and of some values."""
+    values = submitted_batch(batch)
+    if values is None:
+        return
+    if not (isinstance(values[0], Tensor) and isinstance(values[1], Tensor)):
+        leaves, spec = tree_flatten(values)
+        yield crc32(repr(spec).encode())
+        parts: Iterable[Any] = chain.from_iterable(tree_flatten(part_value(leaf))[0] for leaf in leaves)
+    else:
+        parts = values
+    for leaf in parts:
+        if isinstance(leaf, Tensor):
+            yield from (_text_digest(leaf.dtype), *leaf.shape, digest_values(leaf))
+        else:
+            yield crc32(describe_value(leaf).encode())
+
+
+def part_value(leaf: object) -> object:
+    """Return what a leaf of a batch was made of."""
+    return leaf.value if isinstance(leaf, SamplePart) else leaf
+
+
+def digest_values(tensor: Tensor) -> int:
+    """Return a digest of some values of a tensor, evenly spaced; 0 on a device, where reading would wait for it."""
+    if not tensor.is_cpu or not tensor.numel() or tensor.layout != torch.strided:
+        return 0
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    some = flat[:: max(1, math.ceil(len(flat) / NUM_COMPARED))].contiguous()
+    return crc32(some.view(torch.uint8).numpy())
+
+
+def describe_batch(batch: MicrobatchSource) -> list[list[str]]:
+    """Return the form and the content of the batch that the user has passed."""
+    values = submitted_batch(batch)
+    if values is None:
+        return []
+    contents = [f"{digest_values(leaf):08x}" for leaf in batch_leaves(values) if isinstance(leaf, Tensor)]
+    return [
+        ["the form of the batch", describe_form(values)],
+        ["the content of the batch", f"digest {' '.join(contents)}"],
+    ]
+
+
+def batch_leaves(values: tuple[Any, ...]) -> list[Any]:
+    """Return the leaves of a batch, and of lists with an entry for each sample."""
+    return tree_leaves([part_value(leaf) for leaf in tree_leaves(values)])
+
+
+def describe_form(values: tuple[Any, ...]) -> str:
+    """Return the structure of a batch, the shapes of its tensors, and its other values.
+
+    Example:
+        >>> describe_form(({"x": torch.ones(4, 2), "flag": True}, torch.ones(4)))
+        'float32 (4, 2), True, float32 (4,) in tuple[dict[x, flag], *]'
+    """
+    parts = [
+        f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else describe_value(leaf)
+        for leaf in batch_leaves(values)
+    ]
+    return f"{', '.join(parts)} in {format_structure(values)}"
+
+
+def format_structure(values: object) -> str:
+    """Return the nesting of values, a leaf as ``*``."""
+    if isinstance(values, Mapping):
+        return f"dict[{', '.join(str(key) for key in values)}]"
+    if isinstance(values, tuple | list):
+        return f"{type(values).__name__}[{', '.join(map(format_structure, values))}]"
+    return "*"

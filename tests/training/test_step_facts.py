@@ -1,0 +1,132 @@
+"""What may change between steps is compared in every commit: options, batches, autocast, attributes."""
+
+import re
+
+import pytest
+import torch
+from torch import nn, optim
+
+from counterpoint.errors import DataError
+from counterpoint.fabric.local import LocalWorld
+from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.training.step_facts import StepFacts
+
+X = torch.arange(24.0).view(12, 2)
+Y = torch.arange(12)
+RANGES = ((0, 6), (6, 12))
+
+
+class Scaled(nn.Module):
+    """Has a scale, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.calls, self.rank = nn.Linear(2, 2), 1.0, 0, 0
+
+
+class Rank:
+    """What one rank is given."""
+
+    def __init__(self):
+        self.model = Scaled()
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=0.1)
+        self.facts = StepFacts(self.optimizer, {"the model": self.model})
+        self.batch = (X, Y)
+
+    def begin_step(self):
+        self.facts.begin_step(SlicedBatch(self.batch, RANGES))
+        return self.facts
+
+
+def set_option(key, value):
+    return lambda one: one.optimizer.param_groups[0].update({key: value})
+
+
+def set_batch(*batch):
+    return lambda one: setattr(one, "batch", batch)
+
+
+def set_scale(one):
+    one.model.scale = 2.0
+
+
+CHANGES = {
+    "lr": (set_option("lr", 0.2), "lr of the optimizer's group 0 is 0.1 on rank 0, 0.2 on rank 1"),
+    "lr as a tensor": (set_option("lr", torch.tensor(0.2)), "lr of the optimizer's group 0 is 0.1 on rank 0, float32"),
+    "betas": (set_option("betas", (0.9, 0.9)), r"betas of the optimizer's group 0 is \(0.9, 0.999\) on rank 0, \(0.9, 0.9\)"),
+    "maximize": (set_option("maximize", True), "maximize of the optimizer's group 0 is False on rank 0, True on rank 1"),
+    "text": (set_option("note", "x"), "at index .* rank 0 has .*, rank 1 has note of the optimizer's group 0"),
+    "attribute": (set_scale, "scale of the model is 1.0 on rank 0, 2.0 on rank 1"),
+    "content": (set_batch(X + 1, Y), r"the content of the batch is digest \w+ \w+ on rank 0, digest .*global batch"),
+    "shape": (set_batch(X[:, :1], Y), r"the form of the batch is float32 \(12, 2\), .* on rank 0, float32 \(12, 1\), "),
+    "dtype": (set_batch(X, Y.int()), r"the form of the batch is .*int64 \(12,\) .*on rank 0, .*int32"),
+    "form": (set_batch({"x": X}, Y), r"the form of the batch is .* in tuple\[\*, \*\] on rank 0, .*tuple\[dict\[x\], \*\]"),
+    "number": (set_batch((X, 0.5), Y), r"the form of the batch is .* on rank 0, float32 \(12, 2\), 0.5, int64"),
+}  # fmt: skip
+
+
+def compare(*ranks):
+    """Return the error that the ranks raise where digests differ; they all raise the same."""
+    facts = [one.begin_step() for one in ranks]
+    if len({one.digest for one in facts if one.digest}) == 1:
+        return ""
+
+    def work(fabric):
+        with pytest.raises(DataError) as caught:
+            facts[fabric.rank].require_same(fabric, tuple(range(len(ranks))), 3)
+        return str(caught.value)
+
+    with LocalWorld(len(ranks)) as world:
+        errors = world.run(work)
+    assert len(set(errors)) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_on_one_rank_is_named_in_the_step(what):
+    change, text = CHANGES[what]
+    one, other = Rank(), Rank()
+    assert compare(one, other) == ""
+    change(other)
+    error = compare(one, other)
+    assert error.startswith("the ranks were given different values for step 3: ")
+    assert re.search(text, error)
+    change(one)
+    assert compare(one, other) == ""
+
+
+def test_autocast_on_one_rank_is_named():
+    one, other = Rank(), Rank()
+    facts = one.begin_step()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert other.begin_step().digest != facts.digest
+        assert ["the autocast of the call", "cpu torch.bfloat16"] in other.facts.describe()
+
+
+def test_what_steps_change_themselves_is_left_out_and_so_are_names_of_ranks():
+    one, other = Rank(), Rank()
+    for rank in (one, other):
+        rank.begin_step()
+        rank.model.calls += 1  # in a forward
+        rank.facts.end_step()
+    one.model.calls = 7
+    one.model.rank = 1
+    assert compare(one, other) == ""
+
+
+def test_a_rank_without_samples_has_nothing_to_compare():
+    one, other = Rank(), Rank()
+    set_option("lr", 0.2)(other)
+    other.facts.begin_step(SlicedBatch((X[:0], Y[:0]), ((0, 0), (0, 0))))
+    assert other.facts.digest == 0
+    assert other.facts.describe() == []
+    assert one.begin_step().digest
+
+
+def test_the_digest_does_not_change_the_batch_and_reads_any_dtype():
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
+        one, other = Rank(), Rank()
+        one.batch = other.batch = (X.to(dtype), Y.view(3, 4).t().reshape(12))
+        assert compare(one, other) == ""
+        other.batch = (X.to(dtype).logical_not().to(dtype), Y)
+        assert compare(one, other)
