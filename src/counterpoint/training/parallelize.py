@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -498,6 +499,12 @@ class TrainStep:
         """Export the weights and close the connection to the other ranks; a second call does nothing."""
         if self.is_closed:
             return
+        if self.accumulated:
+            warnings.warn(
+                f"close() was called without update(), so that {len(self.accumulated)} accumulated "
+                f"{'batch was' if len(self.accumulated) == 1 else 'batches were'} not trained on",
+                stacklevel=2,
+            )
         if self.local_ranks.observer is not None:
             self.local_ranks.observer.after_training()
         try:
