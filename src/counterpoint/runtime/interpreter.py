@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.segment_executor import BoundModel, SegmentExecutor
 from counterpoint.runtime.batch_norm.mode import BatchNormState
+from counterpoint.runtime.busy_time import BusyTimer
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
 from counterpoint.runtime.lowering import (
@@ -70,6 +72,9 @@ from counterpoint.runtime.step_commit import (
     warn_partially_unused,
 )
 from counterpoint.strategies.buckets import BucketConfig
+
+COMMUNICATING_CALLS = frozenset({CollectiveRun, Send, Recv, Push, Pull, ApplyPushesRun})
+"""Calls that may wait for other ranks; a commit is measured apart."""
 
 
 class Interpreter:
@@ -144,6 +149,7 @@ class Interpreter:
         self.has_warned = False  # of partially unused parameters
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
+        self.busy_timer = BusyTimer()
         self.server_loop = ParameterServerLoop(store, fabric, self.state.push_log)
         self.build_parts()
 
@@ -187,6 +193,7 @@ class Interpreter:
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
+        self.busy_timer.begin_step()
         self.step_number, self.given = number, given
         self.rng.begin_step(number)
         self.program, calls = self.programs[variant]
@@ -203,6 +210,7 @@ class Interpreter:
         self.communication.begin_step()
         with self.communication.overlap.time_step():
             self.run_calls(calls)
+        self.busy_timer.end_step()
         return self.state.result
 
     def evaluate(
@@ -232,12 +240,20 @@ class Interpreter:
         clock = self.clock
         if clock is None:
             for call, _, _ in calls:
-                self.execute(call)
+                if type(call) in COMMUNICATING_CALLS:
+                    start_s = perf_counter()
+                    self.execute(call)
+                    self.busy_timer.add_wait(perf_counter() - start_s)
+                else:
+                    self.execute(call)
             return
         for call, start, stop in calls:
             start_s = clock()
             self.execute(call)
-            self.state.timings.append(CallTiming(start, stop, start_s, clock()))
+            timing = CallTiming(start, stop, start_s, clock())
+            self.state.timings.append(timing)
+            if type(call) in COMMUNICATING_CALLS:
+                self.busy_timer.add_wait(timing.stop_s - timing.start_s)
         for reduce in self.communication.overlap.reduces():
             index = self.program.instructions.index(reduce.instruction)
             self.state.timings.append(CallTiming(index, index + 1, reduce.start_s, reduce.stop_s, is_transfer=True))
@@ -310,6 +326,7 @@ class Interpreter:
             reports = self.add_overflows(reports, group)
         if batch_norm is not None:
             batch_norm.finish_gather()  # here, so that nothing is in flight if the step raises
+        self.busy_timer.restart()
 
         # 2. Check that the members were given the same, and that replicas hold the same weights.
         if self.given is not None and len({report.given_digest for report in reports if report.given_digest}) > 1:
@@ -376,6 +393,7 @@ class Interpreter:
             checksum=self.replica_checksum.checksum(),
             given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
+            busy_s=self.busy_timer.read(),
         )
 
     def add_overflows(self, reports: Sequence[StepReport], group: Group) -> list[StepReport]:

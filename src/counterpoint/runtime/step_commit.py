@@ -82,6 +82,7 @@ class StepReport:
         grads: which of its gradients is not finite, and how large they are, before any is summed over ranks.
         has_overflow: whether a sum of finite gradients that it owns is not finite.
         given_digest: of what the user has given for the step; 0 where there is nothing to compare.
+        busy_s: seconds since the last commit in which it did not wait for other ranks.
     """
 
     loss_sum: float = 0.0
@@ -96,6 +97,7 @@ class StepReport:
     grads: GradReport = NO_REPORT
     has_overflow: bool = False
     given_digest: int = 0
+    busy_s: float = 0.0
 
     @property
     def is_finite(self) -> bool:
@@ -119,6 +121,7 @@ class StepResult:
         loss_scale: what makes this step's gradients those of the weighted mean; part of ``scale``, unless the
             gradients are delayed.
         is_sum: whether the loss is a sum.
+        busy_s: of each rank of the group with its number, the seconds in which it did not wait for others.
     """
 
     loss: float
@@ -130,6 +133,7 @@ class StepResult:
     weight_unit: float = 1.0
     loss_scale: float = 1.0
     is_sum: bool = False
+    busy_s: tuple[tuple[int, float], ...] = ()
 
 
 def make_step_report(  # noqa: PLR0913 - what a report has
@@ -144,6 +148,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
     checksum: int = 0,
     is_idle: bool = False,
     given_digest: int = 0,
+    busy_s: float = 0.0,
 ) -> StepReport:
     """Return the report of a rank.
 
@@ -158,6 +163,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         checksum: of a part of its weights.
         is_idle: whether none of its microbatches had samples.
         given_digest: of what the user has given for the step.
+        busy_s: the seconds in which it did not wait for other ranks.
     """
     kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in weights else SAMPLE_MEAN for micro in losses}
     nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
@@ -174,13 +180,14 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         is_idle,
         grads,
         given_digest=given_digest,
+        busy_s=busy_s,
     )
 
 
 SAMPLE_MEAN, WEIGHTED_MEAN, SUM = 1, 2, 4
 """Kinds of losses in a report."""
 
-REPORT_NUMBERS = 11
+REPORT_NUMBERS = 12
 """Length of :func:`encode_report`."""
 
 
@@ -197,6 +204,7 @@ def encode_report(report: StepReport) -> list[float]:
         report.grads.micro,
         report.grads.share,
         report.given_digest,
+        report.busy_s,
         len(report.missing_grads),
     ]
 
@@ -206,7 +214,7 @@ def decode_report(
 ) -> StepReport:
     """Return the report that :func:`encode_report` was given; names of gradients are sent separately."""
     loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, *rest = numbers
-    micro, share, given_digest, _ = rest
+    micro, share, given_digest, busy_s, _ = rest
     return StepReport(
         loss_sum,
         int(num_samples),
@@ -219,6 +227,7 @@ def decode_report(
         is_idle,
         GradReport(int(micro), nonfinite_grad, share),
         given_digest=int(given_digest),
+        busy_s=busy_s,
     )
 
 
@@ -243,7 +252,23 @@ def merge_results(first: StepResult, second: StepResult) -> StepResult:
         second.weight_unit,
         second.loss_scale,
         first.is_sum or second.is_sum,
+        add_by_rank(first.busy_s, second.busy_s),
     )
+
+
+def add_by_rank(
+    first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]
+) -> tuple[tuple[int, float], ...]:
+    """Return the sums of two numbers of each rank.
+
+    Example:
+        >>> add_by_rank([(0, 1.0), (1, 2.0)], [(1, 3.0)])
+        ((0, 1.0), (1, 5.0))
+    """
+    totals = dict(first)
+    for rank, number in second:
+        totals[rank] = totals.get(rank, 0.0) + number
+    return tuple(totals.items())
 
 
 def decide_step(  # noqa: PLR0913 - all that a decision depends on
@@ -284,7 +309,8 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     if guard.clip_norm is not None and not skip_reason:
         scale *= min(1.0, guard.clip_norm / (norm + 1e-6))
     num_samples = sum(report.num_samples for report in reports)
-    return StepResult(loss, num_samples, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum)
+    busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, reports, strict=True))
+    return StepResult(loss, num_samples, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum, busy_s)
 
 
 def _find_loss_scale(reports: Sequence[StepReport], weight_unit: float) -> tuple[float, float]:

@@ -389,6 +389,8 @@ class LocalRanks:
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
             )
+            if num_local < fabric.num_ranks:
+                self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
         self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         self.buffer_changes = BufferChanges(self.model, self.ranks.values())
         if copies_model or copies_norms or isinstance(partition, TracedPartition):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn, optim
@@ -32,6 +33,8 @@ from counterpoint.training.batches.global_batch import (
     warn_forked_workers,
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
+from counterpoint.training.callbacks.loop_reporter import LoopReporter
+from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.options import RENAMED_VALUES
@@ -75,6 +78,7 @@ class TrainStep:
         auto_strategy: the choice of the plan, if it is made with the first batch.
         batch_exchange: exchanges the ranks' own batches, if each process passes its own.
         plan_facts: what was asked for, to be compared with other processes.
+        run_folder: gets a report of every step.
     """
 
     def __init__(
@@ -85,11 +89,13 @@ class TrainStep:
         auto_strategy: AutoStrategy | None = None,
         batch_exchange: PerRankBatchExchange | None = None,
         plan_facts: NamedFacts = (),
+        run_folder: RunFolder | None = None,
     ) -> None:
         self.local_ranks = local_ranks
         self.plan_facts = plan_facts
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
+        self.reporter = LoopReporter(local_ranks, run_folder) if run_folder is not None else None
         options = local_ranks.options
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
@@ -231,7 +237,10 @@ class TrainStep:
             self.has_warned_of_fork = warn_forked_workers(self.known_pids)
         in_flight = self.local_ranks.in_flight
         with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
-            result = self.local_ranks.step(number, in_flight.batch_source(number))
+            if self.reporter is None:
+                result = self.local_ranks.step(number, in_flight.batch_source(number))
+            else:
+                result = self.reporter.take_step(number)
         batch = in_flight.batches.pop(number, None)
         if self.is_multi_process and isinstance(batch, SlicedBatch | AccumulatedBatches):
             rank = self.local_ranks.world.fabrics[0].rank
@@ -512,6 +521,8 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.local_ranks.close()
+            if self.reporter is not None:
+                self.reporter.end(None)
 
     if not TYPE_CHECKING:  # or every name would be an attribute for a type checker
 
@@ -541,6 +552,8 @@ class TrainStep:
             self.is_closed = True
             self.local_ranks.released_params.poison(error)
             self.local_ranks.close()
+            if self.reporter is not None:
+                self.reporter.end(error)
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -553,6 +566,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     passes: Sequence[str] | None = None,
     batches: Literal["global", "per_rank"] = "global",
     uneven: bool | None = None,
+    run_dir: str | Path | None = None,
     environment: RankEnvironment | None = None,
     **options: Any,  # noqa: ANN401 - checked by Options
 ) -> TrainStep:
@@ -570,6 +584,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
             weighted. A process with all ranks passes the whole batch in either case.
         uneven: whether processes with batches of their own may have different numbers of samples, or of batches
             (:meth:`TrainStep.finish`): True, or False for an error; by default a warning.
+        run_dir: folder for plan, metrics, TensorBoard events, trace and report, as ``Trainer.fit`` writes them.
         environment: what a launcher set for this process; detected by default.
         **options: fields of :class:`counterpoint.training.options.TrainingOptions`.
 
@@ -613,4 +628,5 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
         plan_facts=requested_plan.describe(plan, training_options.profile),
+        run_folder=RunFolder(run_dir) if run_dir is not None and recorder is None else None,
     )

@@ -208,6 +208,8 @@ def format_text(record: ProgressRecord) -> str | None:
         case "evaluation":
             metrics = " ".join(f"{name} {format_number(value)}" for name, value in record["metrics"].items())
             return f"{position} held-out {metrics}"
+        case "slow_rank":
+            return f"{position} {record['text']}"
         case "saved":
             return f"{position} saved {record['path']}"
         # a PeerError is reported by the rank that failed
@@ -220,9 +222,14 @@ def format_headline(record: ProgressRecord) -> str:
     """Return the name, the plan, and the arithmetic of the global batch."""
     ranks, size, micros = record["num_ranks"], record["batch_size"], record["num_micros"]
     name = f"{record['name']}: " if record["name"] else ""
-    batch = f"batch {size}" + (f" = {micros} microbatches of {size // micros}" if micros > 1 else "")
-    resumed = f", resumed at step {record['step']}" if record["step"] else ""
-    return f"{name}{record['plan']} on {ranks} rank{'s' if ranks > 1 else ''}, {batch}{resumed}"
+    samples = f"{size // micros} or {size // micros + 1}" if size % micros else f"{size // micros}"
+    batch = f"batch {size}" + (f" = {micros} microbatches of {samples}" if micros > 1 else "")
+    origin = f", resumed at step {record['step']}" if record["step"] else ""
+    if record.get("checkpoint"):
+        origin = f", resumed at step {record['step']} from {record['checkpoint']}"
+    elif record.get("resume_path"):
+        origin = f", starts at step 0: no checkpoint in {record['resume_path']}"
+    return f"{name}{record['plan']} on {ranks} rank{'s' if ranks > 1 else ''}, {batch}{origin}"
 
 
 def format_metrics(record: ProgressRecord) -> str:
