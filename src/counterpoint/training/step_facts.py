@@ -215,7 +215,7 @@ def digest_values(tensor: Tensor) -> int:
         return 0
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
     some = flat[:: max(1, math.ceil(len(flat) / NUM_COMPARED))].contiguous()
-    return crc32(some.view(torch.uint8).numpy())
+    return crc32(some.view(torch.uint8).numpy().tobytes())
 
 
 def describe_batch(batch: MicrobatchSource) -> list[list[str]]:
