@@ -12,6 +12,7 @@ import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.trainer import Trainer
+from counterpoint.world.cluster import Cluster
 
 DOUBLE = torch.float64
 
@@ -124,6 +125,22 @@ def test_every_plan_trains_as_a_plain_loop(case, plan):
     assert losses == pytest.approx(expected, rel=1e-12)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert max(relative_difference(param.detach(), other.detach()) for param, other in pairs) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parity_cuts_batches_as_training_does(case):
+    kind, loss, batches, options = CASES[case]
+    torch.manual_seed(0)
+    assert cp.parity(kind(), sgd, loss, list(batches()), strategies=["data(2)"], **options).all_equal
+
+
+@pytest.mark.parametrize("case", ["sequence", "graph"])
+def test_profiles_cut_batches_as_training_does(case):
+    kind, loss, batches, options = CASES[case]
+    settings = {"loss": loss, "optimizer": sgd, "microbatch_sizes": [2, 5], "roofline_device": Cluster().device}
+    profile = cp.profile(kind(), *next(batches()), **settings, **options)
+    small, large = (size.unpartitioned.forward_s for size in profile.batch_sizes)
+    assert 0 < small < large
 
 
 def step_of(model, **options):
