@@ -177,9 +177,9 @@ def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
 def first_length(values: Any) -> int:  # noqa: ANN401 - any nest
     """Return the number of samples of the first part of a batch that has some; 1 if none has."""
     for leaf in tree_leaves(values):
-        lengths = leaf.lengths() if isinstance(leaf, SamplePart) else _length(leaf) - {None}
+        lengths = leaf.lengths() if isinstance(leaf, SamplePart) else {size for size in _length(leaf) if size}
         if lengths:
-            return max(1, *lengths)
+            return max(lengths)
     return 1
 
 
