@@ -53,6 +53,17 @@ class SamplePart:
         dim = self.dim
         return tree_map_only(Tensor, lambda leaf: leaf.narrow(dim, start, stop - start), self.value)
 
+    def take(self, indices: Sequence[int]) -> SamplePart:
+        """Return the part with other samples; what belongs to all samples as it is."""
+        match self.dim:
+            case None:
+                return self
+            case "list":
+                return SamplePart([self.value[index] for index in indices], "list")
+            case dim:
+                kept = tree_map_only(Tensor, lambda leaf: leaf[(slice(None),) * dim + (list(indices),)], self.value)
+                return SamplePart(kept, dim)
+
 
 class SampleLayout:
     """What the options say about the parts of a batch, by the names of the forward's arguments.
@@ -161,6 +172,15 @@ def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
     if not may_be_lists or may_be_tensors:
         return inputs, targets
     return _mark_each_list(inputs), _mark_each_list(targets)
+
+
+def first_length(values: Any) -> int:  # noqa: ANN401 - any nest
+    """Return the number of samples of the first part of a batch that has some; 1 if none has."""
+    for leaf in tree_leaves(values):
+        lengths = leaf.lengths() if isinstance(leaf, SamplePart) else {size for size in _length(leaf) if size}
+        if lengths:
+            return max(lengths)
+    return 1
 
 
 def find_tensor_lists(values: Any) -> Iterator[list[Any]]:  # noqa: ANN401 - any nest

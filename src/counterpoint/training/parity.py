@@ -21,13 +21,15 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.program.instruction import Collective, Push, Send
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.full_state import gather_optimizer_state
 from counterpoint.runtime.loss_reduction import LossFunction, WeightedMean
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
-from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
+from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory, clip_by_value, squared_norm
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
 from counterpoint.training.float32_replacement import ReplaceFloat32
@@ -269,14 +271,17 @@ def parity(
         True
     """
     optimizer_spec = wrap_optimizer(optimizer, model)
-    steps = [record_step(SlicedBatch(batch, ((0, count_samples(*batch)),)), optimizer_spec) for batch in batches]
+    training_options = parse_options(options)
+    layout = SampleLayout(model, training_options.batch_dims or {}, training_options.shared)
+    marked = [layout.mark(*batch) for batch in batches]
+    steps = [record_step(SlicedBatch(batch, ((0, count_samples(*batch)),)), optimizer_spec) for batch in marked]
     if not steps:
         raise PlanError("there are no batches to train on; give some, [(inputs, targets), ...]")
     run = RecordedRun(
         model,
         loss,
         optimizer_spec,
-        parse_options(options),
+        training_options,
         RequestedPlan(strategies[0] if strategies else "solo"),
         snapshot_of(model, loss),
         tuple(steps),
@@ -426,7 +431,7 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
         for recorded in run.steps:
             use_group_options(optimizer, recorded)
             inputs, targets = convert_batch(recorded, dtype)
-            args, kwargs = split_call_args(inputs)
+            args, kwargs = split_call_args(as_call_args(inputs))
             optimizer.zero_grad()
             with autocast_as(recorded.autocasts if dtype is None else None):
                 loss: Any = run.loss(run.model(*args, **kwargs), targets)
