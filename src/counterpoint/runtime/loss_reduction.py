@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
+from counterpoint.runtime.loss_parameters import find_loss_module
 from counterpoint.runtime.sample_layout import find_tensor_lists
 
 MEAN, SUM = 1, 2
@@ -61,9 +62,57 @@ class WeightedMean(NamedTuple):
     total: Tensor
     weight: Tensor | float
 
+    def __add__(self, other: object) -> NoReturn:
+        """Refuse to add another loss, which may have another weight over the whole batch.
 
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor | WeightedMean]
-"""From the model's output and the targets to the loss."""
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            "a cp.WeightedMean was added to another loss, but over the whole batch each is divided by its own weight; "
+            "return them as a dict, {'first': ..., 'second': ...}, whose entries are added up"
+        )
+
+    __radd__ = __add__  # type: ignore[assignment]
+
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor | WeightedMean | Mapping[str, Tensor | WeightedMean]]
+"""From the model's output and the targets to the loss, or to parts that are added up."""
+
+
+class MeanLoss(NamedTuple):
+    """The loss of some samples.
+
+    Args:
+        mean: over samples, tokens or weights; or the sum, if the loss is one.
+        weight: of a weighted mean; None for a mean over samples.
+        parts: of a loss that is a dict, the mean and the weight of each, detached.
+    """
+
+    mean: Tensor
+    weight: Tensor | float | None
+    parts: Mapping[str, tuple[Tensor, Tensor | float | None]] = MappingProxyType({})
+
+
+class PartTotal(NamedTuple):
+    """A part of a loss: the sum of its means times their weights, and the sum of the weights.
+
+    Example:
+        >>> PartTotal(6.0, 4.0).add(PartTotal(2.0, 1.0)).mean
+        1.6
+    """
+
+    total: float
+    weight: float
+
+    def add(self, other: PartTotal) -> PartTotal:
+        """Return the part over both."""
+        return PartTotal(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def mean(self) -> float:
+        """The mean; nan without weight."""
+        return self.total / self.weight if self.weight else math.nan
 
 
 class MeanReduction(NamedTuple):
@@ -180,6 +229,10 @@ class ReductionRecorder:
         """Return the weight of a loss that is one of these means; None for another loss."""
         return next((reduction.weight for reduction in self.found if reduction.mean is loss), None)
 
+    def is_sample_mean(self, loss: Tensor) -> bool:
+        """Return whether a loss is one of these means, and all its targets count equally."""
+        return any(found.mean is loss and float(found.weight) == found.num_targets for found in self.found)
+
     def require_sample_means(self, what: str) -> None:
         """Check that the means over class indices are means over samples, so that a loss computed from them is one.
 
@@ -195,8 +248,8 @@ class ReductionRecorder:
                     f"the loss of {what} is computed from a mean whose {reduction.num_targets} targets weigh "
                     f"{float(reduction.weight):g} together, by ignore_index or class weights, so it is no mean over "
                     "samples, and the losses of parts do not add up to that of the batch; return that mean itself, or "
-                    "cp.WeightedMean(total, weight) with the sum and what it is divided by, or train with one "
-                    "microbatch on one rank"
+                    "cp.WeightedMean(total, weight) with the sum and what it is divided by, pass "
+                    "loss_reduction='batch', or train with one microbatch on one rank"
                 )
 
 
@@ -210,8 +263,8 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     is_whole: bool = False,
     is_sum: bool = False,
     random_functions: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({}),
-) -> tuple[Tensor, Tensor | float | None]:
-    """Return the mean loss of some samples, and its weight if it is a weighted mean, else None; or their sum, and None.
+) -> MeanLoss:
+    """Return the mean loss of some samples, or their sum.
 
     Args:
         loss_function: the user's.
@@ -229,25 +282,105 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     recorder = ReductionRecorder() if recorder is None else recorder
     with InterceptFunctions({**random_functions, **recorder.replacements}):
         loss: Any = loss_function(output, targets)
+    if isinstance(loss, Mapping):
+        return add_parts(loss, what, recorder, is_whole=is_whole, is_sum=is_sum)
+    mean, weight = parse_mean(loss, f"the loss of {what}", recorder, is_sum=is_sum)
+    if weight is None and not is_whole and not is_sum:
+        recorder.require_sample_means(what)
+    return MeanLoss(mean, weight)
+
+
+def compute_plain_loss(loss: Tensor | WeightedMean | Mapping[str, Tensor | WeightedMean]) -> Tensor:
+    """Return what a loop without microbatches differentiates, given what the loss function returns for a batch.
+
+    Example:
+        >>> compute_plain_loss({"a": torch.tensor(1.0), "b": WeightedMean(torch.tensor(6.0), 3)})
+        tensor(3.)
+    """
+    if isinstance(loss, Mapping):
+        total: Any = sum(compute_plain_loss(part) for part in loss.values())
+        return total
+    return loss.total / loss.weight if isinstance(loss, WeightedMean) else loss
+
+
+def parse_mean(
+    loss: Any,  # noqa: ANN401 - whatever was returned
+    what: str,
+    recorder: ReductionRecorder,
+    *,
+    is_sum: bool,
+) -> tuple[Tensor, Tensor | float | None]:
+    """Return a loss as a mean, and its weight if it is a weighted one; or the sum, and None.
+
+    Args:
+        loss: as the loss function returns it.
+        what: is named by errors.
+        recorder: has the means over class indices.
+        is_sum: whether it is a sum over samples.
+
+    Raises:
+        DataError: it is neither a scalar nor a weighted mean.
+    """
     if isinstance(loss, WeightedMean):
         if is_sum:
             raise DataError(
-                f"the loss of {what} is a cp.WeightedMean, but loss_reduction='sum' was given; omit loss_reduction, or "
-                "return the sum alone"
+                f"{what} is a cp.WeightedMean, but loss_reduction='sum' was given; omit loss_reduction, or return the "
+                "sum alone"
             )
         return split_weighted_mean(loss, what)
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
         raise DataError(
-            f"the loss of {what} {actual}; it must be a 0-dim tensor, the mean over the samples, or a "
-            "cp.WeightedMean: keep reduction='mean', and return it without item() or float()"
+            f"{what} {actual}; it must be a 0-dim tensor, the mean over the samples, a cp.WeightedMean, or a dict of "
+            "these: keep reduction='mean', and return it without item() or float()"
         )
-    if is_sum:
-        return loss, None
-    weight = recorder.find_weight(loss)
-    if weight is None and not is_whole:
+    return loss, None if is_sum else recorder.find_weight(loss)
+
+
+def add_parts(
+    losses: Mapping[str, Any], what: str, recorder: ReductionRecorder, *, is_whole: bool, is_sum: bool
+) -> MeanLoss:
+    """Return the sum of a dict of losses.
+
+    Over the whole batch each part is divided by its own weight. The parts of a microbatch can be differentiated
+    together only if they have the same weight in it, or if all of them are means over samples.
+
+    Args:
+        losses: by name.
+        what: the samples, for errors.
+        recorder: has the means over class indices.
+        is_whole: whether these are all samples of a batch, so that any mean is that of the batch.
+        is_sum: whether all of them are sums over samples.
+
+    Raises:
+        DataError: they are no losses, or have different weights.
+    """
+    parts = {
+        name: parse_mean(loss, f"the part {name!r} of the loss of {what}", recorder, is_sum=is_sum)
+        for name, loss in losses.items()
+    }
+    if not parts:
+        raise DataError(f"the loss of {what} is an empty dict; return a dict of losses, or one loss")
+    total: Any = sum(mean for mean, _ in parts.values())
+    detached = {str(name): (mean.detach(), weight) for name, (mean, weight) in parts.items()}
+    weights = [weight for _, weight in parts.values()]
+    if None not in weights and len({float(weight) for weight in weights if weight is not None}) == 1:
+        return MeanLoss(total, weights[0], detached)
+    if is_whole or is_sum:
+        return MeanLoss(total, None, detached)
+    if all(weight is None or recorder.is_sample_mean(mean) for mean, weight in parts.values()):
         recorder.require_sample_means(what)
-    return loss, weight
+        return MeanLoss(total, None, detached)
+    described = ", ".join(
+        f"{name!r} {'that of its samples' if weight is None else f'{float(weight):g}'}"
+        for name, (_, weight) in detached.items()
+    )
+    raise DataError(
+        f"the parts of the loss of {what} are means with different weights: {described}; over the whole batch each is "
+        "divided by its own weight, so the losses of microbatches do not add up: pass loss_reduction='batch', which "
+        "evaluates the loss once on the outputs of the whole batch, give all parts one weight as "
+        "cp.WeightedMean(total, weight), or train with one microbatch on one rank"
+    )
 
 
 RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -283,23 +416,33 @@ class LossCheck:
     """Checks now and then that a loss of some samples is what the losses of their parts add up to.
 
     Args:
-        loss_function: the user's; a check calls it three times more, without gradients.
+        loss: the user's; a check calls it three times more, without gradients.
         is_sum: whether it is a sum over samples.
     """
 
-    def __init__(self, loss_function: LossFunction, *, is_sum: bool) -> None:
-        self.loss_function = loss_function
+    def __init__(self, loss: LossFunction, *, is_sum: bool) -> None:
+        self.module = find_loss_module(loss)
         self.is_sum = is_sum
         self.next_step: float = 0  # after 1, 2, 4, 8, ... steps
         self.single: tuple[Any, Any] | None = None  # output and targets of a microbatch of one sample
 
-    def check(self, step: int, output: Any, targets: Any, value: float, num_samples: int, what: str) -> None:  # noqa: ANN401 - what a loss was computed from
+    def check(  # noqa: PLR0913 - what a loss was computed from
+        self,
+        loss_function: LossFunction,
+        step: int,
+        output: Any,  # noqa: ANN401 - of the model
+        targets: Any,  # noqa: ANN401 - whatever the loss takes
+        value: float,
+        num_samples: int,
+        what: str,
+    ) -> None:
         """Check the loss of a microbatch if it is time to; one of a single sample together with the next such one.
 
         Nothing is checked if outputs have no samples along dim 0, or lists that may have an entry for each sample, or
         if the loss differs when it is computed again.
 
         Args:
+            loss_function: the user's, with the parameters of this step.
             step: the number of the step.
             output: of the model.
             targets: of the samples.
@@ -317,7 +460,7 @@ class LossCheck:
         if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
             self.next_step = math.inf
             return
-        with torch.no_grad(), _unchanged_buffers(self.loss_function):
+        with torch.no_grad(), _unchanged_buffers(self.module):
             if num_samples > 1:
                 middle = num_samples // 2
                 parts = [
@@ -334,7 +477,7 @@ class LossCheck:
                 parts, sizes = [self.single, (output, targets)], (1, 1)
                 whole, self.single = tree_map(_concatenate, *parts), None
             left, right, total = (
-                self._compute(part[0], part[1], size, what)
+                self._compute(loss_function, part[0], part[1], size, what)
                 for part, size in zip((*parts, whole), (*sizes, sum(sizes)), strict=True)
             )
         losses = LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), sizes)
@@ -347,9 +490,16 @@ class LossCheck:
             raise DataError(self._explain(losses, what, tolerance))
         self.next_step = max(1, 2 * step)
 
-    def _compute(self, output: Any, targets: Any, num_samples: int, what: str) -> tuple[float, float]:  # noqa: ANN401
-        loss, weight = compute_mean_loss(self.loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
-        return float(loss), num_samples if weight is None else float(weight)
+    def _compute(
+        self,
+        loss_function: LossFunction,
+        output: Any,  # noqa: ANN401 - of the model
+        targets: Any,  # noqa: ANN401 - whatever the loss takes
+        num_samples: int,
+        what: str,
+    ) -> tuple[float, float]:
+        loss = compute_mean_loss(loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
+        return float(loss.mean), num_samples if loss.weight is None else float(loss.weight)
 
     def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
         if not self.is_sum and abs(losses.total - losses.sum) <= tolerance:
@@ -358,8 +508,8 @@ class LossCheck:
             remedy = (
                 "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
                 "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with "
-                "each other, train with one microbatch on one rank, or pass cross_sample='accept' if each microbatch "
-                "may be a batch of its own"
+                "each other, pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, "
+                "or cross_sample='accept' if each microbatch may be a batch of its own"
             )
         left, right = losses.sizes
         return (
@@ -385,9 +535,9 @@ def _take_samples(leaf: object, *, num_samples: int, first: int, stop: int) -> o
 
 
 @contextmanager
-def _unchanged_buffers(loss_function: object) -> Iterator[None]:
-    """Restore the buffers of a loss that is a module."""
-    buffers = list(loss_function.buffers()) if isinstance(loss_function, nn.Module) else []
+def _unchanged_buffers(module: nn.Module | None) -> Iterator[None]:
+    """Restore the buffers of a loss that has a module."""
+    buffers = [] if module is None else list(module.buffers())
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -418,7 +568,7 @@ def compute_sample_mean(
         DataError: the loss is a weighted mean, and these are not all samples.
     """
     recorder = ReductionRecorder()
-    loss, weight = compute_mean_loss(loss_function, output, targets, what, recorder, is_whole=is_whole)
+    loss, weight, _ = compute_mean_loss(loss_function, output, targets, what, recorder, is_whole=is_whole)
     if weight is not None and not is_whole:
         recorder.require_sample_means(what)
         if recorder.find_weight(loss) is None:

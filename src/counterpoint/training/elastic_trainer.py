@@ -27,6 +27,7 @@ from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer
+from counterpoint.runtime.loss_parameters import require_no_loss_params
 from counterpoint.runtime.loss_reduction import LossFunction, compute_sample_mean
 from counterpoint.training.callbacks.callback import EvaluationEnd
 from counterpoint.training.evaluation import MetricsFn, make_loss_metric
@@ -169,6 +170,7 @@ class ElasticTrainer:
             raise PlanError(
                 f"the session is of {session.job}, but this is {self.job}; build both from one ElasticTrainer"
             )
+        require_no_loss_params(model, loss, "cp.ElasticTrainer")
         replica = self._make_replica(session, model, optimizer, tables, options)
         report = WorkerReport([], [], is_complete=False)
         retained_memory = RetainedMemory(enabled=self.retain_freed_memory)

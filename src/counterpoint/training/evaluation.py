@@ -61,17 +61,19 @@ def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[
 
 
 def make_loss_metric(loss: LossFunction) -> MetricsFn:
-    """Return a metrics function of the loss alone, weighted by the number of samples, or by its own weights.
+    """Return a metrics function of the loss, and of its parts, weighted by the number of samples or its own weights.
 
     Args:
         loss: from the model's output and the targets.
     """
 
     def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
-        mean, weight = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
-        count = (
-            min(collect_lengths(targets) or collect_lengths(outputs), default=1) if weight is None else float(weight)
-        )
-        return {"loss": MeanMetric(float(mean) * count, count)}
+        mean, weight, parts = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
+        num_samples = min(collect_lengths(targets) or collect_lengths(outputs), default=1)
+        metrics = {}
+        for name, (part, part_weight) in {**parts, "loss": (mean, weight)}.items():
+            count = num_samples if part_weight is None else float(part_weight)
+            metrics[name] = MeanMetric(float(part) * count, count)
+        return metrics
 
     return measure

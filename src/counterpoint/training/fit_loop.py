@@ -279,6 +279,7 @@ class FitLoop:
             result.norm,
             result.skip_reason,
             numeric_options(self.local_ranks.optimizer_spec.options(0)),
+            {name: part.mean for name, part in result.loss_parts.items()},
         )
         for callback in self.callbacks:
             callback.on_step(event)

@@ -51,6 +51,7 @@ from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.loss_parameters import LossParameters, add_loss_params, find_trained_modules, model_of
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -90,6 +91,7 @@ from counterpoint.training.model_partition import (
     partition_for_plan,
     plan_fingerprint,
     use_plan_profile,
+    with_loss_pass,
     with_partition,
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
@@ -196,6 +198,7 @@ class LocalRanks:
         self.plan = plan
         self.buckets = plan.buckets
         self.model = model
+        self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
         self.device = next((param.device for param in model.parameters()), CPU)  # checked by build()
         self.can_share_params = options.share_params_on_host and self.device.type == "cpu"
@@ -275,8 +278,8 @@ class LocalRanks:
         inputs = to_device(inputs, self.device)
         with explain_input_errors(self.model, inputs):
             partition = partition_for_plan(self.plan, self.model, inputs, self.options)
-        require_no_grad_hooks(self.model, partition, self.plan)
-        require_no_shared_memory(self.model, self.plan)
+        require_no_grad_hooks(self.trained, partition, self.plan)
+        require_no_shared_memory(self.trained, self.plan)
         options, accepts = self.options, self.options.cross_sample == "accept"
         if not (accepts or options.batch_dims or options.shared) and any(
             isinstance(strategy, Pipeline) for strategy in self.plan.strategies
@@ -288,7 +291,9 @@ class LocalRanks:
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if self.uses_rng else DrawSites()
         profile, microbatch_size = self.options.profile, max(num_samples, 1)
         spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
-        self.compiled = compile(with_partition(self.plan, spec, profile), spec, samples_per_micro=microbatch_size)
+        spec = add_loss_params(spec, self.trained)
+        plan = with_loss_pass(with_partition(self.plan, spec, profile), options)
+        self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
         if not (accepts or options.batch_dims or options.shared):
             num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
@@ -319,6 +324,7 @@ class LocalRanks:
             self.options.loss_reduction == "sum",
             not (accepts or options.batch_dims),  # which may have outputs without samples along dim 0
             draw_sites,
+            LossParameters.of(self.loss, self.trained),
         )
         return partition
 
@@ -350,10 +356,10 @@ class LocalRanks:
             )
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
-            own_partition, model = partition, self.model
+            own_partition, model = partition, self.trained
             if copies_model or (copies_norms and fabric.rank != first):
-                model = copy.deepcopy(self.model)  # the user's model keeps its memory
-                own_partition = partition_for_plan(self.plan, model, inputs, self.options)
+                model = copy.deepcopy(self.trained)  # the user's model keeps its memory
+                own_partition = partition_for_plan(self.plan, model_of(model), inputs, self.options)
             self.ranks[fabric.rank] = build_rank(
                 self.run_spec,
                 own_partition,
@@ -362,7 +368,7 @@ class LocalRanks:
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
             )
-        self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
+        self.mutation_check = ParameterMutationCheck(self.trained, self.ranks.values(), self.world.fabrics[0].num_ranks)
         if copies_model or copies_norms or isinstance(partition, TracedPartition):
             self.attribute_check.watch(self.model)
         if has_remote_ranks(self.world):
@@ -370,7 +376,7 @@ class LocalRanks:
             self.step_facts = StepFacts(self.optimizer_spec.optimizer, {"the model": self.model, **loss})
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
-        self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
+        self.released_params = ReleasedParameters.for_ranks(self.trained, self.ranks, self.run_spec.model_spec)
         self.shared_model.open()
 
     @property
@@ -387,7 +393,7 @@ class LocalRanks:
     def hook_stale_params(self) -> None:
         """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
         trained = {id(param) for rank in self.ranks.values() for param in rank.interpreter.store.params.values()}
-        for name, param in self.model.named_parameters():
+        for name, param in self.trained.named_parameters():
             if param.requires_grad and param.is_leaf and id(param) not in trained:
                 hook = StaleGradientHook(name, self.plan, lambda: self.is_in_step)
                 self.stale_hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -395,7 +401,7 @@ class LocalRanks:
     def find_stale_weights(self) -> StaleWeights:
         """Return the parameters and buffers of the user's model whose trained values no rank of this process has."""
         changed = {name for rank in self.ranks.values() for name in rank.interpreter.count_buffer_changes()}
-        named: list[tuple[str, Tensor]] = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        named: list[tuple[str, Tensor]] = [pair for pair in self.trained.named_parameters() if pair[1].requires_grad]
         named += [(name, buffer) for name, buffer in self.model.named_buffers() if name in changed]
         current = {id(tensor) for tensor in self.current_tensors()} if len(self.ranks) == 1 else set()
         is_single_process = len(self.ranks) == self.world.fabrics[0].num_ranks
@@ -462,7 +468,7 @@ class LocalRanks:
         if has_remote_ranks(self.world):
             CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
-            broadcast_initial_values(fabric, self.model, self.options.init_sync)
+            broadcast_initial_values(fabric, self.trained, self.options.init_sync)
         model_device(self.model)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
@@ -506,7 +512,10 @@ class LocalRanks:
             self.step_facts.end_step()
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
-        return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+        if not results:
+            return StepResult(float("nan"), 0, float("nan"), 1.0, "")
+        parts = next((result.loss_parts for result in results if result.loss_parts), {})
+        return replace(results[0], loss_parts=parts) if parts else results[0]
 
     def run_forward(self, inputs: Any) -> None:  # noqa: ANN401 - whatever the model takes
         """Run the user's model once in training; its state is preserved."""
@@ -593,7 +602,7 @@ class LocalRanks:
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
         assert self.run_spec is not None, "built"
-        return ShardMap(self.run_spec, {name: param.dtype for name, param in self.model.named_parameters()})
+        return ShardMap(self.run_spec, {name: param.dtype for name, param in self.trained.named_parameters()})
 
     def export_weights(self) -> None:
         """Load the trained weights and buffers into the user's model, on every rank."""
@@ -612,8 +621,8 @@ class LocalRanks:
         for flat_params in store.flat_params():
             flat_params.unshard_weights()
         with torch.no_grad():
-            load_values(self.model, params)
-            load_values(self.model, store.buffers)
+            load_values(self.trained, params)
+            load_values(self.trained, store.buffers)
         self.retained_memory.stop()
         if self.mutation_check is not None:
             self.mutation_check.record_versions()
@@ -623,7 +632,7 @@ class LocalRanks:
         self.shared_model.update_model()
         if self.stale_weights.is_stale:
             self.export_weights()  # the model was not changed, but is out of date
-        shard_map, params = self.shard_map(), dict(self.model.named_parameters())
+        shard_map, params = self.shard_map(), dict(self.trained.named_parameters())
         buffers = dict(self.model.named_buffers())
 
         def work(fabric: Fabric) -> None:
@@ -645,7 +654,7 @@ class LocalRanks:
     def import_frozen_params(self) -> None:
         """Load the model's frozen parameters into all ranks."""
         assert self.run_spec is not None, "built"
-        named, sharded = dict(self.model.named_parameters()), sliced_params(self.run_spec.model_spec)
+        named, sharded = dict(self.trained.named_parameters()), sliced_params(self.run_spec.model_spec)
         for number, rank in self.ranks.items():
             rank_program = self.run_spec.program.rank_programs[number]
             for name, param in rank.interpreter.store.params.items():

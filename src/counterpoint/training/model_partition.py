@@ -19,6 +19,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.planner.prepare import with_explicit_partition
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.training.options import TrainingOptions
 
 
@@ -97,6 +98,23 @@ def use_plan_profile(plan: Plan, options: TrainingOptions) -> TrainingOptions:
 def with_partition(plan: Plan, spec: ModelSpec, profile: ModelProfile | None) -> Plan:
     """Return the plan to compile for a model: with a profile, its stages are balanced by it."""
     return plan if profile is None else replace(with_explicit_partition(plan, spec), profile=profile)
+
+
+def with_loss_pass(plan: Plan, options: TrainingOptions) -> Plan:
+    """Return the plan to compile for a loss: one of the whole batch needs the outputs of all microbatches.
+
+    Raises:
+        PlanError: samples do not lie along dim 0.
+    """
+    if options.loss_reduction != "batch" or GATHER_OUTPUTS_PASS in plan.passes:
+        return plan
+    if options.batch_dims or options.shared:
+        raise PlanError(
+            f"batch_dims={options.batch_dims} and shared={tuple(options.shared)} were given with "
+            "loss_reduction='batch', which gathers outputs and targets along dim 0; bring the samples to dim 0 and "
+            "omit them, or give one microbatch on one rank and omit loss_reduction"
+        )
+    return replace(plan, passes=(*plan.passes, GATHER_OUTPUTS_PASS))
 
 
 def build_model_spec(

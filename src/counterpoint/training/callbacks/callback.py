@@ -43,6 +43,7 @@ class StepEnd:
         grad_norm: global norm; nan if it was not needed.
         skip_reason: why the update was skipped; empty if it was applied.
         options: learning rate and so on, of the first parameter group.
+        loss_parts: of a loss that is a dict, the mean of each entry.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepEnd:
     grad_norm: float
     skip_reason: str
     options: Mapping[str, float]
+    loss_parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class RunFolder(Callback):
             "step": event.step + 1,
             "epoch": event.epoch,
             "loss": event.loss,
+            **({"loss_parts": dict(event.loss_parts)} if event.loss_parts else {}),
             "num_samples": event.num_samples,
             "seconds": event.seconds,
             "grad_norm": event.grad_norm,
@@ -112,7 +113,8 @@ class RunFolder(Callback):
         }
         self.write_metrics(line)
         rate = event.num_samples / event.seconds if event.seconds else 0.0
-        scalars = {"loss": event.loss, "samples_per_s": rate, **event.options}
+        parts = {f"loss/{name}": value for name, value in event.loss_parts.items()}
+        scalars = {"loss": event.loss, **parts, "samples_per_s": rate, **event.options}
         if math.isfinite(event.grad_norm):
             scalars["grad_norm"] = event.grad_norm
         self.write_scalars(event.step + 1, "train", scalars)
