@@ -45,7 +45,8 @@ def clip(output, _):
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def barlow_twins(output, _):
+def redundancy_reduction(output, _):
+    """The loss of Barlow Twins."""
     x, y = ((view - view.mean(0)) / (view.std(0) + 1e-3) for view in (output["x"], output["y"]))
     correlation = x.T @ y / len(x)
     return ((correlation - torch.eye(4)) ** 2).sum() * output["scale"]
@@ -58,7 +59,7 @@ def batch_hard_triplet(output, targets):
     return F.softplus(hardest + targets["margin"]).mean() * output["scale"]
 
 
-LOSSES = [in_batch_negatives, clip, barlow_twins, batch_hard_triplet]
+LOSSES = [in_batch_negatives, clip, redundancy_reduction, batch_hard_triplet]
 
 
 def batches(count=2):

@@ -160,8 +160,8 @@ def merge_leaf(parts: Sequence[Any], counts: Sequence[int]) -> MergedLeaf:
     if len(parts) == 1 or not all(isinstance(part, Tensor) for part in parts):
         if any(type(part) is not type(parts[0]) or not np.array_equal(part, parts[0]) for part in parts[1:]):
             raise DataError(
-                f"a loss of the whole batch gets a value that is {parts[0]!r} in one microbatch and differs in another; "
-                "what is no tensor has to be the same for all samples: give a tensor with the samples along dim 0"
+                f"a loss of the whole batch gets a value that is {parts[0]!r} in one microbatch and differs in "
+                "another; what is no tensor has to be the same for all samples: give tensors with samples along dim 0"
             )
         has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0 and len(parts[0]) == counts[0]
         return MergedLeaf(parts[0], has_samples)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -119,14 +119,16 @@ class MeanReduction(NamedTuple):
     """A mean over class indices that torch has computed.
 
     Args:
-        mean: the result; 0 instead of torch's nan if no target counts.
+        mean: the result; if no target counts 0, or torch's nan for all samples of a batch.
         weight: what the sum was divided by; on another device than the CPU a tensor, which is not waited for.
         num_targets: the targets, also those that do not count.
+        zero: 0 if no target counts; else None.
     """
 
     mean: Tensor
     weight: Tensor | float
     num_targets: int
+    zero: Tensor | None = None
 
 
 class IndexLoss(NamedTuple):
@@ -202,9 +204,15 @@ PARSERS: Mapping[TorchFunction, Callable[..., IndexLoss | None]] = {
 
 
 class ReductionRecorder:
-    """Records torch's means over class indices while the last segment and the loss run on a microbatch."""
+    """Records torch's means over class indices while the last segment and the loss run on a microbatch.
 
-    def __init__(self) -> None:
+    Args:
+        is_whole: whether these are all samples of a batch, so that what is computed from a mean without targets is nan,
+            as in a loop without microbatches.
+    """
+
+    def __init__(self, *, is_whole: bool = False) -> None:
+        self.is_whole = is_whole
         self.found: list[MeanReduction] = []
 
     @property
@@ -221,13 +229,23 @@ class ReductionRecorder:
         if isinstance(weight, Tensor):
             mean = index_loss.compute_sum() / weight.clamp(min=torch.finfo(torch.float32).tiny)
         else:
-            mean = fused_cross_entropy(func, args, kwargs) if weight else index_loss.compute_sum()
+            zero = None if weight else index_loss.compute_sum()
+            mean = fused_cross_entropy(func, args, kwargs) if zero is None or self.is_whole else zero
+            self.found.append(MeanReduction(mean, weight, index_loss.target.numel(), zero))
+            return mean
         self.found.append(MeanReduction(mean, weight, index_loss.target.numel()))
         return mean
 
+    def find_mean(self, loss: Tensor) -> tuple[Tensor, Tensor | float | None]:
+        """Return a loss, which is 0 if it is one of these means and no target counts, and its weight if it is one."""
+        found = next((reduction for reduction in self.found if reduction.mean is loss), None)
+        if found is None:
+            return loss, None
+        return loss if found.zero is None else found.zero, found.weight
+
     def find_weight(self, loss: Tensor) -> Tensor | float | None:
         """Return the weight of a loss that is one of these means; None for another loss."""
-        return next((reduction.weight for reduction in self.found if reduction.mean is loss), None)
+        return self.find_mean(loss)[1]
 
     def is_sample_mean(self, loss: Tensor) -> bool:
         """Return whether a loss is one of these means, and all its targets count equally."""
@@ -279,7 +297,7 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     Raises:
         DataError: the loss is neither a scalar nor a weighted mean, or cannot be added to those of other samples.
     """
-    recorder = ReductionRecorder() if recorder is None else recorder
+    recorder = ReductionRecorder(is_whole=is_whole) if recorder is None else recorder
     with InterceptFunctions({**random_functions, **recorder.replacements}):
         loss: Any = loss_function(output, targets)
     if isinstance(loss, Mapping):
@@ -334,7 +352,7 @@ def parse_mean(
             f"{what} {actual}; it must be a 0-dim tensor, the mean over the samples, a cp.WeightedMean, or a dict of "
             "these: keep reduction='mean', and return it without item() or float()"
         )
-    return loss, None if is_sum else recorder.find_weight(loss)
+    return (loss, None) if is_sum else recorder.find_mean(loss)
 
 
 def add_parts(
@@ -367,7 +385,8 @@ def add_parts(
     if None not in weights and len({float(weight) for weight in weights if weight is not None}) == 1:
         return MeanLoss(total, weights[0], detached)
     if is_whole or is_sum:
-        return MeanLoss(total, None, detached)
+        is_undefined = any(weight is not None and float(weight) == 0 for weight in weights)  # in a plain loop, too
+        return MeanLoss(total * math.nan if is_undefined else total, None, detached)
     if all(weight is None or recorder.is_sample_mean(mean) for mean, weight in parts.values()):
         recorder.require_sample_means(what)
         return MeanLoss(total, None, detached)
@@ -412,18 +431,35 @@ class LossOfParts(NamedTuple):
         return math.fsum(abs(loss) for loss in (self.total, *self.parts) if math.isfinite(loss))
 
 
+SUM_REMEDY = "it is a sum: pass loss_reduction='sum', or return the mean over the samples"
+OTHER_REMEDY = (
+    "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
+    "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with each other, "
+    "pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, or cross_sample='accept' "
+    "if each microbatch may be a batch of its own"
+)
+SUMS_REMEDY = (
+    "return a mean over the samples; other losses are those of the whole batch with cp.Trainer or cp.parallelize, "
+    "which have the option loss_reduction"
+)
+"""Where parts of a batch are added up as means over samples."""
+
+
 class LossCheck:
     """Checks now and then that a loss of some samples is what the losses of their parts add up to.
 
     Args:
         loss: the user's; a check calls it three times more, without gradients.
         is_sum: whether it is a sum over samples.
+        remedy: for the error; by default that of a plan.
     """
 
-    def __init__(self, loss: LossFunction, *, is_sum: bool) -> None:
+    def __init__(self, loss: LossFunction, *, is_sum: bool, remedy: str = "") -> None:
+        self.remedy = remedy
         self.module = find_loss_module(loss)
         self.is_sum = is_sum
         self.next_step: float = 0  # after 1, 2, 4, 8, ... steps
+        self.last_step = -1  # all microbatches of a step are checked, because one may have no targets that count
         self.single: tuple[Any, Any] | None = None  # output and targets of a microbatch of one sample
 
     def check(  # noqa: PLR0913 - what a loss was computed from
@@ -454,7 +490,7 @@ class LossCheck:
             DataError: it is not what the losses of two parts add up to.
         """
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if step < self.next_step or not leaves:
+        if (step < self.next_step and step != self.last_step) or self.next_step == math.inf or not leaves:
             return
         has_list = any(len(values) == num_samples for values in find_tensor_lists((output, targets)))
         if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
@@ -467,28 +503,47 @@ class LossCheck:
                     tree_map(partial(_take_samples, num_samples=num_samples, first=first, stop=stop), (output, targets))
                     for first, stop in ((0, middle), (middle, num_samples))
                 ]
-                sizes, whole = (middle, num_samples - middle), (output, targets)
-            elif self.single is None or _sample_shapes(self.single) != _sample_shapes((output, targets)):
-                self.single = tree_map(
-                    lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, targets)
-                )
-                return
+                losses: LossOfParts | None = self._compute_parts(loss_function, parts, (output, targets), what)
             else:
-                parts, sizes = [self.single, (output, targets)], (1, 1)
-                whole, self.single = tree_map(_concatenate, *parts), None
-            left, right, total = (
-                self._compute(loss_function, part[0], part[1], size, what)
-                for part, size in zip((*parts, whole), (*sizes, sum(sizes)), strict=True)
-            )
-        losses = LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), sizes)
-        again = losses.total if num_samples > 1 else losses.parts[1]
+                losses = self._compute_pair(loss_function, (output, targets), what)
+        if losses is None:
+            return
+        again = losses.total if num_samples > 1 else losses.parts[0]
         tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude
         if not abs(again - value) <= tolerance:
             self.next_step = math.inf
             return
         if not abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance:
             raise DataError(self._explain(losses, what, tolerance))
-        self.next_step = max(1, 2 * step)
+        if self.single is None:
+            self.next_step, self.last_step = max(1, 2 * step), step
+
+    def _compute_pair(self, loss_function: LossFunction, sample: tuple[Any, Any], what: str) -> LossOfParts | None:
+        """Return the losses of a single sample and of an earlier one, or first of one that is made of it, and of both.
+
+        What is made of it shows a loss that compares samples in the first step; an earlier sample may have targets of
+        another kind, such as padding. None if the loss does not take what is made.
+        """
+        if self.single is not None and _sample_shapes(self.single) == _sample_shapes(sample):
+            pair, self.single = (sample, self.single), None
+            return self._compute_parts(loss_function, pair, tree_map(_concatenate, *pair), what)
+        self.single = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, sample)
+        pair = sample, tree_map(_halve, sample)
+        with suppress(Exception):  # a loss need not take values that no model gives
+            losses = self._compute_parts(loss_function, pair, tree_map(_concatenate, *pair), what)
+            return losses if math.isfinite(losses.total + losses.sum) else None
+        return None
+
+    def _compute_parts(
+        self, loss_function: LossFunction, parts: Sequence[tuple[Any, Any]], whole: tuple[Any, Any], what: str
+    ) -> LossOfParts:
+        """Return the loss of some samples, and those of two parts of them."""
+        first, second = (_num_samples(part) for part in parts)
+        left, right, total = (
+            self._compute(loss_function, *part, size, what)
+            for part, size in zip((*parts, whole), (first, second, first + second), strict=True)
+        )
+        return LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), (first, second))
 
     def _compute(
         self,
@@ -502,15 +557,8 @@ class LossCheck:
         return float(loss.mean), num_samples if loss.weight is None else float(loss.weight)
 
     def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
-        if not self.is_sum and abs(losses.total - losses.sum) <= tolerance:
-            remedy = "it is a sum: pass loss_reduction='sum', or return the mean over the samples"
-        else:
-            remedy = (
-                "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
-                "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with "
-                "each other, pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, "
-                "or cross_sample='accept' if each microbatch may be a batch of its own"
-            )
+        is_sum = not self.is_sum and abs(losses.total - losses.sum) <= tolerance
+        remedy = self.remedy or (SUM_REMEDY if is_sum else OTHER_REMEDY)
         left, right = losses.sizes
         return (
             f"the loss at {what} is {losses.total:.6g} for {left + right} samples, but {losses.parts[0]:.6g} for the "
@@ -523,6 +571,15 @@ class LossCheck:
 def _sample_shapes(values: Any) -> list[torch.Size]:  # noqa: ANN401 - any nest of tensors
     """Return the shape of a sample of each tensor."""
     return [leaf.shape[1:] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _num_samples(sample: tuple[Any, Any]) -> int:
+    """Return the number of samples along dim 0 of the output."""
+    return next(len(leaf) for leaf in tree_leaves(sample[0]) if isinstance(leaf, Tensor))
+
+
+def _halve(leaf: object) -> object:
+    return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _concatenate(first: object, second: object) -> object:

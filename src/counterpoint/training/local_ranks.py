@@ -51,7 +51,7 @@ from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_parameters import LossParameters, add_loss_params, find_trained_modules, model_of
+from counterpoint.runtime.loss_parameters import LossParameters, find_trained_modules, model_of
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -290,8 +290,7 @@ class LocalRanks:
         self.uses_rng = partition.uses_rng
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if self.uses_rng else DrawSites()
         profile, microbatch_size = self.options.profile, max(num_samples, 1)
-        spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
-        spec = add_loss_params(spec, self.trained)
+        spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size, self.trained)
         plan = with_loss_pass(with_partition(self.plan, spec, profile), options)
         self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)

@@ -18,6 +18,7 @@ from counterpoint.partitioning.partitioned_model import PartitionedModel, as_cal
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.planner.prepare import with_explicit_partition
+from counterpoint.runtime.loss_parameters import add_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.training.options import TrainingOptions
@@ -118,7 +119,12 @@ def with_loss_pass(plan: Plan, options: TrainingOptions) -> Plan:
 
 
 def build_model_spec(
-    partition: PartitionedModel, optimizer_spec: OptimizerSpec, plan: Plan, profile: ModelProfile | None, samples: int
+    partition: PartitionedModel,
+    optimizer_spec: OptimizerSpec,
+    plan: Plan,
+    profile: ModelProfile | None,
+    samples: int,
+    trained: nn.Module | None = None,
 ) -> ModelSpec:
     """Describe the trained part of a partitioned model; with a profile, layers cost measured seconds.
 
@@ -128,15 +134,16 @@ def build_model_spec(
         plan: names its file in the error, if the profile came with it and is of another model.
         profile: of the model; None if counted FLOPs are the costs.
         samples: the size of a microbatch.
+        trained: the model with the parameters of its loss, if these are trained, too.
 
     Raises:
         PlanError: the profile is of another model.
     """
     spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
-    if profile is None:
-        return spec
-    with plan_error_at(plan.source if profile is plan.profile else None, "profile"):
-        return profile.with_measured_costs(spec, samples)
+    if profile is not None:
+        with plan_error_at(plan.source if profile is plan.profile else None, "profile"):
+            spec = profile.with_measured_costs(spec, samples)
+    return spec if trained is None else add_loss_params(spec, trained)
 
 
 def plan_fingerprint(plan: Plan, profile: ModelProfile | None) -> str:

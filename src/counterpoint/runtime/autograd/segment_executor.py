@@ -286,7 +286,8 @@ class SegmentExecutor:
         self.begin_microbatch(micro)
         stop, segment = self.by_first[block]
         seed = self.rng if self.model.uses_rng else no_seed
-        recorder = ReductionRecorder() if stop == self.model.num_blocks else None
+        is_whole = self.model.gathers_outputs or micro in self.loss_weights.is_whole
+        recorder = ReductionRecorder(is_whole=is_whole) if stop == self.model.num_blocks else None
         try:
             with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
                 outputs = segment(
@@ -445,10 +446,11 @@ class SegmentExecutor:
             with self.store.grad_check.during_backward(first, NO_PARAMS):
                 self.run_autograd([loss.mean], [None])
         grads = [leaves[index].grad for index in tensors]
+        weight = 0.0 if loss.weight is not None and float(loss.weight) == 0 else None  # which no target has
         for micro in self.outputs:
             self.output_grads[micro] = split_grads([merged[index] for index in tensors], grads, sizes, micro)
             self.record_loss(
-                micro, loss.mean.detach(), None, {name: (mean, None) for name, (mean, _) in loss.parts.items()}
+                micro, loss.mean.detach(), weight, {name: (part, None) for name, (part, _) in loss.parts.items()}
             )
         self.outputs.clear()
 
