@@ -46,7 +46,7 @@ def clip(output, _):
 
 
 def redundancy_reduction(output, _):
-    """The loss of Barlow Twins."""
+    """Zbontar et al., 2021."""
     x, y = ((view - view.mean(0)) / (view.std(0) + 1e-3) for view in (output["x"], output["y"]))
     correlation = x.T @ y / len(x)
     return ((correlation - torch.eye(4)) ** 2).sum() * output["scale"]
@@ -257,7 +257,9 @@ def test_the_gathering_reads_as_written():
         share_params_on_host=False,
     ) as step:  # fmt: skip
         step(*next(batches()))
-        program = step.local_ranks.compiled.program
+        compiled = step.local_ranks.compiled
+    assert compiled is not None
+    program = compiled.program
     assert cp.format_program(program).splitlines() == [
         "F0.0 F0.1 all_gather(out0)@0,1 B0.0 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0",
         "F0.2 F0.3 all_gather(out0)@0,1 B0.2 B0.3 all_reduce(grad0)@0,1 commit@0,1 U0",

@@ -118,8 +118,8 @@ def gather_microbatches(
     fabric.all_gather(label, whole, bounds, group).wait()
     gathered: dict[int, EncodedSamples] = {}
     for index in range(len(group)):
-        part = whole[bounds[index] : bounds[index + 1]].clone()  # aligned, as views of it have to be
-        gathered |= decode_value(memoryview(part.numpy()))
+        part = bytearray(whole[bounds[index] : bounds[index + 1]].numpy().tobytes())  # aligned, as its tensors must be
+        gathered |= decode_value(part)
     return gathered
 
 

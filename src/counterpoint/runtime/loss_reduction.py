@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,9 @@ class WeightedMean(NamedTuple):
             "return them as a dict, {'first': ..., 'second': ...}, whose entries are added up"
         )
 
-    __radd__ = __add__  # type: ignore[assignment]
+    def __radd__(self, other: object) -> NoReturn:
+        """Refuse to be added, as :meth:`__add__` does."""
+        self.__add__(other)
 
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | WeightedMean | Mapping[str, Tensor | WeightedMean]]
@@ -316,8 +318,7 @@ def compute_plain_loss(loss: Tensor | WeightedMean | Mapping[str, Tensor | Weigh
         tensor(3.)
     """
     if isinstance(loss, Mapping):
-        total: Any = sum(compute_plain_loss(part) for part in loss.values())
-        return total
+        return cast("Tensor", sum(compute_plain_loss(part) for part in loss.values()))
     return loss.total / loss.weight if isinstance(loss, WeightedMean) else loss
 
 

@@ -432,7 +432,7 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
             optimizer.zero_grad()
             with autocast_as(recorded.autocasts if dtype is None else None):
                 loss = compute_plain_loss(run.loss(run.model(*args, **kwargs), targets))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
             for name, param in params.items():
                 if param.grad is not None:

@@ -435,7 +435,7 @@ class SegmentExecutor:
         self.rng.begin_microbatch(self.rng.step, 0, SampleRange(0, num_samples, num_samples))
         self.rng.begin_loss()
         loss = compute_mean_loss(
-            self.loss_function(sum(map(sizes.get, self.outputs)) / num_samples),
+            self.loss_function(sum(sizes[micro] for micro in self.outputs) / num_samples),
             output,
             targets,
             "the batch",
