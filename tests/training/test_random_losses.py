@@ -216,6 +216,7 @@ def draw_batches(draw_batch, plan, num_microbatches, sizes, seed):
 SIZES = st.tuples(st.integers(1, 2), st.integers(1, 6))
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", PLANS)
 @settings(max_examples=212)
 @given(
@@ -229,6 +230,7 @@ def test_random_nests_and_losses_train_as_a_plain_loop_or_are_refused(
     require_same_or_refused(build_reader, batches, loss, plan, num_microbatches, reduction)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", STAGED)
 @settings(max_examples=34)
 @given(
