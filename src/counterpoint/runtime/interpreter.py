@@ -34,6 +34,7 @@ from counterpoint.runtime.autograd.segment_executor import BoundModel, SegmentEx
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
+from counterpoint.runtime.loss_reduction import PartTotal
 from counterpoint.runtime.lowering import (
     ApplyPushesRun,
     BackwardRun,
@@ -207,13 +208,11 @@ class Interpreter:
             self.run_calls(calls)
         return self.state.result
 
-    def evaluate(
-        self, batch: MicrobatchSource, model: BoundModel, number: int
-    ) -> dict[int, tuple[float, float | None]]:
+    def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> dict[int, dict[str, PartTotal]]:
         """Run only the program's forwards in the mode of ``model``, with the random numbers of one step.
 
         Returns:
-            The mean loss of each microbatch, and its weight if it is a weighted mean.
+            The loss of each microbatch, as ``loss``, and its parts; of a sum, the mean over the samples.
         """
         training = self.executor, self.communication
         self.rng.begin_step(number)
@@ -223,8 +222,16 @@ class Interpreter:
         try:
             with torch.no_grad():
                 self.run_calls(self.forward_calls)
-            weights = self.executor.read_loss_weights()
-            return {micro: (loss, weights.get(micro)) for micro, loss in self.executor.read_losses().items()}
+            totals: dict[int, dict[str, PartTotal]] = {}
+            weights, parts = self.executor.read_loss_weights(), self.executor.loss_parts
+            for micro, loss in self.executor.read_losses().items():
+                count = weights.get(micro, batch.sizes[micro])
+                own = {
+                    name: part._replace(weight=count) if model.loss_is_sum else part
+                    for name, part in parts.get(micro, {}).items()
+                }
+                totals[micro] = {**own, "loss": PartTotal(loss * count, count)}
+            return totals
         finally:
             self.executor, self.communication = training
 

@@ -38,9 +38,7 @@ def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn |
         while batches.count_left(cursor, 1):
             batch = batches.batch_at(cursor, local_ranks.global_num_microbatches)
             losses = local_ranks.evaluate(batch, None if metrics is None else measure, cursor.batch)
-            for micro, (mean, weight) in losses.items():
-                count = batch.sizes[micro] if weight is None else weight
-                per_batch.append({"loss": MeanMetric(mean * count, count)})
+            per_batch += [{name: MeanMetric(*total) for name, total in totals.items()} for totals in losses.values()]
             cursor = replace(cursor, batch=cursor.batch + 1)
     return all_reduce_means(local_ranks, per_batch)
 

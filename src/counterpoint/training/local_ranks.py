@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -52,7 +52,7 @@ from counterpoint.runtime.devices import CPU, model_device, require_single_proce
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_parameters import LossParameters, find_trained_modules, model_of
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
@@ -511,10 +511,7 @@ class LocalRanks:
             self.step_facts.end_step()
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
-        if not results:
-            return StepResult(float("nan"), 0, float("nan"), 1.0, "")
-        parts = next((result.loss_parts for result in results if result.loss_parts), {})
-        return replace(results[0], loss_parts=parts) if parts else results[0]
+        return first_result(results)
 
     def run_forward(self, inputs: Any) -> None:  # noqa: ANN401 - whatever the model takes
         """Run the user's model once in training; its state is preserved."""
@@ -551,13 +548,13 @@ class LocalRanks:
 
     def evaluate(
         self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any] | None, number: int
-    ) -> dict[int, tuple[float, float | None]]:
+    ) -> dict[int, dict[str, PartTotal]]:
         """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``.
 
         Returns:
-            Without ``metrics`` the mean loss of each microbatch, and its weight if it is a weighted mean.
+            Without ``metrics`` the loss of each microbatch, as ``loss``, and its parts.
         """
-        measured: dict[int, tuple[float, float | None]] = {}
+        measured: dict[int, dict[str, PartTotal]] = {}
 
         def record(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
             assert metrics is not None, "the loss is not replaced"
@@ -676,6 +673,14 @@ class LocalRanks:
         self.released_params.poison()
         self.shared_model.close()
         self.world.close()
+
+
+def first_result(results: Sequence[StepResult]) -> StepResult:
+    """Return the result of the first rank that has one, with the parts of the loss, which not all ranks may know."""
+    if not results:
+        return StepResult(float("nan"), 0, float("nan"), 1.0, "")
+    parts = next((result.loss_parts for result in results if result.loss_parts), {})
+    return replace(results[0], loss_parts=parts) if parts else results[0]
 
 
 def max_forwards_per_rank(program: Program) -> int:

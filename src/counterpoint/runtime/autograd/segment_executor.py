@@ -443,7 +443,7 @@ class SegmentExecutor:
             random_functions=self.rng.functions,
         )
         if torch.is_grad_enabled() and loss.mean.requires_grad:
-            with self.store.grad_check.during_backward(first, NO_PARAMS):
+            with self.store.grad_check.during_backward(first, ParamGroup({})):
                 self.run_autograd([loss.mean], [None])
         grads = [leaves[index].grad for index in tensors]
         weight = 0.0 if loss.weight is not None and float(loss.weight) == 0 else None  # which no target has
