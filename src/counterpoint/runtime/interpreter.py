@@ -15,7 +15,7 @@ A rank updates only after its commit (4), so a step that fails before it changes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -36,6 +36,7 @@ from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.busy_time import BusyTimer
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
+from counterpoint.runtime.loss_reduction import PartTotal
 from counterpoint.runtime.lowering import (
     ApplyPushesRun,
     BackwardRun,
@@ -56,6 +57,7 @@ from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import (
+    PARTS,
     GivenValues,
     StepGuard,
     StepReport,
@@ -63,6 +65,7 @@ from counterpoint.runtime.step_commit import (
     decide_skips,
     decide_step,
     find_unused_params,
+    gather_parts,
     gather_reports,
     has_unusable_grads,
     make_step_report,
@@ -213,13 +216,11 @@ class Interpreter:
         self.busy_timer.end_step()
         return self.state.result
 
-    def evaluate(
-        self, batch: MicrobatchSource, model: BoundModel, number: int
-    ) -> dict[int, tuple[float, float | None]]:
+    def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> dict[int, dict[str, PartTotal]]:
         """Run only the program's forwards in the mode of ``model``, with the random numbers of one step.
 
         Returns:
-            The mean loss of each microbatch, and its weight if it is a weighted mean.
+            The loss of each microbatch, as ``loss``, and its parts; of a sum, the mean over the samples.
         """
         training = self.executor, self.communication
         self.rng.begin_step(number)
@@ -229,8 +230,16 @@ class Interpreter:
         try:
             with torch.no_grad():
                 self.run_calls(self.forward_calls)
-            weights = self.executor.read_loss_weights()
-            return {micro: (loss, weights.get(micro)) for micro, loss in self.executor.read_losses().items()}
+            totals: dict[int, dict[str, PartTotal]] = {}
+            weights, parts = self.executor.read_loss_weights(), self.executor.loss_parts
+            for micro, loss in self.executor.read_losses().items():
+                count = weights.get(micro, batch.sizes[micro])
+                own = {
+                    name: part._replace(weight=count) if model.loss_is_sum else part
+                    for name, part in parts.get(micro, {}).items()
+                }
+                totals[micro] = {**own, "loss": PartTotal(loss * count, count)}
+            return totals
         finally:
             self.executor, self.communication = training
 
@@ -299,7 +308,9 @@ class Interpreter:
 
     def run_collectives(self, instructions: Sequence[Collective]) -> None:
         """Run collectives of one phase: blocking ones, or the start of one, or the wait for one."""
-        if instructions[0].phase == "":
+        if instructions[0].tensor.name == "out":
+            self.communication.gather_outputs(instructions[0])
+        elif instructions[0].phase == "":
             self.communication.run_collectives(instructions)
         elif instructions[0].phase == "start":
             self.communication.start(instructions[0])
@@ -322,6 +333,7 @@ class Interpreter:
         if batch_norm is not None:
             batch_norm.start_gather(scope)
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        parts = self.gather_parts(reports, scope, group)
         if may_overflow(reports):
             reports = self.add_overflows(reports, group)
         if batch_norm is not None:
@@ -344,6 +356,7 @@ class Interpreter:
             self.program.microbatches_per_batch,
             weight_unit=0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit,
             delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
+            num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
         )
         skip_update, skip_delayed_update = decide_skips(
             reports,
@@ -352,6 +365,7 @@ class Interpreter:
             delays_grads=self.delays_grads,
             skip_delayed=self.state.skip_delayed_update,
         )
+        result = replace(result, loss_parts=parts) if parts else result
         self.state.record_commit(result, skip_update=skip_update, skip_delayed_update=skip_delayed_update)
         require_finite(
             result.skip_reason,
@@ -370,7 +384,14 @@ class Interpreter:
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
 
-    def make_report(self, scope: Collection[int]) -> StepReport:
+    def gather_parts(self, reports: Sequence[StepReport], scope: frozenset[int], group: Group) -> dict[str, PartTotal]:
+        """Return the parts of the group's loss if any member has some; then all of them gather these."""
+        if not any(report.loss_kinds & PARTS for report in reports):
+            return {}
+        own = [found for micro, found in self.executor.loss_parts.items() if micro in scope]
+        return gather_parts(self.fabric, own, group)
+
+    def make_report(self, scope: frozenset[int]) -> StepReport:
         """Return this rank's report on the microbatches of a commit."""
         own_squared_norm = 0.0
         if self.guard.needs_norm:
@@ -390,6 +411,7 @@ class Interpreter:
             grads=self.store.grad_check.take_report(scope),
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
+            has_parts=not scope.isdisjoint(self.executor.loss_parts),
             checksum=self.replica_checksum.checksum(),
             given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),

@@ -149,7 +149,7 @@ def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
         for length in (leaf.lengths() if isinstance(leaf, SamplePart) else _length(leaf))
     }
     list_lengths = {len(values) for values in lists}
-    along_dim_0 = {length for values in lists for leaf in tree_leaves(values) for length in _length(leaf) or {None}}
+    along_dim_0 = {length for values in lists for leaf in tree_leaves(values) for length in _length(leaf)}
     may_be_lists = len(list_lengths | others) == 1
     may_be_tensors = len(along_dim_0 | others) == 1 and None not in along_dim_0
     if may_be_lists and may_be_tensors and list_lengths != {1}:

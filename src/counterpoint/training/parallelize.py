@@ -79,6 +79,9 @@ class TrainStep:
         batch_exchange: exchanges the ranks' own batches, if each process passes its own.
         plan_facts: what was asked for, to be compared with other processes.
         run_folder: gets a report of every step.
+
+    Attributes:
+        loss_parts: of a loss that is a dict, the mean of each entry over the batch of the last call.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class TrainStep:
         options = local_ranks.options
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
+        self.loss_parts: dict[str, float] = {}
         self.has_fixed_microbatches = has_fixed_microbatches
         self.is_closed = False
         self.is_multi_process = False  # whether other processes have ranks, too
@@ -246,6 +250,7 @@ class TrainStep:
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
+        self.loss_parts = {name: part.mean for name, part in result.loss_parts.items()}
         return result.loss
 
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
@@ -613,7 +618,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         training_options, rank_environment = replace(training_options, num_measured_plans=0), None
         requested_plan = ONE_RANK
     plan = resolve_initial_plan(requested_plan, rank_environment)
-    optimizer_spec = wrap_optimizer(optimizer, model, strategy)
+    optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
     world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
     local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options)
     if recorder is not None:

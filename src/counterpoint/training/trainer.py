@@ -167,7 +167,7 @@ class Trainer:
         self.auto_strategy = make_auto_strategy(requested_plan, self.plan, self.options)
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
-        self.optimizer_spec = wrap_optimizer(optimizer, model, strategy)
+        self.optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
         require_step_scheduler(self.lr_scheduler)
         self.callbacks = list(callbacks)

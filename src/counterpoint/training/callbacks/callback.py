@@ -48,6 +48,7 @@ class StepEnd:
         skip_reason: why the update was skipped; empty if it was applied.
         options: learning rate and so on, of the first parameter group.
         busy_s: by rank, the seconds in which it did not wait for other ranks, if it commits together with this one.
+        loss_parts: of a loss that is a dict, the mean of each entry.
     """
 
     step: int
@@ -59,6 +60,7 @@ class StepEnd:
     skip_reason: str
     options: Mapping[str, float]
     busy_s: Mapping[int, float] = field(default_factory=dict)
+    loss_parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

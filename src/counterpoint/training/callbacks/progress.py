@@ -99,6 +99,7 @@ class ProgressCallback(Callback):
         self.renderer: ProgressRenderer = make_renderer(mode, sys.stdout if stream is None else stream, clock)
         self.interval_s = REDRAW_S if self.renderer.redraws else interval_s
         self.meter = ThroughputMeter()
+        self.loss_parts: Mapping[str, float] = {}  # of the last step
         self.num_steps: int | None = 0
         self.steps_done = 0
         self.last_shown_step = -1
@@ -131,6 +132,7 @@ class ProgressCallback(Callback):
     def on_step(self, event: StepEnd) -> None:
         """Show the step if it is the first, the last, or an interval has passed."""
         self.meter.add(event)
+        self.loss_parts = event.loss_parts
         self.steps_done = event.step + 1
         if (
             self.last_shown_step < 0
@@ -168,6 +170,7 @@ class ProgressCallback(Callback):
             {
                 "step": self.steps_done,
                 "loss": self.meter.loss,
+                **({"loss_parts": dict(self.loss_parts)} if self.loss_parts else {}),
                 "samples_per_s": self.meter.samples_per_s,
                 "step_s": step_s,
                 "eta_s": math.nan if self.num_steps is None else step_s * max(self.num_steps - self.steps_done, 0),

@@ -115,6 +115,7 @@ class RunFolder(Callback):
             "step": event.step + 1,
             "epoch": event.epoch,
             "loss": event.loss,
+            **({"loss_parts": dict(event.loss_parts)} if event.loss_parts else {}),
             "num_samples": event.num_samples,
             "seconds": event.seconds,
             "grad_norm": event.grad_norm,
@@ -125,7 +126,8 @@ class RunFolder(Callback):
             line["busy_s"] = {str(rank): round(seconds, 6) for rank, seconds in event.busy_s.items()}
         self.write_metrics(line)
         rate = event.num_samples / event.seconds if event.seconds else 0.0
-        scalars = {"loss": event.loss, "samples_per_s": rate, **event.options}
+        parts = {f"loss/{name}": value for name, value in event.loss_parts.items()}
+        scalars = {"loss": event.loss, **parts, "samples_per_s": rate, **event.options}
         if len(event.busy_s) > 1:
             scalars |= {"busy_s_max": max(event.busy_s.values()), "busy_s_median": median(event.busy_s.values())}
         if math.isfinite(event.grad_norm):

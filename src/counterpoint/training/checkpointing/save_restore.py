@@ -204,7 +204,7 @@ def create_checkpoint_dir(local_ranks: LocalRanks, checkpoint_dir: Path | None) 
             f"the folder {checkpoint_dir} for checkpoints cannot be written: {error.strerror}; choose another path, or "
             "give this user the right to write there"
         ) from None
-    tensors = [*local_ranks.model.parameters(), *local_ranks.model.buffers()]
+    tensors = [*local_ranks.trained.parameters(), *local_ranks.trained.buffers()]
     require_space(
         checkpoint_dir, sum(tensor.nbytes for tensor in tensors), free_bytes=shutil.disk_usage(checkpoint_dir).free
     )
@@ -308,7 +308,7 @@ def _commit_checkpoint(
 
 def collect_frozen_params(local_ranks: LocalRanks) -> list[TensorSlice]:
     """Return the frozen parameters, which one rank writes for all."""
-    return [whole_tensor(f"frozen:{name}", value) for name, value in frozen_params(local_ranks.model).items()]
+    return [whole_tensor(f"frozen:{name}", value) for name, value in frozen_params(local_ranks.trained).items()]
 
 
 def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,13 +358,13 @@ def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
 
 def saved_buffers(local_ranks: LocalRanks, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN401 - a runtime Rank
     """Return the buffers that belong in a checkpoint."""
-    saved_names = set(local_ranks.model.state_dict().keys())
+    saved_names = set(local_ranks.trained.state_dict().keys())
     return [(name, tensor.detach()) for name, tensor in rank.interpreter.store.buffers.items() if name in saved_names]
 
 
 def local_model_fingerprint(local_ranks: LocalRanks) -> dict[str, str]:
     """Return :func:`model_fingerprint` of the ranks' model."""
-    return model_fingerprint(local_ranks.model)
+    return model_fingerprint(local_ranks.trained)
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, str]:
@@ -537,7 +537,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
                 assign_values(buffer, read_buffer(checkpoint, name))
 
     with torch.no_grad():
-        for name, value in frozen_params(local_ranks.model).items():
+        for name, value in frozen_params(local_ranks.trained).items():
             value.copy_(checkpoint.read(f"frozen:{name}"))
     local_ranks.world.run(work)
     local_ranks.import_frozen_params()

@@ -233,14 +233,15 @@ def format_headline(record: ProgressRecord) -> str:
 
 
 def format_metrics(record: ProgressRecord) -> str:
-    """Return loss, throughput, time of a step and time left.
+    """Return loss, its parts in the last step, throughput, time of a step and time left.
 
     Example:
         >>> format_metrics({"loss": 2.31, "samples_per_s": 812.4, "step_s": 0.1311, "eta_s": 115.2, "skipped": 0})
         'loss 2.31 812 samples/s step 131 ms eta 1m55s'
     """
+    parts = [f"{name} {format_number(value)}" for name, value in record.get("loss_parts", {}).items()]
     figures = [
-        f"loss {format_number(record['loss'])}",
+        f"loss {format_number(record['loss'])}" + (f" ({', '.join(parts)})" if parts else ""),
         f"{format_number(record['samples_per_s'], 3)} samples/s",
         f"step {format_step_time(record['step_s'])}",
         f"eta {format_duration(record['eta_s'])}",
