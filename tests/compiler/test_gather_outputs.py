@@ -65,7 +65,7 @@ def test_the_verifier_finds_a_gathering_that_is_wrong(damage, fact):
     program = parse_program(damage(format_program(compiled.program)))
     bounds = replace(bounds_from(compiled.cost), sent_bytes=None)
     if not fact:  # a loss of each microbatch
-        assert verify(program, bounds, compiled.model.units)
+        assert verify(program, bounds, compiled.model.units).updates
         return
     with pytest.raises(ProgramError, match=fact):
         verify(program, bounds, compiled.model.units)

@@ -333,10 +333,7 @@ class Interpreter:
         if batch_norm is not None:
             batch_norm.start_gather(scope)
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
-        parts = {}
-        if any(member_report.loss_kinds & PARTS for member_report in reports):
-            own_parts = [found for micro, found in self.executor.loss_parts.items() if micro in scope]
-            parts = gather_parts(self.fabric, own_parts, group)
+        parts = self.gather_parts(reports, scope, group)
         if may_overflow(reports):
             reports = self.add_overflows(reports, group)
         if batch_norm is not None:
@@ -386,6 +383,13 @@ class Interpreter:
             self.fill_unused_grads(reports, group)
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
+
+    def gather_parts(self, reports: Sequence[StepReport], scope: frozenset[int], group: Group) -> dict[str, PartTotal]:
+        """Return the parts of the group's loss if any member has some; then all of them gather these."""
+        if not any(report.loss_kinds & PARTS for report in reports):
+            return {}
+        own = [found for micro, found in self.executor.loss_parts.items() if micro in scope]
+        return gather_parts(self.fabric, own, group)
 
     def make_report(self, scope: frozenset[int]) -> StepReport:
         """Return this rank's report on the microbatches of a commit."""
