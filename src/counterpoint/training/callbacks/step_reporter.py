@@ -63,6 +63,7 @@ class StepReporter:
             result.skip_reason,
             numeric_options(options),
             busy_s,
+            {name: part.mean for name, part in result.loss_parts.items()},
         )
         changes = self.slow_ranks.add(number, busy_s) if self.num_ranks > 1 else []
         self.is_trace_due = len(busy_s) == self.num_ranks and any(change.until_step is None for change in changes)
