@@ -324,7 +324,7 @@ def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Ma
         if local_ranks.run_spec
         else {},
         "model": local_model_fingerprint(local_ranks),
-        "optimizer": describe_optimizer(local_ranks.optimizer_spec, local_ranks.model),
+        "optimizer": describe_optimizer(local_ranks.optimizer_spec, local_ranks.trained),
         "state_dict": name_state_dict(local_ranks.model),
         "extra": dict(metadata),
     }
