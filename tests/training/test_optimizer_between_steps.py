@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.training.trainers import build_seeded, make_generator, max_difference
 PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2, consistency=bsp)"]
 KEEPS_GROUPS = [plan for plan in PLANS if not plan.startswith("server")]
 ADAMW = partial(optim.AdamW, lr=0.05, weight_decay=0.1)
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW": ADAMW,
     "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "NAdam": partial(optim.NAdam, lr=0.05),
