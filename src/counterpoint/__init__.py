@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from counterpoint.strategies.tensor import Tensor
     from counterpoint.strategies.zero import Zero
     from counterpoint.training.callbacks.callback import Callback, History
+    from counterpoint.training.checkpointing.export import export_checkpoint
     from counterpoint.training.elastic_trainer import ElasticTrainer
     from counterpoint.training.metrics import MeanMetric
     from counterpoint.training.parallelize import parallelize
@@ -75,6 +76,7 @@ _MODULES = {
     "WeightedMean": "runtime.loss_reduction",
     "Zero": "strategies.zero",
     "compile": "compiler.compile",
+    "export_checkpoint": "training.checkpointing.export",
     "format_program": "program.text",
     "large_batch_schedule": "optim.lr_schedules",
     "launch": "launchers.function",
@@ -115,6 +117,7 @@ __all__ = [
     "WeightedMean",
     "Zero",
     "compile",
+    "export_checkpoint",
     "format_program",
     "large_batch_schedule",
     "launch",

@@ -199,7 +199,7 @@ def test_a_model_that_was_not_saved_whole_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda m: m.update(version=2), "has format version 2, this Counterpoint reads 1"),
+        (lambda m: m.update(version=3), "has format version 3, this Counterpoint reads 1 and 2"),
         (lambda m: m.update(format="zip"), "has an unknown format"),
         (lambda m: m.update(surprise=1), "breaks the schema: surprise: unexpected keyword"),
         (lambda m: m["files"][0].update(file="../../etc/passwd"), r"files\[0\]\.file: string should match"),

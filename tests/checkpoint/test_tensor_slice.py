@@ -1,11 +1,14 @@
 """Pieces: any layout loads into any other."""
 
+import hashlib
+import json
 import math
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from counterpoint.checkpoint import (
@@ -81,9 +84,36 @@ def test_every_listed_dtype_comes_back_bit_for_bit_from_us_and_from_safetensors(
     assert tensors["empty"].shape == (0, 4)
     assert tensors["scalar"].shape == ()
     file = load_file(folder / "shard-00000.safetensors")
-    for result in (tensors["x"], file["tensor-00000"]):
+    for result in (tensors["x"], file["x"]):
         assert result.dtype == value.dtype
         assert torch.equal(result.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8))
+
+
+def test_tensors_have_their_names_in_the_file_and_parts_their_ranges(tmp_path):
+    full = torch.arange(24.0).reshape(4, 6)
+    left, right = columns("fc.weight", full, [2, 4])
+    halves = [TensorSlice("w", full.reshape(-1)[start : start + 12], (4, 6), start) for start in (0, 12)]
+    whole = TensorSlice("__metadata__", full, (4, 6), (0, 0))
+    checkpoint = commit_pieces(tmp_path, [left, halves[0], whole], [right, halves[1]])
+    assert torch.equal(checkpoint.read("__metadata__"), full)
+    with safe_open(checkpoint.folder / "shard-00000.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {"fc.weight[0:4,0:2]", "w[0:12]", "__metadata__'"}
+        assert torch.equal(file.get_tensor("w[0:12]"), halves[0].tensor)
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
+    """The tensors of a file had numbers."""
+    folder = save(tmp_path, 1, {"fc.weight": torch.ones(2, 3)}, {})
+    shard, manifest = folder / "shard-00000.safetensors", folder / "manifest.json"
+    content = shard.read_bytes().replace(b'"fc.weight"', b'"tensor-00"')  # as long as the name
+    shard.write_bytes(content)
+    text = json.loads(manifest.read_text())
+    text["version"], text["files"][0]["sha256"] = 1, hashlib.sha256(content).hexdigest()
+    text["files"][0]["slices"][0]["key"] = "tensor-00"
+    del text["sha256"]
+    sha256 = hashlib.sha256(json.dumps(text, separators=(",", ":")).encode()).hexdigest()
+    manifest.write_text(json.dumps({**text, "sha256": sha256}))
+    assert torch.equal(load(folder)[0]["fc.weight"], torch.ones(2, 3))
 
 
 def test_views_and_gradients_are_saved_as_values(tmp_path):

@@ -161,6 +161,12 @@ def test_commands_take_a_recipe_on_a_stream_and_write_nothing(command, expected,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("recipe", ["carried_state.py", "detection.py"])
+def test_show_cuts_batches_whose_samples_do_not_lie_along_dim_0(recipe):
+    shown = run("show", str(ROOT / "examples" / "recipes" / recipe))
+    assert (shown.exit_code, "rules 1 to 8 hold" in shown.stdout) == (0, True)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("script", ["own_loop.py", "digits.py"])
 def test_an_example_trains_the_same_under_its_plan(script):

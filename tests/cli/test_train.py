@@ -75,6 +75,24 @@ def test_a_run_from_a_single_checkpoint_leaves_the_saved_run_as_it_was(tmp_path)
     assert losses(tmp_path / "two") == losses(tmp_path / "one")[2:]
 
 
+def test_one_command_starts_a_run_and_continues_it(tmp_path):
+    command = ["digits", "--folder", "run", "--resume", "auto", *SHORT]
+    first, second = (train(*command, "--steps", steps) for steps in (1, 2))
+    assert "starts at step 0: no checkpoint in run/checkpoints" in first.output
+    assert "resumed at step 1 from run/checkpoints/step-00000001" in second.output
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_another_batch_size_is_accepted_where_it_is_asked_for_and_not_later():
+    train("digits", "--steps", 1, "--folder", "run", *SHORT)
+    result = train("--resume", "run", "--steps", 2, "--batch-size", 8)
+    assert "batch size 16, this run has 8; " in result.output
+    with pytest.warns(UserWarning, match="batch size 16, and this run has 8, as resume_batch_size='new' asks"):
+        result = train("--resume", "run", "--steps", 2, "--batch-size", 8, "--set", "training.resume_batch_size=new")
+    assert result.exit_code == 0
+    assert "or give resume_batch_size='new'" in train("--resume", "run", "--steps", 3, "--batch-size", 4).output
+
+
 def test_a_run_whose_folder_was_moved_continues_there(tmp_path):
     train("digits", "--steps", 2, "--folder", "before", *SHORT)
     (tmp_path / "before").rename(tmp_path / "after")
@@ -91,6 +109,7 @@ def test_a_run_whose_folder_was_moved_continues_there(tmp_path):
         (["--strategy", "data(2)", "-n", "3"], "PlanError: data(2) needs 2 ranks (data=2), but there are 3"),
         (["digits", "--local", "--strategy", "data(2)", "--batch-size", "7"], "PlanError: a batch of 7 samples"),
         (["digits", "--resume", "nowhere"], "CheckpointError: there is nothing at nowhere to resume from"),
+        (["digits", "--resume", "auto"], "PlanError: --resume auto continues the run in --folder, if there is one; giv"),
         (["digits", "--clip-norm", "-1"], "PlanError: --clip-norm: training.clip_norm is -1.0; it must be"),
     ],
 )  # fmt: skip

@@ -102,6 +102,13 @@ def test_an_update_without_a_batch_is_refused():
         step.update()
 
 
+def test_batches_that_are_accumulated_and_dropped_cause_a_warning():
+    step = cp.parallelize(mlp(), ADAM, F.cross_entropy, strategy="solo")
+    step.accumulate(*batches_of((12,))[0])
+    with pytest.warns(UserWarning, match="1 accumulated batch was not trained on"):
+        step.close()
+
+
 def test_a_call_between_accumulate_and_update_is_refused():
     (batch,) = batches_of((12,))
     with cp.parallelize(mlp(), ADAM, F.cross_entropy, strategy="solo") as step:

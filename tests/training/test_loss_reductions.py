@@ -214,7 +214,7 @@ def summed(output, targets):
     return F.cross_entropy(output, targets, reduction="sum")
 
 
-@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+@pytest.mark.parametrize(("plan", "num_microbatches"), [*PLANS, ("tensor(2)", 2), ("tensor(2) * data(2)", 1)], ids=str)
 def test_a_declared_sum_is_the_sum_over_the_batch_under_every_plan(plan, num_microbatches):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -251,7 +251,7 @@ def contrastive(output, targets):
     [
         (summed, "it is a sum: pass loss_reduction='sum'"),
         (masked_scalar, r"if it is a mean over tokens, .* return cp.WeightedMean\(total, weight\)"),
-        (contrastive, "if it compares samples with each other, train with one microbatch on one rank"),
+        (contrastive, "if it compares samples with each other, pass loss_reduction=.batch."),
     ],
 )
 def test_a_loss_that_does_not_add_up_is_refused_in_the_first_step(loss, message, plan):

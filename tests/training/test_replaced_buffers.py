@@ -74,6 +74,44 @@ def test_a_run_ends_with_the_buffers_of_a_plain_loop(how):
     assert max_difference(state(model), state(plain)) < 1e-12
 
 
+class Carried(nn.Module):
+    """Carries its state from batch to batch: autograd saves the old value of a buffer that is replaced."""
+
+    hidden: torch.Tensor
+    cell: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.lstm, self.head = nn.Embedding(11, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 11)
+        self.register_buffer("hidden", torch.zeros(1, 6, 4))
+        self.register_buffer("cell", torch.zeros(1, 6, 4))
+
+    def forward(self, text):
+        values, (hidden, cell) = self.lstm(self.table(text), (self.hidden, self.cell))
+        self.hidden, self.cell = hidden.detach(), cell.detach()
+        return self.head(values).transpose(1, 2)
+
+
+@pytest.mark.parametrize("plan", ["solo", "pipeline(2)"])
+def test_a_state_that_a_module_carries_is_that_of_a_plain_loop(plan):
+    """The last stage of a pipeline had the new state, and the first one read the old one."""
+    torch.manual_seed(0)
+    model, text = Carried().double(), torch.randint(11, (6, 21))
+    plain = copy.deepcopy(model)
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.5), []
+    chunks = [(text[:, first : first + 5], text[:, first + 1 : first + 6]) for first in range(0, 20, 5)]
+    for x, targets in chunks:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(x), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, num_microbatches=1) as step:
+        assert [step(x, targets) for x, targets in chunks] == pytest.approx(losses, rel=1e-12)
+    assert max_difference(state(model), state(plain)) < 1e-12
+
+
 def test_a_buffer_of_another_shape_is_refused():
     model = build("grown")
     with (

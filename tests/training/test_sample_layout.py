@@ -12,6 +12,7 @@ import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.trainer import Trainer
+from counterpoint.world.cluster import Cluster
 
 DOUBLE = torch.float64
 
@@ -126,6 +127,28 @@ def test_every_plan_trains_as_a_plain_loop(case, plan):
     assert max(relative_difference(param.detach(), other.detach()) for param, other in pairs) < 1e-12
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_parity_cuts_batches_as_training_does(case):
+    kind, loss, batches, options = CASES[case]
+    torch.manual_seed(0)
+    assert cp.parity(kind(), sgd, loss, list(batches()), strategies=["data(2)"], **options).all_equal
+
+
+@pytest.mark.parametrize("case", ["sequence", "graph"])
+def test_profiles_cut_batches_as_training_does(case):
+    kind, loss, batches, options = CASES[case]
+    settings: dict[str, Any] = {
+        "loss": loss,
+        "optimizer": sgd,
+        "microbatch_sizes": [2, 5],
+        "roofline_device": Cluster().device,
+    }
+    inputs, targets = next(batches())
+    profile = cp.profile(kind(), inputs, targets, **settings, **options)
+    small, large = (size.unpartitioned.forward_s for size in profile.batch_sizes)
+    assert 0 < small < large
+
+
 def step_of(model, **options):
     return cp.parallelize(model, sgd, squared_error, strategy="data(2)", **options)
 
@@ -228,17 +251,19 @@ def test_fit_takes_batches_of_every_form_and_evaluates_them(case, data):
     torch.manual_seed(0)
     samples = [tuple(field.double() for field in make_sample(index)) for index in range(10)]
     batches = [collate(samples[:6]), collate(samples[6:])]
-    given: dict[str, Any] = {
+    dataset: Any = samples
+    sources: dict[str, tuple[Any, dict[str, Any]]] = {
         "dataset": (samples, {"batch_size": 6, "collate_fn": collate}),
-        "loader": (torch.utils.data.DataLoader(samples, 6, collate_fn=collate), {}),
+        "loader": (torch.utils.data.DataLoader(dataset, 6, collate_fn=collate), {}),
         "stream": (lambda: iter(samples), {"batch_size": 6, "collate_fn": collate}),
         "batches": (batches, {}),
-    }[data]  # fmt: skip
+    }
+    source, arguments = sources[data]
     model = kind()
     plain = copy.deepcopy(model)
     with Trainer(model, loss=loss, optimizer=sgd, strategy="data(2)", progress="off", **options) as trainer:
-        evaluated = trainer.evaluate(given[0], **given[1])["loss"]
-        losses = trainer.fit(given[0], **given[1]).losses
+        evaluated = trainer.evaluate(source, **arguments)["loss"]
+        losses = trainer.fit(source, **arguments).losses
     if data == "dataset":  # in another order
         assert len(losses) == 2
     else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, check_space, remove_tree, write_failure, write_file
 from counterpoint.checkpoint.folders import is_part, make_root, prune, remove_dead_drafts, step_name, try_lock
 from counterpoint.checkpoint.manifest import (
+    FORMAT_VERSION,
     MANIFEST,
     CheckpointManifest,
     ShardRecord,
@@ -198,7 +199,7 @@ def _build_manifest(
             )
     return CheckpointManifest(
         format="counterpoint-checkpoint",
-        version=1,
+        version=FORMAT_VERSION,
         step=step,
         libraries={"torch": str(torch.__version__)},
         model=dict(model or {}),

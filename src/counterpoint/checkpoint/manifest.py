@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -17,7 +17,9 @@ from counterpoint.checkpoint.tensor_slice import DTYPES, Offset, check_cover, ch
 from counterpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION: Final = 2
+READABLE_VERSIONS = (1, 2)
+"""In version 1 the tensors of a file are ``tensor-00000`` and so on, in version 2 they have their names."""
 MANIFEST_MAX_BYTES = 256 * 2**20
 
 State = Mapping[str, JsonValue]
@@ -32,7 +34,7 @@ class SliceRecord:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     name: str
-    key: Annotated[str, Field(pattern=r"^tensor-\d{5,9}$")]
+    key: str
     dtype: str
     global_shape: tuple[Count, ...]
     offset: Offset
@@ -83,7 +85,7 @@ class CheckpointManifest:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     format: Literal["counterpoint-checkpoint"]
-    version: Literal[1]
+    version: Literal[1, 2]
     step: Count
     libraries: dict[str, str]
     model: dict[str, str]
@@ -223,10 +225,10 @@ def _read_text(path: Path) -> str:
 def _check_version(path: Path, content: Mapping[str, object]) -> None:
     if content.get("format") != "counterpoint-checkpoint":
         raise CheckpointError(f"{_short_path(path)} has an unknown format (format {content.get('format')!r})")
-    if content.get("version") != FORMAT_VERSION:
+    if content.get("version") not in READABLE_VERSIONS:
         raise CheckpointError(
             f"{_short_path(path)} has format version {content.get('version')!r}, "
-            f"this Counterpoint reads {FORMAT_VERSION}; "
+            f"this Counterpoint reads {' and '.join(map(str, READABLE_VERSIONS))}; "
             f"install the release that wrote it ({content.get('libraries')})"
         )
 

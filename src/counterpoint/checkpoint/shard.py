@@ -141,12 +141,13 @@ def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tup
     for tensor_slice in slices:
         check_slice(tensor_slice)
     header: dict[str, object] = {"__metadata__": metadata}
+    keys = name_in_file(slices)
     spans: list[tuple[int, int]] = []
     position = 0
     for index, tensor_slice in enumerate(slices):
         stop = position + tensor_slice.tensor.numel() * tensor_slice.tensor.element_size()
         code, shape = DTYPES[dtype_name(tensor_slice.tensor.dtype)], list(tensor_slice.tensor.shape)
-        header[_tensor_key(index)] = {"dtype": code, "shape": shape, "data_offsets": [position, stop]}
+        header[keys[index]] = {"dtype": code, "shape": shape, "data_offsets": [position, stop]}
         spans.append((position, stop))
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -155,7 +156,7 @@ def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tup
     records = [
         SliceRecord(
             name=tensor_slice.name,
-            key=_tensor_key(index),
+            key=key,
             dtype=dtype_name(tensor_slice.tensor.dtype),
             global_shape=tuple(tensor_slice.global_shape),
             offset=tensor_slice.offset,
@@ -164,7 +165,7 @@ def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tup
             stop=len(front) + stop,
             crc32="00000000",
         )
-        for index, (tensor_slice, (start, stop)) in enumerate(zip(slices, spans, strict=True))
+        for key, tensor_slice, (start, stop) in zip(keys, slices, spans, strict=True)
     ]
     return records, front
 
@@ -277,5 +278,19 @@ def _parse_draft_step(folder: Path) -> int:
     return int(match[1])
 
 
-def _tensor_key(index: int) -> str:
-    return f"tensor-{index:05d}"
+def name_in_file(slices: Sequence[TensorSlice]) -> list[str]:
+    """Return the key of each slice in its file: the tensor's name, and of a part also its range.
+
+    ``fc.weight`` is a whole tensor, ``fc.weight[0:24]`` are elements of the flattened one, and ``fc.weight[0:3,2:4]``
+    is a box.
+    """
+    keys: dict[str, None] = {"__metadata__": None}  # which safetensors reserves
+    for tensor_slice in slices:
+        shape, offset = tuple(tensor_slice.tensor.shape), tensor_slice.offset
+        ranges = [(offset, tensor_slice.tensor.numel())] if isinstance(offset, int) else zip(offset, shape, strict=True)
+        text = ",".join(f"{start}:{start + count}" for start, count in ranges)
+        key = tensor_slice.name if shape == tuple(tensor_slice.global_shape) else f"{tensor_slice.name}[{text}]"
+        while key in keys:
+            key += "'"
+        keys[key] = None
+    return list(keys)[1:]

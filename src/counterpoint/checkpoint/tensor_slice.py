@@ -91,6 +91,12 @@ def whole_tensor(name: str, tensor: Tensor) -> TensorSlice:
     return TensorSlice(name, tensor, tuple(tensor.shape))
 
 
+def flat_slice(name: str, values: Tensor, global_shape: tuple[int, ...], start: int) -> TensorSlice:
+    """Return the slice that is a range of a flattened tensor, in the tensor's own shape if it is all of it."""
+    is_whole = values.numel() == math.prod(global_shape)
+    return TensorSlice(name, values.view(global_shape) if is_whole else values, global_shape, start)
+
+
 def check_slice(tensor_slice: TensorSlice) -> None:
     """Check that a slice can be saved: dense, of a known dtype, inside its global tensor.
 

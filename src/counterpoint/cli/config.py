@@ -65,6 +65,8 @@ class TrainingSection(Section):
     """Which norm is clipped: the whole model's, or each stage's own, for asynchronous pipelines."""
     nonfinite: Literal["error", "skip"] = "error"
     """Whether a loss or gradient that is not finite raises an error or skips the step."""
+    resume_batch_size: Literal["same", "new"] = "same"
+    """Whether a run that is continued has to have the batch size of its checkpoint, or may have a new one."""
 
 
 class LaunchSection(Section):

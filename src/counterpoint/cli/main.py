@@ -39,6 +39,7 @@ COMMANDS = {
     "parity": CommandEntry("Check that a script trains the same under every plan."),
     "plan": CommandEntry("List the plans for a number of ranks, with predicted times."),
     "profile": CommandEntry("Profile the model of a script or a job layer by layer."),
+    "export": CommandEntry("Write a checkpoint as the state_dict of the model and of the optimizer."),
     "probe": CommandEntry("Measure compute speed and links of ranks, and write a cluster file."),
     "show": CommandEntry("Show the program of a plan, or of the plan of a script: text, timeline and cost."),
     "verify": CommandEntry("Verify a program that is read from a file."),

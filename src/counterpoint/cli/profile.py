@@ -124,6 +124,8 @@ def profile_workload(
         loss=workload.loss,
         optimizer=workload.optimizer_spec.optimizer,
         microbatch_sizes=samples,
+        batch_dims=workload.options.batch_dims,
+        shared=workload.options.shared,
         num_threads=threads,
         roofline_device=Cluster().device if is_counted else None,
         cache_dir=cache_dir(),

@@ -21,7 +21,7 @@ class RankJob:
         config: all values, with the job's defaults.
         strategy: the plan with its number of ranks.
         folder: folder of the run.
-        resume: a checkpoint, or a folder of checkpoints, to continue from.
+        resume: a checkpoint, or a folder of checkpoints, to continue from; ``auto`` for those of the run's folder.
         progress: how the first rank shows progress.
         plan_source: the file that the plan was read from, if any, with its own microbatches and passes.
         profile: the profile that the plan came with, if any.

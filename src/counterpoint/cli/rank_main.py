@@ -42,7 +42,7 @@ def run_job(rank_job: RankJob) -> None:
         strategy=rank_job.plan,
         num_microbatches=config.plan.num_microbatches,
         passes=config.plan.passes,
-        callbacks=[ProgressCallback(rank_job.progress, name=config.job, interval_s=output.interval_s), folder],
+        callbacks=[ProgressCallback(rank_job.progress, name=config.job, interval_s=output.interval_s)],
         seed=training.seed,
         clip_norm=training.clip_norm,
         clip_by=training.clip_by,
@@ -60,11 +60,12 @@ def run_job(rank_job: RankJob) -> None:
             eval_dataset=held_out,
             metrics=job.metrics,
             evaluate_every=output.evaluate_every,
-            checkpoint_dir=rank_job.folder / "checkpoints",
+            run_dir=folder,
             save_every=output.save_every,
             checkpoint_mode=output.checkpoint_mode,
             keep_last=output.keep_last,
-            resume=rank_job.resume,
+            resume=None if rank_job.resume is None else str(rank_job.resume),
+            resume_batch_size=training.resume_batch_size,
         )
         if trainer.rank == 0 and rank_job.progress != "json":
             typer.echo(format_final_metric(job, history))

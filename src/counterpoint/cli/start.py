@@ -14,7 +14,7 @@ import typer
 from counterpoint.cli.config import RunConfig
 from counterpoint.cli.error_handling import SHOW_TRACEBACK
 from counterpoint.cli.rank_job import RankJob
-from counterpoint.errors import CheckpointError, CounterpointError, LaunchError
+from counterpoint.errors import CheckpointError, CounterpointError, LaunchError, PlanError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import OutputLine, run_command, write_prefixed
 from counterpoint.plan.plan import Plan
@@ -27,13 +27,16 @@ from counterpoint.training.reporting.progress_renderers import (
     parse_relayed,
 )
 
+AUTO = Path("auto")
+"""In place of a folder to continue from: that of the run, if it has been started before."""
+
 
 def start(config: RunConfig, resume: Path | None, loaded_plan: Plan | None = None) -> None:
     """Run the job in this process, or in one process per rank.
 
     Args:
         config: all values.
-        resume: the run or checkpoint to continue.
+        resume: the run or checkpoint to continue, or ``AUTO``.
         loaded_plan: the plan as read from a file, if any.
 
     Raises:
@@ -55,7 +58,10 @@ def start(config: RunConfig, resume: Path | None, loaded_plan: Plan | None = Non
     if ranks is not None:
         plan.require_ranks(ranks)
     run_folder = Path(config.output.folder) if config.output.folder is not None else find_run_folder(resume)
-    if run_folder is None or run_folder != find_run_folder(resume):
+    if resume == AUTO:
+        if run_folder is None:
+            raise PlanError("--resume auto continues the run in --folder, if there is one; give --folder as well")
+    elif run_folder is None or run_folder != find_run_folder(resume):
         run_folder = run_folder or new_folder(config.job)
         require_unused_folder(run_folder)
     strategy = f"auto({plan.num_ranks})" if is_auto else str(plan)
@@ -131,7 +137,7 @@ def new_folder(name: str) -> Path:
 
 def find_run_folder(resume: Path | None) -> Path | None:
     """Return the folder of the run that is continued; None for a single checkpoint, from which a new run starts."""
-    if resume is None:
+    if resume is None or resume == AUTO:
         return None
     if resume.name == "checkpoints":
         return resume.parent
@@ -139,19 +145,23 @@ def find_run_folder(resume: Path | None) -> Path | None:
 
 
 def find_checkpoints(resume: Path | None) -> Path | None:
-    """Return the checkpoints to continue from.
+    """Return the checkpoints to continue from; ``AUTO`` as it is.
 
     Raises:
         CheckpointError: there are none.
     """
+    if resume == AUTO:
+        return resume
     if resume is not None and not resume.exists():
         raise CheckpointError(f"there is nothing at {resume} to resume from; give a run's folder or a checkpoint")
     return resume / "checkpoints" if resume is not None and (resume / "checkpoints").is_dir() else resume
 
 
-def find_config(resume: Path | None) -> Path | None:
-    """Return the configuration file of the run that is continued or was saved, if there is one."""
-    for folder in () if resume is None else (resume, resume.parent, resume.parent.parent):
+def find_config(path: Path | None, *, is_run: bool) -> Path | None:
+    """Return the configuration file of a run, by its folder or that of a checkpoint, if there is one."""
+    if path is None:
+        return None
+    for folder in (path,) if is_run else (path, path.parent, path.parent.parent):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
     return None

@@ -19,7 +19,7 @@ from counterpoint.cli.config import (
     merge_layers,
     set_layer,
 )
-from counterpoint.cli.start import find_config, start
+from counterpoint.cli.start import AUTO, find_config, start
 from counterpoint.errors import PlanError
 from counterpoint.plan.plan import Plan
 
@@ -64,7 +64,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of weights, sample order and dropout.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Maximum gradient norm.")] = None,
     folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME-DATE-TIME if omitted.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Folder of a run, or a checkpoint, to continue from.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of a run, or a checkpoint, to continue from; auto: --folder.")
+    ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     progress: Annotated[str | None, typer.Option(help="auto, rich, plain, json or off.")] = None,
     config: Annotated[
@@ -96,7 +98,7 @@ def train(
     layer = merge_layers(
         [
             default_layer(),
-            file_layer(config) if config is not None else saved_layer(resume),
+            file_layer(config) if config is not None else saved_layer(folder if resume == AUTO else resume, resume),
             set_layer(assignments or []),
             plan_layer(loaded_plan) if loaded_plan is not None else {},
             {path: value for path, value in flags.items() if value.value is not None},
@@ -115,11 +117,15 @@ def plan_layer(plan: Plan) -> ConfigLayer:
     return {f"plan.{key}": SourcedValue(value, plan.source.location(key)) for key, value in values.items()}
 
 
-def saved_layer(resume: Path | None) -> ConfigLayer:
-    """Return the values of the run that is continued, except its folder, which may have been moved."""
-    file = find_config(resume)
+NOT_KEPT = frozenset({"output.folder", "training.resume_batch_size"})
+"""Values of a run that are not those of the run that continues it."""
+
+
+def saved_layer(run: Path | None, resume: Path | None) -> ConfigLayer:
+    """Return the values of the run that is continued, except its folder, which may have moved, and how it continued."""
+    file = find_config(run, is_run=resume == AUTO)
     layer = file_layer(file) if file is not None else {}
-    return {path: flag_values for path, flag_values in layer.items() if path != "output.folder"}
+    return {path: flag_values for path, flag_values in layer.items() if path not in NOT_KEPT}
 
 
 def format_config(layer: ConfigLayer) -> str:

@@ -78,14 +78,17 @@ def load_script(script: Path, arguments: Sequence[str], which: int) -> Workload:
     """Return what a script trains."""
     from counterpoint.data.sampler import split_batch
     from counterpoint.runtime.microbatches import SlicedBatch
+    from counterpoint.runtime.sample_layout import SampleLayout
     from counterpoint.training.recording import record_script
 
     run = record_script(script, arguments, num_steps=1, which=which)
     step = run.first_step
+    layout = SampleLayout(run.model, run.options.batch_dims or {}, run.options.shared)
+    marked = layout.mark(step.inputs, step.targets)
 
     def make_batch(num_samples: int, num_microbatches: int) -> MicrobatchSource:
         count = min(num_samples, step.num_samples)
-        return SlicedBatch((step.inputs, step.targets), tuple(split_batch(count, num_microbatches)), step.autocasts)
+        return SlicedBatch(marked, tuple(split_batch(count, num_microbatches)), step.autocasts)
 
     return Workload(
         script.name,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 
+from counterpoint.compiler.gather_outputs import gather_outputs
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
 from counterpoint.errors import ProgramError
@@ -19,6 +20,7 @@ from counterpoint.program.program import Program
 from counterpoint.program.step_variants import StepVariant, body_as_step, prologue_as_step
 from counterpoint.program.verify.symbolic import SymbolicResult
 from counterpoint.program.verify.verifier import Bounds, verify
+from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS, estimate_gather_cost
 from counterpoint.strategies.single_device import single_device_cost, single_device_program
 from counterpoint.strategies.strategy import CostEstimate, Strategy
 
@@ -127,12 +129,16 @@ def _compile_one(plan: Plan, request: _CompileRequest) -> CompiledPlan:
 def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     samples = request.samples_per_micro
     refined = reduce(lambda spec, strategy: strategy.split_model(spec), plan.strategies, request.model)
-    program = single_device_program(refined, plan.num_microbatches)
-    cost = single_device_cost(refined, plan.num_microbatches, samples)
+    gathers_outputs = GATHER_OUTPUTS_PASS in plan.passes
+    program = single_device_program(refined, plan.num_microbatches, forwards_first=gathers_outputs)
+    cost = single_device_cost(refined, plan.num_microbatches, samples, forwards_first=gathers_outputs)
     for strategy in plan.strategies:
         num_ranks = strategy.num_ranks(program.num_ranks)
         program = require_lowered(strategy, strategy.lower(program, refined), num_ranks)
         cost = require_estimated(strategy, strategy.estimate_cost(cost, refined), num_ranks)
+    if gathers_outputs:
+        with plan_error_at(plan.source, "passes"):
+            program, cost = gather_outputs(program, refined, plan), estimate_gather_cost(cost, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
     recomputation = plan.recomputation
@@ -213,6 +219,8 @@ def value_bytes(tensor: TensorRef, model: ModelSpec, samples_per_micro: int, cod
         return split.output_bytes * samples_per_micro if split is not None else 0
     if tensor.name == "dx":
         return split.input_bytes * samples_per_micro if split is not None else 0
+    if tensor.name == "out":
+        return model.outgoing_bytes(block) * samples_per_micro
     edge = model.find_edge(edge_endpoints(tensor))
     if edge is None:  # an output of the model that no block consumes
         return model.outgoing_bytes(block) * samples_per_micro if tensor.name == "g" else 0

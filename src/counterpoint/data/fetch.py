@@ -193,6 +193,27 @@ def fingerprint(dataset: MapDataset, collate_fn: CollateFn | None = None) -> Dat
     return DatasetFingerprint(num_samples, name, first if first == second else "random")
 
 
+def is_same_dataset(saved: Mapping[str, object], current: Mapping[str, object]) -> bool:
+    """Return whether two fingerprints, as JSON, are of the same samples, whatever module defines the class.
+
+    The name of the class counts only where samples have no hash: because they are random, or come from a stream.
+
+    Example:
+        >>> saved = {"num_samples": 9, "type_name": "__main__.Images", "ends": "ab"}
+        >>> is_same_dataset(saved, {**saved, "type_name": "cnn.Images"})
+        True
+    """
+    facts = [
+        (
+            one.get("num_samples"),
+            one.get("ends"),
+            "" if one.get("ends", "random") != "random" else str(one["type_name"]).rpartition(".")[2],
+        )
+        for one in (saved, current)
+    ]
+    return facts[0] == facts[1]
+
+
 def _hash(values: object) -> str:
     digest = hashlib.sha256()
     for value in tree_leaves(values):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from counterpoint.data.microbatch_reader import preserve_rng, seed_rng
-from counterpoint.data.sampler import Indices
+from counterpoint.data.sampler import Cursor, Indices
 from counterpoint.errors import CheckpointError, DataError
 
 ORDER = -1
@@ -43,6 +43,11 @@ class EpochOrder:
         for batch in self.batches:
             hasher.update(len(batch).to_bytes(8) + batch.tobytes())
         return hasher.hexdigest()[:16]
+
+    def first_samples(self, count: int) -> list[int | str]:
+        """Return how many samples the first batches have together, and a hash of these."""
+        samples = np.concatenate([*self.batches[:count], np.zeros(0, np.int64)])
+        return [len(samples), hashlib.sha256(samples.tobytes()).hexdigest()[:16]]
 
 
 class LoaderOrder:
@@ -114,10 +119,11 @@ class LoaderOrder:
             "samplers": [sampler.state_dict() for sampler in self.samplers if is_stateful(sampler)],
         }
 
-    def state_at(self, epoch: int) -> dict[str, Any]:
-        """Return the state from which an epoch is drawn again, with a hash of its order if it is drawn."""
-        if epoch in self.epochs:
-            return {**self.epochs[epoch].state, "digest": self.epochs[epoch].digest}
+    def state_at(self, cursor: Cursor) -> dict[str, Any]:
+        """Return the state from which the cursor's epoch is drawn again, with hashes of its order if it is drawn."""
+        if cursor.epoch in self.epochs:
+            order = self.epochs[cursor.epoch]
+            return {**order.state, "digest": order.digest, "read": order.first_samples(cursor.batch)}
         return self.sampler_state()
 
     def load_state(self, epoch: int, state: Mapping[str, Any]) -> None:
@@ -126,18 +132,51 @@ class LoaderOrder:
         Raises:
             CheckpointError: its order is another one.
         """
-        for generator, saved in zip(self.generators, state["generators"], strict=False):
+        self.draw_again(epoch, state)
+        if state.get("digest", digest := self.epoch(epoch).digest) != digest:
+            raise self.order_error(epoch)
+
+    def load_resized(self, cursor: Cursor, state: Mapping[str, Any]) -> tuple[Cursor, int]:
+        """Draw an epoch from a state that :meth:`state_at` returned for batches of another size.
+
+        Returns:
+            The batch with the first sample that was not read before the cursor, and how many of it were.
+
+        Raises:
+            CheckpointError: the samples before the cursor are others.
+        """
+        self.draw_again(cursor.epoch, state)
+        if not cursor.batch:
+            return cursor, 0
+        num_read, digest = state.get("read", (0, ""))
+        order = self.epoch(cursor.epoch)
+        ends = np.cumsum([len(batch) for batch in order.batches])
+        batch = int(np.searchsorted(ends, num_read, side="right"))
+        start = int(ends[batch - 1]) if batch else 0
+        samples = np.concatenate(order.batches[: batch + 1])[:num_read]
+        if hashlib.sha256(samples.tobytes()).hexdigest()[:16] != digest:
+            raise self.order_error(cursor.epoch)
+        if batch == len(order.batches):  # the new order ends earlier, because the last batch is dropped
+            return Cursor(cursor.epoch + 1, 0), 0
+        return Cursor(cursor.epoch, batch), num_read - start
+
+    def draw_again(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Draw an epoch from a state of the samplers."""
+        for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
             generator.set_state(saved)
-        for sampler, saved in zip(filter(is_stateful, self.samplers), state["samplers"], strict=False):
+        for sampler, saved in zip(filter(is_stateful, self.samplers), state.get("samplers", ()), strict=False):
             sampler.load_state_dict(saved)
         self.epochs = {}
-        if state.get("digest", digest := self.epoch(epoch).digest) != digest:
-            raise CheckpointError(
-                f"the order of samples that {type(self.batch_sampler).__name__} draws for epoch {epoch} is another one "
-                "than when the checkpoint was saved, so samples would be read twice or never; resume with the same "
-                "samplers, and let those with random numbers of their own draw them from a seed and the epoch "
-                "(set_epoch), or have state_dict and load_state_dict"
-            )
+        self.epoch(epoch)
+
+    def order_error(self, epoch: int) -> CheckpointError:
+        """Return the error about another order of samples than the saved one."""
+        return CheckpointError(
+            f"the order of samples that {type(self.batch_sampler).__name__} draws for epoch {epoch} is another one "
+            "than when the checkpoint was saved, so samples would be read twice or never; resume with the same "
+            "samplers, and let those with random numbers of their own draw them from a seed and the epoch "
+            "(set_epoch), or have state_dict and load_state_dict"
+        )
 
 
 def unique(values: Iterable[Any]) -> list[Any]:

@@ -235,7 +235,7 @@ def inherit_torch_context(work: Callable[[int], None]) -> Callable[[int], None]:
     All of them are thread-local.
     """
     grad_mode = torch.is_grad_enabled()
-    function_modes = _get_current_function_mode_stack()
+    function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     casts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
 
     def run(rank: int) -> None:

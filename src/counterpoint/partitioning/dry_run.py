@@ -274,6 +274,20 @@ class BufferSlots:
             for name, buffer in module._buffers.items()  # noqa: SLF001 - as above
             if buffer is not None
         ]
+        self.replaced: set[str] = set()  # that a forward is known to replace
+
+    def find_replaced(self) -> None:
+        """Remember which buffers the forward that has just run has replaced."""
+        self.replaced.update(
+            full_name for full_name, buffers, name, buffer in self.slots if buffers[name] is not buffer
+        )
+
+    def register_copies(self) -> None:
+        """Register copies of the buffers that the forward replaces, whose old values autograd may save."""
+        if self.replaced:
+            for full_name, buffers, name, buffer in self.slots:
+                if full_name in self.replaced:
+                    buffers[name] = buffer.clone()
 
     def restore(self) -> None:
         """Register the buffers again that were replaced."""

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from counterpoint.partitioning.fx_ops import mutated_inputs
 from counterpoint.partitioning.linear_pairs import is_entry_alias, linear_with_bias
 from counterpoint.partitioning.partitioned_model import SeedFn
-from counterpoint.partitioning.split_trace import SplitTrace
+from counterpoint.partitioning.split_trace import SplitTrace, find_buffer_updates
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -70,6 +70,7 @@ class _SegmentBuilder:
             self.outputs = split_trace.traced.outputs
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.updated: dict[fx.Node, fx.Node] = {}  # the buffer that an update changes
 
     def build(self) -> BuiltSegment:
         """Return the part as a function of a seed function, its values, parameters, buffers and sizes."""
@@ -85,6 +86,7 @@ class _SegmentBuilder:
             }
             self.copies |= {node: placeholders[name] for node, name in names.items()}
         self.copies |= {node: graph.placeholder(f"own_{node.target}") for node in sizes}
+        self._keep_old_values(buffers)
         for node in self._mutated_inputs():
             self.copies[node] = graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
         for node in self.nodes:
@@ -103,6 +105,16 @@ class _SegmentBuilder:
             tuple(dict.fromkeys(buffers.values())),
             sizes,
         )
+
+    def _keep_old_values(self, buffers: dict[fx.Node, str]) -> None:
+        """Let operations read a copy of a buffer that is updated here: autograd may save it for the backward."""
+        split_trace = self.split_trace
+        for update in find_buffer_updates(self.nodes, split_trace.traced, split_trace.dataflow):
+            target = update.all_input_nodes[0]
+            if target in buffers:
+                self.updated[update] = self.copies[target]
+                old = self.graph.call_function(torch.ops.aten.clone.default, (self.copies[target],))
+                self.copies |= {node: old for node, name in buffers.items() if name == buffers[target]}
 
     def _used_names(self, names: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Return those of the named nodes that this part reads, directly or through constants."""
@@ -143,11 +155,13 @@ class _SegmentBuilder:
         elif (
             moved_bias is not None and moved_bias in local
         ):  # the bias was moved after the sum of a pair that is not sharded here
-            target, args = linear_with_bias(node, moved_bias.all_input_nodes[1])
-            fused = self.graph.call_function(target, tuple(map(self._get_copy, args)))
+            target, layer_args = linear_with_bias(node, moved_bias.all_input_nodes[1])
+            fused = self.graph.call_function(target, tuple(map(self._get_copy, layer_args)))
             self.copies[node] = self.copies[moved_bias] = fused
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._get_copy)
+            if node in self.updated:
+                args = (self.updated[node], *args[1:])
             copy = self.graph.create_node(node.op, node.target, self._cast(args), self._cast(kwargs))
             self.copies[node] = copy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.export_trace import TracedGraph, module_calls
-from counterpoint.partitioning.fx_ops import fake_value, is_random_op
+from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_inputs, op_name
 from counterpoint.partitioning.graph_dataflow import BoundaryValue, DataflowInfo, analyze_dataflow, find_boundary_values
 from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, find_pairs, is_entry_alias, make_shardable
 from counterpoint.partitioning.seed_hooks import CallPaths, seeded_modules
@@ -138,7 +138,7 @@ def choose_split_points(
         if prefer == "pairs":
             inside_pairs = {index for first, stop in pair_spans.values() for index in range(first + 1, stop)}
             boundaries = {key: index for key, index in boundaries.items() if index not in inside_pairs}
-        illegal = _illegal_splits(dataflow, order, seeds)
+        illegal = _illegal_splits(traced, dataflow, order, seeds)
         named = resolve_split_points(named_modules, spans, illegal)
         boundaries |= named
         kept = [
@@ -224,7 +224,7 @@ def _assemble_split_trace(
 def _list_operations(traced: TracedGraph, dataflow: DataflowInfo) -> list[fx.Node]:
     """Return the operations to run, without constants."""
     order = [node for node in traced.graph.nodes if node.op == "call_function" and node not in dataflow.constants]
-    return _hoist_getitems(order)
+    return _hoist_buffer_updates(_hoist_getitems(order), traced, dataflow)
 
 
 def _make_pairs_contiguous(operations: Sequence[fx.Node], pairs: Iterable[ColumnRowPair]) -> list[fx.Node]:
@@ -249,6 +249,41 @@ def _hoist_getitems(order: list[fx.Node]) -> list[fx.Node]:
         if isinstance(fake_value(node), tuple | list):
             placed |= dict.fromkeys(user for user in node.users if user.target is operator.getitem)
     return list(placed)
+
+
+def _hoist_buffer_updates(order: list[fx.Node], traced: TracedGraph, dataflow: DataflowInfo) -> list[fx.Node]:
+    """Move each update of a buffer right after the last use of its old value, into the layer that uses it.
+
+    The tracer puts the new values of buffers that a forward replaces at its end, which may be on another rank.
+    """
+    for update in find_buffer_updates(order, traced, dataflow):
+        uses = [index for index, node in enumerate(order) if _is_before_update(node, update, dataflow)]
+        order.remove(update)
+        order.insert(max(uses) + 1, update)
+    return order
+
+
+def find_buffer_updates(order: Sequence[fx.Node], traced: TracedGraph, dataflow: DataflowInfo) -> list[fx.Node]:
+    """Return the operations that give a buffer its new value, if it is changed by nothing else and not an output."""
+    storage = dataflow.storage
+    changes: dict[fx.Node, list[fx.Node]] = {storage[node]: [] for node in traced.buffers}
+    for node in order:
+        for memory in {storage[source] for source in mutated_inputs(node)} & changes.keys():
+            changes[memory].append(node)
+    returned = {storage[node] for node in traced.outputs}
+    return [
+        updates[0]
+        for memory, updates in changes.items()
+        if len(updates) == 1 and op_name(updates[0]) == "copy_" and not updates[0].users and memory not in returned
+    ]
+
+
+def _is_before_update(node: fx.Node, update: fx.Node, dataflow: DataflowInfo) -> bool:
+    target, values = update.all_input_nodes
+    memory = dataflow.storage[target]
+    return node is not update and (
+        node is values or any(dataflow.storage[source] is memory for source in node.all_input_nodes)
+    )
 
 
 def _pair_spans(order: Sequence[fx.Node], pairs: Iterable[ColumnRowPair]) -> dict[str, tuple[int, int]]:
@@ -281,12 +316,37 @@ def _find_seed_points(operations: Sequence[fx.Node], model: nn.Module) -> list[t
     return [(node, path, last) for node, (path, last) in used.items()]
 
 
+def _uses_of_changed_buffers(
+    traced: TracedGraph, dataflow: DataflowInfo, order: Sequence[fx.Node]
+) -> Iterator[list[int]]:
+    """Yield, for each buffer that the forward changes, where it is used: one rank has its current value."""
+    buffers = {dataflow.storage[node] for node in traced.buffers}
+    changed = {dataflow.storage[source] for node in order for source in mutated_inputs(node)} & buffers
+    for memory in changed:
+        yield [
+            index
+            for index, node in enumerate(order)
+            if any(dataflow.storage[source] is memory for source in node.all_input_nodes)
+        ]
+
+
 def _illegal_splits(
-    dataflow: DataflowInfo, order: Sequence[fx.Node], seeds: Iterable[tuple[fx.Node, str, fx.Node]]
+    traced: TracedGraph,
+    dataflow: DataflowInfo,
+    order: Sequence[fx.Node],
+    seeds: Iterable[tuple[fx.Node, str, fx.Node]],
 ) -> set[int]:
-    """Return where no split is possible: between a seed and its last draw, and among values that share memory."""
+    """Return where no split is possible.
+
+    Between a seed and its last draw, among values that share memory, and among uses of a buffer that is changed.
+    """
     index_of = {node: index for index, node in enumerate(order)}
     illegal = {index for node, _, last in seeds for index in range(index_of[node] + 1, index_of[last] + 1)}
+    illegal |= {
+        index
+        for indices in _uses_of_changed_buffers(traced, dataflow, order)
+        for index in range(min(indices) + 1, max(indices) + 1)
+    }
     last_use = {
         node: max((index_of.get(user, len(order)) for user in node.users), default=0) for node in dataflow.storage
     }

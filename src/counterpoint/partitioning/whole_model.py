@@ -49,13 +49,14 @@ class WholeModel(PartitionedModel):
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self._args, self._kwargs = split_call_args(inputs)
-        kept_values = KeptValues(model)
+        kept_values, self._buffer_slots = KeptValues(model), BufferSlots(model)
         with (
             preserve_state(model),
             torch.enable_grad(),  # for a forward that differentiates
             FlopCounter() as counter,
         ):
             output = model(*self._args, **self._kwargs)
+            self._buffer_slots.find_replaced()
         kept_values.find()
         kept_values.restore()
         self.kept_attributes = tuple(kept_values.names)
@@ -71,7 +72,6 @@ class WholeModel(PartitionedModel):
         self._values = (ValueSpec(INPUT, (0,)),) * len(self._call_tree.tensor_indices)
         super().__init__(ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=counter.uses_rng)
         self.model = model
-        self._buffer_slots = BufferSlots(model)
         self._training_modes = TrainingModes(model)
         self._seed_hooks = SeedHooks(model, no_seed) if counter.uses_rng else None
         self._has_only_tensor_args = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
@@ -105,6 +105,7 @@ class WholeModel(PartitionedModel):
                 modes.set(training=training)
             if seed_hooks is not None:
                 seed_hooks.begin_forward(seed)
+            self._buffer_slots.register_copies()
             if self._has_only_tensor_args:
                 output = model(*values)
             else:

@@ -19,6 +19,7 @@ from counterpoint.plan.source import PlanSource, parse_plan_file, plan_error_at
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.options import PlanTextError
+from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS, Recomputation
 from counterpoint.strategies.strategy import Granularity, Strategy
@@ -27,7 +28,7 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
-KNOWN_PASSES = ("overlap", RECOMPUTE_PASS)
+KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, GATHER_OUTPUTS_PASS)
 DEFAULT_PASSES = ("overlap",)
 """The passes of a plan that is given as text without any."""
 
@@ -42,8 +43,9 @@ class Plan:
     Args:
         strategies: applied from left to right, each spreading the program over one more axis.
         num_microbatches: number of microbatches of one replica; data-parallel strategies multiply it.
-        passes: compiler passes, from ``overlap`` and ``recompute``; the latter recomputes all blocks,
-            ``recompute:*.attn`` those with matching module paths, ``recompute:50%`` half of them.
+        passes: compiler passes, from ``overlap``, ``recompute`` and ``gather_outputs``. ``recompute`` recomputes all
+            blocks, ``recompute:*.attn`` those with matching module paths, ``recompute:50%`` half of them.
+            ``gather_outputs`` evaluates the loss once, on the outputs of the whole batch.
         source: the plan file and its lines, for errors; not compared.
         profile: the measured profile by which its stages were chosen; not compared.
 

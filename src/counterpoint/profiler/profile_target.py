@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.model.spec import Block, ModelSpec
-from counterpoint.partitioning.dry_run import num_samples
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.plan.plan import Plan
@@ -28,6 +27,7 @@ from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank
+from counterpoint.runtime.sample_layout import SamplePart, first_length
 from counterpoint.runtime.step_commit import StepGuard
 
 NUM_MICROBATCHES = 2
@@ -44,7 +44,7 @@ class ProfileTarget:
         spec: of these layers, with the trainable parameters.
         loss: from the model's output and the targets to the mean loss.
         optimizer_spec: of the user's optimizer.
-        batch: inputs and targets of some samples.
+        batch: inputs and targets of some samples, with marks where these do not lie along dim 0.
     """
 
     model: nn.Module
@@ -56,10 +56,12 @@ class ProfileTarget:
 
     def batches(self, samples: int, num_microbatches: int = NUM_MICROBATCHES) -> SlicedBatch:
         """Return microbatches of the given size, repeating the given samples if they are too few."""
-        count = num_samples(self.batch[0])
+        count = first_length(self.batch[0])
         sample_indices = torch.arange(samples * num_microbatches) % count
 
         def resize(leaf: Any) -> Any:  # noqa: ANN401 - whatever is in a nest
+            if isinstance(leaf, SamplePart):
+                return leaf.take(sample_indices.tolist())
             has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
             return leaf[sample_indices.to(leaf.device)].contiguous() if has_samples else leaf
 

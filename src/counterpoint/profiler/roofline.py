@@ -65,7 +65,7 @@ def roofline_s(kernels: Sequence[OpCost], device: Device) -> float:
         >>> roofline_s([OpCost(60, 10), OpCost(0, 20)], Device(cost_per_s=10.0, memory_bytes_per_s=5.0))
         10.0
     """
-    return sum(max(op.flops / device.cost_per_s, op.moved_bytes / device.memory_bytes_per_s) for op in kernels)
+    return float(sum(max(op.flops / device.cost_per_s, op.moved_bytes / device.memory_bytes_per_s) for op in kernels))
 
 
 class FakeTensorModel:

@@ -9,7 +9,16 @@ from functools import cache
 from typing import Protocol
 
 from counterpoint.program.compression import ring_volume_factor
-from counterpoint.program.instruction import ApplyPushes, Collective, Instruction, Push, Send, TensorRef, weight
+from counterpoint.program.instruction import (
+    ApplyPushes,
+    Collective,
+    Forward,
+    Instruction,
+    Push,
+    Send,
+    TensorRef,
+    weight,
+)
 from counterpoint.program.program import Instructions, Program
 
 
@@ -26,7 +35,8 @@ def sent_bytes(program: Program, size_of: SizeFn) -> tuple[Fraction, ...]:
 
     Collectives count what a ring algorithm sends: ``2 (n-1)/n`` of the tensor for an all-reduce, ``(n-1)/n`` for a
     reduce-scatter or an all-gather; a broadcast counts ``n-1`` tensors at its root. A compressed all-reduce counts
-    encoded bytes, ``n-1`` times if the codec gathers them. Commits send a few dozen bytes, which are not counted.
+    encoded bytes, ``n-1`` times if the codec gathers them. An all-gather of outputs counts those of the rank's own
+    microbatches ``n-1`` times. Commits send a few dozen bytes, which are not counted.
 
     Args:
         program: the program.
@@ -53,6 +63,8 @@ def _sends(rank: int, instructions: Instructions, size_of: SizeFn) -> Iterator[t
                 yield instruction, 0, 0
             case Collective(_, tensor, group, codec=codec) if codec:
                 yield instruction, ring_volume_factor(codec, len(group)), size_of(tensor, codec)
+            case Collective(tensor=TensorRef("out", (block,)), group=group):
+                yield instruction, (len(group) - 1) * count_forwards(instructions, block), size_of(instruction.tensor)
             case Collective(op, tensor, group):
                 factor = _collective_volume(op, len(group), is_root=rank == group[0])
                 if tensor.name == "grad":
@@ -66,6 +78,11 @@ def _sends(rank: int, instructions: Instructions, size_of: SizeFn) -> Iterator[t
                 yield instruction, len(workers), sum(size_of(weight(unit)) for unit in units)
             case _:
                 yield instruction, 0, 0
+
+
+def count_forwards(instructions: Instructions, block: int) -> int:
+    """Return on how many microbatches a rank runs a block."""
+    return sum(isinstance(instruction, Forward) and instruction.block == block for instruction in instructions)
 
 
 @cache

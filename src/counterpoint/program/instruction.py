@@ -30,6 +30,7 @@ class TensorRef:
     ``ds``            gradient of a skip connection                         ``ds2+7.0``
     ``y``             partial output of a tensor-parallel block             ``y3.0``
     ``dx``            partial input gradient of a tensor-parallel block     ``dx3.0``
+    ``out``           outputs of the last block for all microbatches        ``out3``
     ``grad``          gradient of the parameters of a unit                  ``grad3``, ``grad0+4``
     ``delayed_grad``  gradient of a unit that is applied one step late      ``delayed_grad3``
     ``weight``        parameters of a unit                                  ``weight3``
@@ -38,10 +39,10 @@ class TensorRef:
     Args:
         name: one of the names above.
         blocks: the block, or all blocks of a unit; for ``s`` and ``ds`` the producing block, then the consuming blocks.
-        micro: index of the microbatch; None for the tensors of a unit.
+        micro: index of the microbatch; None for the tensors of a unit, and for ``out``.
     """
 
-    name: Literal["x", "g", "s", "ds", "y", "dx", "grad", "delayed_grad", "weight"]
+    name: Literal["x", "g", "s", "ds", "y", "dx", "out", "grad", "delayed_grad", "weight"]
     blocks: tuple[int, ...]
     micro: int | None = None
 
@@ -179,7 +180,8 @@ class Collective:
     A collective can be split into a start that does not block, ``all_reduce_start(grad3)@0,1``, and a wait,
     ``all_reduce_wait(grad3)@0,1``. An all-reduce of gradients can be compressed
     (:mod:`counterpoint.program.compression`), ``all_reduce:int8(grad3)@0,1``; its result is the sum of the members'
-    decoded gradients.
+    decoded gradients. After ``all_gather(out3)@0,1`` every member has the outputs and targets of all microbatches; it
+    evaluates the loss on them, and has its gradient with respect to the outputs of its own microbatches.
 
     ===================  =================================================
     operation            result

@@ -38,7 +38,7 @@ from counterpoint.program.program import Instructions, Program, RankProgram
 
 _UNIT = r"\d+(?:\+\d+)*"
 _EDGE = r"\d+(?:\+\d+(?:-\d+)?)+"
-_TENSOR_REF = rf"(?:grad|delayed_grad|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_EDGE}\.\+?\d+"
+_TENSOR_REF = rf"(?:grad|delayed_grad|weight|out){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_EDGE}\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _INSTRUCTION = re.compile(
     r"(?P<opcode>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::-(?P<version>\d+))?$"
@@ -52,7 +52,7 @@ _INSTRUCTION = re.compile(
     rf"|free\((?P<freed>{_TENSOR_REF})\)$"
     rf"|(?P<message_tensor>{_TENSOR_REF})(?::(?P<message_codec>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
-_TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
+_TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|out|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _BACKWARD_PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
 _OPCODES: dict[type, str] = {Forward: "F", Recompute: "R"}
 _FORMER_NAMES = {
@@ -210,7 +210,7 @@ def parse_tensor_ref(text: str) -> TensorRef:
     match = _TENSOR_REF_PARTS.match(text)
     if match is None or not re.fullmatch(_TENSOR_REF, text):
         raise ProgramError(f"{text!r} is not a tensor reference; expected one such as x1.2, g0.0, grad3 or weight0+4")
-    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'delayed_grad', 'weight']", match[1])
+    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'out', 'grad', 'delayed_grad', 'weight']", match[1])
     blocks = parse_edge(match[2]) if name in {"s", "ds"} else parse_unit(match[2])
     return TensorRef(name, blocks, None if match[3] is None else _parse_number(match[3]))
 

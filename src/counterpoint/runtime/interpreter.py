@@ -15,9 +15,10 @@ A rank updates only after its commit (4), so a step that fails before it changes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -32,8 +33,10 @@ from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.segment_executor import BoundModel, SegmentExecutor
 from counterpoint.runtime.batch_norm.mode import BatchNormState
+from counterpoint.runtime.busy_time import BusyTimer
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
+from counterpoint.runtime.loss_reduction import PartTotal
 from counterpoint.runtime.lowering import (
     ApplyPushesRun,
     BackwardRun,
@@ -54,6 +57,7 @@ from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import (
+    PARTS,
     GivenValues,
     StepGuard,
     StepReport,
@@ -61,6 +65,7 @@ from counterpoint.runtime.step_commit import (
     decide_skips,
     decide_step,
     find_unused_params,
+    gather_parts,
     gather_reports,
     has_unusable_grads,
     make_step_report,
@@ -70,6 +75,9 @@ from counterpoint.runtime.step_commit import (
     warn_partially_unused,
 )
 from counterpoint.strategies.buckets import BucketConfig
+
+COMMUNICATING_CALLS = frozenset({CollectiveRun, Send, Recv, Push, Pull, ApplyPushesRun})
+"""Calls that may wait for other ranks; a commit is measured apart."""
 
 
 class Interpreter:
@@ -144,6 +152,7 @@ class Interpreter:
         self.has_warned = False  # of partially unused parameters
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
+        self.busy_timer = BusyTimer()
         self.server_loop = ParameterServerLoop(store, fabric, self.state.push_log)
         self.build_parts()
 
@@ -187,6 +196,7 @@ class Interpreter:
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
+        self.busy_timer.begin_step()
         self.step_number, self.given = number, given
         self.rng.begin_step(number)
         self.program, calls = self.programs[variant]
@@ -203,15 +213,14 @@ class Interpreter:
         self.communication.begin_step()
         with self.communication.overlap.time_step():
             self.run_calls(calls)
+        self.busy_timer.end_step()
         return self.state.result
 
-    def evaluate(
-        self, batch: MicrobatchSource, model: BoundModel, number: int
-    ) -> dict[int, tuple[float, float | None]]:
+    def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> dict[int, dict[str, PartTotal]]:
         """Run only the program's forwards in the mode of ``model``, with the random numbers of one step.
 
         Returns:
-            The mean loss of each microbatch, and its weight if it is a weighted mean.
+            The loss of each microbatch, as ``loss``, and its parts; of a sum, the mean over the samples.
         """
         training = self.executor, self.communication
         self.rng.begin_step(number)
@@ -221,8 +230,16 @@ class Interpreter:
         try:
             with torch.no_grad():
                 self.run_calls(self.forward_calls)
-            weights = self.executor.read_loss_weights()
-            return {micro: (loss, weights.get(micro)) for micro, loss in self.executor.read_losses().items()}
+            totals: dict[int, dict[str, PartTotal]] = {}
+            weights, parts = self.executor.read_loss_weights(), self.executor.loss_parts
+            for micro, loss in self.executor.read_losses().items():
+                count = weights.get(micro, batch.sizes[micro])
+                own = {
+                    name: part._replace(weight=count) if model.loss_is_sum else part
+                    for name, part in parts.get(micro, {}).items()
+                }
+                totals[micro] = {**own, "loss": PartTotal(loss * count, count)}
+            return totals
         finally:
             self.executor, self.communication = training
 
@@ -232,12 +249,20 @@ class Interpreter:
         clock = self.clock
         if clock is None:
             for call, _, _ in calls:
-                self.execute(call)
+                if type(call) in COMMUNICATING_CALLS:
+                    start_s = perf_counter()
+                    self.execute(call)
+                    self.busy_timer.add_wait(perf_counter() - start_s)
+                else:
+                    self.execute(call)
             return
         for call, start, stop in calls:
             start_s = clock()
             self.execute(call)
-            self.state.timings.append(CallTiming(start, stop, start_s, clock()))
+            timing = CallTiming(start, stop, start_s, clock())
+            self.state.timings.append(timing)
+            if type(call) in COMMUNICATING_CALLS:
+                self.busy_timer.add_wait(timing.stop_s - timing.start_s)
         for reduce in self.communication.overlap.reduces():
             index = self.program.instructions.index(reduce.instruction)
             self.state.timings.append(CallTiming(index, index + 1, reduce.start_s, reduce.stop_s, is_transfer=True))
@@ -283,7 +308,9 @@ class Interpreter:
 
     def run_collectives(self, instructions: Sequence[Collective]) -> None:
         """Run collectives of one phase: blocking ones, or the start of one, or the wait for one."""
-        if instructions[0].phase == "":
+        if instructions[0].tensor.name == "out":
+            self.communication.gather_outputs(instructions[0])
+        elif instructions[0].phase == "":
             self.communication.run_collectives(instructions)
         elif instructions[0].phase == "start":
             self.communication.start(instructions[0])
@@ -306,10 +333,15 @@ class Interpreter:
         if batch_norm is not None:
             batch_norm.start_gather(scope)
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        parts = {}
+        if any(member_report.loss_kinds & PARTS for member_report in reports):
+            own_parts = [found for micro, found in self.executor.loss_parts.items() if micro in scope]
+            parts = gather_parts(self.fabric, own_parts, group)
         if may_overflow(reports):
             reports = self.add_overflows(reports, group)
         if batch_norm is not None:
             batch_norm.finish_gather()  # here, so that nothing is in flight if the step raises
+        self.busy_timer.restart()
 
         # 2. Check that the members were given the same, and that replicas hold the same weights.
         if self.given is not None and len({report.given_digest for report in reports if report.given_digest}) > 1:
@@ -327,6 +359,7 @@ class Interpreter:
             self.program.microbatches_per_batch,
             weight_unit=0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit,
             delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
+            num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
         )
         skip_update, skip_delayed_update = decide_skips(
             reports,
@@ -335,6 +368,7 @@ class Interpreter:
             delays_grads=self.delays_grads,
             skip_delayed=self.state.skip_delayed_update,
         )
+        result = replace(result, loss_parts=parts) if parts else result
         self.state.record_commit(result, skip_update=skip_update, skip_delayed_update=skip_delayed_update)
         require_finite(
             result.skip_reason,
@@ -353,7 +387,7 @@ class Interpreter:
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
 
-    def make_report(self, scope: Collection[int]) -> StepReport:
+    def make_report(self, scope: frozenset[int]) -> StepReport:
         """Return this rank's report on the microbatches of a commit."""
         own_squared_norm = 0.0
         if self.guard.needs_norm:
@@ -373,9 +407,11 @@ class Interpreter:
             grads=self.store.grad_check.take_report(scope),
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
+            has_parts=not scope.isdisjoint(self.executor.loss_parts),
             checksum=self.replica_checksum.checksum(),
             given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
+            busy_s=self.busy_timer.read(),
         )
 
     def add_overflows(self, reports: Sequence[StepReport], group: Group) -> list[StepReport]:

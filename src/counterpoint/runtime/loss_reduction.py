@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
+from counterpoint.runtime.loss_parameters import find_loss_module
 from counterpoint.runtime.sample_layout import find_tensor_lists
 
 MEAN, SUM = 1, 2
@@ -61,23 +62,75 @@ class WeightedMean(NamedTuple):
     total: Tensor
     weight: Tensor | float
 
+    def __add__(self, other: object) -> NoReturn:
+        """Refuse to add another loss, which may have another weight over the whole batch.
 
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor | WeightedMean]
-"""From the model's output and the targets to the loss."""
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            "a cp.WeightedMean was added to another loss, but over the whole batch each is divided by its own weight; "
+            "return them as a dict, {'first': ..., 'second': ...}, whose entries are added up"
+        )
+
+    def __radd__(self, other: object) -> NoReturn:
+        """Refuse to be added, as :meth:`__add__` does."""
+        self.__add__(other)
+
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor | WeightedMean | Mapping[str, Tensor | WeightedMean]]
+"""From the model's output and the targets to the loss, or to parts that are added up."""
+
+
+class MeanLoss(NamedTuple):
+    """The loss of some samples.
+
+    Args:
+        mean: over samples, tokens or weights; or the sum, if the loss is one.
+        weight: of a weighted mean; None for a mean over samples.
+        parts: of a loss that is a dict, the mean and the weight of each, detached.
+    """
+
+    mean: Tensor
+    weight: Tensor | float | None
+    parts: Mapping[str, tuple[Tensor, Tensor | float | None]] = MappingProxyType({})
+
+
+class PartTotal(NamedTuple):
+    """A part of a loss: the sum of its means times their weights, and the sum of the weights.
+
+    Example:
+        >>> PartTotal(6.0, 4.0).add(PartTotal(2.0, 1.0)).mean
+        1.6
+    """
+
+    total: float
+    weight: float
+
+    def add(self, other: PartTotal) -> PartTotal:
+        """Return the part over both."""
+        return PartTotal(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def mean(self) -> float:
+        """The mean; nan without weight."""
+        return self.total / self.weight if self.weight else math.nan
 
 
 class MeanReduction(NamedTuple):
     """A mean over class indices that torch has computed.
 
     Args:
-        mean: the result; 0 instead of torch's nan if no target counts.
+        mean: the result; if no target counts 0, or torch's nan for all samples of a batch.
         weight: what the sum was divided by; on another device than the CPU a tensor, which is not waited for.
         num_targets: the targets, also those that do not count.
+        zero: 0 if no target counts; else None.
     """
 
     mean: Tensor
     weight: Tensor | float
     num_targets: int
+    zero: Tensor | None = None
 
 
 class IndexLoss(NamedTuple):
@@ -153,9 +206,15 @@ PARSERS: Mapping[TorchFunction, Callable[..., IndexLoss | None]] = {
 
 
 class ReductionRecorder:
-    """Records torch's means over class indices while the last segment and the loss run on a microbatch."""
+    """Records torch's means over class indices while the last segment and the loss run on a microbatch.
 
-    def __init__(self) -> None:
+    Args:
+        is_whole: whether these are all samples of a batch, so that what is computed from a mean without targets is nan,
+            as in a loop without microbatches.
+    """
+
+    def __init__(self, *, is_whole: bool = False) -> None:
+        self.is_whole = is_whole
         self.found: list[MeanReduction] = []
 
     @property
@@ -172,13 +231,27 @@ class ReductionRecorder:
         if isinstance(weight, Tensor):
             mean = index_loss.compute_sum() / weight.clamp(min=torch.finfo(torch.float32).tiny)
         else:
-            mean = fused_cross_entropy(func, args, kwargs) if weight else index_loss.compute_sum()
+            zero = None if weight else index_loss.compute_sum()
+            mean = fused_cross_entropy(func, args, kwargs) if zero is None or self.is_whole else zero
+            self.found.append(MeanReduction(mean, weight, index_loss.target.numel(), zero))
+            return mean
         self.found.append(MeanReduction(mean, weight, index_loss.target.numel()))
         return mean
 
+    def find_mean(self, loss: Tensor) -> tuple[Tensor, Tensor | float | None]:
+        """Return a loss, which is 0 if it is one of these means and no target counts, and its weight if it is one."""
+        found = next((reduction for reduction in self.found if reduction.mean is loss), None)
+        if found is None:
+            return loss, None
+        return loss if found.zero is None else found.zero, found.weight
+
     def find_weight(self, loss: Tensor) -> Tensor | float | None:
         """Return the weight of a loss that is one of these means; None for another loss."""
-        return next((reduction.weight for reduction in self.found if reduction.mean is loss), None)
+        return self.find_mean(loss)[1]
+
+    def is_sample_mean(self, loss: Tensor) -> bool:
+        """Return whether a loss is one of these means, and all its targets count equally."""
+        return any(found.mean is loss and float(found.weight) == found.num_targets for found in self.found)
 
     def require_sample_means(self, what: str) -> None:
         """Check that the means over class indices are means over samples, so that a loss computed from them is one.
@@ -195,8 +268,8 @@ class ReductionRecorder:
                     f"the loss of {what} is computed from a mean whose {reduction.num_targets} targets weigh "
                     f"{float(reduction.weight):g} together, by ignore_index or class weights, so it is no mean over "
                     "samples, and the losses of parts do not add up to that of the batch; return that mean itself, or "
-                    "cp.WeightedMean(total, weight) with the sum and what it is divided by, or train with one "
-                    "microbatch on one rank"
+                    "cp.WeightedMean(total, weight) with the sum and what it is divided by, pass "
+                    "loss_reduction='batch', or train with one microbatch on one rank"
                 )
 
 
@@ -210,8 +283,8 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     is_whole: bool = False,
     is_sum: bool = False,
     random_functions: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({}),
-) -> tuple[Tensor, Tensor | float | None]:
-    """Return the mean loss of some samples, and its weight if it is a weighted mean, else None; or their sum, and None.
+) -> MeanLoss:
+    """Return the mean loss of some samples, or their sum.
 
     Args:
         loss_function: the user's.
@@ -226,28 +299,108 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     Raises:
         DataError: the loss is neither a scalar nor a weighted mean, or cannot be added to those of other samples.
     """
-    recorder = ReductionRecorder() if recorder is None else recorder
+    recorder = ReductionRecorder(is_whole=is_whole) if recorder is None else recorder
     with InterceptFunctions({**random_functions, **recorder.replacements}):
         loss: Any = loss_function(output, targets)
+    if isinstance(loss, Mapping):
+        return add_parts(loss, what, recorder, is_whole=is_whole, is_sum=is_sum)
+    mean, weight = parse_mean(loss, f"the loss of {what}", recorder, is_sum=is_sum)
+    if weight is None and not is_whole and not is_sum:
+        recorder.require_sample_means(what)
+    return MeanLoss(mean, weight)
+
+
+def compute_plain_loss(loss: Tensor | WeightedMean | Mapping[str, Tensor | WeightedMean]) -> Tensor:
+    """Return what a loop without microbatches differentiates, given what the loss function returns for a batch.
+
+    Example:
+        >>> compute_plain_loss({"a": torch.tensor(1.0), "b": WeightedMean(torch.tensor(6.0), 3)})
+        tensor(3.)
+    """
+    if isinstance(loss, Mapping):
+        return cast("Tensor", sum(compute_plain_loss(part) for part in loss.values()))
+    return loss.total / loss.weight if isinstance(loss, WeightedMean) else loss
+
+
+def parse_mean(
+    loss: Any,  # noqa: ANN401 - whatever was returned
+    what: str,
+    recorder: ReductionRecorder,
+    *,
+    is_sum: bool,
+) -> tuple[Tensor, Tensor | float | None]:
+    """Return a loss as a mean, and its weight if it is a weighted one; or the sum, and None.
+
+    Args:
+        loss: as the loss function returns it.
+        what: is named by errors.
+        recorder: has the means over class indices.
+        is_sum: whether it is a sum over samples.
+
+    Raises:
+        DataError: it is neither a scalar nor a weighted mean.
+    """
     if isinstance(loss, WeightedMean):
         if is_sum:
             raise DataError(
-                f"the loss of {what} is a cp.WeightedMean, but loss_reduction='sum' was given; omit loss_reduction, or "
-                "return the sum alone"
+                f"{what} is a cp.WeightedMean, but loss_reduction='sum' was given; omit loss_reduction, or return the "
+                "sum alone"
             )
         return split_weighted_mean(loss, what)
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
         raise DataError(
-            f"the loss of {what} {actual}; it must be a 0-dim tensor, the mean over the samples, or a "
-            "cp.WeightedMean: keep reduction='mean', and return it without item() or float()"
+            f"{what} {actual}; it must be a 0-dim tensor, the mean over the samples, a cp.WeightedMean, or a dict of "
+            "these: keep reduction='mean', and return it without item() or float()"
         )
-    if is_sum:
-        return loss, None
-    weight = recorder.find_weight(loss)
-    if weight is None and not is_whole:
+    return (loss, None) if is_sum else recorder.find_mean(loss)
+
+
+def add_parts(
+    losses: Mapping[str, Any], what: str, recorder: ReductionRecorder, *, is_whole: bool, is_sum: bool
+) -> MeanLoss:
+    """Return the sum of a dict of losses.
+
+    Over the whole batch each part is divided by its own weight. The parts of a microbatch can be differentiated
+    together only if they have the same weight in it, or if all of them are means over samples.
+
+    Args:
+        losses: by name.
+        what: the samples, for errors.
+        recorder: has the means over class indices.
+        is_whole: whether these are all samples of a batch, so that any mean is that of the batch.
+        is_sum: whether all of them are sums over samples.
+
+    Raises:
+        DataError: they are no losses, or have different weights.
+    """
+    parts = {
+        name: parse_mean(loss, f"the part {name!r} of the loss of {what}", recorder, is_sum=is_sum)
+        for name, loss in losses.items()
+    }
+    if not parts:
+        raise DataError(f"the loss of {what} is an empty dict; return a dict of losses, or one loss")
+    total: Any = sum(mean for mean, _ in parts.values())
+    detached = {str(name): (mean.detach(), weight) for name, (mean, weight) in parts.items()}
+    weights = [weight for _, weight in parts.values()]
+    if None not in weights and len({float(weight) for weight in weights if weight is not None}) == 1:
+        return MeanLoss(total, weights[0], detached)
+    if is_whole or is_sum:
+        is_undefined = any(weight is not None and float(weight) == 0 for weight in weights)  # in a plain loop, too
+        return MeanLoss(total * math.nan if is_undefined else total, None, detached)
+    if all(weight is None or recorder.is_sample_mean(mean) for mean, weight in parts.values()):
         recorder.require_sample_means(what)
-    return loss, weight
+        return MeanLoss(total, None, detached)
+    described = ", ".join(
+        f"{name!r} {'that of its samples' if weight is None else f'{float(weight):g}'}"
+        for name, (_, weight) in detached.items()
+    )
+    raise DataError(
+        f"the parts of the loss of {what} are means with different weights: {described}; over the whole batch each is "
+        "divided by its own weight, so the losses of microbatches do not add up: pass loss_reduction='batch', which "
+        "evaluates the loss once on the outputs of the whole batch, give all parts one weight as "
+        "cp.WeightedMean(total, weight), or train with one microbatch on one rank"
+    )
 
 
 RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -279,27 +432,54 @@ class LossOfParts(NamedTuple):
         return math.fsum(abs(loss) for loss in (self.total, *self.parts) if math.isfinite(loss))
 
 
+SUM_REMEDY = "it is a sum: pass loss_reduction='sum', or return the mean over the samples"
+OTHER_REMEDY = (
+    "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
+    "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with each other, "
+    "pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, or cross_sample='accept' "
+    "if each microbatch may be a batch of its own"
+)
+SUMS_REMEDY = (
+    "return a mean over the samples; other losses are those of the whole batch with cp.Trainer or cp.parallelize, "
+    "which have the option loss_reduction"
+)
+"""Where parts of a batch are added up as means over samples."""
+
+
 class LossCheck:
     """Checks now and then that a loss of some samples is what the losses of their parts add up to.
 
     Args:
-        loss_function: the user's; a check calls it three times more, without gradients.
+        loss: the user's; a check calls it three times more, without gradients.
         is_sum: whether it is a sum over samples.
+        remedy: for the error; by default that of a plan.
     """
 
-    def __init__(self, loss_function: LossFunction, *, is_sum: bool) -> None:
-        self.loss_function = loss_function
+    def __init__(self, loss: LossFunction, *, is_sum: bool, remedy: str = "") -> None:
+        self.remedy = remedy
+        self.module = find_loss_module(loss)
         self.is_sum = is_sum
         self.next_step: float = 0  # after 1, 2, 4, 8, ... steps
+        self.last_step = -1  # all microbatches of a step are checked, because one may have no targets that count
         self.single: tuple[Any, Any] | None = None  # output and targets of a microbatch of one sample
 
-    def check(self, step: int, output: Any, targets: Any, value: float, num_samples: int, what: str) -> None:  # noqa: ANN401 - what a loss was computed from
+    def check(  # noqa: PLR0913 - what a loss was computed from
+        self,
+        loss_function: LossFunction,
+        step: int,
+        output: Any,  # noqa: ANN401 - of the model
+        targets: Any,  # noqa: ANN401 - whatever the loss takes
+        value: float,
+        num_samples: int,
+        what: str,
+    ) -> None:
         """Check the loss of a microbatch if it is time to; one of a single sample together with the next such one.
 
         Nothing is checked if outputs have no samples along dim 0, or lists that may have an entry for each sample, or
         if the loss differs when it is computed again.
 
         Args:
+            loss_function: the user's, with the parameters of this step.
             step: the number of the step.
             output: of the model.
             targets: of the samples.
@@ -311,56 +491,75 @@ class LossCheck:
             DataError: it is not what the losses of two parts add up to.
         """
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if step < self.next_step or not leaves:
+        if (step < self.next_step and step != self.last_step) or self.next_step == math.inf or not leaves:
             return
         has_list = any(len(values) == num_samples for values in find_tensor_lists((output, targets)))
         if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
             self.next_step = math.inf
             return
-        with torch.no_grad(), _unchanged_buffers(self.loss_function):
+        with torch.no_grad(), _unchanged_buffers(self.module):
             if num_samples > 1:
                 middle = num_samples // 2
                 parts = [
                     tree_map(partial(_take_samples, num_samples=num_samples, first=first, stop=stop), (output, targets))
                     for first, stop in ((0, middle), (middle, num_samples))
                 ]
-                sizes, whole = (middle, num_samples - middle), (output, targets)
-            elif self.single is None or _sample_shapes(self.single) != _sample_shapes((output, targets)):
-                self.single = tree_map(
-                    lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, targets)
-                )
-                return
+                losses: LossOfParts | None = self._compute_parts(loss_function, parts, (output, targets), what)
             else:
-                parts, sizes = [self.single, (output, targets)], (1, 1)
-                whole, self.single = tree_map(_concatenate, *parts), None
-            left, right, total = (
-                self._compute(part[0], part[1], size, what)
-                for part, size in zip((*parts, whole), (*sizes, sum(sizes)), strict=True)
-            )
-        losses = LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), sizes)
-        again = losses.total if num_samples > 1 else losses.parts[1]
+                losses = self._compute_pair(loss_function, (output, targets), what)
+        if losses is None:
+            return
+        again = losses.total if num_samples > 1 else losses.parts[0]
         tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude
         if not abs(again - value) <= tolerance:
             self.next_step = math.inf
             return
         if not abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance:
             raise DataError(self._explain(losses, what, tolerance))
-        self.next_step = max(1, 2 * step)
+        if self.single is None:
+            self.next_step, self.last_step = max(1, 2 * step), step
 
-    def _compute(self, output: Any, targets: Any, num_samples: int, what: str) -> tuple[float, float]:  # noqa: ANN401
-        loss, weight = compute_mean_loss(self.loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
-        return float(loss), num_samples if weight is None else float(weight)
+    def _compute_pair(self, loss_function: LossFunction, sample: tuple[Any, Any], what: str) -> LossOfParts | None:
+        """Return the losses of a single sample and of an earlier one, or first of one that is made of it, and of both.
+
+        What is made of it shows a loss that compares samples in the first step; an earlier sample may have targets of
+        another kind, such as padding. None if the loss does not take what is made.
+        """
+        if self.single is not None and _sample_shapes(self.single) == _sample_shapes(sample):
+            pair, self.single = (sample, self.single), None
+            return self._compute_parts(loss_function, pair, tree_map(_concatenate, *pair), what)
+        self.single = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, sample)
+        pair = sample, tree_map(_halve, sample)
+        with suppress(Exception):  # a loss need not take values that no model gives
+            losses = self._compute_parts(loss_function, pair, tree_map(_concatenate, *pair), what)
+            return losses if math.isfinite(losses.total + losses.sum) else None
+        return None
+
+    def _compute_parts(
+        self, loss_function: LossFunction, parts: Sequence[tuple[Any, Any]], whole: tuple[Any, Any], what: str
+    ) -> LossOfParts:
+        """Return the loss of some samples, and those of two parts of them."""
+        first, second = (_num_samples(part) for part in parts)
+        left, right, total = (
+            self._compute(loss_function, *part, size, what)
+            for part, size in zip((*parts, whole), (first, second, first + second), strict=True)
+        )
+        return LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), (first, second))
+
+    def _compute(
+        self,
+        loss_function: LossFunction,
+        output: Any,  # noqa: ANN401 - of the model
+        targets: Any,  # noqa: ANN401 - whatever the loss takes
+        num_samples: int,
+        what: str,
+    ) -> tuple[float, float]:
+        loss = compute_mean_loss(loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
+        return float(loss.mean), num_samples if loss.weight is None else float(loss.weight)
 
     def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
-        if not self.is_sum and abs(losses.total - losses.sum) <= tolerance:
-            remedy = "it is a sum: pass loss_reduction='sum', or return the mean over the samples"
-        else:
-            remedy = (
-                "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
-                "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with "
-                "each other, train with one microbatch on one rank, or pass cross_sample='accept' if each microbatch "
-                "may be a batch of its own"
-            )
+        is_sum = not self.is_sum and abs(losses.total - losses.sum) <= tolerance
+        remedy = self.remedy or (SUM_REMEDY if is_sum else OTHER_REMEDY)
         left, right = losses.sizes
         return (
             f"the loss at {what} is {losses.total:.6g} for {left + right} samples, but {losses.parts[0]:.6g} for the "
@@ -375,6 +574,15 @@ def _sample_shapes(values: Any) -> list[torch.Size]:  # noqa: ANN401 - any nest 
     return [leaf.shape[1:] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _num_samples(sample: tuple[Any, Any]) -> int:
+    """Return the number of samples along dim 0 of the output."""
+    return next(len(leaf) for leaf in tree_leaves(sample[0]) if isinstance(leaf, Tensor))
+
+
+def _halve(leaf: object) -> object:
+    return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
 def _concatenate(first: object, second: object) -> object:
     return torch.cat([first, second]) if isinstance(first, Tensor) and isinstance(second, Tensor) else second
 
@@ -385,9 +593,9 @@ def _take_samples(leaf: object, *, num_samples: int, first: int, stop: int) -> o
 
 
 @contextmanager
-def _unchanged_buffers(loss_function: object) -> Iterator[None]:
-    """Restore the buffers of a loss that is a module."""
-    buffers = list(loss_function.buffers()) if isinstance(loss_function, nn.Module) else []
+def _unchanged_buffers(module: nn.Module | None) -> Iterator[None]:
+    """Restore the buffers of a loss that has a module."""
+    buffers = [] if module is None else list(module.buffers())
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -418,7 +626,7 @@ def compute_sample_mean(
         DataError: the loss is a weighted mean, and these are not all samples.
     """
     recorder = ReductionRecorder()
-    loss, weight = compute_mean_loss(loss_function, output, targets, what, recorder, is_whole=is_whole)
+    loss, weight, _ = compute_mean_loss(loss_function, output, targets, what, recorder, is_whole=is_whole)
     if weight is not None and not is_whole:
         recorder.require_sample_means(what)
         if recorder.find_weight(loss) is None:

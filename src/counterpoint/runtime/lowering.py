@@ -275,9 +275,9 @@ def _microbatch(instruction: Instruction) -> int:
 
 
 def _is_forward_path(instruction: Instruction) -> bool:
-    """Return whether an instruction is a forward, or moves an activation, skip value or partial output."""
+    """Return whether an instruction is a forward, or moves an activation, skip value, partial output or outputs."""
     if isinstance(instruction, Send | Recv | Collective):
-        return instruction.tensor.name in {"x", "s", "y"}
+        return instruction.tensor.name in {"x", "s", "y", "out"}
     return isinstance(instruction, Forward)
 
 

@@ -402,8 +402,8 @@ def map_params_to_groups(optimizer: optim.Optimizer, params: Mapping[str, nn.Par
         raise PlanError(
             f"the optimizer holds {format_count(len(foreign), 'tensor')} that the model does not train, the first "
             f"of the shape {tuple(foreign[0].shape)}{lacks if missing else ''}: it would not update the model; "
-            "build it from this model's parameters() once the model is complete, or pass a factory such as "
-            "partial(AdamW, lr=1e-3)"
+            "build it from this model's parameters() once the model is complete, pass a factory such as "
+            "partial(AdamW, lr=1e-3), or, for parameters of the loss, give the loss as an nn.Module that has them"
         )
     if missing:
         raise PlanError(

@@ -46,6 +46,7 @@ from counterpoint.runtime.batch_norm.sync import (
 from counterpoint.runtime.devices import model_device
 from counterpoint.runtime.draw_sites import DrawSites
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -79,6 +80,7 @@ class RunSpec:
         checks_loss: whether the first loss is checked to add up from its samples' halves.
         draw_sites: where the model draws random numbers; None where it does not matter which.
         keeps_grads: whether ranks keep the gradients of a step until the next one.
+        loss_params: evaluates the loss with a rank's parameters of it; None for one without.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -94,6 +96,7 @@ class RunSpec:
     checks_loss: bool = False
     draw_sites: DrawSites | None = None
     keeps_grads: bool = False
+    loss_params: LossParameters | None = None
 
     @property
     def program(self) -> Program:
@@ -266,9 +269,11 @@ def bind_segments(
         flatten=partial(partition.flatten_inputs, training=training),
         unflatten=partial(partition.unflatten_output, training=training),
         loss=run_spec.loss,
+        loss_params=run_spec.loss_params,
         uses_rng=partition.uses_rng and training,
         loss_is_sum=run_spec.loss_is_sum,
         checks_loss=run_spec.checks_loss and training,
+        gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
     )
 
 

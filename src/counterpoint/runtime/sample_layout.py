@@ -53,6 +53,17 @@ class SamplePart:
         dim = self.dim
         return tree_map_only(Tensor, lambda leaf: leaf.narrow(dim, start, stop - start), self.value)
 
+    def take(self, indices: Sequence[int]) -> SamplePart:
+        """Return the part with other samples; what belongs to all samples as it is."""
+        match self.dim:
+            case None:
+                return self
+            case "list":
+                return SamplePart([self.value[index] for index in indices], "list")
+            case dim:
+                kept = tree_map_only(Tensor, lambda leaf: leaf[(slice(None),) * dim + (list(indices),)], self.value)
+                return SamplePart(kept, dim)
+
 
 class SampleLayout:
     """What the options say about the parts of a batch, by the names of the forward's arguments.
@@ -149,7 +160,7 @@ def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
         for length in (leaf.lengths() if isinstance(leaf, SamplePart) else _length(leaf))
     }
     list_lengths = {len(values) for values in lists}
-    along_dim_0 = {length for values in lists for leaf in tree_leaves(values) for length in _length(leaf) or {None}}
+    along_dim_0 = {length for values in lists for leaf in tree_leaves(values) for length in _length(leaf)}
     may_be_lists = len(list_lengths | others) == 1
     may_be_tensors = len(along_dim_0 | others) == 1 and None not in along_dim_0
     if may_be_lists and may_be_tensors and list_lengths != {1}:
@@ -161,6 +172,15 @@ def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
     if not may_be_lists or may_be_tensors:
         return inputs, targets
     return _mark_each_list(inputs), _mark_each_list(targets)
+
+
+def first_length(values: Any) -> int:  # noqa: ANN401 - any nest
+    """Return the number of samples of the first part of a batch that has some; 1 if none has."""
+    for leaf in tree_leaves(values):
+        lengths = leaf.lengths() if isinstance(leaf, SamplePart) else {size for size in _length(leaf) if size}
+        if lengths:
+            return max(lengths)
+    return 1
 
 
 def find_tensor_lists(values: Any) -> Iterator[list[Any]]:  # noqa: ANN401 - any nest

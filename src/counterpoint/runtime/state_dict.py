@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.checkpoint.tensor_slice import TensorSlice, dtype_name, torch_dtype, whole_tensor
+from counterpoint.checkpoint.tensor_slice import TensorSlice, dtype_name, flat_slice, torch_dtype, whole_tensor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Group, Json
 from counterpoint.model.spec import Unit
@@ -322,7 +322,7 @@ def collect_optimizer_state(
                 elif value.shape == target.tensor.shape:
                     whole = value.to_dense() if value.is_sparse else value
                     part = whole.reshape(-1)[first - target.start : last - target.start].contiguous()
-                    slices.append(TensorSlice(f"optimizer.{key}:{name}", part, slot.shape, first - slot.start))
+                    slices.append(flat_slice(f"optimizer.{key}:{name}", part, slot.shape, first - slot.start))
                 else:  # its optimizer is not elementwise, so the target is the whole parameter
                     slices.append(whole_tensor(f"optimizer.{key}:{name}", value))
     return slices, scalars
@@ -373,7 +373,7 @@ def _weight_slices(shard_map: ShardMap, rank: RankRuntime, owner: ShardOwner) ->
         flat = flat_weights(unit_params, layout, low, high)
         for slot, start, stop in layout.slots_in(owner.span):
             name = f"model:{slot.name}{shard_map.name_suffix(slot.name, owner.tp_rank, owner.replica)}"
-            yield TensorSlice(name, flat[start - low : stop - low].contiguous(), slot.shape, start - slot.start)
+            yield flat_slice(name, flat[start - low : stop - low].contiguous(), slot.shape, start - slot.start)
 
 
 def restore_optimizers(
@@ -521,7 +521,7 @@ def collect_delayed_grads(shard_map: ShardMap, rank: RankRuntime) -> Iterator[Te
             for slot in flat_params.layout.slots:
                 tp_suffix = f"@{rank_program.tp_rank}/{sharded[slot.name][1]}" if slot.name in sharded else ""
                 name = f"delayed_grad:{slot.name}{tp_suffix}~{delayed_grad.replica}/{delayed_grad.num_replicas}"
-                yield TensorSlice(name, flat[slot.start : slot.stop].contiguous(), slot.shape, 0)
+                yield flat_slice(name, flat[slot.start : slot.stop].contiguous(), slot.shape, 0)
 
 
 def restore_delayed_grads(

@@ -14,9 +14,9 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import format_ranks
-from counterpoint.runtime.loss_reduction import choose_unit
+from counterpoint.runtime.loss_reduction import PartTotal, choose_unit
 from counterpoint.runtime.params.grad_check import NO_REPORT, GradReport
 
 
@@ -73,7 +73,8 @@ class StepReport:
         loss_sum: mean loss of each microbatch times its weight, summed; nan and inf are kept.
         num_samples: the samples of these microbatches.
         loss_weight: of these microbatches: their samples, or what their means were divided by.
-        loss_kinds: the kinds of these losses, added up: means over samples 1, weighted means 2, sums over samples 4.
+        loss_kinds: the kinds of these losses, added up: means over samples 1, weighted means 2, sums over samples 4;
+            8 if they have parts.
         squared_norm: of the gradients that this rank owns.
         nonfinite_micro: the first microbatch whose loss is not finite; -1 for none.
         missing_grads: the parameters that this rank computes with and that got no gradient.
@@ -82,6 +83,7 @@ class StepReport:
         grads: which of its gradients is not finite, and how large they are, before any is summed over ranks.
         has_overflow: whether a sum of finite gradients that it owns is not finite.
         given_digest: of what the user has given for the step; 0 where there is nothing to compare.
+        busy_s: seconds since the last commit in which it did not wait for other ranks.
     """
 
     loss_sum: float = 0.0
@@ -96,6 +98,7 @@ class StepReport:
     grads: GradReport = NO_REPORT
     has_overflow: bool = False
     given_digest: int = 0
+    busy_s: float = 0.0
 
     @property
     def is_finite(self) -> bool:
@@ -119,6 +122,8 @@ class StepResult:
         loss_scale: what makes this step's gradients those of the weighted mean; part of ``scale``, unless the
             gradients are delayed.
         is_sum: whether the loss is a sum.
+        busy_s: of each rank of the group with its number, the seconds in which it did not wait for others.
+        loss_parts: of a loss that is a dict, by name.
     """
 
     loss: float
@@ -130,6 +135,8 @@ class StepResult:
     weight_unit: float = 1.0
     loss_scale: float = 1.0
     is_sum: bool = False
+    busy_s: tuple[tuple[int, float], ...] = ()
+    loss_parts: Mapping[str, PartTotal] = field(default_factory=dict)
 
 
 def make_step_report(  # noqa: PLR0913 - what a report has
@@ -141,9 +148,11 @@ def make_step_report(  # noqa: PLR0913 - what a report has
     grads: GradReport = NO_REPORT,
     weights: Mapping[int, float] = MappingProxyType({}),
     is_sum: bool = False,
+    has_parts: bool = False,
     checksum: int = 0,
     is_idle: bool = False,
     given_digest: int = 0,
+    busy_s: float = 0.0,
 ) -> StepReport:
     """Return the report of a rank.
 
@@ -155,9 +164,11 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         grads: which of its gradients is not finite, and how large they are.
         weights: of the microbatches whose loss is a weighted mean.
         is_sum: whether the user's loss is the sum over the samples.
+        has_parts: whether it is a dict.
         checksum: of a part of its weights.
         is_idle: whether none of its microbatches had samples.
         given_digest: of what the user has given for the step.
+        busy_s: the seconds in which it did not wait for other ranks.
     """
     kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in weights else SAMPLE_MEAN for micro in losses}
     nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
@@ -166,7 +177,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         total,
         sum(sizes[micro] for micro in losses),
         sum(weights.get(micro, sizes[micro]) for micro in losses),
-        sum(kinds),
+        sum(kinds) + (PARTS if has_parts else 0),
         squared_norm,
         nonfinite_micro,
         tuple(missing_grads),
@@ -174,13 +185,14 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         is_idle,
         grads,
         given_digest=given_digest,
+        busy_s=busy_s,
     )
 
 
-SAMPLE_MEAN, WEIGHTED_MEAN, SUM = 1, 2, 4
-"""Kinds of losses in a report."""
+SAMPLE_MEAN, WEIGHTED_MEAN, SUM, PARTS = 1, 2, 4, 8
+"""Kinds of losses in a report, and whether they have parts."""
 
-REPORT_NUMBERS = 11
+REPORT_NUMBERS = 12
 """Length of :func:`encode_report`."""
 
 
@@ -197,6 +209,7 @@ def encode_report(report: StepReport) -> list[float]:
         report.grads.micro,
         report.grads.share,
         report.given_digest,
+        report.busy_s,
         len(report.missing_grads),
     ]
 
@@ -206,7 +219,7 @@ def decode_report(
 ) -> StepReport:
     """Return the report that :func:`encode_report` was given; names of gradients are sent separately."""
     loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, *rest = numbers
-    micro, share, given_digest, _ = rest
+    micro, share, given_digest, busy_s, _ = rest
     return StepReport(
         loss_sum,
         int(num_samples),
@@ -219,6 +232,7 @@ def decode_report(
         is_idle,
         GradReport(int(micro), nonfinite_grad, share),
         given_digest=int(given_digest),
+        busy_s=busy_s,
     )
 
 
@@ -243,7 +257,50 @@ def merge_results(first: StepResult, second: StepResult) -> StepResult:
         second.weight_unit,
         second.loss_scale,
         first.is_sum or second.is_sum,
+        add_by_rank(first.busy_s, second.busy_s),
+        merge_parts([first.loss_parts, second.loss_parts]),
     )
+
+
+def add_by_rank(
+    first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]
+) -> tuple[tuple[int, float], ...]:
+    """Return the sums of two numbers of each rank.
+
+    Example:
+        >>> add_by_rank([(0, 1.0), (1, 2.0)], [(1, 3.0)])
+        ((0, 1.0), (1, 5.0))
+    """
+    totals = dict(first)
+    for rank, number in second:
+        totals[rank] = totals.get(rank, 0.0) + number
+    return tuple(totals.items())
+
+
+def merge_parts(parts: Iterable[Mapping[str, PartTotal]]) -> dict[str, PartTotal]:
+    """Return the parts of several losses as those of one.
+
+    Example:
+        >>> merge_parts([{"a": PartTotal(1.0, 1.0)}, {"a": PartTotal(6.0, 3.0)}])["a"].mean
+        1.75
+    """
+    merged: dict[str, PartTotal] = {}
+    for part in parts:
+        merged |= {name: total.add(merged[name]) if name in merged else total for name, total in part.items()}
+    return merged
+
+
+def gather_parts(fabric: Fabric, own: Iterable[Mapping[str, PartTotal]], group: Group) -> dict[str, PartTotal]:
+    """Return the parts of the loss over all members of a group; a collective call.
+
+    Args:
+        fabric: this rank's connection to the others.
+        own: of this rank's microbatches.
+        group: the members.
+    """
+    values: Any = {name: list(total) for name, total in merge_parts(own).items()}
+    gathered: Any = [values] if len(group) == 1 else fabric.gather_values("parts of the loss", values, group)
+    return merge_parts({name: PartTotal(*numbers) for name, numbers in part.items()} for part in gathered)
 
 
 def decide_step(  # noqa: PLR0913 - all that a decision depends on
@@ -255,6 +312,7 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     *,
     weight_unit: float = 1.0,
     delayed_loss_scale: float | None = None,
+    num_samples: int = 0,
 ) -> StepResult:
     """Return the result of a group; equal on all members, except what concerns gradients where ``loss_group`` differs.
 
@@ -266,25 +324,30 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
         microbatches_per_batch: in an asynchronous pipeline; else 0.
         weight_unit: of the weights in this step; 0 if the gradients are those of the weighted mean already.
         delayed_loss_scale: the ``loss_scale`` of the step before, if this step applies its gradients; else None.
+        num_samples: of the microbatches whose gradients are clipped together, which several members report if they are
+            tensor-parallel; 0 if each is reported once.
 
     Raises:
         DataError: some losses are means over samples, others weighted means.
     """
     weight, is_sum = sum(report.loss_weight for report in reports), any(report.loss_kinds & SUM for report in reports)
-    loss = sum(report.loss_sum for report in reports) / (1.0 if is_sum else weight) if weight else math.nan
+    clipped = [report for rank, report in zip(group, reports, strict=True) if not loss_group or rank in loss_group]
+    copies = sum(report.num_samples for report in clipped) / num_samples if num_samples else 1.0
+    loss = sum(report.loss_sum for report in reports) / (copies if is_sum else weight) if weight else math.nan
     squared_norm = sum(report.squared_norm for report in reports)
     skip_reason = _find_skip_reason(reports, group, squared_norm, microbatches_per_batch)
-    clipped = [report for rank, report in zip(group, reports, strict=True) if not loss_group or rank in loss_group]
     if loss_group:
         squared_norm = sum(report.squared_norm for report in clipped)
     loss_scale, next_unit = _find_loss_scale(clipped, weight_unit)
+    loss_scale /= copies if is_sum else 1.0
     grad_scale = loss_scale if delayed_loss_scale is None else delayed_loss_scale
     norm = math.sqrt(squared_norm) * grad_scale if guard.needs_norm and math.isfinite(squared_norm) else math.nan
     scale = grad_scale
     if guard.clip_norm is not None and not skip_reason:
         scale *= min(1.0, guard.clip_norm / (norm + 1e-6))
-    num_samples = sum(report.num_samples for report in reports)
-    return StepResult(loss, num_samples, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum)
+    num_reported = sum(report.num_samples for report in reports)
+    busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, reports, strict=True))
+    return StepResult(loss, num_reported, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum, busy_s)
 
 
 def _find_loss_scale(reports: Sequence[StepReport], weight_unit: float) -> tuple[float, float]:
@@ -293,7 +356,7 @@ def _find_loss_scale(reports: Sequence[StepReport], weight_unit: float) -> tuple
     Raises:
         DataError: some losses are means over samples, others weighted means.
     """
-    kinds = functools.reduce(operator.or_, (report.loss_kinds for report in reports), 0)
+    kinds = functools.reduce(operator.or_, (report.loss_kinds for report in reports), 0) & ~PARTS
     if kinds not in {0, SAMPLE_MEAN, WEIGHTED_MEAN, SUM}:
         raise DataError(
             "the losses of some microbatches are means over samples, those of others weighted means, so they have no "

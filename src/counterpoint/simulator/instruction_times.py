@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from counterpoint.model.spec import Unit
+from counterpoint.program.comm_volume import count_forwards
 from counterpoint.program.fusion import fuses_with
 from counterpoint.program.instruction import (
     ApplyPushes,
@@ -113,7 +114,7 @@ class _InstructionTimer:
     """Times instructions in order; those that are equal but for their microbatches are timed once."""
 
     def __init__(self, instructions: Instructions, costs: CostModel, rank: int, cluster: Cluster) -> None:
-        self.costs, self.rank, self.cluster = costs, rank, cluster
+        self.instructions, self.costs, self.rank, self.cluster = instructions, costs, rank, cluster
         self.speed, self.has_shared_nics = cluster.speed(rank), has_shared_nics(cluster)
         self.has_updates = any(isinstance(instruction, Update) for instruction in instructions)
         self.shared_units = host_shareable_units(instructions)
@@ -190,6 +191,8 @@ class _InstructionTimer:
         tensor, fraction = instruction.tensor, WHOLE
         if tensor.name == "grad":
             fraction = self.grad_fractions.get(tensor.blocks, WHOLE) if instruction.op == "all_reduce" else WHOLE
+        elif tensor.name == "out":  # its size is that of one microbatch
+            fraction = Fraction(len(instruction.group) * count_forwards(self.instructions, tensor.blocks[0]))
         if instruction.op == "reduce_scatter" and instruction.phase != "wait":
             self.grad_fractions[tensor.blocks] = Fraction(1, len(instruction.group))
         fraction_key = fraction.denominator, fraction.numerator

@@ -21,8 +21,10 @@ from counterpoint.spark.weight_slices import decode_slice, encode_slice, param_v
 from counterpoint.training.checkpointing.save_restore import (
     CheckpointReader,
     TrainProgress,
+    describe_optimizer,
     find_checkpoint,
     model_fingerprint,
+    name_state_dict,
 )
 from counterpoint.training.optimizer_state import get_group_options
 
@@ -102,6 +104,8 @@ def save_slices(
         "delayed_grads": {"replicas": 0, "skipped": False},
         "slices": {},
         "model": model_fingerprint(model),
+        "optimizer": describe_optimizer(target.optimizer_spec, model),
+        "state_dict": name_state_dict(model),
         "extra": {
             "batch_size": target.batch_size,
             "seed": target.seed,
@@ -133,12 +137,8 @@ def load_slices(target: SparkTrainingTarget, path: Path, num_partitions: int) ->
                 f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {current}; a resumed "
                 "run needs the same samples and optimizer; resume with the same, or start a new run"
             )
-    reader = CheckpointReader(
-        checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
-    )
-    keys = sorted(
-        {name.split(":")[0].removeprefix("optimizer.") for name in checkpoint.names() if name.startswith("optimizer.")}
-    )
+    reader = CheckpointReader.open(checkpoint)
+    keys = reader.optimizer_keys()
     scalars = reader.scalars(state["scalars"])
     layout = target.layout
     weights = torch.cat([reader.read("model", slot.name).reshape(-1) for slot in layout.slots])

@@ -14,7 +14,7 @@ from torch import Tensor
 from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CounterpointError, DataError
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.loss_reduction import ReductionRecorder, compute_mean_loss
+from counterpoint.runtime.loss_reduction import SUMS_REMEDY, LossCheck, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.params.grad_check import GradCheck, GradReport
 from counterpoint.runtime.rng import hash_seed
@@ -103,7 +103,7 @@ def decode_report(text: bytes) -> PartitionReport:
         >>> decode_report(encode_report(PartitionReport(StepReport(float("inf"), 3, 3.0, 1, 2.0, 1, ("weight",)))))
         PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, loss_weight=3.0, loss_kinds=1, \
         squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, is_idle=False, \
-        grads=GradReport(micro=-1, name='', share=0.0), has_overflow=False, given_digest=0), failure='', \
+        grads=GradReport(micro=-1, name='', share=0.0), has_overflow=False, given_digest=0, busy_s=0.0), failure='', \
         sent_bytes=0, seconds=0.0)
     """
     plain = json.loads(text)
@@ -187,7 +187,8 @@ class ForwardBackwardTask:
         weights: dict[int, float] = {}
         began = time.perf_counter()
         replica.clear_grads()
-        grad_check = GradCheck(is_enabled=True)
+        grad_check, is_checked = GradCheck(is_enabled=True), self.step & (self.step - 1) == 0  # 0, 1, 2, 4, 8, ...
+        loss_check = LossCheck(spec.loss, is_sum=False, remedy=SUMS_REMEDY) if is_checked else None
         for microbatch, (start, stop) in zip(microbatches, split_batch(len(indices), len(microbatches)), strict=True):
             if start == stop or self._is_late(began, losses):
                 continue
@@ -197,7 +198,11 @@ class ForwardBackwardTask:
                 recorder = ReductionRecorder()
                 with InterceptFunctions(recorder.replacements):
                     output = replica.model(*inputs)
-                loss, weight = compute_mean_loss(spec.loss, output, target, f"microbatch {microbatch}", recorder)
+                what, num_samples = f"microbatch {microbatch}", stop - start
+                loss, weight, _ = compute_mean_loss(spec.loss, output, target, what, recorder)
+                if loss_check is not None:
+                    value = float(loss.detach())
+                    loss_check.check(spec.loss, self.step, output, target, value, num_samples, what)
             with grad_check.during_backward(microbatch, replica.param_group):
                 (loss * ((stop - start if weight is None else weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
             losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start

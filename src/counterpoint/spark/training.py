@@ -26,6 +26,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Update
 from counterpoint.program.program import RankProgram
 from counterpoint.program.text import format_instruction
+from counterpoint.runtime.loss_parameters import require_no_loss_params
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.spark.checkpoint import SparkTrainingTarget, initial_slices, load_into_model, load_slices, save_slices
@@ -170,6 +171,7 @@ class SparkTraining:
         require_directory_path(options.checkpoint_dir)
         if options.save_every is not None and options.checkpoint_dir is None:
             raise PlanError(f"save_every={options.save_every} needs a folder; give checkpoint_dir=FOLDER, too")
+        require_no_loss_params(model, loss, "counterpoint.spark")
         self.model, self.loss, self.options, self.num_partitions = model, loss, options, num_partitions
         face = wrap_optimizer(optimizer, model)
         self.slice_optimizer = make_slice_optimizer(face)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from counterpoint.model.spec import ModelSpec
@@ -11,23 +11,34 @@ from counterpoint.program.program import Program, RankProgram
 from counterpoint.strategies.strategy import CostEstimate, RankCost
 
 
-def single_device_program(model: ModelSpec, num_microbatches: int) -> Program:
-    """Return the program of one rank: each microbatch forward and backward, then the commit and all updates."""
-    return Program((RankProgram(tuple(_instructions(model, num_microbatches))),))
+def single_device_program(model: ModelSpec, num_microbatches: int, *, forwards_first: bool = False) -> Program:
+    """Return the program of one rank: each microbatch forward and backward, then the commit and all updates.
+
+    Args:
+        model: the model.
+        num_microbatches: of a batch.
+        forwards_first: whether all forwards come before the first backward.
+    """
+    groups = [range(num_microbatches)] if forwards_first else [(micro,) for micro in range(num_microbatches)]
+    return Program((RankProgram(tuple(_instructions(model, groups))),))
 
 
-def _instructions(model: ModelSpec, num_microbatches: int) -> Iterator[Instruction]:
-    for micro in range(num_microbatches):
-        for block in range(model.num_blocks):
-            yield Forward(block, micro)
-        for block in reversed(range(model.num_blocks)):
-            yield Backward(block, micro)
+def _instructions(model: ModelSpec, micros_of_groups: Iterable[Sequence[int]]) -> Iterator[Instruction]:
+    for micros in micros_of_groups:
+        for micro in micros:
+            for block in range(model.num_blocks):
+                yield Forward(block, micro)
+        for micro in micros:
+            for block in reversed(range(model.num_blocks)):
+                yield Backward(block, micro)
     yield Commit((0,))
     for unit in model.units:
         yield Update(unit)
 
 
-def single_device_cost(model: ModelSpec, num_microbatches: int, samples_per_microbatch: int) -> CostEstimate:
+def single_device_cost(
+    model: ModelSpec, num_microbatches: int, samples_per_microbatch: int, *, forwards_first: bool = False
+) -> CostEstimate:
     """Return the cost of one rank, which sends nothing.
 
     Cost:
@@ -37,5 +48,6 @@ def single_device_cost(model: ModelSpec, num_microbatches: int, samples_per_micr
         The training step of any framework.
     """
     updates = {unit: Fraction(model.unit_bytes(unit)) for unit in model.units}
-    rank = RankCost(tuple(range(model.num_blocks)), num_microbatches, updates)
+    in_flight = num_microbatches if forwards_first else 1
+    rank = RankCost(tuple(range(model.num_blocks)), num_microbatches, updates, in_flight=in_flight)
     return CostEstimate((rank,), num_microbatches, samples_per_microbatch, edges=model.edges)

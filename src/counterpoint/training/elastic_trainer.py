@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.fetch import MapDataset, fetch
 from counterpoint.data.sampler import Sampler
@@ -27,7 +29,8 @@ from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer
-from counterpoint.runtime.loss_reduction import LossFunction, compute_sample_mean
+from counterpoint.runtime.loss_parameters import require_no_loss_params
+from counterpoint.runtime.loss_reduction import SUMS_REMEDY, LossCheck, LossFunction, compute_sample_mean
 from counterpoint.training.callbacks.callback import EvaluationEnd
 from counterpoint.training.evaluation import MetricsFn, make_loss_metric
 from counterpoint.training.metrics import merge_metrics
@@ -169,6 +172,7 @@ class ElasticTrainer:
             raise PlanError(
                 f"the session is of {session.job}, but this is {self.job}; build both from one ElasticTrainer"
             )
+        require_no_loss_params(model, loss, "cp.ElasticTrainer")
         replica = self._make_replica(session, model, optimizer, tables, options)
         report = WorkerReport([], [], is_complete=False)
         retained_memory = RetainedMemory(enabled=self.retain_freed_memory)
@@ -222,8 +226,17 @@ class ElasticTrainer:
         slices = self.data_slices
         is_whole = not isinstance(self._consistency, Bsp) or slices.slices_per_step * slices.minibatches_per_slice == 1
 
+        loss_check, steps = LossCheck(loss, is_sum=False, remedy=SUMS_REMEDY), count()
+
         def compute(output: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
-            return compute_sample_mean(loss, output, targets, "a minibatch", is_whole=is_whole)
+            mean = compute_sample_mean(loss, output, targets, "a minibatch", is_whole=is_whole)
+            num_samples = next(
+                (len(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()), 0
+            )
+            if not is_whole and num_samples:
+                value = float(mean.detach())
+                loss_check.check(loss, next(steps), output, targets, value, num_samples, "a minibatch")
+            return mean
 
         return compute
 

@@ -38,9 +38,7 @@ def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn |
         while batches.count_left(cursor, 1):
             batch = batches.batch_at(cursor, local_ranks.global_num_microbatches)
             losses = local_ranks.evaluate(batch, None if metrics is None else measure, cursor.batch)
-            for micro, (mean, weight) in losses.items():
-                count = batch.sizes[micro] if weight is None else weight
-                per_batch.append({"loss": MeanMetric(mean * count, count)})
+            per_batch += [{name: MeanMetric(*total) for name, total in totals.items()} for totals in losses.values()]
             cursor = replace(cursor, batch=cursor.batch + 1)
     return all_reduce_means(local_ranks, per_batch)
 
@@ -61,17 +59,19 @@ def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[
 
 
 def make_loss_metric(loss: LossFunction) -> MetricsFn:
-    """Return a metrics function of the loss alone, weighted by the number of samples, or by its own weights.
+    """Return a metrics function of the loss, and of its parts, weighted by the number of samples or its own weights.
 
     Args:
         loss: from the model's output and the targets.
     """
 
     def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
-        mean, weight = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
-        count = (
-            min(collect_lengths(targets) or collect_lengths(outputs), default=1) if weight is None else float(weight)
-        )
-        return {"loss": MeanMetric(float(mean) * count, count)}
+        mean, weight, parts = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
+        num_samples = min(collect_lengths(targets) or collect_lengths(outputs), default=1)
+        metrics = {}
+        for name, (part, part_weight) in {**parts, "loss": (mean, weight)}.items():
+            count = num_samples if part_weight is None else float(part_weight)
+            metrics[name] = MeanMetric(float(part) * count, count)
+        return metrics
 
     return measure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from base64 import b64decode, b64encode
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import optim
 
+from counterpoint.data.fetch import is_same_dataset
 from counterpoint.data.sampler import Cursor, split_batch
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.optim.validation import require_counts
@@ -32,14 +32,12 @@ from counterpoint.training.callbacks.callback import (
     EvaluationEnd,
     RunEnd,
     RunStart,
-    StepEnd,
-    TraceRecorded,
 )
+from counterpoint.training.callbacks.step_reporter import TRACED_STEP, StepReporter
 from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import (
     CheckpointMode,
     StageCheckpointer,
-    recover_drafts_together,
     require_checkpoint_mode,
 )
 from counterpoint.training.distributed_world import has_remote_ranks
@@ -107,6 +105,7 @@ class FitConfig:
         max_steps: the largest number of steps.
         evaluation: what is evaluated.
         checkpoint: where checkpoints are.
+        resume: what it continues from, if anything.
 
     Raises:
         PlanError: a number is not positive.
@@ -116,6 +115,7 @@ class FitConfig:
     max_steps: int | None
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    resume: save_restore.ResumeConfig | None = None
 
     def __post_init__(self) -> None:
         require_counts(epochs=self.num_epochs)
@@ -127,11 +127,8 @@ class FitConfig:
             self,
             evaluation=EvaluationConfig(None, self.evaluation.metrics, None),
             checkpoint=CheckpointConfig(None, None, None, "synchronous"),
+            resume=None,
         )
-
-
-TRACED_STEP = 3
-"""The step of a run that is traced: late enough to be warm."""
 
 
 class FitLoop:
@@ -158,7 +155,12 @@ class FitLoop:
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.callbacks = list(callbacks)
+        world = local_ranks.world
+        self.reporter = StepReporter(self.callbacks, world.fabrics[0].num_ranks if has_remote_ranks(world) else 1)
         self.progress = self.first_progress = save_restore.TrainProgress()
+        self.num_extra_steps = 0  # that were taken because batches were smaller before a resume
+        self.resume_path: Path | None = None
+        self.checkpoint_path: Path | None = None  # that was loaded
         self.last_evaluation_step = -1
         self.stage_checkpointer: StageCheckpointer | None = None
         self.committed_microbatches: list[int] = []  # if other processes have ranks, too
@@ -168,7 +170,7 @@ class FitLoop:
         """The steps of the whole run; None if only the end of its data will tell."""
         counts = [] if self.config.max_steps is None else [self.config.max_steps]
         if self.batches.num_batches is not None:
-            counts.append(self.config.num_epochs * self.batches.num_batches)
+            counts.append(self.config.num_epochs * self.batches.num_batches + self.num_extra_steps)
         return self.first_progress.step + min(counts) if counts else None
 
     @property
@@ -186,9 +188,19 @@ class FitLoop:
         """Take all remaining steps."""
         ranks, progress, checkpoint = self.local_ranks, self.progress, self.config.checkpoint
         assert ranks.compiled is not None, "built"
-        event = RunStart(ranks.compiled, progress.step, self.num_steps, self.batches.batch_size, ranks.choice)
+        event = RunStart(
+            ranks.compiled,
+            progress.step,
+            self.num_steps,
+            self.batches.batch_size,
+            ranks.choice,
+            self.resume_path,
+            self.checkpoint_path,
+        )
         self.require_valid_last_batch()
         require_checkpoint_mode(self.local_ranks, checkpoint.mode, checkpoint.every)
+        if checkpoint.folder is not None and not progress.step:
+            save_restore.require_no_other_run(checkpoint.folder, self.local_ranks)
         for callback in self.callbacks:
             callback.on_start(event)
         save_restore.create_checkpoint_dir(self.local_ranks, checkpoint.folder)
@@ -198,7 +210,7 @@ class FitLoop:
         first_step, num_steps = self.progress.step, self.num_steps
         traced_step = first_step + TRACED_STEP if num_steps is None else min(first_step + TRACED_STEP, num_steps - 1)
         while not self.is_finished:
-            self.step(traced=self.progress.step == traced_step)
+            self.step(traced=self.progress.step == traced_step or self.reporter.is_trace_due)
             if self.should_evaluate():
                 self.evaluate()
             if checkpoint.every is not None and self.progress.step % checkpoint.every == 0:
@@ -270,20 +282,15 @@ class FitLoop:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.progress = save_restore.TrainProgress(number + 1, cursor.advance(cursor.batch + num_left))
-        event = StepEnd(
+        self.reporter.report(
             number,
-            cursor.epoch,
-            result.loss,
-            min(result.num_samples, num_samples),
-            time.perf_counter() - start_s,
-            result.norm,
-            result.skip_reason,
-            numeric_options(self.local_ranks.optimizer_spec.options(0)),
+            result,
+            epoch=cursor.epoch,
+            num_samples=min(result.num_samples, num_samples),
+            seconds=time.perf_counter() - start_s,
+            options=self.local_ranks.optimizer_spec.options(0),
+            trace=trace,
         )
-        for callback in self.callbacks:
-            callback.on_step(event)
-            if trace is not None:
-                callback.on_trace(TraceRecorded(number, trace))
 
     def next_flush(self) -> int:
         """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch."""
@@ -353,20 +360,30 @@ class FitLoop:
             "options": [get_group_options(group) for group in self.local_ranks.optimizer_spec.optimizer.param_groups],
         }
 
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint.
+    def resume(self, config: save_restore.ResumeConfig) -> None:
+        """Continue from a checkpoint, if there is one.
 
         Raises:
-            CheckpointError: it is of another model, dataset, batch size, seed or optimizer; nothing has changed.
+            CheckpointError: there is none where one is needed, or it is of another model, dataset, batch size, seed or
+                optimizer; nothing has changed.
         """
-        recover_drafts_together(self.local_ranks, path)
-        checkpoint = save_restore.find_checkpoint(path)
+        path = self.resume_path = config.path
+        checkpoint = save_restore.find_checkpoint_together(self.local_ranks, config)
+        if checkpoint is None:
+            return
         save_restore.require_same_architecture(self.local_ranks, checkpoint)
         state: Any = checkpoint.state
-        metadata = state["extra"]
-        self.require_same_config(path, metadata)
-        self.require_steps_left(path, int(state["step"]))
-        self.progress, _ = save_restore.restore_checkpoint(self.local_ranks, checkpoint)
+        metadata, step = state["extra"], int(state["step"])
+        size = self.batches.batch_size
+        is_new_size = config.batch_size == "new" and metadata.get("batch_size", size) != size
+        self.require_same_config(path, metadata, is_new_size=is_new_size)
+        position = decode_value(b64decode(metadata["data"])) if "data" in metadata else {}
+        cursor = Cursor.from_dict(state["cursor"])
+        if is_new_size:
+            cursor = self.use_new_batch_size(checkpoint.folder, step, cursor, metadata, position)
+        self.require_steps_left(path, step)
+        save_restore.restore_checkpoint(self.local_ranks, checkpoint)
+        self.progress, self.checkpoint_path = save_restore.TrainProgress(step, cursor), checkpoint.folder
         if self.lr_scheduler is not None and metadata.get("schedule") is not None:
             self.lr_scheduler.load_state_dict(from_json(metadata["schedule"], self.lr_scheduler.state_dict()))
         for group, options in zip(
@@ -375,11 +392,48 @@ class FitLoop:
             if self.local_ranks.world.fabrics[0].rank == 0:
                 self.warn_restored_lr(path, group, options)
             apply_group_options(group, options)
-        if "data" in metadata:
-            self.batches.load_state(self.progress.cursor, decode_value(b64decode(metadata["data"])))
+        if "data" in metadata and not is_new_size:
+            self.batches.load_state(cursor, position)
 
-    def require_same_config(self, path: Path, metadata: Mapping[str, Any]) -> None:
+    def use_new_batch_size(
+        self, path: Path, step: int, cursor: Cursor, metadata: Mapping[str, Any], position: Mapping[str, Any]
+    ) -> Cursor:
+        """Return where a run continues in batches of another size, and warn of what that changes.
+
+        Args:
+            path: of the checkpoint.
+            step: the number of steps that are done.
+            cursor: the next batch, in batches of the saved size.
+            metadata: of the checkpoint.
+            position: of the data.
+
+        Raises:
+            CheckpointError: the data have no such position.
+        """
+        size, new_size = int(metadata["batch_size"]), self.batches.batch_size
+        moved, num_reread = self.batches.load_resized(cursor, size, position)
+        text = f"the run continues at batch {moved.batch} of epoch {moved.epoch}"
+        text += f", and reads {num_reread} samples of that epoch again" if num_reread else ""
+        if self.batches.num_batches is not None:
+            self.num_extra_steps = step - moved.epoch * self.batches.num_batches - moved.batch
+            text += f"; an epoch has {self.batches.num_batches} steps"
+        if self.lr_scheduler is not None:
+            text += f"; the learning rate schedule, which counts steps, goes on at step {step} as it was saved"
+        if self.local_ranks.world.fabrics[0].rank == 0:
+            warnings.warn(
+                f"{path} was saved with batch size {size}, and this run has {new_size}, as resume_batch_size='new' "
+                f"asks: {text}; the learning rate is the saved one",
+                stacklevel=4,
+            )
+        return moved
+
+    def require_same_config(self, path: Path, metadata: Mapping[str, Any], *, is_new_size: bool) -> None:
         """Check that a checkpoint's metadata are those of this run.
+
+        Args:
+            path: of the checkpoint.
+            metadata: of the checkpoint.
+            is_new_size: whether the run may have another batch size.
 
         Raises:
             CheckpointError: they are not.
@@ -389,11 +443,17 @@ class FitLoop:
             if "options" in values:  # their values are restored, their number must be equal
                 values["number of parameter groups"] = len(values["options"])
         for name in ("dataset", "batch_size", "seed", "optimizer", "number of parameter groups"):
-            if name in saved and name in own and saved[name] != own[name]:
-                raise CheckpointError(
-                    f"{path} was saved with {name.replace('_', ' ')} {saved[name]}, this run has {own[name]}; a run "
-                    "can only continue with the same samples and optimizer; resume with them, or start a new run"
-                )
+            if name not in saved or name not in own or saved[name] == own[name]:
+                continue
+            if (name == "dataset" and is_same_dataset(saved[name], own[name])) or (
+                name == "batch_size" and is_new_size
+            ):
+                continue
+            remedy = ", or give resume_batch_size='new'" if name == "batch_size" else ", or start a new run"
+            raise CheckpointError(
+                f"{path} was saved with {name.replace('_', ' ')} {saved[name]}, this run has {own[name]}; a run "
+                f"can only continue with the same samples and optimizer; resume with them{remedy}"
+            )
 
     def warn_restored_lr(self, path: Path, given: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
         """Warn if the optimizer was made with another learning rate than the one in the checkpoint."""
@@ -425,12 +485,3 @@ class FitLoop:
             self.stage_checkpointer.close()
         for callback in self.callbacks:
             callback.on_end(RunEnd(self.progress.step, error))
-
-
-def numeric_options(options: dict[str, Any]) -> dict[str, float]:
-    """Return the options that are finite numbers, such as the learning rate."""
-    return {
-        key: float(value)
-        for key, value in options.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,8 @@ from counterpoint.runtime.full_state import (
     scatter_optimizer_state,
 )
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss_parameters import LossParameters, find_trained_modules, model_of
+from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
@@ -99,6 +100,7 @@ from counterpoint.training.model_partition import (
     partition_for_plan,
     plan_fingerprint,
     use_plan_profile,
+    with_loss_pass,
     with_partition,
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
@@ -205,6 +207,7 @@ class LocalRanks:
         self.plan = plan
         self.buckets = plan.buckets
         self.model = model
+        self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
         self.device = next((param.device for param in model.parameters()), CPU)  # checked by build()
         self.can_share_params = options.share_params_on_host and self.device.type == "cpu"
@@ -288,8 +291,8 @@ class LocalRanks:
         inputs = to_device(inputs, self.device)
         with explain_input_errors(self.model, inputs):
             partition = partition_for_plan(self.plan, self.model, inputs, self.options)
-        require_no_grad_hooks(self.model, partition, self.plan)
-        require_no_shared_memory(self.model, self.plan)
+        require_no_grad_hooks(self.trained, partition, self.plan)
+        require_no_shared_memory(self.trained, self.plan)
         options, accepts = self.options, self.options.cross_sample == "accept"
         if not (accepts or options.batch_dims or options.shared) and any(
             isinstance(strategy, Pipeline) for strategy in self.plan.strategies
@@ -300,8 +303,9 @@ class LocalRanks:
         self.uses_rng = partition.uses_rng
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if self.uses_rng else DrawSites()
         profile, microbatch_size = self.options.profile, max(num_samples, 1)
-        spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
-        self.compiled = compile(with_partition(self.plan, spec, profile), spec, samples_per_micro=microbatch_size)
+        spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size, self.trained)
+        plan = with_loss_pass(with_partition(self.plan, spec, profile), options)
+        self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
         if not (accepts or options.batch_dims or options.shared):
             num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
@@ -333,6 +337,7 @@ class LocalRanks:
             not (accepts or options.batch_dims),  # which may have outputs without samples along dim 0
             draw_sites,
             self.has_one_gradient(),
+            LossParameters.of(self.loss, self.trained),
         )
         return partition
 
@@ -377,10 +382,10 @@ class LocalRanks:
             )
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
-            own_partition, model = partition, self.model
+            own_partition, model = partition, self.trained
             if copies_model or (copies_norms and fabric.rank != first):
-                model = copy.deepcopy(self.model)  # the user's model keeps its memory
-                own_partition = partition_for_plan(self.plan, model, inputs, self.options)
+                model = copy.deepcopy(self.trained)  # the user's model keeps its memory
+                own_partition = partition_for_plan(self.plan, model_of(model), inputs, self.options)
             self.ranks[fabric.rank] = build_rank(
                 self.run_spec,
                 own_partition,
@@ -389,7 +394,9 @@ class LocalRanks:
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
             )
-        self.mutation_check = ParameterMutationCheck(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
+            if num_local < fabric.num_ranks:
+                self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
+        self.mutation_check = ParameterMutationCheck(self.trained, self.ranks.values(), self.world.fabrics[0].num_ranks)
         self.buffer_changes = BufferChanges(self.model, self.ranks.values())
         if copies_model or copies_norms or isinstance(partition, TracedPartition):
             self.attribute_check.watch(self.model)
@@ -398,7 +405,7 @@ class LocalRanks:
             self.step_facts = StepFacts(self.optimizer_spec.optimizer, {"the model": self.model, **loss})
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
-        self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
+        self.released_params = ReleasedParameters.for_ranks(self.trained, self.ranks, self.run_spec.model_spec)
         self.optimizer_spec.attach_ranks(self.export_optimizer_state)
         self.import_optimizer_state()
         self.shared_model.open()
@@ -431,7 +438,7 @@ class LocalRanks:
     def hook_stale_params(self) -> None:
         """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
         trained = {id(param) for rank in self.ranks.values() for param in rank.interpreter.store.params.values()}
-        for name, param in self.model.named_parameters():
+        for name, param in self.trained.named_parameters():
             if param.requires_grad and param.is_leaf and id(param) not in trained:
                 hook = StaleGradientHook(name, self.plan, lambda: self.is_in_step)
                 self.stale_hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -442,7 +449,7 @@ class LocalRanks:
         And the parameters whose gradients no rank of this process has.
         """
         changed = {name for rank in self.ranks.values() for name in rank.interpreter.count_buffer_changes()}
-        named: list[tuple[str, Tensor]] = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        named: list[tuple[str, Tensor]] = [pair for pair in self.trained.named_parameters() if pair[1].requires_grad]
         named += [(name, buffer) for name, buffer in self.model.named_buffers() if name in changed]
         current = {id(tensor) for tensor in self.current_tensors()} if len(self.ranks) == 1 else set()
         return StaleWeights(
@@ -555,7 +562,7 @@ class LocalRanks:
         if has_remote_ranks(self.world):
             CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
-            broadcast_initial_values(fabric, self.model, self.options.init_sync)
+            broadcast_initial_values(fabric, self.trained, self.options.init_sync)
         model_device(self.model)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
@@ -593,7 +600,7 @@ class LocalRanks:
             self.step_facts.end_step()
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
-        result = results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+        result = first_result(results)
         self.grad_norm = result.norm
         self.has_grads = self.keeps_grads() and not result.skip_reason and not self.has_shared_rows()
         return result
@@ -801,13 +808,13 @@ class LocalRanks:
 
     def evaluate(
         self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any] | None, number: int
-    ) -> dict[int, tuple[float, float | None]]:
+    ) -> dict[int, dict[str, PartTotal]]:
         """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``.
 
         Returns:
-            Without ``metrics`` the mean loss of each microbatch, and its weight if it is a weighted mean.
+            Without ``metrics`` the loss of each microbatch, as ``loss``, and its parts.
         """
-        measured: dict[int, tuple[float, float | None]] = {}
+        measured: dict[int, dict[str, PartTotal]] = {}
 
         def record(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
             assert metrics is not None, "the loss is not replaced"
@@ -851,7 +858,7 @@ class LocalRanks:
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
         assert self.run_spec is not None, "built"
-        return ShardMap(self.run_spec, {name: param.dtype for name, param in self.model.named_parameters()})
+        return ShardMap(self.run_spec, {name: param.dtype for name, param in self.trained.named_parameters()})
 
     def export_weights(self) -> None:
         """Load the trained weights and buffers into the user's model, on every rank."""
@@ -875,8 +882,8 @@ class LocalRanks:
         for flat_params in store.flat_params():
             flat_params.unshard_weights()
         with torch.no_grad():
-            load_values(self.model, params)
-            load_values(self.model, store.buffers)
+            load_values(self.trained, params)
+            load_values(self.trained, store.buffers)
         self.retained_memory.stop()
         if self.mutation_check is not None:
             self.mutation_check.record_versions()
@@ -888,7 +895,7 @@ class LocalRanks:
         self.shared_model.update_model()
         if self.stale_weights.is_stale:
             self.export_weights()  # the model was not changed, but is out of date
-        shard_map, params = self.shard_map(), dict(self.model.named_parameters())
+        shard_map, params = self.shard_map(), dict(self.trained.named_parameters())
         buffers = dict(self.model.named_buffers())
 
         def work(fabric: Fabric) -> None:
@@ -911,7 +918,7 @@ class LocalRanks:
     def import_frozen_params(self) -> None:
         """Load the model's frozen parameters into all ranks."""
         assert self.run_spec is not None, "built"
-        named, sharded = dict(self.model.named_parameters()), sliced_params(self.run_spec.model_spec)
+        named, sharded = dict(self.trained.named_parameters()), sliced_params(self.run_spec.model_spec)
         for number, rank in self.ranks.items():
             rank_program = self.run_spec.program.rank_programs[number]
             for name, param in rank.interpreter.store.params.items():
@@ -977,6 +984,14 @@ def require_grad_recording() -> None:
             "a training step was called inside torch.inference_mode(), whose tensors autograd cannot use; call it "
             "outside of it, and make batches outside, too"
         )
+
+
+def first_result(results: Sequence[StepResult]) -> StepResult:
+    """Return the result of the first rank that has one, with the parts of the loss, which not all ranks may know."""
+    if not results:
+        return StepResult(float("nan"), 0, float("nan"), 1.0, "")
+    parts = next((result.loss_parts for result in results if result.loss_parts), {})
+    return replace(results[0], loss_parts=parts) if parts else results[0]
 
 
 def max_forwards_per_rank(program: Program) -> int:

@@ -18,7 +18,9 @@ from counterpoint.partitioning.partitioned_model import PartitionedModel, as_cal
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.planner.prepare import with_explicit_partition
+from counterpoint.runtime.loss_parameters import add_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.training.options import TrainingOptions
 
 
@@ -99,8 +101,30 @@ def with_partition(plan: Plan, spec: ModelSpec, profile: ModelProfile | None) ->
     return plan if profile is None else replace(with_explicit_partition(plan, spec), profile=profile)
 
 
+def with_loss_pass(plan: Plan, options: TrainingOptions) -> Plan:
+    """Return the plan to compile for a loss: one of the whole batch needs the outputs of all microbatches.
+
+    Raises:
+        PlanError: samples do not lie along dim 0.
+    """
+    if options.loss_reduction != "batch" or GATHER_OUTPUTS_PASS in plan.passes:
+        return plan
+    if options.batch_dims or options.shared:
+        raise PlanError(
+            f"batch_dims={options.batch_dims} and shared={tuple(options.shared)} were given with "
+            "loss_reduction='batch', which gathers outputs and targets along dim 0; bring the samples to dim 0 and "
+            "omit them, or give one microbatch on one rank and omit loss_reduction"
+        )
+    return replace(plan, passes=(*plan.passes, GATHER_OUTPUTS_PASS))
+
+
 def build_model_spec(
-    partition: PartitionedModel, optimizer_spec: OptimizerSpec, plan: Plan, profile: ModelProfile | None, samples: int
+    partition: PartitionedModel,
+    optimizer_spec: OptimizerSpec,
+    plan: Plan,
+    profile: ModelProfile | None,
+    samples: int,
+    trained: nn.Module | None = None,
 ) -> ModelSpec:
     """Describe the trained part of a partitioned model; with a profile, layers cost measured seconds.
 
@@ -110,15 +134,16 @@ def build_model_spec(
         plan: names its file in the error, if the profile came with it and is of another model.
         profile: of the model; None if counted FLOPs are the costs.
         samples: the size of a microbatch.
+        trained: the model with the parameters of its loss, if these are trained, too.
 
     Raises:
         PlanError: the profile is of another model.
     """
     spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
-    if profile is None:
-        return spec
-    with plan_error_at(plan.source if profile is plan.profile else None, "profile"):
-        return profile.with_measured_costs(spec, samples)
+    if profile is not None:
+        with plan_error_at(plan.source if profile is plan.profile else None, "profile"):
+            spec = profile.with_measured_costs(spec, samples)
+    return spec if trained is None else add_loss_params(spec, trained)
 
 
 def plan_fingerprint(plan: Plan, profile: ModelProfile | None) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, optim
 
 from counterpoint.runtime.rank_builder import RankRuntime
 
@@ -23,6 +24,53 @@ def get_group_options(group: dict[str, Any]) -> dict[str, Any]:
 def apply_group_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Set the options that :func:`get_group_options` returned."""
     group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+
+
+def describe_param_groups(optimizer: optim.Optimizer, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return an optimizer's groups as JSON, with the names of their parameters; :func:`torch_state_dict` reads it.
+
+    Args:
+        optimizer: whose options are plain values; others are omitted.
+        params: all parameters by name; one that is not among them has no name.
+    """
+    names = {id(param): name for name, param in params.items()}
+    plain = (bool, int, float, str, tuple, list, Tensor, type(None))
+    return [
+        {
+            "params": [names.get(id(param), "") for param in group["params"]],
+            "options": {
+                key: to_json(value)
+                for key, value in group.items()
+                if key not in {"params", "param_names"} and isinstance(value, plain)
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def torch_state_dict(
+    param_groups: Sequence[Mapping[str, Any]], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return an optimizer's state in the layout of torch's ``Optimizer.state_dict``, which numbers parameters.
+
+    Args:
+        param_groups: what :func:`describe_param_groups` returned.
+        states: the state of each parameter by name, in the parameter's full shape.
+
+    Example:
+        >>> groups = [{"params": ["weight", "bias"], "options": {"lr": 0.1}}]
+        >>> torch_state_dict(groups, {"bias": {"step": 3}})
+        {'state': {1: {'step': 3}}, 'param_groups': [{'lr': 0.1, 'params': [0, 1]}]}
+    """
+    numbers = count()
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group in param_groups:
+        indices = {next(numbers): name for name in group["params"]}
+        state |= {index: dict(states[name]) for index, name in indices.items() if name in states}
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
+        groups.append({**options, "params": list(indices)})
+    return {"state": state, "param_groups": groups}
 
 
 PAIRS_KEY = "(key, value)"

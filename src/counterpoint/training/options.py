@@ -62,7 +62,8 @@ class TrainingOptions:
         check_finite: ``gradients`` checks the losses and the gradients of a step, ``loss`` only its losses.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` skips the step.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
-            the ``sum``.
+            the ``sum``; ``batch`` for a loss that compares samples with each other: the outputs of the whole batch are
+            gathered, and it is evaluated once on all of them.
         unused_parameters: what happens if a trainable parameter gets no gradient in a step: ``error``, ``zero`` for a
             gradient of zeros, or ``skip``, which leaves it and its optimizer state as they are, as torch does.
         batch_dims: the dim along which samples lie, by name of an argument of the model's forward, of a key of a dict
@@ -99,7 +100,7 @@ class TrainingOptions:
     clip_value: float | None = None
     check_finite: Literal["loss", "gradients"] = "gradients"
     nonfinite: Literal["error", "skip"] = "error"
-    loss_reduction: Literal["mean", "sum"] = "mean"
+    loss_reduction: Literal["mean", "sum", "batch"] = "mean"
     unused_parameters: Literal["error", "zero", "skip"] = "error"
     batch_dims: Mapping[str, int] | None = None
     shared: Sequence[str] = ()
@@ -132,7 +133,7 @@ class TrainingOptions:
             ("clip_by", ("model", "stage")),
             ("check_finite", ("loss", "gradients")),
             ("nonfinite", ("error", "skip")),
-            ("loss_reduction", ("mean", "sum")),
+            ("loss_reduction", ("mean", "sum", "batch")),
             ("unused_parameters", ("error", "zero", "skip")),
             ("init_sync", ("broadcast", "verify")),
             ("batch_norm", (None, *get_args(BatchNormRule))),

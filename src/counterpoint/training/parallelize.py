@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn, optim
@@ -31,6 +33,8 @@ from counterpoint.training.batches.global_batch import (
     warn_forked_workers,
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
+from counterpoint.training.callbacks.loop_reporter import LoopReporter
+from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.options import RENAMED_VALUES
@@ -74,6 +78,10 @@ class TrainStep:
         auto_strategy: the choice of the plan, if it is made with the first batch.
         batch_exchange: exchanges the ranks' own batches, if each process passes its own.
         plan_facts: what was asked for, to be compared with other processes.
+        run_folder: gets a report of every step.
+
+    Attributes:
+        loss_parts: of a loss that is a dict, the mean of each entry over the batch of the last call.
     """
 
     def __init__(
@@ -84,14 +92,17 @@ class TrainStep:
         auto_strategy: AutoStrategy | None = None,
         batch_exchange: PerRankBatchExchange | None = None,
         plan_facts: NamedFacts = (),
+        run_folder: RunFolder | None = None,
     ) -> None:
         self.local_ranks = local_ranks
         self.plan_facts = plan_facts
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
+        self.reporter = LoopReporter(local_ranks, run_folder) if run_folder is not None else None
         options = local_ranks.options
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
+        self.loss_parts: dict[str, float] = {}
         self.has_fixed_microbatches = has_fixed_microbatches
         self.is_closed = False
         self.is_multi_process = False  # whether other processes have ranks, too
@@ -230,12 +241,16 @@ class TrainStep:
             self.has_warned_of_fork = warn_forked_workers(self.known_pids)
         in_flight = self.local_ranks.in_flight
         with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
-            result = self.local_ranks.step(number, in_flight.batch_source(number))
+            if self.reporter is None:
+                result = self.local_ranks.step(number, in_flight.batch_source(number))
+            else:
+                result = self.reporter.take_step(number)
         batch = in_flight.batches.pop(number, None)
         if self.is_multi_process and isinstance(batch, SlicedBatch | AccumulatedBatches):
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
+        self.loss_parts = {name: part.mean for name, part in result.loss_parts.items()}
         return result.loss
 
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
@@ -498,6 +513,12 @@ class TrainStep:
         """Export the weights and close the connection to the other ranks; a second call does nothing."""
         if self.is_closed:
             return
+        if self.accumulated:
+            warnings.warn(
+                f"close() was called without update(), so that {len(self.accumulated)} accumulated "
+                f"{'batch was' if len(self.accumulated) == 1 else 'batches were'} not trained on",
+                stacklevel=2,
+            )
         if self.local_ranks.observer is not None:
             self.local_ranks.observer.after_training()
         try:
@@ -505,6 +526,8 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.local_ranks.close()
+            if self.reporter is not None:
+                self.reporter.end(None)
 
     if not TYPE_CHECKING:  # or every name would be an attribute for a type checker
 
@@ -534,6 +557,8 @@ class TrainStep:
             self.is_closed = True
             self.local_ranks.released_params.poison(error)
             self.local_ranks.close()
+            if self.reporter is not None:
+                self.reporter.end(error)
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -546,6 +571,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     passes: Sequence[str] | None = None,
     batches: Literal["global", "per_rank"] = "global",
     uneven: bool | None = None,
+    run_dir: str | Path | None = None,
     environment: RankEnvironment | None = None,
     **options: Any,  # noqa: ANN401 - checked by Options
 ) -> TrainStep:
@@ -563,6 +589,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
             weighted. A process with all ranks passes the whole batch in either case.
         uneven: whether processes with batches of their own may have different numbers of samples, or of batches
             (:meth:`TrainStep.finish`): True, or False for an error; by default a warning.
+        run_dir: folder for plan, metrics, TensorBoard events, trace and report, as ``Trainer.fit`` writes them.
         environment: what a launcher set for this process; detected by default.
         **options: fields of :class:`counterpoint.training.options.TrainingOptions`.
 
@@ -591,7 +618,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         training_options, rank_environment = replace(training_options, num_measured_plans=0), None
         requested_plan = ONE_RANK
     plan = resolve_initial_plan(requested_plan, rank_environment)
-    optimizer_spec = wrap_optimizer(optimizer, model, strategy)
+    optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
     world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
     local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options)
     if recorder is not None:
@@ -606,4 +633,5 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
         plan_facts=requested_plan.describe(plan, training_options.profile),
+        run_folder=RunFolder(run_dir) if run_dir is not None and recorder is None else None,
     )

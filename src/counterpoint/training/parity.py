@@ -21,13 +21,15 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
+from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.program.instruction import Collective, Push, Send
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.full_state import gather_optimizer_state
-from counterpoint.runtime.loss_reduction import LossFunction, WeightedMean
+from counterpoint.runtime.loss_reduction import LossFunction, compute_plain_loss
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
+from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
 from counterpoint.training.float32_replacement import ReplaceFloat32
@@ -268,15 +270,18 @@ def parity(
         >>> report.all_equal
         True
     """
-    optimizer_spec = wrap_optimizer(optimizer, model)
-    steps = [record_step(SlicedBatch(batch, ((0, count_samples(*batch)),)), optimizer_spec) for batch in batches]
+    optimizer_spec = wrap_optimizer(optimizer, model, loss)
+    training_options = parse_options(options)
+    layout = SampleLayout(model, training_options.batch_dims or {}, training_options.shared)
+    marked = [layout.mark(*batch) for batch in batches]
+    steps = [record_step(SlicedBatch(batch, ((0, count_samples(*batch)),)), optimizer_spec) for batch in marked]
     if not steps:
         raise PlanError("there are no batches to train on; give some, [(inputs, targets), ...]")
     run = RecordedRun(
         model,
         loss,
         optimizer_spec,
-        parse_options(options),
+        training_options,
         RequestedPlan(strategies[0] if strategies else "solo"),
         snapshot_of(model, loss),
         tuple(steps),
@@ -390,7 +395,7 @@ def train_with_plan(run: RecordedRun, requested: RequestedPlan, dtype: torch.dty
     run.snapshot.restore(dtype)
     plan = requested.resolve(num_ranks)
     world = LocalWorld(plan.num_ranks, run.options.timeout_s)
-    optimizer_spec = run.optimizer_spec.rebind(dict(run.model.named_parameters()))
+    optimizer_spec = run.optimizer_spec.rebind(dict(run.trained.named_parameters()))
     ranks = LocalRanks(world, plan, run.model, run.loss, optimizer_spec, run.options)
     auto_strategy = make_auto_strategy(requested, plan, run.options)
     losses = []
@@ -408,7 +413,7 @@ def train_with_plan(run: RecordedRun, requested: RequestedPlan, dtype: torch.dty
         assert ranks.compiled is not None, "it has trained"
         assert ranks.run_spec is not None, "it has trained"
         sites = ranks.run_spec.draw_sites or DrawSites()
-        state = TrainedState(tuple(losses), *copy_values(run.model), read_optimizer_state(ranks))
+        state = TrainedState(tuple(losses), *copy_values(run.trained), read_optimizer_state(ranks))
         return PlanRun(state, ranks.compiled, ranks.uses_rng, sites.unkeyed)
 
 
@@ -419,19 +424,18 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
         What it gave, and by parameter the elements whose gradients are zero but for rounding.
     """
     run.snapshot.restore(dtype)
-    params = dict(run.model.named_parameters())
+    params = dict(run.trained.named_parameters())
     optimizer = run.optimizer_spec.rebind(params).optimizer
     losses, grad_peaks = [], {name: torch.zeros_like(param) for name, param in params.items()}
     with training_mode(run.model, training=True):
         for recorded in run.steps:
             use_group_options(optimizer, recorded)
             inputs, targets = convert_batch(recorded, dtype)
-            args, kwargs = split_call_args(inputs)
+            args, kwargs = split_call_args(as_call_args(inputs))
             optimizer.zero_grad()
             with autocast_as(recorded.autocasts if dtype is None else None):
-                loss: Any = run.loss(run.model(*args, **kwargs), targets)
-                loss = loss.total / loss.weight if isinstance(loss, WeightedMean) else loss
-            loss.backward()
+                loss = compute_plain_loss(run.loss(run.model(*args, **kwargs), targets))
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
             for name, param in params.items():
                 if param.grad is not None:
@@ -446,7 +450,7 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
         if isinstance(value, Tensor | int | float)
     }
     optimizer_state = {name: value.clone() for name, value in state.items()}
-    return TrainedState(tuple(losses), *copy_values(run.model), optimizer_state), find_noise(grad_peaks)
+    return TrainedState(tuple(losses), *copy_values(run.trained), optimizer_state), find_noise(grad_peaks)
 
 
 def find_noise(grad_peaks: Mapping[str, Tensor]) -> dict[str, Tensor]:

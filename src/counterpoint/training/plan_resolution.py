@@ -286,6 +286,11 @@ def make_auto_strategy(requested_plan: RequestedPlan, plan: Plan, options: Train
                 f"one, but the plan is given, {plan}; give strategy='auto', or omit num_measured_plans"
             )
         return None
+    if options.loss_reduction == "batch" and plan.num_ranks > 1:
+        raise PlanError(
+            f"strategy='{strategy}' was given with loss_reduction='batch', but plans are predicted for losses of "
+            "microbatches, and most pipelines cannot gather outputs; name the plan: data, zero3 or gpipe"
+        )
     return AutoStrategy(plan.num_ranks, requested_plan.num_microbatches, plan.passes)
 
 

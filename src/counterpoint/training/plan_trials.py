@@ -24,6 +24,7 @@ from counterpoint.fabric.fabric import Json
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice, PlanTrial, candidates_to_measure, decide_by_trials
 from counterpoint.planner.ranking import RejectedPlan
+from counterpoint.runtime.loss_parameters import find_trained_modules, model_of
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -184,9 +185,14 @@ def run_trials(
 
 def build_runner(plan: Plan, target: TrialTarget, stack: ExitStack) -> TrialRunner | RejectedPlan:
     """Build the ranks for a plan, closed with the stack; or return why some rank cannot be built for it."""
-    model, batch = copy.deepcopy(target.model), target.make_batch(plan.global_num_microbatches)
-    optimizer_spec = target.optimizer_spec.rebind(dict(model.named_parameters()))
-    local_ranks = LocalRanks(target.open_world(), plan, model, target.loss, optimizer_spec, target.options)
+    batch, optimizer = target.make_batch(plan.global_num_microbatches), target.optimizer_spec.optimizer
+    trained, loss = find_trained_modules(target.model, target.loss, optimizer), target.loss
+    if trained is target.model:
+        trained = copy.deepcopy(trained)
+    else:  # a trial trains the parameters of the loss, too
+        trained, loss = copy.deepcopy((trained, loss))
+    optimizer_spec = target.optimizer_spec.rebind(dict(trained.named_parameters()))
+    local_ranks = LocalRanks(target.open_world(), plan, model_of(trained), loss, optimizer_spec, target.options)
     stack.callback(local_ranks.close)
     local_ranks.use_buckets(replace(local_ranks.buckets, tune=False))  # a trial is too short to tune the bucket size
     reason = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from counterpoint.errors import PlanError
 from counterpoint.launchers.machine import processor_name
 from counterpoint.model.model_profile import ModelProfile, layer_keys, param_sizes
 from counterpoint.optim.validation import renamed_parameters, require_counts
-from counterpoint.partitioning.dry_run import Inputs, num_samples
+from counterpoint.partitioning.dry_run import Inputs
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.profiler.cache import load_or_measure
 from counterpoint.profiler.measure import measure_model
@@ -25,7 +25,9 @@ from counterpoint.profiler.timer import RepeatPolicy
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import slice_samples as first_of
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
+from counterpoint.runtime.sample_layout import SampleLayout, first_length
 from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
+from counterpoint.training.options import require_sample_layout
 from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
 from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 from counterpoint.world.cluster import Device
@@ -49,6 +51,8 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     loss: LossFunction | None = None,
     optimizer: optim.Optimizer | TorchOptimizerFactory = optim.AdamW,
     microbatch_sizes: Sequence[int] = (),
+    batch_dims: Mapping[str, int] | None = None,
+    shared: Sequence[str] = (),
     num_threads: int | None = None,
     roofline_device: Device | None = None,
     cache_dir: str | Path | None = None,
@@ -63,6 +67,8 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         loss: from output and targets to the mean loss; by default the mean of the output.
         optimizer: an optimizer on the model's parameters, or a factory.
         microbatch_sizes: sizes of microbatches; by default the number of inputs, a quarter and a sixteenth of it.
+        batch_dims: the dim of the samples by name, as for ``parallelize``.
+        shared: the names of what belongs to all samples.
         num_threads: to compute with; those of this process by default.
         roofline_device: a device; FLOPs are then counted and divided by its speed, and only one forward is run.
         cache_dir: where profiles are cached, see ``profiler/cache.py``; None to measure without a cache.
@@ -84,11 +90,13 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     require_counts(optional=True, threads=num_threads)
     for microbatch_size in microbatch_sizes:
         require_counts(samples=microbatch_size)
+    require_sample_layout(batch_dims, shared)
+    inputs, targets = SampleLayout(model, batch_dims or {}, shared).mark(inputs, targets)
     optimizer_spec = wrap_optimizer(optimizer, model)
     target = build_profile_target(
         model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=optimizer_spec
     )
-    sizes = sorted(set(microbatch_sizes)) or default_microbatch_sizes(num_samples(inputs), min_microbatch_size(model))
+    sizes = sorted(set(microbatch_sizes)) or default_microbatch_sizes(first_length(inputs), min_microbatch_size(model))
     if roofline_device is not None:
         return estimate_model(target, "counted", roofline_device, samples=sizes)
     device, threads = device_name(target.device), num_threads or torch.get_num_threads()
@@ -115,7 +123,7 @@ def build_profile_target(
     Raises:
         PlanError: the model cannot even be called with these inputs.
     """
-    sample_inputs = first_of(inputs, 0, min(num_samples(inputs), MAX_TRACE_SAMPLES))
+    sample_inputs = first_of(inputs, 0, min(first_length(inputs), MAX_TRACE_SAMPLES))
     partition = finest_partition(model, sample_inputs, ("blocks", "tensor_parallel"))
     return ProfileTarget(
         model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from hashlib import sha256
@@ -291,9 +291,13 @@ def describe_value(value: object, depth: int = 0) -> str:  # noqa: PLR0911 - one
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-@cache
 def describe_class(cls: type) -> str:
     """Return a digest of the code of a class and of its bases that are not torch's."""
+    return _digest_class(cast("Hashable", cls))
+
+
+@cache
+def _digest_class(cls: Any) -> str:  # noqa: ANN401 - a class
     code = [
         (name, describe_code(function.__code__))
         for base in cls.__mro__

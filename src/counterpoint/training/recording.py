@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from counterpoint.errors import PlanError
 from counterpoint.launchers.script import ScriptStop, run_script
+from counterpoint.runtime.loss_parameters import find_loss_module, find_trained_modules
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import Autocasts, MicrobatchSource, current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -80,6 +81,11 @@ class RecordedRun:
     def first_step(self) -> RecordedStep:
         """The first step."""
         return self.steps[0]
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model, with the parameters of the loss."""
+        return find_trained_modules(self.model, self.loss, self.optimizer_spec.optimizer)
 
 
 @dataclass(slots=True)
@@ -144,8 +150,9 @@ class StepRecorder:
 
 
 def snapshot_of(model: nn.Module, loss: LossFunction) -> ModuleSnapshot:
-    """Return the state of a model, and of its loss if that is a module."""
-    return ModuleSnapshot([model, loss] if isinstance(loss, nn.Module) else [model])
+    """Return the state of a model, and of its loss if that has a module."""
+    module = find_loss_module(loss)
+    return ModuleSnapshot([model] if module is None else [model, module])
 
 
 def record_step(batch: MicrobatchSource, optimizer_spec: OptimizerSpec) -> RecordedStep:

@@ -38,6 +38,8 @@ CHANGE_EQUALLY = (
 NUM_COMPARED = 16
 """Values of each tensor of a batch that are compared in a step."""
 DIGEST_BITS = 52  # of which a float64 has all
+NAN = -0.4142
+"""In place of numbers that are not equal to themselves, whose hash is that of an object."""
 
 
 class StepFacts:
@@ -155,6 +157,8 @@ class PlainAttributes:
 
 def digest_option(value: object) -> object:
     """Return an option as what has the same hash in every process."""
+    if value is None or isinstance(value, str):
+        return _text_digest(value)
     if isinstance(value, int | float):
         return value
     if isinstance(value, tuple | list):
@@ -213,9 +217,9 @@ def digest_values(tensor: Tensor) -> int:
     """Return a digest of some values of a tensor, evenly spaced; 0 on a device, where reading would wait for it."""
     if not tensor.is_cpu or not tensor.numel() or tensor.layout != torch.strided:
         return 0
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
-    some = flat[:: max(1, math.ceil(len(flat) / NUM_COMPARED))].contiguous()
-    return crc32(some.view(torch.uint8).numpy())
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
+    some = flat[:: math.ceil(len(flat) / NUM_COMPARED)].tolist()
+    return hash(tuple(NAN if value != value else value for value in some)) & 0xFFFFFFFF
 
 
 def describe_batch(batch: MicrobatchSource) -> list[list[str]]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn, optim
 from torch.utils.data import DataLoader
@@ -27,6 +27,7 @@ from counterpoint.training.batches.batch_source import BatchSource, TrainingData
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
+from counterpoint.training.callbacks.run_folder import CHECKPOINTS, RunFolder, find_checkpoints
 from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
@@ -65,6 +66,38 @@ def require_known_options(given: Collection[str]) -> None:
     """
     for name in given:
         raise PlanError(f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}")
+
+
+def find_folders(
+    run_dir: str | Path | RunFolder | None, checkpoint_dir: str | Path | None
+) -> tuple[RunFolder | None, Path | None]:
+    """Return what writes the folder of a run, and the folder of its checkpoints; None for none."""
+    run_folder = run_dir if run_dir is None or isinstance(run_dir, RunFolder) else RunFolder(run_dir)
+    if checkpoint_dir is None:
+        return run_folder, run_folder.folder / CHECKPOINTS if run_folder is not None else None
+    return run_folder, Path(checkpoint_dir)
+
+
+def make_resume_config(
+    resume: str | Path | None, checkpoint_dir: Path | None, batch_size: Literal["same", "new"]
+) -> save_restore.ResumeConfig | None:
+    """Return what a fit continues from; None if it is not asked to.
+
+    Raises:
+        PlanError: there is no folder to look for checkpoints, or no such batch size.
+    """
+    if batch_size not in {"same", "new"}:
+        raise PlanError(f"resume_batch_size={batch_size!r} is not one of same, new")
+    if resume is None:
+        return None
+    if resume != "auto":
+        return save_restore.ResumeConfig(find_checkpoints(Path(resume)), "error", batch_size)
+    if checkpoint_dir is None:
+        raise PlanError(
+            "resume='auto' continues from the newest checkpoint in checkpoint_dir, which is not given; give "
+            "checkpoint_dir=FOLDER or run_dir=FOLDER as well, or resume=FOLDER"
+        )
+    return save_restore.ResumeConfig(checkpoint_dir, "start", batch_size)
 
 
 class Trainer:
@@ -134,7 +167,7 @@ class Trainer:
         self.auto_strategy = make_auto_strategy(requested_plan, self.plan, self.options)
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
-        self.optimizer_spec = wrap_optimizer(optimizer, model, strategy)
+        self.optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
         require_step_scheduler(self.lr_scheduler)
         self.callbacks = list(callbacks)
@@ -178,11 +211,13 @@ class Trainer:
         eval_dataset: TrainingData | None = None,
         metrics: MetricsFn | None = None,
         evaluate_every: int | None = None,
+        run_dir: str | Path | RunFolder | None = None,
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
         keep_last: int | None = 3,
         checkpoint_mode: CheckpointMode = "synchronous",
         resume: str | Path | None = None,
+        resume_batch_size: Literal["same", "new"] = "same",
         **renamed: object,
     ) -> History:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
@@ -205,12 +240,16 @@ class Trainer:
             eval_dataset: held-out data, like ``dataset``, evaluated after every epoch and at the end.
             metrics: from outputs and targets to a dict of ``MeanMetric``; by default the loss.
             evaluate_every: also evaluate after this many steps.
-            checkpoint_dir: folder of checkpoints, written at the end.
+            run_dir: folder of the run: plan, metrics, TensorBoard events, trace, report and checkpoints; a later fit of
+                this trainer, or a resumed run, continues it.
+            checkpoint_dir: folder of checkpoints, written at the end; ``checkpoints`` in ``run_dir`` if that is given.
             save_every: also save after this many steps.
             checkpoint_mode: ``per_stage`` lets each stage of an asynchronous pipeline save independently, without a
                 flush.
             keep_last: how many checkpoints are kept; None keeps all.
-            resume: a checkpoint, or a folder of them, to continue from, also in mid-epoch.
+            resume: a run's folder, a folder of checkpoints, or a checkpoint, to continue from, also in mid-epoch;
+                ``"auto"`` continues from the newest one in ``checkpoint_dir``, and starts where there is none.
+            resume_batch_size: ``new`` continues with another batch size than the checkpoint's.
             **renamed: former names of options, which are errors that have the new name.
 
         Returns:
@@ -223,21 +262,16 @@ class Trainer:
         """
         require_known_options(renamed)
         require_counts(optional=True, batch_size=batch_size)
-        checkpoint = CheckpointConfig(
-            Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
-        )
+        run_folder, folder = find_folders(run_dir, checkpoint_dir)
+        checkpoint = CheckpointConfig(folder, save_every, keep_last, checkpoint_mode)
         loading = DataLoadingConfig() if self.recorder is not None else DataLoadingConfig(num_workers, prefetch_factor)
         open_eval_batches = partial(self.open_eval_batches, eval_dataset, batch_size, collate_fn)
-        evaluation = EvaluationConfig(
-            open_eval_batches if eval_dataset is not None else None,
-            metrics,
-            evaluate_every,
-        )
-        goals = FitConfig(epochs, max_steps, evaluation, checkpoint)
+        evaluation = EvaluationConfig(None if eval_dataset is None else open_eval_batches, metrics, evaluate_every)
+        start = make_resume_config(resume, folder, resume_batch_size)
+        goals = FitConfig(epochs, max_steps, evaluation, checkpoint, start)
         if self.recorder is not None:
-            goals, resume = goals.without_outputs(), None
+            goals, run_folder = goals.without_outputs(), None
         history = History()
-        first_epoch = self.progress.cursor.epoch + (self.progress.cursor.batch > 0)
         batches = open_batches(
             dataset,
             layout=self.sample_layout,
@@ -245,16 +279,17 @@ class Trainer:
             collate_fn=collate_fn,
             loading=loading,
             seed=self.options.seed,
-            first_epoch=first_epoch,
+            first_epoch=self.progress.cursor.epoch + (self.progress.cursor.batch > 0),
         )
         arguments = {
-            "batch_size": batch_size, "collate_fn": collate_fn, "metrics": metrics, "checkpoint_dir": checkpoint_dir,
+            "batch_size": batch_size, "collate_fn": collate_fn, "metrics": metrics, "checkpoint_dir": folder,
             "save_every": save_every, "keep_last": keep_last, "checkpoint_mode": checkpoint_mode, "resume": resume,
             "epochs": epochs, "max_steps": max_steps, "evaluate_every": evaluate_every,
+            "resume_batch_size": resume_batch_size, "run_dir": None if run_folder is None else run_folder.folder,
         }  # fmt: skip
         self.require_same_fit(batches, arguments, eval_dataset, open_eval_batches)
-        run = self.build_fit_loop(batches, goals, history)
-        self.run_fit(run, Path(resume) if resume is not None else None)
+        records = [history] if run_folder is None or self.rank else [history, run_folder]
+        self.run_fit(self.build_fit_loop(batches, goals, records))
         if self.recorder is not None:
             self.recorder.after_training()
         return history
@@ -318,38 +353,37 @@ class Trainer:
         own = describe_ranks(self.model, self.plan_facts, self.optimizer, self.loss, self.options)
         call.require_same(world.fabrics[0], own)
 
-    def build_fit_loop(self, batches: BatchSource, config: FitConfig, history: History) -> FitLoop:
+    def build_fit_loop(self, batches: BatchSource, config: FitConfig, records: Sequence[Callback]) -> FitLoop:
         """Return a fit that has not started, with ranks that are ready for it.
 
         Args:
             batches: the training data.
             config: what the fit does.
-            history: records its events.
+            records: record its events in this process.
 
         Raises:
             PlanError: the batch does not divide into the plan's microbatches.
         """
         require_scheduler_batch(self.lr_scheduler, batches.batch_size, batches.num_batches)
         self.resolve_plan(batches)
-        if batches.is_fixed_size:
+        is_rest = config.resume is not None and batches.batch_size >= self.plan.global_num_microbatches
+        if batches.is_fixed_size and not is_rest:  # the rest of a run may have got another number of ranks
             self.plan.require_batch(batches.batch_size)
         team = self.ensure_ranks(batches)
         callbacks = self.callbacks if self.rank == 0 else callbacks_on_every_rank(self.callbacks)
-        return FitLoop(team, batches, config, self.lr_scheduler, [history, *callbacks])
+        return FitLoop(team, batches, config, self.lr_scheduler, [*records, *callbacks])
 
-    def run_fit(self, fit_loop: FitLoop, resume: Path | None) -> None:
-        """Take all steps of a fit; an error closes the ranks.
+    def run_fit(self, fit_loop: FitLoop) -> None:
+        """Take all steps of a fit that has not started; an error closes the ranks.
 
-        Args:
-            fit_loop: not started.
-            resume: the checkpoint to continue from; None to continue from the previous fit, if there was one.
+        It continues from a checkpoint if it is to, else from the previous fit if there was one.
         """
         error: BaseException | None = None
         self.ranks_are_newer = True
         try:
             with preserve_rng(fit_loop.local_ranks.device), preserve_training_mode(self.model):
-                if resume is not None:
-                    fit_loop.resume(resume)
+                if fit_loop.config.resume is not None:
+                    fit_loop.resume(fit_loop.config.resume)
                 elif self.progress.step:
                     fit_loop.local_ranks.import_weights()
                     fit_loop.continue_from(self.progress)

@@ -18,6 +18,7 @@ from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
 from counterpoint.runtime.chained_optimizer import chain_optimizers
+from counterpoint.runtime.loss_parameters import LOSS_PREFIX, find_trained_modules, trainable_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.training.options import TrainingOptions
@@ -40,8 +41,16 @@ OptimizerArgument: TypeAlias = optim.Optimizer | Sequence[optim.Optimizer] | Tor
 """A torch optimizer, several that update parts of the model together, or a factory."""
 
 
-def wrap_optimizer(optimizer: OptimizerArgument, model: nn.Module, strategy: object = "") -> OptimizerSpec:
+def wrap_optimizer(
+    optimizer: OptimizerArgument, model: nn.Module, loss: object = None, strategy: object = ""
+) -> OptimizerSpec:
     """Wrap the user's optimizer or factory; warn if the plan names a system that was published with another optimizer.
+
+    Args:
+        optimizer: the user's.
+        model: the user's.
+        loss: the user's, whose parameters are trained, too.
+        strategy: the plan.
 
     Raises:
         PlanError: it is neither, or does not fit the model.
@@ -53,7 +62,16 @@ def wrap_optimizer(optimizer: OptimizerArgument, model: nn.Module, strategy: obj
             f"optimizer={optimizer!r} is neither an optimizer nor a way to make one; pass a torch optimizer on the "
             "model's parameters, or a factory such as partial(torch.optim.Adam, lr=1e-3)"
         )
-    optimizer_spec = OptimizerSpec(optimizer, dict(model.named_parameters()))
+    given = optimizer if isinstance(optimizer, optim.Optimizer) else None
+    trained = dict(find_trained_modules(model, loss, given).named_parameters())
+    untrained = [name for name in trainable_loss_params(model, loss) if f"{LOSS_PREFIX}{name}" not in trained]
+    if untrained:
+        warnings.warn(
+            f"the optimizer does not hold {', '.join(untrained[:5])} of the loss, so they are not trained; build it "
+            "from [*model.parameters(), *loss.parameters()], or freeze them with requires_grad_(False)",
+            stacklevel=3,
+        )
+    optimizer_spec = OptimizerSpec(optimizer, trained)
     for system, published in published_optimizers(strategy).items() if isinstance(strategy, str) else ():
         if optimizer_spec.optimizer_class.__name__ != published:
             warnings.warn(

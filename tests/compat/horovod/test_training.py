@@ -10,7 +10,8 @@ from tests.compat.horovod.rank_runner import once_on_ranks
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
 ADVICE = [
-    "call it before backward(), or after step()",
+    "call it before backward(), or after step(); if the backward was that of another model's loss, as of a generator through "
+    "its discriminator, freeze this model for it",
     "raise backward_passes_per_step to accumulate gradients locally",
     "named_parameters has w more than once",
     "named_parameters lacks 1 of the optimizer's 2 parameters, the first with shape (2,)",
@@ -37,6 +38,13 @@ def test_ranks_train_what_one_rank_with_all_data_trains(scenario, num_ranks, tra
     expected = training.solo(num_ranks, **training.REFERENCES[scenario])
     for result in ranks_of(num_ranks, transport):
         assert result[scenario.__name__] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@WORLDS
+def test_a_generator_is_trained_through_a_discriminator_that_is_frozen_for_it(num_ranks, transport):
+    expected = training.solo_adversaries(num_ranks)
+    for result in ranks_of(num_ranks, transport):
+        assert result["adversaries"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @WORLDS

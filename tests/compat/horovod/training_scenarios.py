@@ -238,6 +238,34 @@ def by_a_schedule():
     return [optimizer.param_groups[0]["lr"], type(optimizer).__name__, isinstance(optimizer, torch.optim.SGD)]
 
 
+def train_adversaries(make, ranks):
+    """Train a generator, then its discriminator, on the data of some ranks."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(5, 5, dtype=WIDE), nn.Linear(5, 1, dtype=WIDE)
+    optimizers = [make(model) for model in (generator, discriminator)]
+    for step in range(STEPS):
+        inputs = torch.cat([batch(rank, step)[0] for rank in ranks])
+        optimizers[0].zero_grad()
+        discriminator.requires_grad_(False)
+        discriminator(generator(inputs)).square().mean().backward()
+        discriminator.requires_grad_(True)
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        (discriminator(inputs) - discriminator(generator(inputs).detach()) - 1).square().mean().backward()
+        optimizers[1].step()
+    return values(generator) + values(discriminator)
+
+
+def adversaries():
+    return train_adversaries(
+        lambda model: hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters()), [hvd.rank()]
+    )
+
+
+def solo_adversaries(size):
+    return train_adversaries(lambda model: sgd(model.parameters()), range(size))
+
+
 def misused():
     """Each mistake of the order of calls, and of the arguments."""
     result = []
@@ -277,4 +305,5 @@ def misused():
 
 SCENARIOS = (
     *REFERENCES, added_up, by_closures, sparse, sparse_as_dense, by_adasum, with_half_the_bytes, by_a_schedule, misused,
+    adversaries,
 )  # fmt: skip

@@ -267,4 +267,4 @@ def test_rows_that_are_gathered_where_one_rank_waits_and_another_needs_its_messa
     ranks = [tuple(map(parse_instruction, text.split())) for text in texts]
     check_rendezvous_sends(ranks, 1)
     with pytest.raises(ProgramError, match="deadlock: 2 of 2 ranks wait for each other"):
-        check_rendezvous_sends([list(add_row_gathers(one, {(0,)})) for one in ranks], 1)
+        check_rendezvous_sends([tuple(add_row_gathers(one, {(0,)})) for one in ranks], 1)

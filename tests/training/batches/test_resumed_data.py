@@ -146,6 +146,34 @@ def test_another_order_than_that_of_the_checkpoint_is_refused(tmp_path):
         fit(DataLoader(PAIRS, batch_size=4, sampler=Counted()), resume=tmp_path)
 
 
+def test_a_loader_continues_with_another_batch_size_if_its_order_is_the_same(tmp_path):
+    def loader(batch_size):
+        return DataLoader(PAIRS, batch_size=batch_size, shuffle=True, generator=make_generator(4))
+
+    interrupt(loader(4), tmp_path, 8)  # 8 samples of the second epoch are done
+    with pytest.warns(UserWarning, match=r"continues at batch 1 of epoch 1, and reads 3 samples of that epoch again; "):
+        losses, _ = fit(loader(5), "solo", resume=tmp_path, resume_batch_size="new")
+    assert len(losses) == 4 + 5
+    with pytest.raises(CheckpointError, match=r"^the order of samples that BatchSampler draws for epoch 1 is another"):
+        fit(DataLoader(PAIRS, batch_size=5), "solo", resume=tmp_path, resume_batch_size="new")
+
+
+def test_a_stream_continues_with_another_batch_size_between_two_epochs_only(tmp_path):
+    def fit_stream(batch_size, **options):
+        with cp.Trainer(nn.Linear(4, 1).double(), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD,
+                        strategy="solo", progress="off") as trainer:  # fmt: skip
+            samples = [(x, x[:1]) for x in X]
+            return trainer.fit(lambda: iter(samples), batch_size=batch_size, epochs=3, **options).losses
+
+    fit_stream(11, checkpoint_dir=tmp_path, save_every=1, max_steps=3, keep_last=None)
+    with pytest.raises(CheckpointError, match=r"^.*step-00000003 was saved with batch size 11, this run has 8"):
+        fit_stream(8, resume=tmp_path / "step-00000003")
+    with pytest.raises(CheckpointError, match=r"is at batch 1 of epoch 1, of 11 samples each.*resume with batch_size="):
+        fit_stream(8, resume=tmp_path / "step-00000003", resume_batch_size="new")
+    with pytest.warns(UserWarning, match="continues at batch 0 of epoch 1"):
+        assert len(fit_stream(8, resume=tmp_path / "step-00000002", resume_batch_size="new")) == 6
+
+
 def test_another_stream_than_that_of_the_checkpoint_is_refused(tmp_path):
     interrupt([(X[:4], X[:4, 0])] * 4, tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"^batch 2 of epoch 0 is another one than when the checkpoint was saved"):

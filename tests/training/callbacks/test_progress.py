@@ -154,7 +154,7 @@ def test_a_skipped_step_is_counted_and_leaves_the_loss_a_number():
     meter = ThroughputMeter()
     for event in (make_step_end(0, loss=4.0), make_step_end(1, loss=math.nan, skip_reason="loss is nan")):
         meter.add(event)
-    assert (meter.mean_loss, meter.skipped) == (4.0, 1)
+    assert (meter.loss, meter.skipped) == (4.0, 1)
 
 
 def test_the_pace_follows_the_last_seconds_and_forgets_the_first_steps():
@@ -167,7 +167,5 @@ def test_the_pace_follows_the_last_seconds_and_forgets_the_first_steps():
 
 
 def test_before_the_first_step_nothing_is_known_and_nothing_fails():
-    assert all(
-        map(math.isnan, (ThroughputMeter().mean_loss, ThroughputMeter().samples_per_s, ThroughputMeter().step_s))
-    )
+    assert all(map(math.isnan, (ThroughputMeter().loss, ThroughputMeter().samples_per_s, ThroughputMeter().step_s)))
     assert format_duration(math.nan) == "?"

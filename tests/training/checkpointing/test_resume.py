@@ -3,12 +3,16 @@
 import re
 import shutil
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from torch import optim
 
 import counterpoint as cp
-from counterpoint.checkpoint import step_folders
+from counterpoint.checkpoint import Checkpoint, step_folders
+from counterpoint.data.sampler import Sampler
+from counterpoint.training.checkpointing.save_restore import ResumeConfig, find_checkpoint_together
 from tests.training.trainers import (
     STRATEGIES,
     StopAt,
@@ -165,7 +169,7 @@ def saved(tmp_path):
 def test_a_run_with_other_samples_or_another_optimizer_does_not_continue(options, what, saved):
     assert re.match(
         rf".* was saved with {what}; a run can only continue with the same samples and optimizer; resume with "
-        r"them, or start a new run$",
+        r"them, or (start a new run|give resume_batch_size='new')$",
         refused(saved, **options),
     )
 
@@ -230,18 +234,148 @@ def test_a_folder_without_checkpoints_and_a_missing_one_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     text = refused(tmp_path)
     assert text == (
-        f"no checkpoint in {tmp_path}: it has notes.txt; give a folder with checkpoints: step-…/manifest.json"
+        f"no checkpoint in {tmp_path}: it has notes.txt; give a folder with checkpoints: step-…/manifest.json; for a "
+        "run that starts where nothing is saved, give it as checkpoint_dir, with resume='auto'"
     )
     assert refused(tmp_path / "none").startswith(f"{tmp_path / 'none'} does not exist; give a folder")
 
 
-def test_a_checkpoint_is_never_overwritten_by_another_run(saved):
+def test_a_new_run_does_not_take_a_step_if_its_folder_has_the_checkpoints_of_another(saved):
+    """It failed when it saved the first one, after many steps."""
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     with pytest.raises(
-        cp.CheckpointError, match="exists and differs from what is being saved; a checkpoint is never over"
+        cp.CheckpointError, match=r"holds 2 checkpoints of another run, the last step-00000004, which .* resume='auto'$"
     ):
-        fit("data(2)", fit_options=saving(saved), seed=3)
+        fit("data(2)", fit_options=saving(saved), callbacks=[StopAt(0)])
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+class Starts(cp.Callback):
+    """Keeps how runs started."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_start(self, event):
+        self.events.append(event)
+
+
+def test_with_auto_a_run_starts_where_nothing_is_saved_and_continues_where_something_is(tmp_path, capsys):
+    whole, _ = fit("data(2)", epochs=2, progress="off")
+    options, starts = {"fit_options": {**saving(tmp_path / "a"), "resume": "auto"}, "epochs": 2}, Starts()
+    with pytest.raises(KeyboardInterrupt):
+        fit("data(2)", callbacks=[StopAt(2), starts], progress="plain", **options)
+    result, rest = fit("zero(2, level=3)", callbacks=[starts], progress="plain", **options)
+    assert [step.step for step in rest.steps] == list(range(2, 8))
+    assert max_difference(result, whole) <= 1e-12
+    assert [(start.resume_path, start.checkpoint) for start in starts.events] == [
+        (tmp_path / "a", None), (tmp_path / "a", tmp_path / "a" / "step-00000002")
+    ]  # fmt: skip
+    first, second = [line for line in capsys.readouterr().err.splitlines() if "microbatches" in line]
+    assert first.endswith(f", starts at step 0: no checkpoint in {tmp_path / 'a'}")
+    assert second.endswith(f", resumed at step 2 from {tmp_path / 'a' / 'step-00000002'}")
+
+
+def test_with_auto_a_folder_whose_checkpoints_are_all_damaged_is_refused(saved):
+    for folder in step_folders(saved):
+        flip_a_byte(folder)
+    with pytest.raises(cp.CheckpointError, match=r"^all 2 checkpoints in .* are damaged"):
+        fit("data(2)", fit_options={"resume": "auto", "checkpoint_dir": saved})
+
+
+class SecondRank:
+    """The world of rank 1, to which rank 0 has sent what it found."""
+
+    rank, num_ranks = 1, 2
+
+    def __init__(self, found):
+        self.fabrics, self.world, self.found = [self], self, found
+
+    def run(self, work):
+        return [work(self)]
+
+    def gather_values(self, label, value, group):
+        return [self.found, value]
+
+
+def find_on_rank_1(found, config):
+    """Return what rank 1 continues from, when rank 0 has sent this."""
+    ranks: Any = SecondRank(found)
+    return find_checkpoint_together(ranks, config)
+
+
+def test_rank_0_decides_for_all_what_a_run_continues_from(saved, tmp_path):
+    config = ResumeConfig(saved, "start")
+    flip_a_byte(step_folders(saved)[-1])  # rank 0 has found that, and takes the one before
+    found = find_on_rank_1([True, "step-00000002", ""], config)
+    assert found is not None
+    assert found.step == 2
+    assert find_on_rank_1([False, "", ""], config) is None
+    with pytest.raises(cp.CheckpointError, match=r"^damaged$"):
+        find_on_rank_1([False, "", "damaged"], config)
+    with pytest.raises(
+        cp.CheckpointError, match=r"rank 0 continues from .*step-00000002, but on rank 1: .*; all ranks read the same"
+    ):
+        find_on_rank_1([True, "step-00000002", ""], ResumeConfig(tmp_path / "elsewhere"))
+
+
+def test_auto_needs_a_folder():
+    with pytest.raises(
+        cp.PlanError, match=r"^resume='auto' .*; give checkpoint_dir=FOLDER or run_dir=FOLDER as well, or"
+    ):
+        fit("data(2)", fit_options={"resume": "auto"})
+    with pytest.raises(cp.PlanError, match=r"^resume_batch_size='other' is not one of same, new$"):
+        fit("data(2)", fit_options={"resume_batch_size": "other"})
+
+
+class Columns(torch.utils.data.TensorDataset):
+    """The same samples as those of another class."""
+
+
+def test_a_dataset_is_the_same_if_its_samples_are_whatever_its_class_is(saved):
+    """The class of a script's dataset is in another module when the script is imported."""
+    whole, _ = fit("data(2)", epochs=2)
+    result, _ = fit("data(2)", data=Columns(*dataset().tensors), epochs=2, fit_options={"resume": saved})
+    assert equal_bits(result, whole)
+
+
+@pytest.mark.parametrize(("batch_size", "first", "num_steps", "reread"), [(8, 3, 9, ""), (18, 1, 5, ", and reads 6")])
+def test_on_request_a_run_continues_with_another_batch_size(batch_size, first, num_steps, reread, tmp_path):
+    """Two steps of 12 samples are done; of 46 samples, 22 are left in batches of 8, or 28 in batches of 18."""
+    interrupted(tmp_path, "data(2)", mlp)
+    options = {"fit_options": {"resume": tmp_path, "resume_batch_size": "new"}, "epochs": 2, "batch_size": batch_size}
+    with pytest.warns(
+        UserWarning,
+        match=rf"batch size 12, and this run has {batch_size}, .* continues at batch {first} of epoch 0{reread}",
+    ):
+        _, history = fit("solo", lr_scheduler=COSINE, **options)
+    steps_per_epoch = -(-46 // batch_size)
+    assert [step.epoch for step in history.steps] == [0] * (steps_per_epoch - first) + [1] * steps_per_epoch
+    assert history.steps[-1].step + 1 == num_steps + 2
+    other_model = mlp()
+    other_model.load_state_dict(load_file_of(tmp_path))
+    assert history.losses[0] == pytest.approx(plain_loss(other_model, batch_size, first), rel=1e-12)
+
+
+def load_file_of(folder):
+    """Return the weights of the newest checkpoint in a folder."""
+    checkpoint = Checkpoint.open(folder)
+    return {name: checkpoint.read(f"model:{name}") for name in mlp().state_dict()}
+
+
+def plain_loss(model, batch_size, index):
+    """Return the loss of a model on one batch of the first epoch."""
+    data = dataset()
+    inputs, targets = data[torch.from_numpy(Sampler(len(data), batch_size).batch(0, index))]
+    return torch.nn.functional.cross_entropy(model(inputs), targets).item()
+
+
+def test_a_run_continues_on_a_number_of_ranks_that_does_not_divide_its_batch(tmp_path):
+    whole, _ = fit("data(2)", epochs=2)
+    interrupted(tmp_path, "data(2)", mlp)
+    with make_trainer(cp.Plan.parse("zero(5, level=3)")) as trainer:
+        trainer.fit(dataset(), batch_size=12, epochs=2, resume=tmp_path)
+        assert max_difference(state_of(trainer.model), whole) <= 1e-12
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

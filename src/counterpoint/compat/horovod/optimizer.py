@@ -394,7 +394,9 @@ class _DistributedMixin:
         if self._reducer is not None and self._reducer.has_accumulated:
             raise CallOrderError(
                 "zero_grad() was called after backward() and before step() or synchronize(); the gradients are "
-                "being reduced: call it before backward(), or after step()"
+                "being reduced: call it before backward(), or after step(); if the backward was that of another "
+                "model's loss, as of a generator through its discriminator, freeze this model for it: "
+                "requires_grad_(False) before its forward, requires_grad_(True) after its backward"
             )
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 

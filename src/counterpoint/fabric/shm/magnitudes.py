@@ -100,8 +100,8 @@ class FactorReader:
         """Return the product of the largest magnitudes of the two."""
         if self._call is None or not first.is_contiguous() or not second.is_contiguous():
             return float(magnitude_tensor(first)) * float(magnitude_tensor(second))
-        self._addresses[:] = first.data_ptr(), second.data_ptr()
-        self._counts[:] = first.numel(), second.numel()
+        self._addresses[:] = [first.data_ptr(), second.data_ptr()]
+        self._counts[:] = [first.numel(), second.numel()]
         self._call(self._addresses, self._counts, *self._rest)
         return self._largest[0] * self._largest[1]
 

@@ -22,6 +22,7 @@ from counterpoint.program.instruction import (
     Collective,
     Forward,
     Free,
+    Group,
     Instruction,
     Pull,
     Push,
@@ -141,6 +142,7 @@ class _Effects(NamedTuple):
 
 
 _NO_EFFECTS = _Effects()
+_OUTPUT_RULE = "the outputs of the last block are gathered, by all_gather, which is not split in two"
 _PARTIAL_SUM_RULE = "only partial results are combined by a collective, and only by all_reduce"
 
 
@@ -179,6 +181,14 @@ class _Dataflow:
                 self.edges_with_grad.add(blocks)
         self.output_edge = (last_block, last_block + 1)
         self.edges_from[last_block] = [self.output_edge]
+        self.output_micros = [  # of each rank whose outputs are gathered
+            tuple(one.micro for one in instructions if type(one) is Forward and one.block == last_block)
+            if any(type(one) is Collective and one.tensor.name == "out" for one in instructions)
+            else ()
+            for instructions in rank_instructions
+        ]
+        if any(self.output_micros):
+            self.edges_with_grad.add(self.output_edge)
 
     def effects(self, rank: int, instruction: Instruction) -> _Effects:
         match instruction:
@@ -213,6 +223,11 @@ class _Dataflow:
             case Free():
                 live_here = self.live_values(tensor)
                 return _Effects(live_here, live_here)
+            case Collective(op, TensorRef("out"), phase=phase):
+                outputs = [("v", self.output_edge, micro, 0) for micro in self.output_micros[rank]]
+                grads = [("d", self.output_edge, micro, self.last_block + 1) for micro in self.output_micros[rank]]
+                is_wrong = (op, tensor.blocks, phase) != ("all_gather", (self.last_block,), "")
+                return _Effects(outputs, outputs, grads, _OUTPUT_RULE if is_wrong else "")
             case Collective(phase=phase):
                 if tensor.name in ACTIVATIONS | ACTIVATION_GRADS:
                     return _Effects(error=_PARTIAL_SUM_RULE)
@@ -234,7 +249,8 @@ class _Dataflow:
     def backward_effects(self, rank: int, block: int, micro: int) -> _Effects:
         """Return the effects of a backward, which needs the gradients of all consumers of the block's outputs."""
         own_values = [("v", blocks, micro, 0) for blocks in self.edges_from[block]]
-        read = own_values if block >= self.last_block else self.output_grads(block, micro)
+        is_loss = block >= self.last_block and not any(self.output_micros)
+        read = own_values if is_loss else self.output_grads(block, micro)
         blocks_here = self.blocks_by_rank[rank]
         inputs_consumed = [
             ("v", blocks, micro, 0)
@@ -304,7 +320,7 @@ def check_inputs_available(
     A value is live from the instruction that produces it until it is sent to its only consumer, or consumed by the
     backward of its first consumer on a rank or of its producer. Its gradient is complete when each consumer has added
     to it once. The output and the input gradient of a tensor-parallel block are partial results until they are summed
-    over all shards.
+    over all shards. If outputs are gathered, the gathering computes their gradients.
 
     Args:
         program: the program.
@@ -344,7 +360,10 @@ def check_inputs_available(
             if error or (type(instruction) is Recv and not live.isdisjoint(produced)):
                 fact = error or "it is live already; each rank receives what it reads once"
                 raise rule_violation(rank_instructions, (rank, index), 4, fact)
-            if type(instruction) is Collective and read:
+            if type(instruction) is Collective and instruction.tensor.name == "out":
+                micros = [micro for member in instruction.group for micro in dataflow.output_micros[member]]
+                _check_gathered_outputs(program, rank_instructions, (rank, index), instruction.group, micros)
+            elif type(instruction) is Collective and read:
                 _check_partial_sum(rank_instructions, (rank, index), instruction, program.rank_programs[rank].tp_degree)
             live.difference_update(consumed)
             live.update(produced)
@@ -379,6 +398,25 @@ def _describe_missing(value: _LiveValue) -> str:
         f"{text} is not live here; an instruction must come after the producer of its inputs and before their last "
         "consumer"
     )
+
+
+def _check_gathered_outputs(
+    program: Program,
+    rank_instructions: Sequence[Instructions],
+    location: tuple[int, int],
+    group: Group,
+    micros: Sequence[int],
+) -> None:
+    """Check that the members of a gathering of outputs have those of each microbatch of the batch once."""
+    shards = {program.rank_programs[member].tp_rank for member in group}
+    if tuple(sorted(micros)) != program.micros or len(shards) > 1:
+        raise rule_violation(
+            rank_instructions,
+            location,
+            4,
+            f"its members have the outputs of microbatches {sorted(micros)}; a loss of the whole batch is evaluated on "
+            f"each of {list(program.micros)} once, by ranks with the same shard of the model",
+        )
 
 
 def _check_partial_sum(

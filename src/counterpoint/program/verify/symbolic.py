@@ -562,7 +562,10 @@ class _SymbolicExecutor:
         """Execute a collective when its last member arrives."""
         if instruction.codec and (instruction.op, instruction.tensor.name) != ("all_reduce", "grad"):
             raise self.violation(6, rank, index, "only an all-reduce of gradients can be compressed")
-        if instruction.tensor.name in {"y", "dx"}:
+        if instruction.tensor.name == "out":  # the loss may have parameters, which are in the last block's units
+            for unit in self.units_of[instruction.tensor.blocks[0]]:
+                self.read_version(rank, index, unit, 0)
+        if instruction.tensor.name in {"y", "dx", "out"}:
             return
         key = (self.groups.intern(instruction.group), instruction.tensor)
         arrived = self.arrived[key]

@@ -140,7 +140,7 @@ def verify(
     symbolic = execute_symbolically(program, rank_instructions, bounds.chunk_starts)
     check_rendezvous_sends(rank_instructions, bounds.recv_buffer_depth)
     if sparse_units:
-        with_gathers = [list(add_row_gathers(instructions, sparse_units)) for instructions in rank_instructions]
+        with_gathers = [tuple(add_row_gathers(instructions, sparse_units)) for instructions in rank_instructions]
         check_rendezvous_sends(with_gathers, bounds.recv_buffer_depth)
     check_inputs_available(program, rank_instructions, blocks.stop - 1, bounds.tp_blocks, bounds.edges)
     check_staleness(rank_instructions, symbolic, bounds)

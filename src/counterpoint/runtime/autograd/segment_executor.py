@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,23 @@ from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
+from counterpoint.runtime.batch_loss import (
+    EncodedSamples,
+    MicrobatchOutput,
+    flatten_output,
+    merge_microbatches,
+    split_grads,
+    unflatten_batch,
+)
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.devices import PendingScalars, require_one_device, to_device
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import (
     LossCheck,
     LossFunction,
+    PartTotal,
     ReductionRecorder,
     compute_mean_loss,
 )
@@ -59,6 +70,8 @@ class BoundModel:
         uses_rng: whether the model draws random numbers.
         loss_is_sum: whether the loss is a sum over samples.
         checks_loss: whether the first loss is checked to be what the losses of its samples' halves add up to.
+        gathers_outputs: whether the loss is evaluated on the gathered outputs of the whole batch.
+        loss_params: evaluates a loss with parameters; None for one without.
     """
 
     segments: Mapping[tuple[int, int], Segment]
@@ -71,6 +84,8 @@ class BoundModel:
     uses_rng: bool
     loss_is_sum: bool = False
     checks_loss: bool = False
+    gathers_outputs: bool = False
+    loss_params: LossParameters | None = None
 
 
 class StoredValue(NamedTuple):
@@ -124,12 +139,16 @@ class SegmentExecutor:
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
         self.input_shapes: dict[int, InputShapes] = {}  # of the model's inputs, by microbatch
+        self.outputs: dict[int, MicrobatchOutput] = {}  # of the last block, until they are gathered
+        self.output_grads: dict[int, list[Tensor | None]] = {}  # from gathering them to their backward
         self.losses: dict[int, float] = {}
         self.device = require_one_device(store.params.items())
         self.pending_losses = PendingScalars(self.device)
         self.loss_weight_sums: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
         self.pending_weight_sums = PendingScalars(self.device)
+        self.loss_parts: dict[int, dict[str, PartTotal]] = {}  # of losses that are dicts, by microbatch
         self.loss_check = LossCheck(model.loss, is_sum=model.loss_is_sum) if model.checks_loss else None
+        self.weights: Mapping[str, Tensor] = {}  # of the version that the last segment read
         self.reduces_inside = True  # whether the last segment may itself compute a loss; known after its first run
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm = batch_norm
@@ -161,7 +180,13 @@ class SegmentExecutor:
         self.loss_weights = loss_weights
         self.microbatches_per_batch = microbatches_per_batch
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
-        for scalars in (self.losses, self.pending_losses, self.loss_weight_sums, self.pending_weight_sums):
+        for scalars in (
+            self.losses,
+            self.pending_losses,
+            self.loss_weight_sums,
+            self.pending_weight_sums,
+            self.loss_parts,
+        ):
             scalars.clear()
         if self.batch_norm is not None:
             self.batch_norm.begin_step(is_async_pipeline=bool(microbatches_per_batch))
@@ -179,6 +204,8 @@ class SegmentExecutor:
             self.deferred_jobs,
             self.recompute_store.saved,
             self.input_shapes,
+            self.outputs,
+            self.output_grads,
         ):
             stored.clear()
 
@@ -222,6 +249,8 @@ class SegmentExecutor:
             if stop < self.model.num_blocks:
                 for index, output in zip(segment.outputs, outputs, strict=True):
                     self.values[index, micro] = StoredValue(output.detach(), output.requires_grad)
+            elif self.model.gathers_outputs:
+                self.outputs[micro] = self.flatten_output(outputs, micro)
             block = stop
         self.sync_running_stats(first, last, micro)
 
@@ -253,11 +282,12 @@ class SegmentExecutor:
         version: int,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Sequence[Tensor]:
-        """Run one segment on leaves; return its outputs, which for the last one is the loss."""
+        """Run one segment on leaves; return its outputs; of the last one the loss, unless outputs are gathered."""
         self.begin_microbatch(micro)
         stop, segment = self.by_first[block]
         seed = self.rng if self.model.uses_rng else no_seed
-        recorder = ReductionRecorder() if stop == self.model.num_blocks else None
+        is_whole = self.model.gathers_outputs or micro in self.loss_weights.is_whole
+        recorder = ReductionRecorder(is_whole=is_whole) if stop == self.model.num_blocks else None
         try:
             with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
                 outputs = segment(
@@ -267,7 +297,8 @@ class SegmentExecutor:
             add_location(error, self.describe_location(block, stop, micro, leaves))
             raise
         if recorder is not None:
-            self.reduces_inside = bool(recorder.found)
+            self.reduces_inside, self.weights = bool(recorder.found), self.store.weights(version)
+        if recorder is not None and not self.model.gathers_outputs:
             outputs = self.last_loss = (self.compute_loss(outputs, micro, recorder),)
         return outputs
 
@@ -359,6 +390,93 @@ class SegmentExecutor:
             leaves.append(value.detach().requires_grad_() if requires_grad else value)
         return leaves
 
+    def loss_function(self, share: float = 1.0) -> LossFunction:
+        """Return the loss with this rank's parameters of it.
+
+        Args:
+            share: of the gradients of these parameters that this rank computes.
+        """
+        params = self.model.loss_params
+        return self.model.loss if params is None else partial(params.call, self.weights, self.model.loss, share=share)
+
+    def read_targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
+        """Return the targets of a microbatch, on the model's device."""
+        assert self.batch is not None, "a step has begun"
+        targets = self.batch.targets(micro)
+        return targets if self.device.type == "cpu" else to_device(targets, self.device)
+
+    def flatten_output(self, outputs: Sequence[Tensor], micro: int) -> MicrobatchOutput:
+        """Return what a loss of the whole batch needs of a microbatch."""
+        assert self.batch is not None, "a step has begun"
+        output = self.model.unflatten(outputs, input_shapes=self.shapes_of(micro))
+        return flatten_output(output, self.read_targets(micro), self.batch.sizes[micro], f"microbatch {micro}")
+
+    def compute_batch_loss(self, microbatches: Mapping[int, EncodedSamples]) -> None:
+        """Evaluate the loss on the outputs of the whole batch; keep the gradients of this rank's outputs.
+
+        Args:
+            microbatches: of all ranks, those with samples.
+
+        Raises:
+            DataError: they cannot be put together, or the loss is no number.
+        """
+        assert self.batch is not None, "a step has begun"
+        if not self.outputs:
+            return
+        sizes, first = {micro: self.batch.sizes[micro] for micro in sorted(microbatches)}, min(self.outputs)
+        merged, own = merge_microbatches(microbatches, sizes), self.outputs[first]
+        leaves = [leaf.value.to(self.device) if isinstance(leaf.value, Tensor) else leaf.value for leaf in merged]
+        tensors = [index for index, flag in enumerate(own.requires_grad) if flag is not None]
+        for index in tensors:
+            requires_grad = any(part.requires_grad[index] for part in self.outputs.values())
+            leaves[index] = leaves[index].detach().requires_grad_(requires_grad)
+        output, targets = unflatten_batch(leaves, own.spec)
+        num_samples = sum(sizes.values())
+        self.rng.begin_microbatch(self.rng.step, 0, SampleRange(0, num_samples, num_samples))
+        self.rng.begin_loss()
+        loss = compute_mean_loss(
+            self.loss_function(sum(sizes[micro] for micro in self.outputs) / num_samples),
+            output,
+            targets,
+            "the batch",
+            is_whole=True,
+            random_functions=self.rng.functions,
+        )
+        if torch.is_grad_enabled() and loss.mean.requires_grad:
+            with self.store.grad_check.during_backward(first, ParamGroup({})):
+                self.run_autograd([loss.mean], [None])
+        grads = [leaves[index].grad for index in tensors]
+        weight = 0.0 if loss.weight is not None and float(loss.weight) == 0 else None  # which no target has
+        for micro in self.outputs:
+            self.output_grads[micro] = split_grads([merged[index] for index in tensors], grads, sizes, micro)
+            self.record_loss(
+                micro, loss.mean.detach(), weight, {name: (part, None) for name, (part, _) in loss.parts.items()}
+            )
+        self.outputs.clear()
+
+    def record_loss(
+        self,
+        micro: int,
+        mean: Tensor,
+        weight: Tensor | float | None,
+        parts: Mapping[str, tuple[Tensor, Tensor | float | None]],
+    ) -> None:
+        """Record the loss of a microbatch for the commit: mean, weight of a weighted mean, and parts."""
+        assert self.batch is not None, "a step has begun"
+        for pending, read, value in (
+            (self.pending_losses, self.losses, mean),
+            (self.pending_weight_sums, self.loss_weight_sums, weight),
+        ):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                pending.add(micro, value)
+            elif value is not None:
+                read[micro] = float(value)
+        default = self.loss_weights.weights[micro] if self.model.loss_is_sum else self.batch.sizes[micro]
+        for name, (part, part_weight) in parts.items():
+            count = float(default if part_weight is None else part_weight)
+            total = float(part) * (1.0 if self.model.loss_is_sum else count)
+            self.loss_parts.setdefault(micro, {})[name] = PartTotal(total, count)
+
     def compute_loss(self, outputs: Sequence[Tensor], micro: int, recorder: ReductionRecorder) -> Tensor:
         """Return what backward starts from: the microbatch's part of the batch's loss; record its mean and weight.
 
@@ -371,17 +489,16 @@ class SegmentExecutor:
             DataError: the loss is neither a scalar nor a weighted mean.
         """
         assert self.batch is not None, "a step has begun"
-        targets = self.batch.targets(micro)
-        if self.device.type != "cpu":
-            targets = to_device(targets, self.device)
+        targets = self.read_targets(micro)
         what = f"microbatch {self.step_and_micro(micro)[1]}"
         model, size = self.model, self.batch.sizes[micro]
         output = model.unflatten(outputs, input_shapes=self.shapes_of(micro))
         is_whole = micro in self.loss_weights.is_whole
         with self.autocast(micro):
             self.rng.begin_loss()
-            loss, weight = compute_mean_loss(
-                model.loss,
+            loss_function = self.loss_function()
+            loss, weight, parts = compute_mean_loss(
+                loss_function,
                 output,
                 targets,
                 what,
@@ -392,17 +509,10 @@ class SegmentExecutor:
             )
             if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
                 step = self.step_and_micro(micro)[0]
-                self.loss_check.check(step, output, targets, float(loss.detach()), size, what)
+                self.loss_check.check(loss_function, step, output, targets, float(loss.detach()), size, what)
         if model.loss_is_sum:
             loss = loss / size
-        if loss.device.type == "cpu":
-            self.losses[micro] = float(loss.detach())
-        else:
-            self.pending_losses.add(micro, loss)
-        if isinstance(weight, Tensor):
-            self.pending_weight_sums.add(micro, weight)
-        elif weight is not None:
-            self.loss_weight_sums[micro] = weight
+        self.record_loss(micro, loss.detach(), weight, parts)
         factor = self.backward_factor(micro, weight)
         weighted: Tensor = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         return weighted
@@ -505,8 +615,12 @@ class SegmentExecutor:
         self, segment: Segment, outputs: Sequence[Tensor], micro: int
     ) -> tuple[list[Tensor], OptionalGrads]:
         """Remove and return the gradients of a segment's outputs, with the outputs that autograd starts from."""
-        if not segment.outputs:  # the last segment, whose output is the loss, or one without consumers
-            return list(outputs), [None] * len(outputs)
+        if not segment.outputs and not (outputs and self.model.gathers_outputs):
+            return list(outputs), [None] * len(outputs)  # of the last segment, the loss, or of one without consumers
+        if not segment.outputs:
+            pairs = zip(outputs, self.output_grads.pop(micro), strict=True)
+            found = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+            return [output for output, _ in found], [grad for _, grad in found]
         roots: list[Tensor] = []
         grads: OptionalGrads = []
         for index, output in zip(segment.outputs, outputs, strict=True):

@@ -23,6 +23,7 @@ from counterpoint.program.edges import edge_endpoints
 from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, Collective, TensorRef
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor, StoredValue
+from counterpoint.runtime.batch_loss import gather_microbatches
 from counterpoint.runtime.comm.compressed_collectives import compressed_all_reduce, decode_message, encode_message
 from counterpoint.runtime.comm.reducer import BackwardOverlap
 from counterpoint.runtime.params.flat_params import FlatParams
@@ -172,6 +173,12 @@ class RankCommunication:
         for flat_params, work, instruction in works:
             work.wait()
             self.finish(flat_params, instruction)
+
+    def gather_outputs(self, instruction: Collective) -> None:
+        """Gather the outputs of all microbatches, on which the loss is then evaluated."""
+        own = {micro: output.encode() for micro, output in self.executor.outputs.items()}
+        label = format_tensor_ref(instruction.tensor)
+        self.executor.compute_batch_loss(gather_microbatches(self.fabric, label, own, instruction.group))
 
     def start(self, instruction: Collective) -> None:
         """Start a collective that a later instruction waits for, or the part of it that backward has not started."""

@@ -81,6 +81,10 @@ class BatchSource(Protocol):
         """Continue at a cursor, with the position that :meth:`state_at` returned for it."""
         ...
 
+    def load_resized(self, cursor: Cursor, batch_size: int, state: Mapping[str, Any]) -> tuple[Cursor, int]:
+        """Continue where batches of another size have got to; return the cursor and how many samples are read again."""
+        ...
+
     def close(self) -> None:
         """Stop reading."""
         ...
@@ -146,7 +150,7 @@ def open_batches(  # noqa: PLR0913 - what determines the batches, all by keyword
     elif collate_fn is not None:
         raise PlanError("collate_fn makes batches of samples, so it needs batch_size; give both, or a DataLoader")
     split = layout.split if batch_size is None else choose_split(layout, collate_fn)
-    return StreamedBatches(data, opens, split, seed=seed, first_epoch=first_epoch)
+    return StreamedBatches(data, opens, split, seed=seed, first_epoch=first_epoch, group_size=batch_size)
 
 
 def choose_split(layout: SampleLayout, collate_fn: CollateFn | None) -> SplitFn:

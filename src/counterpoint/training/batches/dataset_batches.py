@@ -213,13 +213,31 @@ class DatasetBatches:
 
     def state_at(self, cursor: Cursor) -> dict[str, Any]:
         """Return the state of the samplers; empty for an order that depends on seed and epoch only."""
-        return self.order.state_at(cursor.epoch) if isinstance(self.order, LoaderOrder) else {}
+        return self.order.state_at(cursor) if isinstance(self.order, LoaderOrder) else {}
 
     def load_state(self, cursor: Cursor, state: Mapping[str, Any]) -> None:
         """Continue at a cursor, with the state of the samplers."""
         self.index_cache = {}
         if isinstance(self.order, LoaderOrder) and state:
             self.order.load_state(cursor.epoch, state)
+
+    def load_resized(self, cursor: Cursor, batch_size: int, state: Mapping[str, Any]) -> tuple[Cursor, int]:
+        """Continue where batches of another size have got to, with the batch of the first sample that was not read.
+
+        Args:
+            cursor: in batches of that size.
+            batch_size: their size.
+            state: that :meth:`state_at` returned for the cursor.
+
+        Returns:
+            The cursor, and how many samples of its batch were read already.
+        """
+        self.index_cache = {}
+        if isinstance(self.order, LoaderOrder):
+            return self.order.load_resized(cursor, state)
+        num_read = cursor.batch * batch_size
+        batch = num_read // self.order.batch_size
+        return Cursor(cursor.epoch, batch), num_read - batch * self.order.batch_size
 
     def close(self) -> None:
         """Stop the workers."""

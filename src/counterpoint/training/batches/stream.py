@@ -87,6 +87,7 @@ class StreamedBatches:
         split: returns the inputs and targets of a batch.
         seed: of what the stream draws from the global random generators.
         first_epoch: the first epoch that is read.
+        group_size: samples of a batch, if it is made of a stream of samples.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class StreamedBatches:
         *,
         seed: int,
         first_epoch: int,
+        group_size: int | None = None,
     ) -> None:
         self.data = data
         self.opens = opens
         self.split = split
         self.seed = seed
         self.first_epoch = first_epoch
+        self.group_size = group_size
         self.epoch = -1  # that is read
         self.num_read = 0  # batches of the epoch
         self.has_ended = False
@@ -147,7 +150,8 @@ class StreamedBatches:
 
     def metadata(self) -> dict[str, Any]:
         """Return what must be the same when a run is resumed, as JSON."""
-        return {"dataset": {"type_name": type(self.data).__qualname__}, "seed": self.seed}
+        size = {} if self.group_size is None else {"batch_size": self.group_size}
+        return {"dataset": {"type_name": type(self.data).__qualname__}, "seed": self.seed, **size}
 
     def sample_batch(self, count: int, num_microbatches: int = 1) -> MicrobatchSource:
         """Return up to ``count`` samples of the first batch, at least one."""
@@ -273,6 +277,20 @@ class StreamedBatches:
                 "samples would be read twice or never; resume with the same data in the same order, drawn from a "
                 "seed and the epoch, or from a checkpoint that was saved at the end of an epoch"
             )
+
+    def load_resized(self, cursor: Cursor, batch_size: int, state: Mapping[str, Any]) -> tuple[Cursor, int]:
+        """Continue at the start of an epoch, where the size of batches does not matter.
+
+        Raises:
+            CheckpointError: the cursor is in mid-epoch, and a stream counts batches.
+        """
+        if cursor.batch:
+            raise CheckpointError(
+                f"a {type(self.data).__name__} is read in batches, and the checkpoint is at batch {cursor.batch} of "
+                f"epoch {cursor.epoch}, of {batch_size} samples each, which has no place among others; resume with "
+                f"batch_size={batch_size}, or from a checkpoint that was saved at the end of an epoch"
+            )
+        return cursor, 0
 
     def close(self) -> None:
         """Stop reading."""

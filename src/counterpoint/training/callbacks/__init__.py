@@ -1,1 +1,1 @@
-"""Callbacks of a fit: their events, the progress display and the run folder."""
+"""Callbacks of a fit: their events, the progress display, the run folder, and what reports the steps to them."""

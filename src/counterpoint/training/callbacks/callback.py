@@ -21,6 +21,8 @@ class RunStart:
         num_steps: steps of the whole run; None for a stream of batches whose length is not known.
         batch_size: samples of one global batch, of the first one if they differ.
         choice: the candidates of ``strategy="auto"``.
+        resume_path: where the run looked for a checkpoint to continue from; None if it was not asked to.
+        checkpoint: the checkpoint that it continues from; None if it starts.
     """
 
     compiled: CompiledPlan
@@ -28,6 +30,8 @@ class RunStart:
     num_steps: int | None
     batch_size: int
     choice: PlanChoice | None = None
+    resume_path: Path | None = None
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class StepEnd:
         grad_norm: global norm; nan if it was not needed.
         skip_reason: why the update was skipped; empty if it was applied.
         options: learning rate and so on, of the first parameter group.
+        busy_s: by rank, the seconds in which it did not wait for other ranks, if it commits together with this one.
+        loss_parts: of a loss that is a dict, the mean of each entry.
     """
 
     step: int
@@ -53,6 +59,41 @@ class StepEnd:
     grad_norm: float
     skip_reason: str
     options: Mapping[str, float]
+    busy_s: Mapping[int, float] = field(default_factory=dict)
+    loss_parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank takes longer for its part of a step than the others, much longer than was said before, or no longer.
+
+    Args:
+        rank: which.
+        since_step: the first step in which it took so long.
+        until_step: the first one in which it did not; None while it does.
+        busy_s: its seconds per step without waiting for others, the median of the last steps.
+        others_busy_s: the same of the other ranks.
+    """
+
+    rank: int
+    since_step: int
+    until_step: int | None
+    busy_s: float
+    others_busy_s: float
+
+    @property
+    def excess_s(self) -> float:
+        """How much longer it takes than the others."""
+        return self.busy_s - self.others_busy_s
+
+    def __str__(self) -> str:
+        """Return it as a sentence, with steps counted from 1 as in a progress line."""
+        if self.until_step is not None:
+            return f"rank {self.rank} was slow from step {self.since_step + 1} to {self.until_step}"
+        return (
+            f"rank {self.rank} is slow since step {self.since_step + 1}: busy {self.busy_s * 1000:.3g} ms of a step, "
+            f"the others {self.others_busy_s * 1000:.3g} ms"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +147,10 @@ class Callback:
 
     def on_trace(self, event: TraceRecorded) -> None:
         """A step was traced."""
+        return
+
+    def on_slow_rank(self, event: SlowRank) -> None:
+        """A rank has become slower than the others, or is no longer."""
         return
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:

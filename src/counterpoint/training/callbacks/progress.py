@@ -10,11 +10,19 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO, TypeAlias
 
 from counterpoint.errors import PlanError
-from counterpoint.training.callbacks.callback import Callback, CheckpointSaved, EvaluationEnd, RunEnd, RunStart, StepEnd
+from counterpoint.training.callbacks.callback import (
+    Callback,
+    CheckpointSaved,
+    EvaluationEnd,
+    RunEnd,
+    RunStart,
+    SlowRank,
+    StepEnd,
+)
 from counterpoint.training.reporting.progress_renderers import ProgressRecord, ProgressRenderer, make_renderer
 
 DECAY_S = 5.0
@@ -22,7 +30,7 @@ DECAY_S = 5.0
 
 @dataclass(slots=True)
 class ThroughputMeter:
-    """Exponentially decaying sums over the steps of a run.
+    """Exponentially decaying sums over the steps of a run, and the loss of its last step.
 
     Args:
         decay_s: seconds of training after which a step has the weight 1/e.
@@ -32,25 +40,18 @@ class ThroughputMeter:
     steps: float = 0.0
     samples: float = 0.0
     seconds: float = 0.0
-    loss: float = 0.0
-    losses: float = 0.0
+    loss: float = math.nan
     skipped: int = 0
 
     def add(self, step: StepEnd) -> None:
-        """Add a step; a skipped one is counted as skipped, and its loss is ignored."""
+        """Add a step; a skipped one is counted as skipped, and a loss that is not finite is ignored."""
         keep = math.exp(-step.seconds / self.decay_s)
         self.steps = self.steps * keep + 1
         self.samples = self.samples * keep + step.num_samples
         self.seconds = self.seconds * keep + step.seconds
         self.skipped += bool(step.skip_reason)
         if math.isfinite(step.loss):
-            self.loss = self.loss * keep + step.loss
-            self.losses = self.losses * keep + 1
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean loss of the last seconds; nan if none was finite."""
-        return self.loss / self.losses if self.losses else math.nan
+            self.loss = step.loss
 
     @property
     def samples_per_s(self) -> float:
@@ -98,6 +99,7 @@ class ProgressCallback(Callback):
         self.renderer: ProgressRenderer = make_renderer(mode, sys.stdout if stream is None else stream, clock)
         self.interval_s = REDRAW_S if self.renderer.redraws else interval_s
         self.meter = ThroughputMeter()
+        self.loss_parts: Mapping[str, float] = {}  # of the last step
         self.num_steps: int | None = 0
         self.steps_done = 0
         self.last_shown_step = -1
@@ -122,12 +124,15 @@ class ProgressCallback(Callback):
                 "num_micros": plan.global_num_microbatches,
                 "step": event.first_step,
                 "num_steps": event.num_steps,
+                "resume_path": None if event.resume_path is None else str(event.resume_path),
+                "checkpoint": None if event.checkpoint is None else str(event.checkpoint),
             }
         )
 
     def on_step(self, event: StepEnd) -> None:
         """Show the step if it is the first, the last, or an interval has passed."""
         self.meter.add(event)
+        self.loss_parts = event.loss_parts
         self.steps_done = event.step + 1
         if (
             self.last_shown_step < 0
@@ -139,6 +144,10 @@ class ProgressCallback(Callback):
     def on_evaluation(self, event: EvaluationEnd) -> None:
         """Show the metrics on held-out data."""
         self.emit("evaluation", {"step": event.step, "metrics": dict(event.metrics)})
+
+    def on_slow_rank(self, event: SlowRank) -> None:
+        """Show which rank is slow and since when, or was."""
+        self.emit("slow_rank", {"step": self.steps_done, **asdict(event), "text": str(event)})
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         """Show the checkpoint's path."""
@@ -160,7 +169,8 @@ class ProgressCallback(Callback):
             "step",
             {
                 "step": self.steps_done,
-                "loss": self.meter.mean_loss,
+                "loss": self.meter.loss,
+                **({"loss_parts": dict(self.loss_parts)} if self.loss_parts else {}),
                 "samples_per_s": self.meter.samples_per_s,
                 "step_s": step_s,
                 "eta_s": math.nan if self.num_steps is None else step_s * max(self.num_steps - self.steps_done, 0),

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 from counterpoint.errors import PlanError
@@ -17,7 +19,15 @@ from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choice_report import build_comparison
 from counterpoint.program.text import format_program
-from counterpoint.training.callbacks.callback import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd, TraceRecorded
+from counterpoint.training.callbacks.callback import (
+    Callback,
+    EvaluationEnd,
+    RunEnd,
+    RunStart,
+    SlowRank,
+    StepEnd,
+    TraceRecorded,
+)
 from counterpoint.training.callbacks.progress import format_error
 from counterpoint.training.reporting.calibration import simulate_calibrated
 from counterpoint.training.reporting.progress_renderers import format_json
@@ -26,6 +36,7 @@ from counterpoint.training.reporting.tensorboard import TensorBoardWriter
 from counterpoint.viz.perfetto import format_perfetto
 
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 REPORT_EVERY_S = 30.0
 """The largest age of the report during a run: a killed run leaves a report of its last half minute."""
 
@@ -40,7 +51,7 @@ class RunFolder(Callback):
 
     ``plan.yaml``, with ``plan.profile.json`` next to it if its stages were balanced by a profile, and ``program.txt``
     are written before the first step; ``metrics.jsonl`` and TensorBoard's events grow with every step; ``trace.json``
-    (open it in ui.perfetto.dev) is written with the first traced step; ``report.html`` is rewritten regularly, and at
+    (open it in ui.perfetto.dev) is written with every traced step; ``report.html`` is rewritten regularly, and at
     the end, early or not. ``checkpoints/`` is the place for checkpoints.
 
     Args:
@@ -72,7 +83,7 @@ class RunFolder(Callback):
 
     def on_start(self, event: RunStart) -> None:
         """Write plan and program; drop metrics of later steps that an earlier part of this run wrote."""
-        if event.first_step == 0:
+        if event.first_step == 0 and event.resume_path is None:
             require_unused_folder(self.folder)
         make_folder(self.folder)
         title = self.title or self.folder.name
@@ -104,20 +115,32 @@ class RunFolder(Callback):
             "step": event.step + 1,
             "epoch": event.epoch,
             "loss": event.loss,
+            **({"loss_parts": dict(event.loss_parts)} if event.loss_parts else {}),
             "num_samples": event.num_samples,
             "seconds": event.seconds,
             "grad_norm": event.grad_norm,
             "skip_reason": event.skip_reason,
             **event.options,
         }
+        if len(event.busy_s) > 1:
+            line["busy_s"] = {str(rank): round(seconds, 6) for rank, seconds in event.busy_s.items()}
         self.write_metrics(line)
         rate = event.num_samples / event.seconds if event.seconds else 0.0
-        scalars = {"loss": event.loss, "samples_per_s": rate, **event.options}
+        parts = {f"loss/{name}": value for name, value in event.loss_parts.items()}
+        scalars = {"loss": event.loss, **parts, "samples_per_s": rate, **event.options}
+        if len(event.busy_s) > 1:
+            scalars |= {"busy_s_max": max(event.busy_s.values()), "busy_s_median": median(event.busy_s.values())}
         if math.isfinite(event.grad_norm):
             scalars["grad_norm"] = event.grad_norm
         self.write_scalars(event.step + 1, "train", scalars)
         if self.clock() - self.reported_s >= REPORT_EVERY_S:
             self.write_report()
+
+    def on_slow_rank(self, event: SlowRank) -> None:
+        """Write which rank is slow and since when, and update the report."""
+        line = {"event": "slow_rank", "step": self.summary.step, **asdict(event), "text": str(event)}
+        self.write_metrics(line)
+        self.write_report()
 
     def on_evaluation(self, event: EvaluationEnd) -> None:
         """Write the metrics of an evaluation, and update the report."""
@@ -160,6 +183,11 @@ class RunFolder(Callback):
         """Write the report of what is known."""
         write_atomically(self.report_path, render_report(self.summary))
         self.reported_s = self.clock()
+
+
+def find_checkpoints(folder: Path) -> Path:
+    """Return the folder of checkpoints in a run's folder, or another folder as it is."""
+    return folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
 
 
 def make_folder(folder: Path) -> None:

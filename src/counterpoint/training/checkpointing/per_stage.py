@@ -20,7 +20,6 @@ from counterpoint.checkpoint import (
     commit_if_complete,
     is_pending,
     join_draft,
-    recover_drafts,
     step_folders,
 )
 from counterpoint.errors import PlanError
@@ -138,14 +137,3 @@ def require_checkpoint_mode(local_ranks: LocalRanks, checkpoint_mode: Checkpoint
             f"checkpoint_mode='per_stage' lets stages save without waiting for each other, but {local_ranks.plan} "
             "flushes after every step, so all ranks save the same step anyway; omit it, or use schedule=pipedream"
         )
-
-
-def recover_drafts_together(local_ranks: LocalRanks, checkpoint_dir: Path) -> None:
-    """Commit the complete drafts that a dead run has left; a collective call."""
-
-    def work(fabric: Fabric) -> None:
-        if fabric.rank == 0:
-            recover_drafts(checkpoint_dir)
-        fabric.barrier(tuple(range(fabric.num_ranks)))
-
-    local_ranks.world.run(work)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,18 @@ from counterpoint.checkpoint import (
     cleanup_drafts,
     commit,
     fingerprint,
+    recover_drafts,
+    step_folders,
     whole_tensor,
     write_shard,
 )
+from counterpoint.checkpoint.manifest import MANIFEST
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.partitioning.dry_run import assign_values
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import (
     collect_delayed_grads,
@@ -48,6 +52,7 @@ from counterpoint.runtime.state_dict import (
     restore_optimizers,
 )
 from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.optimizer_state import describe_param_groups
 
 
 class CheckpointReader:
@@ -77,6 +82,14 @@ class CheckpointReader:
         self.has_center = has_center
         self.names = set(checkpoint.names())
 
+    @staticmethod
+    def open(checkpoint: Checkpoint) -> CheckpointReader:
+        """Return the reader of a checkpoint's model."""
+        state: Any = checkpoint.state
+        return CheckpointReader(
+            checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
+        )
+
     def for_replica(self, replica: int, num_replicas: int) -> CheckpointReader:
         """Return the reader for a replica: of its own weights, if as many replicas have saved theirs."""
         saved_replica = replica if num_replicas == self.num_replicas else None
@@ -101,6 +114,10 @@ class CheckpointReader:
             for name, values in scalars.items()
             if name.endswith(ending)
         }
+
+    def optimizer_keys(self) -> list[str]:
+        """Return the names of the optimizer's tensors, ``exp_avg`` for instance."""
+        return sorted({name.split(":")[0].removeprefix("optimizer.") for name in self.names if "optimizer." in name})
 
     def read_unsharded(self, kind: str, name: str, suffix: str) -> Tensor:
         """Return a full tensor of a parameter, as it was saved with this suffix."""
@@ -187,7 +204,7 @@ def create_checkpoint_dir(local_ranks: LocalRanks, checkpoint_dir: Path | None) 
             f"the folder {checkpoint_dir} for checkpoints cannot be written: {error.strerror}; choose another path, or "
             "give this user the right to write there"
         ) from None
-    tensors = [*local_ranks.model.parameters(), *local_ranks.model.buffers()]
+    tensors = [*local_ranks.trained.parameters(), *local_ranks.trained.buffers()]
     require_space(
         checkpoint_dir, sum(tensor.nbytes for tensor in tensors), free_bytes=shutil.disk_usage(checkpoint_dir).free
     )
@@ -291,7 +308,7 @@ def _commit_checkpoint(
 
 def collect_frozen_params(local_ranks: LocalRanks) -> list[TensorSlice]:
     """Return the frozen parameters, which one rank writes for all."""
-    return [whole_tensor(f"frozen:{name}", value) for name, value in frozen_params(local_ranks.model).items()]
+    return [whole_tensor(f"frozen:{name}", value) for name, value in frozen_params(local_ranks.trained).items()]
 
 
 def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,8 +324,23 @@ def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Ma
         if local_ranks.run_spec
         else {},
         "model": local_model_fingerprint(local_ranks),
+        "optimizer": describe_optimizer(local_ranks.optimizer_spec, local_ranks.model),
+        "state_dict": name_state_dict(local_ranks.model),
         "extra": dict(metadata),
     }
+
+
+def describe_optimizer(optimizer_spec: OptimizerSpec, model: nn.Module) -> dict[str, Any]:
+    """Return the class of the optimizer and its parameter groups, as JSON."""
+    groups = describe_param_groups(optimizer_spec.optimizer, dict(model.named_parameters()))
+    return {"class_name": optimizer_spec.optimizer_class.__name__, "param_groups": groups}
+
+
+def name_state_dict(model: nn.Module) -> dict[str, str]:
+    """Return by the names of the model's ``state_dict()`` those in a checkpoint; tied parameters have one."""
+    names = {id(tensor): name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    tensors = model.state_dict(keep_vars=True)
+    return {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
 
 
 def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
@@ -326,13 +358,13 @@ def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
 
 def saved_buffers(local_ranks: LocalRanks, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN401 - a runtime Rank
     """Return the buffers that belong in a checkpoint."""
-    saved_names = set(local_ranks.model.state_dict().keys())
+    saved_names = set(local_ranks.trained.state_dict().keys())
     return [(name, tensor.detach()) for name, tensor in rank.interpreter.store.buffers.items() if name in saved_names]
 
 
 def local_model_fingerprint(local_ranks: LocalRanks) -> dict[str, str]:
     """Return :func:`model_fingerprint` of the ranks' model."""
-    return model_fingerprint(local_ranks.model)
+    return model_fingerprint(local_ranks.trained)
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, str]:
@@ -354,12 +386,97 @@ def find_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    if (path / "manifest.json").exists() or not path.is_dir():
-        return Checkpoint.open(path)
     checkpoint = Checkpoint.open(path)
     for skipped in checkpoint.skipped:
         warnings.warn(f"{skipped.reason}; resumed from {checkpoint.folder.name} instead", RuntimeWarning, stacklevel=2)
     return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeConfig:
+    """What a run continues from.
+
+    Args:
+        path: a checkpoint, or a folder of them.
+        if_missing: what happens if there is none: an ``error``, or the run ``starts``.
+        batch_size: whether the run has to have the ``same`` batch size, or may have a ``new`` one.
+    """
+
+    path: Path
+    if_missing: Literal["error", "start"] = "error"
+    batch_size: Literal["same", "new"] = "same"
+
+
+def find_checkpoint_together(local_ranks: LocalRanks, config: ResumeConfig) -> Checkpoint | None:
+    """Return the checkpoint from which all ranks continue, None for a run that starts; a collective call.
+
+    The first rank commits complete drafts of dead runs, verifies every byte, and decides for all.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint, or a rank does not find the one that the first rank has found.
+    """
+    everyone = tuple(range(local_ranks.world.fabrics[0].num_ranks))
+    checkpoint, failure = None, ""
+    if local_ranks.world.fabrics[0].rank == 0:
+        try:
+            checkpoint = find_newest(config)
+        except CheckpointError as error:
+            failure = str(error)
+    name = "" if checkpoint is None or checkpoint.folder == config.path else checkpoint.folder.name
+    report: list[Json] = [checkpoint is not None, name, failure]
+    gathered = local_ranks.world.run(lambda fabric: fabric.gather_values("checkpoint to load", report, everyone))[0]
+    is_found, name, failure = cast("list[tuple[bool, str, str]]", gathered)[0]
+    if failure:
+        raise CheckpointError(failure)
+    if not is_found or checkpoint is not None:
+        return checkpoint
+    try:
+        return Checkpoint.open(config.path / name, check="sizes")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"rank 0 continues from {config.path / name}, but on rank {local_ranks.world.fabrics[0].rank}: {error}; "
+            "all ranks read the same checkpoint: give a folder on a disk that they share"
+        ) from error
+
+
+def find_newest(config: ResumeConfig) -> Checkpoint | None:
+    """Return the checkpoint to continue from, after completing those of a dead run; None to start.
+
+    Raises:
+        CheckpointError: there is none where one is needed, or none is intact.
+    """
+    path = config.path
+    if path.is_dir():
+        recover_drafts(path)
+    if not path.exists() or (path.is_dir() and not is_checkpoint(path) and not step_folders(path)):
+        if config.if_missing == "start":
+            return None
+        try:
+            return find_checkpoint(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; for a run that starts where nothing is saved, give it as checkpoint_dir, with resume='auto'"
+            ) from error
+    return find_checkpoint(path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is that of one checkpoint."""
+    return (path / MANIFEST).exists() or path.name.startswith("step-")
+
+
+def require_no_other_run(checkpoint_dir: Path, local_ranks: LocalRanks) -> None:
+    """Check that a folder for the checkpoints of a new run has none of another run.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    folders = step_folders(checkpoint_dir) if local_ranks.world.fabrics[0].rank == 0 else []
+    if folders:
+        raise CheckpointError(
+            f"{checkpoint_dir} holds {len(folders)} checkpoints of another run, the last {folders[-1].name}, which are "
+            "never overwritten; give another checkpoint_dir, or continue that run with resume='auto'"
+        )
 
 
 def require_same_architecture(local_ranks: LocalRanks, checkpoint: Checkpoint) -> None:
@@ -381,9 +498,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
         The progress of the saved run, and its metadata.
     """
     state: Any = checkpoint.state
-    reader = CheckpointReader(
-        checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
-    )
+    reader = CheckpointReader.open(checkpoint)
     delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False, "loss_scale": 1.0})
     local_ranks.restore_delayed_grads(exist=delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0)
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
@@ -394,9 +509,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
             stacklevel=2,
         )
     shard_map = local_ranks.shard_map()
-    keys = sorted(
-        {name.split(":")[0].removeprefix("optimizer.") for name in checkpoint.names() if "optimizer." in name}
-    )
+    keys = reader.optimizer_keys()
     residuals = find_residuals(local_ranks, checkpoint)
 
     def work(fabric: Fabric) -> None:
@@ -424,7 +537,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
                 assign_values(buffer, read_buffer(checkpoint, name))
 
     with torch.no_grad():
-        for name, value in frozen_params(local_ranks.model).items():
+        for name, value in frozen_params(local_ranks.trained).items():
             value.copy_(checkpoint.read(f"frozen:{name}"))
     local_ranks.world.run(work)
     local_ranks.import_frozen_params()

@@ -208,6 +208,8 @@ def format_text(record: ProgressRecord) -> str | None:
         case "evaluation":
             metrics = " ".join(f"{name} {format_number(value)}" for name, value in record["metrics"].items())
             return f"{position} held-out {metrics}"
+        case "slow_rank":
+            return f"{position} {record['text']}"
         case "saved":
             return f"{position} saved {record['path']}"
         # a PeerError is reported by the rank that failed
@@ -220,20 +222,26 @@ def format_headline(record: ProgressRecord) -> str:
     """Return the name, the plan, and the arithmetic of the global batch."""
     ranks, size, micros = record["num_ranks"], record["batch_size"], record["num_micros"]
     name = f"{record['name']}: " if record["name"] else ""
-    batch = f"batch {size}" + (f" = {micros} microbatches of {size // micros}" if micros > 1 else "")
-    resumed = f", resumed at step {record['step']}" if record["step"] else ""
-    return f"{name}{record['plan']} on {ranks} rank{'s' if ranks > 1 else ''}, {batch}{resumed}"
+    samples = f"{size // micros} or {size // micros + 1}" if size % micros else f"{size // micros}"
+    batch = f"batch {size}" + (f" = {micros} microbatches of {samples}" if micros > 1 else "")
+    origin = f", resumed at step {record['step']}" if record["step"] else ""
+    if record.get("checkpoint"):
+        origin = f", resumed at step {record['step']} from {record['checkpoint']}"
+    elif record.get("resume_path"):
+        origin = f", starts at step 0: no checkpoint in {record['resume_path']}"
+    return f"{name}{record['plan']} on {ranks} rank{'s' if ranks > 1 else ''}, {batch}{origin}"
 
 
 def format_metrics(record: ProgressRecord) -> str:
-    """Return loss, throughput, time of a step and time left.
+    """Return loss, its parts in the last step, throughput, time of a step and time left.
 
     Example:
         >>> format_metrics({"loss": 2.31, "samples_per_s": 812.4, "step_s": 0.1311, "eta_s": 115.2, "skipped": 0})
         'loss 2.31 812 samples/s step 131 ms eta 1m55s'
     """
+    parts = [f"{name} {format_number(value)}" for name, value in record.get("loss_parts", {}).items()]
     figures = [
-        f"loss {format_number(record['loss'])}",
+        f"loss {format_number(record['loss'])}" + (f" ({', '.join(parts)})" if parts else ""),
         f"{format_number(record['samples_per_s'], 3)} samples/s",
         f"step {format_step_time(record['step_s'])}",
         f"eta {format_duration(record['eta_s'])}",

@@ -83,11 +83,13 @@ class RunSummary:
         plan_comparison: the candidates of ``strategy="auto"``.
         step: the number of steps that are done.
         loss: by step.
+        last_loss: of the last step with a finite one.
         rate: samples per second, by step.
         evaluations: every evaluation.
         measured: one traced step.
         simulated: the same step, simulated.
         skipped: the number of skipped steps.
+        slow_ranks: the last that was said of each rank and of the step since which it was slow.
         has_ended: whether the run is over.
         error: why it ended early, if it did.
     """
@@ -100,11 +102,13 @@ class RunSummary:
     plan_comparison: PlanComparison | None = None
     step: int = 0
     loss: DownsampledSeries = field(default_factory=DownsampledSeries)
+    last_loss: float = math.nan
     rate: DownsampledSeries = field(default_factory=DownsampledSeries)
     evaluations: list[EvaluationPoint] = field(default_factory=list)
     measured: Trace | None = None
     simulated: Trace | None = None
     skipped: int = 0
+    slow_ranks: dict[tuple[int, int], str] = field(default_factory=dict)
     has_ended: bool = False
     error: str | None = None
 
@@ -113,12 +117,17 @@ class RunSummary:
         if line["event"] == "step":
             self.step = line["step"]
             self.skipped += bool(line["skip_reason"])
-            self.loss.add(self.step, parse_number(line["loss"]))
+            loss = parse_number(line["loss"])
+            self.loss.add(self.step, loss)
+            self.last_loss = loss if math.isfinite(loss) else self.last_loss
             if line["seconds"]:
                 self.rate.add(self.step, line["num_samples"] / line["seconds"])
         elif line["event"] == "evaluation":
             metrics = tuple((name, parse_number(value)) for name, value in line["metrics"].items())
             self.evaluations.append(EvaluationPoint(line["step"], metrics))
+
+        elif line["event"] == "slow_rank":
+            self.slow_ranks[line["rank"], line["since_step"]] = line["text"]
 
     def add_trace(self, measured: Trace, simulated: Trace) -> None:
         """Add a traced step, and the same one simulated."""
@@ -153,7 +162,9 @@ def render_report(summary: RunSummary) -> str:
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     return write_report(
         ReportData(
-            ReportHeading(summary.title, f"{plan} on {ranks}", summary.ended_early),
+            ReportHeading(
+                summary.title, f"{plan} on {ranks}", summary.ended_early, "; ".join(summary.slow_ranks.values())
+            ),
             tuple(summary_cards(summary)),
             TrainingCurves(summary.loss.all_points(), summary.rate.all_points(), tuple(summary.evaluations)),
             summary.compiled.program,
@@ -172,8 +183,8 @@ def summary_cards(summary: RunSummary) -> list[StatCard]:
         for evaluation in last_evaluation
         for name, value in evaluation.metrics
     ]
-    if loss := summary.loss.all_points():
-        cards.append(StatCard("training loss", loss[-1][1]))
+    if math.isfinite(summary.last_loss):
+        cards.append(StatCard("training loss, last step", summary.last_loss))
     cards += [
         StatCard("steps", summary.position),
         StatCard("global batch", summary.batch_size, "samples"),

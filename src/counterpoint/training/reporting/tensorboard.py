@@ -86,7 +86,9 @@ class TensorBoardWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.file: BinaryIO = (folder / f"events.out.tfevents.{clock():.6f}.counterpoint").open("wb", buffering=0)
         self.write_event(length_delimited_field(FILE_VERSION, b"brain.Event:2"))
-        if first_step:  # discards the steps from this one on in earlier files
+        if (
+            first_step or len(list(folder.glob("events.out.tfevents.*"))) > 1
+        ):  # discards the steps from this one on in earlier files
             self.write_event(
                 step_field(first_step + 1)
                 + length_delimited_field(SESSION, field_key(STATUS, VARINT) + encode_varint(START))
