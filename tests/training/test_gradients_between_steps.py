@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_gradients_of_tables_are_whole():
     batch = torch.randint(20, (8, 3), generator=random), torch.randint(3, (8,), generator=random)
     expected = build()
     F.cross_entropy(expected(batch[0]), batch[1]).backward()
-    apart = {"share_params_on_host": False}
+    apart: dict[str, Any] = {"share_params_on_host": False}
     for plan, options in (("solo", {}), ("data(2)", apart), ("data(2)", {}), ("zero1(2)", apart), ("zero3(2)", apart)):
         model = build()
         with cp.parallelize(model, partial(optim.SGD, lr=0.1), F.cross_entropy, strategy=plan, **options) as step:
@@ -113,6 +114,10 @@ def test_gradients_of_tables_are_whole():
                     step.gradients()
 
 
+def call_on_rank(gather, ranks, fabric):
+    return gather(ranks.shard_map(), [ranks.ranks[fabric.rank]], fabric)
+
+
 def test_gradients_that_ranks_of_other_processes_have_are_gathered_by_all_of_them():
     model, (grads, _) = net(), plain_grads()[0]
     with cp.parallelize(model, SGD(model.parameters()), F.cross_entropy, strategy="zero3(2)") as step:
@@ -122,9 +127,7 @@ def test_gradients_that_ranks_of_other_processes_have_are_gathered_by_all_of_the
             (gather_grads, grads),
             (gather_grad_norms, {name: float(grad.norm()) for name, grad in grads.items()}),
         ):
-            found = ranks.world.run(
-                lambda fabric, gather=gather: gather(ranks.shard_map(), [ranks.ranks[fabric.rank]], fabric)
-            )
+            found = ranks.world.run(partial(call_on_rank, gather, ranks))
             for values in found:
                 assert values.keys() == expected.keys()
                 for name, value in values.items():

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.training.trainers import build_seeded, make_generator, max_difference
 PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2, consistency=bsp)"]
 KEEPS_GROUPS = [plan for plan in PLANS if not plan.startswith("server")]
 ADAMW = partial(optim.AdamW, lr=0.05, weight_decay=0.1)
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "AdamW": ADAMW,
     "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "NAdam": partial(optim.NAdam, lr=0.05),
@@ -304,30 +305,37 @@ def test_state_of_parameters_that_were_trained_for_different_times_needs_no_opti
     assert max_difference(state_of(model), state_of(expected)) < 1e-12
 
 
+def sgd_and_adagrad(model):
+    body = [*model.first.parameters(), *model.second.parameters()]
+    return optim.SGD(body, lr=0.1, momentum=0.9), optim.Adagrad(model.head.parameters(), lr=0.05)
+
+
+def train_with_both(model, optimizers, data):
+    for inputs, targets in data:
+        model.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
 def test_several_optimizers_each_have_the_state_of_their_part(plan):
-    def two(model):
-        body = [*model.first.parameters(), *model.second.parameters()]
-        return optim.SGD(body, lr=0.1, momentum=0.9), optim.Adagrad(model.head.parameters(), lr=0.05)
-
-    def step_plainly(model, optimizers, data):
-        for inputs, targets in data:
-            model.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
     expected, model = net(), net()
-    of_expected, of_model = two(expected), two(model)
-    step_plainly(expected, of_expected, batches(6))
-    step_plainly(model, of_model, batches(2))
+    of_expected, of_model = sgd_and_adagrad(expected), sgd_and_adagrad(model)
+    train_with_both(expected, of_expected, batches(6))
+    train_with_both(model, of_model, batches(2))
     with cp.parallelize(model, list(of_model), F.cross_entropy, strategy=plan) as step:
         for batch in batches(2, 2):
             step(*batch)
             assert [len(optimizer.state_dict()["state"]) for optimizer in of_model] == [4, 2]
-    step_plainly(model, of_model, batches(2, 4))
+    train_with_both(model, of_model, batches(2, 4))
     assert max_difference(state_of(model), state_of(expected)) < 1e-12
     for found, right in zip(of_model, of_expected, strict=True):
-        for index, state in right.state_dict()["state"].items():
-            for key, value in state.items():
-                torch.testing.assert_close(found.state_dict()["state"][index][key], value, rtol=1e-12, atol=1e-14)
+        assert_equal_values(found.state_dict()["state"], right.state_dict()["state"])
+
+
+def assert_equal_values(found, expected):
+    assert found.keys() == expected.keys()
+    for index, state in expected.items():
+        for key, value in state.items():
+            torch.testing.assert_close(found[index][key], value, rtol=1e-12, atol=1e-14)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import CounterpointError, DataError, PlanError
-from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.partitioning.dry_run import assign_values, explain_input_errors, preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
@@ -106,7 +106,7 @@ from counterpoint.training.model_partition import (
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
-from counterpoint.training.rank_facts import CallFacts
+from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_mode, describe_structure, first_difference
 from counterpoint.training.shared_models import SharedModel
 from counterpoint.training.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.step_facts import StepFacts
@@ -710,6 +710,8 @@ class LocalRanks:
         assert self.run_spec is not None, "built"
         assert self.mutation_check is not None, "built"
         self.mutation_check.require_unchanged(self.plan, "")
+        if has_remote_ranks(self.world):
+            require_same_changes(self.world.fabrics[0], self.model, change)
         has_feedback = any(
             flat_params.error_feedbacks
             for rank in self.ranks.values()
@@ -950,6 +952,25 @@ class LocalRanks:
         self.stale_hooks.clear()
         self.stale_weights.unmark()
         self.has_grads = False
+
+
+def require_same_changes(fabric: Fabric, model: nn.Module, change: str) -> None:
+    """Check that all processes have made the same change; a collective call.
+
+    Args:
+        fabric: this rank's fabric.
+        model: this rank's model.
+        change: what has changed, for the error of a process that waits for others.
+
+    Raises:
+        PlanError: other parameters are trainable, or modules are in another mode.
+    """
+    facts = [*describe_structure(model)[0], ["the model", describe_mode(model)]]
+    label = f"what all ranks do because {change}"
+    gathered = fabric.gather_values(label, cast("Json", facts), tuple(range(fabric.num_ranks)))
+    difference = first_difference(cast("list[NamedFacts]", gathered))
+    if difference:
+        raise PlanError(f"the ranks do not train the same model: {difference}")
 
 
 def require_grad_recording() -> None:
