@@ -13,6 +13,7 @@ from tests.training.several_models import PlainStep
 
 SHARDED = ("data(2)", "zero3(2)", "pipeline(2)")
 PLANS = {
+    "clip": ("data(2)", "zero3(2)", "pipeline(2, schedule=gpipe)", "tensor(2)"),
     "dlrm": (*SHARDED, "tensor(2)", "bsp(2)"),
     "graph_network": SHARDED,
     "image_classification": ("data(2)", "zero3(2)"),
