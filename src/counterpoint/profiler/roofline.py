@@ -29,7 +29,7 @@ from counterpoint.partitioning.flop_counter import FlopCounter, OpCost
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.profiler.profile_target import ProfileTarget, storage_sizes
-from counterpoint.runtime.loss_reduction import WeightedMean
+from counterpoint.runtime.loss_reduction import compute_plain_loss
 from counterpoint.simulator.cost_model import ADAM_PASSES
 from counterpoint.simulator.memory_traffic import ADD_PASSES
 from counterpoint.world.cluster import Device
@@ -107,7 +107,7 @@ class FakeTensorModel:
             outputs = segment(leaves, self.params, self.buffers, no_seed, self.input_shapes)
             if not segment.outputs:
                 loss = self.target.loss(self.target.partitioned.unflatten_output(outputs), self.targets)
-                outputs = (loss.total if isinstance(loss, WeightedMean) else loss,)
+                outputs = (compute_plain_loss(loss),)
         self.values.update(zip(segment.outputs, outputs, strict=bool(segment.outputs)))
         saved.update(storage_sizes(outputs if segment.outputs else ()))
         saved_bytes = sum(size for address, size in saved.items() if address not in self.known_storages)
