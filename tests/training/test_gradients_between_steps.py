@@ -194,3 +194,23 @@ def test_gradients_of_code_between_steps_do_not_enter_the_next_one():
             step(*batch)
             model(batch[0]).sum().backward()
     require_equal(params_of(model), params_of(expected))
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs * self.temperature, targets)
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
+def test_parameters_of_the_loss_have_gradients_too(plan):
+    (model, loss), (expected, expected_loss), (inputs, targets) = (net(), Tempered()), (net(), Tempered()), batches()[0]
+    expected_loss(expected(inputs), targets).backward()
+    with cp.parallelize(model, SGD([*model.parameters(), *loss.parameters()]), loss, strategy=plan) as step:
+        step(inputs, targets)
+        torch.testing.assert_close(loss.temperature.grad, expected_loss.temperature.grad, rtol=1e-12, atol=0.0)

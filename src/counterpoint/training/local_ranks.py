@@ -453,7 +453,11 @@ class LocalRanks:
             str(self.plan),
             self.export_weights if self.is_single_process else None,
             StaleGrads(
-                {name: param for name, param in self.model.named_parameters() if id(param) not in self.own_grad_ids()},
+                {
+                    name: param
+                    for name, param in self.trained.named_parameters()
+                    if id(param) not in self.own_grad_ids()
+                },
                 str(self.plan),
                 self.gradients,
                 is_single_process=self.is_single_process,
@@ -462,7 +466,7 @@ class LocalRanks:
 
     def own_grad_ids(self) -> set[int]:
         """Return the parameters, by identity, in whose own ``grad`` the only rank has the gradient; and frozen ones."""
-        frozen = {id(param) for param in self.model.parameters() if not param.requires_grad}
+        frozen = {id(param) for param in self.trained.parameters() if not param.requires_grad}
         if self.world.fabrics[0].num_ranks > 1 or not self.has_one_gradient():
             return frozen
         units = self.ranks[0].interpreter.store.units.values()
