@@ -110,3 +110,28 @@ def test_a_frozen_part_that_another_step_trains_is_up_to_date():
         return losses, *finish(first, second)
 
     check_equal(train, "zero3(2)")
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output, targets):
+        return F.mse_loss(output * self.log_scale.exp(), targets)
+
+
+def test_a_parameter_that_two_losses_share_is_trained_by_both_steps():
+    def train(make_first, make_second):
+        loss, models, losses = ScaledLoss(), [network(3, 4), network(3, 4)], []
+        first, second = (
+            make(model, ADAM([*model.parameters(), *loss.parameters()]), loss)
+            for make, model in zip((make_first, make_second), models, strict=True)
+        )
+        for batch in BATCHES:
+            losses += [step(batch, torch.ones(8, 4, dtype=torch.float64)) for step in (first, second)]
+        return losses, *finish(first, second), loss.state_dict()
+
+    check_equal(train, "zero3(2)")

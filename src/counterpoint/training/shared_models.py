@@ -20,11 +20,11 @@ class ModelTrainer(Protocol):
     """Ranks that train a model.
 
     Attributes:
-        model: the user's model.
+        trained: the user's model, with the parameters of its loss.
         trains_in_place: whether the model's own parameters have the trained values all the time.
     """
 
-    model: nn.Module
+    trained: nn.Module
 
     @property
     def trains_in_place(self) -> bool:
@@ -54,9 +54,9 @@ class SharedModel:
 
     def find_partners(self) -> None:
         """Find the steps with a parameter in common, and load their weights into it: this step begins with them."""
-        own = set(self.trainer.model.parameters())
+        own = set(self.trainer.trained.parameters())
         for other in list(open_models()):
-            if not own.isdisjoint(other.trainer.model.parameters()):
+            if not own.isdisjoint(other.trainer.trained.parameters()):
                 self.partners.add(other)
                 other.trainer.update_model()
 
