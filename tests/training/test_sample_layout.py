@@ -241,36 +241,45 @@ FITS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("data", ["dataset", "loader", "stream", "batches"])
+def fit_options(case):
+    options = dict(CASES[case][3])
+    return {**options, "shared": ["adjacency"]} if "shared" in options else options
+
+
+def make_samples(case):
+    torch.manual_seed(0)
+    samples: Any = [tuple(field.double() for field in FITS[case][1](index)) for index in range(10)]
+    return samples
+
+
+@pytest.mark.parametrize("data", ["loader", "stream", "batches"])
 @pytest.mark.parametrize("case", CASES)
 def test_fit_takes_batches_of_every_form_and_evaluates_them(case, data):
-    kind, loss, _, options = CASES[case]
-    options = {name: [each for each in value if each != "scale"] if name == "shared" else value
-               for name, value in options.items()}  # fmt: skip
-    collate, make_sample = FITS[case]
-    torch.manual_seed(0)
-    samples = [tuple(field.double() for field in make_sample(index)) for index in range(10)]
+    (kind, loss, _, _), collate, samples = CASES[case], FITS[case][0], make_samples(case)
     batches = [collate(samples[:6]), collate(samples[6:])]
-    dataset: Any = samples
     sources: dict[str, tuple[Any, dict[str, Any]]] = {
-        "dataset": (samples, {"batch_size": 6, "collate_fn": collate}),
-        "loader": (torch.utils.data.DataLoader(dataset, 6, collate_fn=collate), {}),
+        "loader": (torch.utils.data.DataLoader(samples, 6, collate_fn=collate), {}),
         "stream": (lambda: iter(samples), {"batch_size": 6, "collate_fn": collate}),
         "batches": (batches, {}),
     }
     source, arguments = sources[data]
     model = kind()
     plain = copy.deepcopy(model)
-    with Trainer(model, loss=loss, optimizer=sgd, strategy="data(2)", progress="off", **options) as trainer:
+    with Trainer(model, loss=loss, optimizer=sgd, strategy="data(2)", progress="off", **fit_options(case)) as trainer:
         evaluated = trainer.evaluate(source, **arguments)["loss"]
         losses = trainer.fit(source, **arguments).losses
-    if data == "dataset":  # in another order
-        assert len(losses) == 2
-    else:
-        with torch.no_grad():
-            means = [float(loss(call(plain, inputs), targets)) for inputs, targets in batches]
-        assert evaluated == pytest.approx((6 * means[0] + 4 * means[1]) / 10, rel=1e-12)
-        assert losses == pytest.approx(train_plainly(plain, loss, batches), rel=1e-12)
+    with torch.no_grad():
+        means = [float(loss(call(plain, inputs), targets)) for inputs, targets in batches]
+    assert evaluated == pytest.approx((6 * means[0] + 4 * means[1]) / 10, rel=1e-12)
+    assert losses == pytest.approx(train_plainly(plain, loss, batches), rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fit_collates_the_samples_of_a_dataset(case):
+    kind, loss, _, _ = CASES[case]
+    with Trainer(kind(), loss=loss, optimizer=sgd, strategy="data(2)", progress="off", **fit_options(case)) as trainer:
+        history = trainer.fit(make_samples(case), batch_size=6, collate_fn=FITS[case][0])
+    assert [event.num_samples for event in history.steps] == [6, 4]
 
 
 @pytest.mark.parametrize("data", ["dataset", "loader", "stream"])

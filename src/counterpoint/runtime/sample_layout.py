@@ -55,14 +55,12 @@ class SamplePart:
 
     def take(self, indices: Sequence[int]) -> SamplePart:
         """Return the part with other samples; what belongs to all samples as it is."""
-        match self.dim:
-            case None:
-                return self
-            case "list":
-                return SamplePart([self.value[index] for index in indices], "list")
-            case dim:
-                kept = tree_map_only(Tensor, lambda leaf: leaf[(slice(None),) * dim + (list(indices),)], self.value)
-                return SamplePart(kept, dim)
+        if self.dim is None:
+            return self
+        if self.dim == "list":
+            return SamplePart([self.value[index] for index in indices], "list")
+        before = (slice(None),) * self.dim
+        return SamplePart(tree_map_only(Tensor, lambda leaf: leaf[(*before, list(indices))], self.value), self.dim)
 
 
 class SampleLayout:
