@@ -270,11 +270,7 @@ class LocalRanks:
         assert self.compiled is not None, "compiled"
         return self.compiled
 
-    def compile_plan(
-        self,
-        inputs: Any,  # noqa: ANN401 - whatever the model takes
-        num_samples: int,
-    ) -> PartitionedModel:
+    def compile_plan(self, inputs: Any, num_samples: int) -> PartitionedModel:  # noqa: ANN401 - what the model takes
         """Partition the model and compile the plan for it; return the partition.
 
         Args:
@@ -304,7 +300,7 @@ class LocalRanks:
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if self.uses_rng else DrawSites()
         profile, microbatch_size = self.options.profile, max(num_samples, 1)
         spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size, self.trained)
-        plan = with_loss_pass(with_partition(self.plan, spec, profile), options)
+        plan = with_partition(with_loss_pass(self.plan, options), spec, profile)
         self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
         if not (accepts or options.batch_dims or options.shared):
