@@ -448,16 +448,13 @@ class LocalRanks:
         named: list[tuple[str, Tensor]] = [pair for pair in self.trained.named_parameters() if pair[1].requires_grad]
         named += [(name, buffer) for name, buffer in self.model.named_buffers() if name in changed]
         current = {id(tensor) for tensor in self.current_tensors()} if len(self.ranks) == 1 else set()
+        own_grads = self.own_grad_ids()
         return StaleWeights(
             {name: tensor for name, tensor in named if id(tensor) not in current},
             str(self.plan),
             self.export_weights if self.is_single_process else None,
             StaleGrads(
-                {
-                    name: param
-                    for name, param in self.trained.named_parameters()
-                    if id(param) not in self.own_grad_ids()
-                },
+                {name: param for name, param in self.trained.named_parameters() if id(param) not in own_grads},
                 str(self.plan),
                 self.gradients,
                 is_single_process=self.is_single_process,

@@ -55,7 +55,7 @@ def wrap_optimizer(
     Raises:
         PlanError: it is neither, or does not fit the model.
     """
-    if isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
+    if isinstance(optimizer, list | tuple):
         optimizer = chain_optimizers(optimizer)
     if not isinstance(optimizer, optim.Optimizer) and not callable(optimizer):
         raise PlanError(
