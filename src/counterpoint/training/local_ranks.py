@@ -303,11 +303,7 @@ class LocalRanks:
         plan = with_partition(with_loss_pass(self.plan, options), spec, profile)
         self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
-        if not (accepts or options.batch_dims or options.shared):
-            num_micros = self.compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
-            runs_per_rank = min(max_forwards_per_rank(self.compiled.program), num_micros)
-            require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
-        self.require_lookups_of_parts(partition, inputs)
+        self.require_parts(partition, self.compiled, inputs)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
@@ -537,13 +533,18 @@ class LocalRanks:
                 "unused_parameters='zero'"
             )
 
-    def require_lookups_of_parts(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
-        """Check that lookups in tables are those of a plain loop, if ranks look up parts of a batch or run a trace.
+    def require_parts(self, partition: PartitionedModel, compiled: CompiledPlan, inputs: Any) -> None:  # noqa: ANN401
+        """Check that buffers and lookups in tables are those of a plain loop, if forwards see parts of a batch.
 
         Raises:
             PlanError: a table limits the norm of its rows.
-            DataError: a table gets offsets of the batch.
+            DataError: a buffer depends on the division, or a table gets offsets of the batch.
         """
+        options = self.options
+        if not (options.cross_sample == "accept" or options.batch_dims or options.shared):
+            num_micros = compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
+            runs_per_rank = min(max_forwards_per_rank(compiled.program), num_micros)
+            require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
         if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
             require_no_max_norm(self.model, self.plan)
         if self.global_num_microbatches > 1:
