@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             max_steps=options.steps,
             checkpoint_dir=options.folder,
             save_every=20,
-            resume=options.folder if options.folder.exists() else None,
+            resume="auto",
         )
     if trainer.rank == 0:
         print(f"{options.strategy}: {len(history.losses)} steps, loss {history.losses[-1]:.4f}")

@@ -642,7 +642,7 @@ def split_weighted_mean(loss: WeightedMean, what: str) -> tuple[Tensor, Tensor |
     """Return the mean of some samples and its weight; a mean of 0 for the weight 0.
 
     Raises:
-        DataError: a part is no number.
+        DataError: a part is no number, or there is a total without a weight.
     """
     total, weight = loss
     for name, part in (("total", total), ("weight", weight)):
@@ -663,6 +663,12 @@ def split_weighted_mean(loss: WeightedMean, what: str) -> tuple[Tensor, Tensor |
         raise DataError(
             f"the weight of the WeightedMean of {what} is {weight}; it is what the total is divided by, such as the "
             "number of tokens: give a number that is not negative"
+        )
+    if not weight and abs(float(total.detach())) > 0:
+        raise DataError(
+            f"the WeightedMean of {what} has the total {float(total.detach()):.6g} and the weight 0, so it is no mean, "
+            "and its samples would not count; give the total 0 where nothing has a weight, or every sample a weight, "
+            "such as the number of samples"
         )
     return (total / weight if weight else total * 0.0), weight
 
