@@ -306,7 +306,6 @@ class LocalRanks:
         self.require_parts(partition, self.compiled, inputs)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
-        require_known_grad_norm(self.compiled, self.options)
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.check_updates()
         check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
@@ -491,6 +490,8 @@ class LocalRanks:
         Raises:
             PlanError: they cannot.
         """
+        assert self.compiled is not None, "compiled"
+        require_known_grad_norm(self.compiled, self.options)
         self.require_elementwise_optimizer()
         self.require_skippable_params()
         if self.options.unused_parameters == "skip" or not self.optimizer_spec.has_mergeable_state():
