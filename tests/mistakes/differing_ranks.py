@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +37,7 @@ def step(model=None, optimizer=None, loss=F.cross_entropy, batch=(INPUTS, TARGET
 
 def fit(data=DATA, model=None, trainer_options=None, **options):
     """Begin to fit a dataset."""
-    given = {"loss": F.cross_entropy, "optimizer": partial(optim.SGD, lr=0.1), "progress": "off"}
+    given: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": partial(optim.SGD, lr=0.1), "progress": "off"}
     trainer = cp.Trainer(model or mlp(), **given, **(trainer_options or {}))
     trainer.fit(data, **{"batch_size": 12, "max_steps": 1, **options})
 
@@ -52,27 +54,29 @@ class Net(nn.Module):
         self.activation, self.scale, self.sizes, self.width = activation, scale, sizes, width
 
     def forward(self, x):
-        return self.head(self.activation(self.a(x) + self.b(x))) * self.scale
+        hidden = self.get_submodule("a")(x) + self.get_submodule("b")(x)
+        return self.head(self.activation(hidden)) * self.scale
 
 
 class OtherNet(Net):
     """The same parameters, another class."""
 
 
-def net_with_code(other):
-    """Return a class of one name, with one of two forwards."""
+class CodedNet(Net):
+    """Has the name of another class, and another forward."""
 
-    class Coded(Net):
-        def forward(self, x):
-            return super().forward(x)
+    def forward(self, x):
+        return super().forward(x)
 
-    if other:
 
-        class Coded(Net):
-            def forward(self, x):
-                return -super().forward(x)
+class NegatedNet(Net):
+    """Gets the name of :class:`CodedNet`."""
 
-    return Coded()
+    def forward(self, x):
+        return -super().forward(x)
+
+
+NegatedNet.__name__ = NegatedNet.__qualname__ = CodedNet.__name__
 
 
 def groups(names, **options):
@@ -166,7 +170,7 @@ def shifted(data):
 
 
 Linear = partial(nn.Linear, 6, 3)
-DIFFERENCES = {
+DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
     "class of the model": (lambda: step(either(Net, OtherNet)()), r"module is Net\(.* on rank 0, OtherNet\("),
     "size of a layer": (lambda: step(nn.Linear(6, either(3, 4)).double()), r"weight is float64 \(3, 6\) on cpu on rank 0, fl"),
     "dtype": (lambda: step(either(Linear().double(), Linear().half())), "weight is float64 .* on rank 0, float16 .* rank 1"),
@@ -176,7 +180,7 @@ DIFFERENCES = {
     "number": (lambda: step(Net(scale=either(1.0, 2.0))), r"scale=1.0.* on rank 0, Net\(.*scale=2.0.* on rank 1"),
     "tuple": (lambda: step(Net(sizes=either((1, 2), (2, 1)))), r"sizes=\(1, 2\).* on rank 0, .*sizes=\(2, 1\)"),
     "activation": (lambda: step(Net(activation=either(torch.tanh, torch.relu))), "activation=tanh.* on rank 0, .*=relu"),
-    "code of forward": (lambda: step(net_with_code(is_other())), r"module is Coded\(.*code \w+ on rank 0, Coded"),
+    "code of forward": (lambda: step(either(CodedNet, NegatedNet)()), r"module is CodedNet\(.*code \w+ on rank 0, Coded"),
     "training mode": (lambda: step(mlp().train(not is_other())), "the model is in training mode on rank 0, in evaluation"),
     "mode of a module": (lambda: step(with_eval(either("3", "1"))), "in training mode but for 3 on rank 0, .* for 1 on"),
     "rate of dropout": (

@@ -1,5 +1,7 @@
 """A linear layer's weight gradient is written to its sink, except where autograd needs it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ class RecordingGradSink:
     def is_bounded(self, rows, inputs):
         return False
 
-    def check(self, grad, *, is_bounded):
+    def check(self, grad, *, is_bounded=False):
         assert not is_bounded
         assert grad.data_ptr() == self.memory.data_ptr()
 
@@ -104,8 +106,14 @@ def test_a_compiled_graph_stays_one_graph():
 @pytest.mark.parametrize(("num_rows", "is_asked"), [(2, True), (40, False)])
 def test_factors_are_read_if_they_are_smaller_than_the_product(num_rows, is_asked, monkeypatch):
     module = nn.Linear(64, 32)
-    sink, asked = RecordingGradSink(module.weight), []
-    monkeypatch.setattr(sink, "is_bounded", lambda rows, inputs: bool(asked.append(len(rows))))
+    sink: Any = RecordingGradSink(module.weight)
+    asked = list[int]()
+
+    def is_bounded(rows, inputs):
+        asked.append(len(rows))
+        return False
+
+    monkeypatch.setattr(sink, "is_bounded", is_bounded)
     with InPlaceGradMode(GradSinks({id(module.weight): sink})):
         run_backward([module(torch.randn(num_rows, 64)).square().sum()], [None])
     assert asked == ([num_rows] if is_asked else [])
