@@ -88,7 +88,10 @@ def test_a_plan_file_needs_no_more_than_a_strategy():
         ("plan: {strategy: solo, num_microbatches: two}", "num_microbatches must be a whole number"),
         ("plan: {strategy: solo, num_microbatches: 1.5}", "num_microbatches must be a whole number"),
         ("plan: {strategy: solo, passes: overlap}", "passes a list, not 1 and 'overlap'"),
-        ("plan: {strategy: solo, passes: [fast]}", "there is no pass 'fast'; the passes are overlap, recompute"),
+        (
+            "plan: {strategy: solo, passes: [fast]}",
+            "there is no pass 'fast'; the passes are overlap, recompute, gather_outputs",
+        ),
         ("plan: {strategy: datta(2)}", "there is no strategy 'datta'; did you mean data?"),
     ],
 )
@@ -186,7 +189,7 @@ def test_a_plan_knows_its_ranks_and_its_mesh():
     ("make", "error_text"),
     [
         (lambda: Plan(num_microbatches=0), "a plan needs at least 1 microbatch, not 0"),
-        (lambda: Plan(passes=("fuse",)), "there is no pass 'fuse'; the passes are overlap, recompute"),
+        (lambda: Plan(passes=("fuse",)), "there is no pass 'fuse'; the passes are overlap, recompute, gather_outputs"),
         (lambda: Plan((Data(0),)), "data(0) has 0 ranks; give 1 or more"),
         (lambda: Plan((Zero(-1),)), "zero(-1, level=1) has -1 ranks; give 1 or more"),
     ],
