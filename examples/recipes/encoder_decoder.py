@@ -1,4 +1,4 @@
-"""Train an encoder and a decoder in a loop of one's own, on pairs of sequences of different lengths.
+"""Train an encoder and a decoder in a custom training loop, on pairs of sequences of different lengths.
 
 python examples/recipes/encoder_decoder.py --strategy "pipeline(2)"
 """

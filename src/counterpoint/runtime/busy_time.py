@@ -42,7 +42,7 @@ class BusyTimer:
         self.stopped_s = self.clock()
 
     def add_wait(self, seconds: float) -> None:
-        """Leave out time in which the rank communicates."""
+        """Exclude time in which the rank communicates."""
         self.waited_s += seconds
 
     def read(self) -> float:
@@ -50,5 +50,5 @@ class BusyTimer:
         return self.clock() - self.since_s - self.waited_s
 
     def restart(self) -> None:
-        """Begin to measure anew, after a commit."""
+        """Start a new measurement, after a commit."""
         self.since_s, self.waited_s = self.clock(), 0.0

@@ -199,7 +199,7 @@ class OptimizerSpec:
         self._export_state = export_state
 
     def detach_ranks(self) -> None:
-        """Make the template an optimizer as any other, with its own state: the ranks are gone."""
+        """Make the template an ordinary optimizer with its own state again, after the ranks have ended."""
         self._export_state = None
         unlink_parts = getattr(self.optimizer, "unlink_parts", None)  # of several optimizers
         if unlink_parts is not None:

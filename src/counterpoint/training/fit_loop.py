@@ -418,7 +418,7 @@ class FitLoop:
             self.num_extra_steps = step - moved.epoch * self.batches.num_batches - moved.batch
             text += f"; an epoch has {self.batches.num_batches} steps"
         if self.lr_scheduler is not None:
-            text += f"; the learning rate schedule, which counts steps, goes on at step {step} as it was saved"
+            text += f"; the learning rate schedule, which counts steps, continues at step {step}, as saved"
         if self.local_ranks.world.fabrics[0].rank == 0:
             warnings.warn(
                 f"{path} was saved with batch size {size}, and this run has {new_size}, as resume_batch_size='new' "

@@ -87,11 +87,11 @@ from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
-from counterpoint.training.buffer_changes import BufferChanges
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
 from counterpoint.training.model_consistency import (
     AttributeCheck,
+    BufferChanges,
     ParameterMutationCheck,
     broadcast_initial_values,
 )

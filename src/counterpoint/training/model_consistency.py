@@ -1,4 +1,4 @@
-"""Check that all processes start with the same model, and that the user does not change weights between steps."""
+"""Check that processes start with the same model, and find what is changed between steps: an error, or carried over."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from contextlib import suppress
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import format_ranks
-from counterpoint.partitioning.dry_run import TrainingModes, assign_values
+from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.rank_builder import RankRuntime
+from counterpoint.training.stale_weights import without_stale_reads
 
 
 def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -> None:
@@ -190,3 +191,48 @@ def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], s
         for key, value in vars(module).items():
             if isinstance(value, kinds) and key != "training" and not key.startswith("_"):
                 yield f"{path}.{key}".lstrip("."), vars(module), key
+
+
+class BufferChanges:
+    """Gives ranks the buffers of the user's model that code between steps has changed or replaced.
+
+    It finds them by torch's version counters and by what is registered; changes through ``.data`` are not seen.
+
+    Args:
+        model: the user's model.
+        ranks: of this process; those that run the model itself have its buffers.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Collection[RankRuntime]) -> None:
+        self.ranks = ranks
+        self.slots = BufferSlots(model)
+        own = {id(buffer) for rank in ranks for buffer in rank.interpreter.store.buffers.values()}
+        self.buffers = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in own]
+        self.versions: list[int] = []
+        self.values: list[Tensor] = []
+        self.record()
+
+    def record(self) -> None:
+        """Take the present values as those that the ranks know."""
+        with without_stale_reads():
+            self.versions = self._read_versions()
+            self.values = [buffer.clone() for _, buffer in self.buffers]
+
+    def carry_over(self) -> None:
+        """Load the buffers that were changed since :meth:`record` into all ranks.
+
+        Raises:
+            DataError: one was replaced by a tensor of another shape or dtype.
+        """
+        with without_stale_reads(), torch.no_grad():
+            self.slots.adopt()
+            if self._read_versions() == self.versions:
+                return
+            for (name, buffer), value in zip(self.buffers, self.values, strict=True):
+                if not torch.equal(buffer, value):
+                    for rank in self.ranks:
+                        assign_values(rank.interpreter.store.buffers[name], buffer)
+        self.record()
+
+    def _read_versions(self) -> list[int]:
+        return [buffer._version for _, buffer in self.buffers]  # noqa: SLF001 - there is no other way to see changes

@@ -1,4 +1,4 @@
-"""Report the steps of a loop of the user's own to a run folder, as a fit reports its own."""
+"""Report the steps of a custom training loop to a run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report the steps of a run to its callbacks, whoever takes them: a fit, or a loop of the user's own."""
+"""Report the steps of a run to its callbacks, those of a fit and those of a custom training loop."""
 
 from __future__ import annotations
 
