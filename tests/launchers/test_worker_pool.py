@@ -16,7 +16,7 @@ LONG_S, LOOK_S = 60.0, 0.02
 
 
 def take_all(job, worker, must_go):
-    """Take files until none is left, the last one only when the job named in it is done."""
+    """Take files until none is left; a file that names a folder waits until that folder has no files left."""
     while names := sorted(path.name for path in Path(job).glob("*.todo")):
         if must_go():
             return False
@@ -72,7 +72,8 @@ def folder(path, num_files, after=""):
 
 def test_workers_go_to_the_other_job_when_one_is_complete(tmp_path):
     first = folder(tmp_path / "first", 3)
-    second = folder(tmp_path / "second", 3, after=first)
+    gate = folder(tmp_path / "gate", 1)
+    second = folder(tmp_path / "second", 3, after=gate)
     with WorkerPool(2, take_all) as pool:
         pool.add_job(JobDemand(second))
         assert set(pool.current_jobs.values()) == {second}
@@ -80,6 +81,7 @@ def test_workers_go_to_the_other_job_when_one_is_complete(tmp_path):
         assert set(pool.current_jobs.values()) == {first, second}
         assert pool.wait(LONG_S) == first
         assert set(pool.current_jobs.values()) == {second}
+        Path(gate, "00.todo").unlink()
         assert pool.wait(LONG_S) == second
     assert not list(tmp_path.rglob("*.todo"))
 
