@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -238,6 +237,9 @@ def export_graph(
 
 def _require_known_sizes(module: fx.GraphModule, model: nn.Module) -> None:
     """Reject operations whose result has a size that depends on values, such as ``nonzero``."""
+    # imports sympy, 36 MB and 0.6 s, which ranks that trace nothing do without
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     for node in module.graph.nodes:
         if any(map(free_unbacked_symbols, tree_leaves(node.meta.get("val")))):
             path = innermost_module(node)
