@@ -26,9 +26,9 @@ def escape_text(text: str) -> str:
     r"""Return the text with its control characters escaped, except tabs and newlines.
 
     Example:
-        >>> print(escape_text("layer\x1b]0;title\x07 \u202e of\n\ttwo lines"))
+        >>> print(escape_text("layer\x1b]0;title\x07 \u202e of\ntwo lines"))
         layer\x1b]0;title\x07 \u202e of
-            two lines
+        two lines
     """
     return _IN_TEXT.sub(_escape, text)
 
