@@ -14,8 +14,9 @@ from counterpoint.launchers.environment import KEY_FILE
 from counterpoint.launchers.server_processes import start_servers
 from counterpoint.ps.consistency import Asp
 from counterpoint.ps.job_config import JobConfig
+from counterpoint.ps.process.join_job import join
 from counterpoint.ps.update_rules import Sgd
-from counterpoint.rpc.job_key import JobKey, write_key
+from counterpoint.rpc.job_key import JobKey, new_key, write_key
 from tests.launchers.ranks import script
 
 pytestmark = pytest.mark.process
@@ -59,7 +60,7 @@ class ProcessRecords(threading.Thread):
         self.over, self.texts = threading.Event(), {}
 
     def run(self):
-        while not self.over.wait(0.05):
+        while not self.over.wait(0.5):
             for pid in descendants(os.getpid()):
                 for name in ("cmdline", "environ"):
                     try:
@@ -98,7 +99,7 @@ def test_the_key_of_a_job_is_nowhere_but_in_its_file(tmp_path, monkeypatch):
             )
             during = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(CounterpointError) as caught:
-            servers.join("worker-0" * 40, timeout_s=0.1)
+            join(servers.contact, "stranger", new_key(), timeout_s=1.0)
         errors |= {"error": str(caught.value), "error of servers": repr(caught.value)}
     records.stop()
     assert "the rank crashes with" in result.report

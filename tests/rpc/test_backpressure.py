@@ -77,8 +77,8 @@ def test_a_connection_moves_until_the_other_side_has_read_what_was_sent(place, s
         assert not connection.has_data_in_flight
 
 
-def test_a_connection_moves_while_half_of_a_message_has_come():
-    received, secret = Records(), JobCredentials(None)
+def test_a_connection_moves_while_half_of_a_message_has_come(secret):
+    received = Records()
     with EventLoop() as serving, EventLoop() as calling:
         server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, received.message)
         connection, _ = connect_and_record(calling, server.address, secret)

@@ -60,7 +60,7 @@ def announced(folder, name):
 
 FORGED = {
     "another inode": r"it is file \d+ of 4096 bytes, not \d+ of 4096",
-    "another size": r"of 8192 bytes, not \d+ of 4096",
+    "another size": r"it is file \d+ of 8192 bytes, not \d+ of 4096",
     "a pipe": r"it is file \d+ of 0 bytes",
     "a file": "invalid argument|not sealed",
     "memory without seals": "it is not sealed, and could shrink while it is read",
