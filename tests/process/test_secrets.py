@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import LaunchError
 from counterpoint.launchers import run_command, script_command
 from counterpoint.launchers.environment import KEY_FILE
 from counterpoint.launchers.server_processes import start_servers
@@ -75,40 +75,51 @@ class ProcessRecords(threading.Thread):
         self.join()
 
 
+def files_below(folder, when):
+    return {f"{when}: {path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_job(folder, key):
+    """Everything that a job with two ranks, a coordinator, a server and a stranger shows or writes, by its name."""
+    lines, job = [], JobConfig("canary", Asp(), 1)
+    with start_servers(job, folder=folder / "servers", key=key, is_journaled=True) as servers:
+        with servers.join("worker-0") as session:
+            session.init("weight", torch.zeros(3), Sgd(0.1))
+            session.push("weight", torch.ones(3)).wait()
+            command = script_command(script(folder, TRAIN))
+            result = run_command(command, 2, on_line=lambda line: lines.append(line.text))
+            texts = files_below(folder, "during")
+        with pytest.raises(LaunchError) as caught:
+            join(servers.contact, "stranger", new_key(), timeout_s=1.0)
+    shown = {
+        "report": result.report,
+        "result": repr(result),
+        "output": "\n".join(lines),
+        "stranger": repr(caught.value),
+    }
+    return texts | files_below(folder, "after") | {name: text.encode() for name, text in shown.items()}
+
+
 def where_the_key_is(texts):
     return [name for name, text in texts.items() if any(form in text for form in FORMS)]
 
 
 def test_the_key_of_a_job_is_nowhere_but_in_its_file(tmp_path, monkeypatch):
-    key, lines = JobKey(SECRET), []
+    key = JobKey(SECRET)
     write_key(key, tmp_path / "job.key")
     monkeypatch.setenv(KEY_FILE, str(tmp_path / "job.key"))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    errors = {"repr": repr(key), "str": f"{key}"}
+    monkeypatch.chdir(tmp_path)
     records = ProcessRecords()
     records.start()
-    with start_servers(
-        JobConfig("canary", Asp(), 1), folder=tmp_path / "servers", key=key, is_journaled=True
-    ) as servers:
-        with servers.join("worker-0") as session:
-            session.init("weight", torch.zeros(3), Sgd(0.1))
-            session.push("weight", torch.ones(3)).wait()
-            result = run_command(
-                script_command(script(tmp_path, TRAIN)), 2, on_line=lambda line: lines.append(line.text)
-            )
-            during = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(CounterpointError) as caught:
-            join(servers.contact, "stranger", new_key(), timeout_s=1.0)
-        errors |= {"error": str(caught.value), "error of servers": repr(caught.value)}
-    records.stop()
-    assert "the rank crashes with" in result.report
+    try:
+        texts = run_job(tmp_path, key)
+    finally:
+        records.stop()
+    assert b"the rank crashes with" in texts["report"]
+    assert any("checkpoints" in name for name in texts)
     assert len({pid for pid, _ in records.texts}) >= 4
-    after = {f"after: {path}": path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert any("checkpoints" in name for name in after)
-    texts = {"report": result.report, "output": "\n".join(lines), "result": repr(result), **errors}
-    found = where_the_key_is(records.texts | during | after | {name: text.encode() for name, text in texts.items()})
-    assert found == [str(tmp_path / "job.key"), f"after: {tmp_path / 'job.key'}"]
+    assert where_the_key_is(records.texts | texts) == ["during: job.key", "after: job.key"]
 
 
 def test_the_search_finds_the_key_in_each_form():
