@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,6 +33,15 @@ void futex_wait(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
+// Whether an open file is the sealed memory of this user that its rank has registered.
+bool is_registered(int fd, const Segment& segment) {
+  struct stat status;
+  int seals = fcntl(fd, F_GET_SEALS);
+  return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
+         status.st_ino == segment.inode && status.st_uid == geteuid() &&
+         static_cast<uint64_t>(status.st_size) == segment.num_bytes;
+}
+
 }  // namespace
 
 HostContext::HostContext(void* memory, int rank, int num_ranks, const int* pidfds, int spins, int64_t slice_ns)
@@ -57,9 +67,11 @@ uint8_t* HostContext::segment(int rank, int number) {
   Segment& segment = owner.segments[number];
   char path[64];
   std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", owner.pid, segment.fd);
-  int fd = open(path, O_RDWR | O_CLOEXEC);
+  int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (fd < 0) return nullptr;
-  void* address = mmap(nullptr, segment.num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* address = MAP_FAILED;
+  if (is_registered(fd, segment))
+    address = mmap(nullptr, segment.num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
   if (address == MAP_FAILED) return nullptr;
   segments_[{rank, number}] = {static_cast<uint8_t*>(address), segment.num_bytes};

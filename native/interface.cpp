@@ -1,4 +1,6 @@
 // Functions called from Python through ctypes. A plain C interface, so that one library serves every Python and torch.
+#include <sys/stat.h>
+
 #include <cstring>
 
 #include "embedding_bag.h"
@@ -67,12 +69,13 @@ CP_API int32_t cp_stopped(cp::HostContext* host, char* reason, uint64_t capacity
   return header.stopper;
 }
 
-// Registers a segment of this rank; returns its number, or BROKEN if there are too many.
+// Registers a segment of this rank; returns its number, or BROKEN if there are too many or it is not open.
 CP_API int64_t cp_register_segment(cp::HostContext* host, int32_t fd, uint64_t num_bytes, uint64_t tag) {
   cp::RankSlot& own = host->slot(host->rank());
   uint32_t number = own.num_segments.load(std::memory_order_relaxed);
-  if (number >= cp::MAX_SEGMENTS) return cp::BROKEN;
-  own.segments[number] = {fd, num_bytes, tag};
+  struct stat status;
+  if (number >= cp::MAX_SEGMENTS || fstat(fd, &status) != 0) return cp::BROKEN;
+  own.segments[number] = {fd, status.st_ino, num_bytes, tag};
   own.num_segments.store(number + 1, std::memory_order_release);
   host->notify_all();
   return number;

@@ -12,7 +12,7 @@
 
 namespace cp {
 
-constexpr uint32_t LAYOUT_VERSION = 4;
+constexpr uint32_t LAYOUT_VERSION = 5;
 constexpr uint64_t HOST_MAGIC = 0x31444c524f575043;   // "CPWORLD1"
 constexpr uint64_t GROUP_MAGIC = 0x3150554f52475043;  // "CPGROUP1"
 
@@ -29,6 +29,7 @@ static_assert(Counter::is_always_lock_free, "counters in shared memory must not 
 // A shared file of a rank; tag 0 is for tensors, any other for one group.
 struct Segment {
   int32_t fd;
+  uint64_t inode;
   uint64_t num_bytes;
   uint64_t tag;
 };

@@ -14,9 +14,14 @@
 
 from __future__ import annotations
 
+from counterpoint.terminal_text import escape_text
+
 
 class CounterpointError(Exception):
-    """Base class of all errors raised on purpose by this package."""
+    """Base class of all errors raised on purpose by this package; control characters in their text are escaped."""
+
+    def __str__(self) -> str:
+        return escape_text(super().__str__())
 
 
 class PlanError(CounterpointError, ValueError):

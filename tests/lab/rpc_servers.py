@@ -16,12 +16,11 @@ secret = JobCredentials(new_key())
 with EventLoop() as loop:
     echo = request_handler(lambda message: RpcMessage("echo", message.fields, message.tensors))
     outside = listen(loop, TcpAddress(sys.argv[1], 0), secret, echo)
-    inside = [
-        listen(loop, place, JobCredentials(None), echo) for place in (TcpAddress("127.0.0.1", 0), UnixAddress("lab"))
-    ]
+    inside = listen(loop, TcpAddress("127.0.0.1", 0), secret, echo)
+    keyless = listen(loop, UnixAddress("lab"), JobCredentials(None), echo)
     clients = [
-        RpcClient(loop, outside.address, secret),
-        *(RpcClient(loop, each.address, JobCredentials(None)) for each in inside),
+        *(RpcClient(loop, each.address, secret) for each in (outside, inside)),
+        RpcClient(loop, keyless.address, JobCredentials(None)),
     ]
     for client in clients:
         client.request(RpcMessage("ask", {}, [torch.ones(1000)])).wait(10.0)

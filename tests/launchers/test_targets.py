@@ -50,9 +50,42 @@ MANIFESTS = [
 ]
 
 
+def find_pods(value):
+    """The specifications of all pods in a manifest."""
+    if isinstance(value, dict) and "containers" in value:
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from find_pods(part)
+
+
 @pytest.mark.parametrize(("name", "manifest"), MANIFESTS, ids=[f"{name} {m['kind']}" for name, m in MANIFESTS])
 def test_a_manifest_keeps_the_published_schema(name, manifest):
     assert faults_of(manifest) == []
+
+
+PODS = [(name, pod) for name, manifest in MANIFESTS for pod in find_pods(manifest)]
+
+
+@pytest.mark.parametrize(("name", "pod"), PODS, ids=[name for name, _ in PODS])
+def test_a_pod_runs_as_a_user_without_privileges_who_can_read_the_key(name, pod):
+    """It ran as root, and had to: nobody else could read the key. The rules are Kubernetes' `restricted` standard."""
+    user = pod["securityContext"]
+    assert user["runAsNonRoot"]
+    assert user["runAsUser"] == user["runAsGroup"] == user["fsGroup"] > 0
+    assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for container in pod["containers"]:
+        rights = container["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False
+        assert rights["capabilities"] == {"drop": ["ALL"]}
+        assert rights["readOnlyRootFilesystem"] is True
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert "emptyDir" in mounts["/dev/shm"]
+        assert "emptyDir" in mounts[variables["HOME"]]
+        if "full" in name:
+            assert mounts[str(Path(variables["COUNTERPOINT_KEY_FILE"]).parent)]["secret"]["defaultMode"] == 0o440
 
 
 def test_the_schemas_reject_an_unknown_field_and_a_value_of_the_wrong_type():

@@ -90,7 +90,7 @@ def still_loop(clock):
         yield opened
 
 
-@pytest.fixture(params=[("unix", True), ("unix", False), ("tcp", True), ("tcp", False)], ids=str)
+@pytest.fixture(params=[("unix", True), ("unix", False), ("tcp", True)], ids=str)
 def place_and_secret(request):
     kind, is_keyed = request.param
     return parse_address(PLACES[kind]), JobCredentials(new_key() if is_keyed else None)

@@ -20,6 +20,7 @@ from counterpoint.rpc.frame import RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.listener import listen, request_handler
 from counterpoint.testing.rpc_client import RpcClient
+from tests.other_user import STRANGER, as_root, as_user
 from tests.rpc.conftest import Records, Relay, connect_and_record, echo, run_loop
 
 MIB = 1 << 20
@@ -76,8 +77,8 @@ def test_a_connection_moves_until_the_other_side_has_read_what_was_sent(place, s
         assert not connection.has_data_in_flight
 
 
-def test_a_connection_moves_while_half_of_a_message_has_come():
-    received, secret = Records(), JobCredentials(None)
+def test_a_connection_moves_while_half_of_a_message_has_come(secret):
+    received = Records()
     with EventLoop() as serving, EventLoop() as calling:
         server = listen(serving, parse_address("tcp:127.0.0.1:0"), secret, received.message)
         connection, _ = connect_and_record(calling, server.address, secret)
@@ -183,16 +184,13 @@ def test_a_server_that_is_killed_leaves_an_error_and_nothing_else(loop, server_p
     assert f"killed-{os.getpid()}" not in Path("/proc/net/unix").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@as_root
 def test_another_user_of_the_host_is_not_let_in(loop, place):
     received = Records()
     listen(loop, place, JobCredentials(None), received.message, on_end=received.end)
     with socket.socket(socket.AF_UNIX) as other:
-        os.seteuid(65534)
-        try:
+        with as_user(STRANGER):
             other.connect(f"\0counterpoint/{place.name}")
-        finally:
-            os.seteuid(0)
         loop.wait_for(lambda: received.ends, 5.0, "the other user")
     assert "the peer of a UNIX socket runs as user 65534, not 0" in str(received.ends[0])
 

@@ -1,5 +1,6 @@
 """Two sides with one key talk, in order and without loss; anybody else learns nothing."""
 
+import re
 import socket
 import threading
 
@@ -11,10 +12,11 @@ from counterpoint.rpc.address import parse_address
 from counterpoint.rpc.connection import ConnectionLostError
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcLimits, RpcMessage
-from counterpoint.rpc.handshake import HELLO, REFUSAL, JobCredentials
+from counterpoint.rpc.handshake import HELLO, REFUSAL, JobCredentials, SecurityMode, client_handshake
 from counterpoint.rpc.job_key import new_key
 from counterpoint.rpc.listener import listen, request_handler
 from counterpoint.testing.rpc_client import RpcClient
+from tests.other_user import STRANGER, as_root, as_user
 from tests.rpc.conftest import Records, connect_and_record, echo, run_loop
 
 
@@ -193,15 +195,36 @@ def test_an_answer_that_does_not_come_names_who_waits_for_what(loop, place, secr
         client.request(RpcMessage("pull")).wait(0.05)
 
 
-@pytest.mark.parametrize("address", ["tcp:0.0.0.0:0", "tcp:[::]:0"])
-def test_without_a_key_nothing_listens_beyond_loopback(loop, address):
-    with pytest.raises(LaunchError, match="is beyond loopback and there is no job key"):
+@pytest.mark.parametrize(
+    "address", ["tcp:127.0.0.1:0", "tcp:localhost:0", "tcp:[::1]:0", "tcp:0.0.0.0:0", "tcp:[::]:0"]
+)
+def test_without_a_key_nothing_listens_on_tcp_not_even_on_loopback(loop, address):
+    remedy = r"also over loopback; make a key with `counterpoint key job.key` .* or use unix:NAME"
+    with pytest.raises(LaunchError, match=rf"^there is no job key for {re.escape(address)}, .*{remedy}"):
         listen(loop, parse_address(address), JobCredentials(None), request_handler(echo))
 
 
-def test_without_a_key_only_loopback_is_connected(loop):
-    with pytest.raises(LaunchError, match=r"tcp:192.0.2.1:4000 is beyond loopback and there is no job key"):
-        RpcClient(loop, parse_address("tcp:192.0.2.1:4000"), JobCredentials(None))
+@pytest.mark.parametrize("address", ["tcp:192.0.2.1:4000", "tcp:127.0.0.1:4000"])
+def test_without_a_key_nothing_is_connected_over_tcp(loop, address):
+    with pytest.raises(LaunchError, match=f"there is no job key for {address}"):
+        RpcClient(loop, parse_address(address), JobCredentials(None))
+
+
+@as_root
+@pytest.mark.parametrize("mode", [SecurityMode.NONE, SecurityMode.ENCRYPTED])
+def test_another_user_without_the_key_is_not_let_in_over_loopback(loop, secret, mode):
+    """It speaks the protocol as a member without a key does, and pretends to have one."""
+    received = Records()
+    server = listen(loop, parse_address("tcp:127.0.0.1:0"), secret, received.message, on_end=received.end)
+    handshake = client_handshake(JobCredentials(None), mode, bytes(32))
+    with as_user(STRANGER), stranger(server.address) as plain:
+        plain.sendall(next(handshake).send)
+        run_loop(loop)
+        reply = plain.recv(HELLO.size)
+        plain.sendall(bytes(32) if mode is SecurityMode.NONE else handshake.send(reply).send)
+        loop.wait_for(lambda: received.ends, 5.0, "the end")
+    assert "key" in str(received.ends[0])
+    assert (server.connections, received.messages) == ([], [])
 
 
 def test_messages_that_are_gathered_leave_together_at_the_end(loop, place_and_secret):

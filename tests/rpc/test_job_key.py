@@ -1,11 +1,15 @@
 """A job key comes from where only its owner can read, and is shown nowhere."""
 
+import contextlib
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from counterpoint.errors import LaunchError
 from counterpoint.rpc.job_key import new_key, read_key, read_key_from, write_key
+from tests.other_user import STRANGER, as_root, as_user
 
 
 def test_a_key_that_was_written_is_read_from_its_file_and_from_a_descriptor(tmp_path):
@@ -20,6 +24,28 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     (tmp_path / "key").chmod(0o640)
     with pytest.raises(LaunchError, match=r"may be read by others \(mode 640\).*chmod 600"):
         read_key(tmp_path / "key")
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "text"),
+    [
+        (0, 1000, 0o440, ""),  # as Kubernetes mounts a secret for a pod with fsGroup 1000
+        (1000, 1000, 0o600, ""),
+        (1000, 1000, 0o440, r"may be read by others \(mode 440\)"),
+        (0, 1000, 0o444, r"may be read by others \(mode 444\)"),
+        (STRANGER, 1000, 0o440, f"belongs to user {STRANGER}, not 1000, who can join the job"),
+    ],
+)
+def test_a_key_is_of_this_user_or_of_root_for_a_group_of_this_user(owner, group, mode, text):
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "key"
+        Path(name).chmod(0o755)
+        write_key(new_key(), path)
+        os.chown(path, owner, group)
+        path.chmod(mode)
+        with as_user(1000), pytest.raises(LaunchError, match=text) if text else contextlib.nullcontext():
+            read_key(path)
 
 
 def test_a_key_is_never_written_over_another(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +30,7 @@ from counterpoint.checkpoint.manifest import (
 from counterpoint.checkpoint.shard import find_shard_flaws, find_size_flaw, write_shard
 from counterpoint.checkpoint.tensor_slice import whole_tensor
 from counterpoint.errors import CheckpointError
+from counterpoint.terminal_text import warn
 
 
 class CheckpointDraft:
@@ -250,9 +250,7 @@ def _is_already_saved(files: FileOps, target: Path, manifest: CheckpointManifest
     if flaws:
         moved = target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
         files.rename(target, moved)
-        warnings.warn(
-            f"{target} was damaged ({flaws[0]}); it was renamed to {moved.name}", RuntimeWarning, stacklevel=4
-        )
+        warn(f"{target} was damaged ({flaws[0]}); it was renamed to {moved.name}", RuntimeWarning, stacklevel=4)
         return False
     if replace(existing, libraries=manifest.libraries, sha256=manifest.sha256) == manifest:
         return True

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from counterpoint.checkpoint.file_ops import FileOps, remove_tree
 from counterpoint.checkpoint.manifest import MANIFEST, parse_manifest
 from counterpoint.checkpoint.shard import find_size_flaw
 from counterpoint.errors import CheckpointError
+from counterpoint.terminal_text import warn
 
 _STEP = re.compile(r"step-(\d{8,})")
 _DRAFT = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
@@ -99,7 +99,7 @@ def warn_on_failure(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         return  # another rank has deleted it
     except OSError as error:
-        warnings.warn(f"could not delete {folder}: {error.strerror}", RuntimeWarning, stacklevel=4)
+        warn(f"could not delete {folder}: {error.strerror}", RuntimeWarning, stacklevel=4)
 
 
 def try_lock(folder: Path, *, exclusive: bool) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from counterpoint.checkpoint.manifest import MANIFEST, ShardRecord, find_json_fl
 from counterpoint.checkpoint.shard import write_shard
 from counterpoint.checkpoint.tensor_slice import TensorSlice
 from counterpoint.errors import CheckpointError
+from counterpoint.terminal_text import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def recover_drafts(root: Path, *, files: FileOps = LOCAL_FILES) -> list[Path]:
             path = _commit_dead_draft(draft, files)
             recovered += [path] if path is not None else []
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"{folder.name} cannot be committed: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"{folder.name} cannot be committed: {error}", RuntimeWarning, stacklevel=2)
         finally:
             draft.release()
     return recovered

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED
 from counterpoint.cli.tables import TableColumn, print_table
 from counterpoint.testing.claims import (
@@ -36,21 +37,21 @@ def bench(
         print_claims(read_claims(folder))
         return
     found = find_claim(folder, claim)
-    typer.echo(f"claim   {found.claim}\nbar     {found.bar}\nsource  {found.source}\n")
+    echo(f"claim   {found.claim}\nbar     {found.bar}\nsource  {found.source}\n")
     result = run_benchmark(
-        folder, claim, BenchmarkOptions(processes, rounds, lambda line: typer.echo(f"measuring {line}", err=True))
+        folder, claim, BenchmarkOptions(processes, rounds, lambda line: echo(f"measuring {line}", err=True))
     )
     print_table([TableColumn(name) for name in result.columns], result.rows)
     for key, text in result.notes.items():
-        typer.echo(f"{key} {text}")
+        echo(f"{key} {text}")
     if json_file is not None:
         json_file.write_text(json.dumps(build_record(claim, found, result), indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"figures are in {json_file}")
+        echo(f"figures are in {json_file}")
     for line in result.missed:
-        typer.echo(f"missed: {line}")
+        echo(f"missed: {line}")
     if result.missed:
         raise typer.Exit(FAILED)
-    typer.echo("the claim holds")
+    echo("the claim holds")
 
 
 def print_claims(claims: dict[str, Claim]) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED
 from counterpoint.launchers.machine import place_on_this_host, this_host
 from counterpoint.launchers.variables import (
@@ -56,13 +57,13 @@ def doctor(
     findings = [finding for check in CHECKS for finding in check(ranks)]
     for finding in findings:
         fix = f"; {finding.fix}" if finding.fix else ""
-        typer.echo(f"{finding.grade:<7} {finding.subject:<12} {finding.fact}{fix}")
+        echo(f"{finding.grade:<7} {finding.subject:<12} {finding.fact}{fix}")
     broken = [finding.subject for finding in findings if finding.grade == "broken"]
     if broken:
-        typer.echo(f"\nbroken: {', '.join(broken)}; training will not work until that is fixed")
+        echo(f"\nbroken: {', '.join(broken)}; training will not work until that is fixed")
         raise typer.Exit(FAILED)
     hurting = sum(finding.grade == "hurts" for finding in findings)
-    typer.echo(f"\nnothing is broken, {hurting} of {len(findings)} checks hurt")
+    echo(f"\nnothing is broken, {hurting} of {len(findings)} checks hurt")
 
 
 def check_python(_ranks: int) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.errors import CounterpointError
 
 FAILED = 1
@@ -38,12 +39,12 @@ def with_error_handling(command: Callable[..., object]) -> Callable[..., object]
         except CounterpointError as error:
             if traceback:
                 raise
-            typer.echo(format_error(error), err=True)
+            echo(format_error(error), err=True)
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt as error:
             if traceback:
                 raise
-            typer.echo("\n".join(["stopped by Ctrl-C", *error_notes(error)]), err=True)
+            echo("\n".join(["stopped by Ctrl-C", *error_notes(error)]), err=True)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             silence_stdout()

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from counterpoint.cli.echo import echo
+
 
 def export(
     folder: Annotated[Path, typer.Argument(help="A run's folder, a folder of checkpoints, or a checkpoint.")],
@@ -29,6 +31,6 @@ def export(
 
     checkpoint = open_checkpoint(folder, step)
     files = write_torch_files(checkpoint, output, file_format, "weights" if weights_only else "all")
-    typer.echo(f"step {checkpoint.step} of {checkpoint.folder}, saved under {checkpoint.state['plan']}")
+    echo(f"step {checkpoint.step} of {checkpoint.folder}, saved under {checkpoint.state['plan']}")
     for file in files:
-        typer.echo(f"{file.path}: {file.num_tensors} tensors, {file.num_bytes / 2**20:.1f} MiB")
+        echo(f"{file.path}: {file.num_tensors} tensors, {file.num_bytes / 2**20:.1f} MiB")

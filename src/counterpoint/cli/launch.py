@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.run import require_no_launcher
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.targets.registry import TARGETS, find_target, format_artifacts, render_launch
@@ -66,7 +67,7 @@ def launch(
     )
     artifacts = render_launch(on, request)
     if dry_run:
-        typer.echo(format_artifacts(artifacts), nl=False)
+        echo(format_artifacts(artifacts), nl=False)
         return
     if not target.is_remote and not script.exists():
         raise LaunchError(f"there is no script {script} in {Path.cwd()}; give the path of a Python file")

@@ -35,6 +35,7 @@ COMMANDS = {
         "Start a script on Slurm, Ray, Kubernetes, with mpirun or torchrun.",
         {"allow_interspersed_args": False},
     ),
+    "key": CommandEntry("Make the secret key of a job."),
     "serve": CommandEntry("Run the coordinator of a parameter-server job, or one of its servers."),
     "parity": CommandEntry("Check that a script trains the same under every plan."),
     "plan": CommandEntry("List the plans for a number of ranks, with predicted times."),

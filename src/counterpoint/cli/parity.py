@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED
 from counterpoint.cli.workload import ScriptArguments, Which
 
@@ -53,7 +54,7 @@ def parity(
     if not given and run.requested_plan.strategy not in DEFAULT_STRATEGIES:
         requested.insert(0, run.requested_plan)
     report = compare_plans(run, requested, dtype=torch.float64 if float64 else None, num_ranks=ranks)
-    typer.echo(json.dumps(report_to_dict(report), indent=2) if as_json else str(report))
+    echo(json.dumps(report_to_dict(report), indent=2) if as_json else str(report))
     if not report.all_equal or (given and len(report.compared) < len(report.plans)):
         raise typer.Exit(FAILED)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.plan_output import (
     PlanRequest,
     format_plan_count,
@@ -64,12 +65,12 @@ def print_profile_plans(
     (top, as_json), size = shown, batch_size or MINIBATCHES_PER_RANK * ranks
     graph_ranking = rank_graph(profile, cluster, ranks, size)
     if as_json:
-        typer.echo(json.dumps(ranking_to_dict(graph_ranking.ranking, top), indent=2))
+        echo(json.dumps(ranking_to_dict(graph_ranking.ranking, top), indent=2))
         return
     plans = format_plan_count(len(graph_ranking.ranking.predictions))
-    typer.echo(f"{plans} for -n {ranks}, {size} minibatches of {path} in a step\n")
+    echo(f"{plans} for -n {ranks}, {size} minibatches of {path} in a step\n")
     print_plans(graph_ranking.ranking, top)
-    typer.echo("\n".join(["", *format_remarks(graph_ranking.ranking, top), *graph_ranking.describe()]))
+    echo("\n".join(["", *format_remarks(graph_ranking.ranking, top), *graph_ranking.describe()]))
 
 
 DEFAULT_PROPOSALS = 2000
@@ -178,7 +179,7 @@ def plan(
         result = measure_on_this_host((job, arguments or [], which), result, measure)
     request = PlanRequest(f"{model.num_blocks} blocks" if workload is None else workload.name, ranks, size, len(plans))
     if as_json:
-        typer.echo(json.dumps(result_to_dict(ranking, result, top), indent=2))
+        echo(json.dumps(result_to_dict(ranking, result, top), indent=2))
     else:
         print_result(request, ranking, result, top)
     if isinstance(result, PlanChoice):
@@ -237,7 +238,7 @@ def list_candidates(
         ),
     )
     if deadline.is_past:
-        typer.echo("the time budget ended before all pipelines with replicated stages were enumerated", err=True)
+        echo("the time budget ended before all pipelines with replicated stages were enumerated", err=True)
     return resolve_partitions(
         (*(replace(plan, passes=passes) for plan in plans_found), *([loaded_plan] if loaded_plan is not None else [])),
         problem,
@@ -302,7 +303,7 @@ def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, re
                 path.write_text(text(), encoding="utf-8")
             except OSError as error:
                 raise PlanError(f"{path} cannot be written: {error.strerror}; give another file") from None
-            typer.echo(f"wrote {path}", err=True)
+            echo(f"wrote {path}", err=True)
 
 
 def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> Cluster:

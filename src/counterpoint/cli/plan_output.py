@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import typer
-
+from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, print_table
 from counterpoint.errors import PlanError
 from counterpoint.plan.plan import Plan
@@ -54,17 +53,17 @@ class PlanRequest:
 def print_result(request: PlanRequest, ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None) -> None:
     """Print the ranked plans, the measurements, the choice, and the plans that cannot be run."""
     plans = format_plan_count(request.num_plans)
-    typer.echo(
+    echo(
         f"{plans} for -n {request.num_ranks} that can take {request.batch_size} samples in a step; "
         f"{describe_source(result)}\n"
     )
     print_plans(ranking, top)
     notes = format_remarks(ranking, top)
     if isinstance(result, PlanChoice) and result.trials:
-        typer.echo("")
+        echo("")
         print_table(TRIAL_TABLE, trial_rows(result))
     notes += explain_choice(result) if isinstance(result, PlanChoice) else [str(result), *explain_skipped(ranking)]
-    typer.echo("\n".join(["", *notes]), nl=True)
+    echo("\n".join(["", *notes]), nl=True)
 
 
 def print_plans(ranking: PlanRanking, top: int | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, format_bytes, print_table
 from counterpoint.errors import LaunchError, PlanError
 from counterpoint.launchers.environment import detect
@@ -56,7 +57,7 @@ def probe(
     if out is not None:
         write_cluster_file(values["cluster"], out)
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        echo(json.dumps(values, indent=2))
     else:
         print_measurements(values, out)
 
@@ -96,7 +97,7 @@ def print_measurements(values: dict[str, Any], out: Path | None) -> None:
     products, links = values["matmuls"], values["links"]
     sizes = sorted({link["size"] for link in products})
     measured = {(link["threads"], link["size"]): link["flops_per_s"] for link in products}
-    typer.echo("products of square matrices on rank 0, by number of rows\n")
+    echo("products of square matrices on rank 0, by number of rows\n")
     print_table(
         [TableColumn("threads", "right"), *(TableColumn(f"{size:,}", "right") for size in sizes)],
         [
@@ -105,12 +106,12 @@ def print_measurements(values: dict[str, Any], out: Path | None) -> None:
         ],
     )
     if links:
-        typer.echo("\nmessages from one rank to another, by pairs of ranks\n")
+        echo("\nmessages from one rank to another, by pairs of ranks\n")
         print_table(
             [TableColumn("size", "right"), *(TableColumn(link_title(link), "right") for link in links)],
             list(message_rows(links)),
         )
-    typer.echo(f"\n{values['cluster'] if out is None else f'cluster file: {out}'}", nl=out is not None)
+    echo(f"\n{values['cluster'] if out is None else f'cluster file: {out}'}", nl=out is not None)
 
 
 def link_title(link: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, format_bytes, print_table
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
@@ -68,7 +69,7 @@ def profile(
             format_graph(graph_from_profile(profiles[0], profiles[0].batch_sizes[-1].samples)), encoding="utf-8"
         )
     if as_json:
-        typer.echo("\n".join(format_profile(profile).rstrip() for profile in profiles))
+        echo("\n".join(format_profile(profile).rstrip() for profile in profiles))
         return
     for profile in profiles:
         print_profile(profile)
@@ -78,17 +79,17 @@ def print_profile(profile: ModelProfile) -> None:
     """Print the table of the largest microbatch, and the times of the whole model for each size."""
     batch_size, machine = profile.batch_sizes[-1], profile.profiled_on
     how = f"measured with {machine.threads} thread{'s' if machine.threads > 1 else ''}" if machine.is_measured else ""
-    typer.echo(f"{profile.model} on {machine.device}, {how or 'not run'}; microbatches of {batch_size.samples}\n")
+    echo(f"{profile.model} on {machine.device}, {how or 'not run'}; microbatches of {batch_size.samples}\n")
     named = zip(profile.layers, batch_size.layers, strict=True)
     print_table(COLUMNS, [layer_row(key.name, layer, key.weight_bytes) for key, layer in named])
-    typer.echo("")
+    echo("")
     for batch_size in profile.batch_sizes:
-        typer.echo(f"{batch_size.samples} samples, unpartitioned: {describe_times(batch_size)}")
+        echo(f"{batch_size.samples} samples, unpartitioned: {describe_times(batch_size)}")
     update_s = profile.update_s_per_byte * profile.weight_bytes + profile.overheads.update_s
-    typer.echo(f"an update ({machine.optimizer}): {format_seconds(update_s)}; the last layer includes the loss")
+    echo(f"an update ({machine.optimizer}): {format_seconds(update_s)}; the last layer includes the loss")
     if machine.is_measured:
         fixed = profile.overheads
-        typer.echo(
+        echo(
             f"overheads: {format_seconds(fixed.forward_s)} a call forward, {format_seconds(fixed.backward_s)} a "
             f"call backward, {format_seconds(fixed.step_s)} a step"
         )

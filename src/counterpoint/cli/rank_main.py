@@ -11,9 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
-import typer
-
 from counterpoint.cli.config import RunConfig, SourcedValue, apply_job_defaults, build_config, flatten
+from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED, INTERRUPTED, TERMINATED
 from counterpoint.cli.rank_job import RankJob
 from counterpoint.errors import CounterpointError
@@ -68,8 +67,8 @@ def run_job(rank_job: RankJob) -> None:
             resume_batch_size=training.resume_batch_size,
         )
         if trainer.rank == 0 and rank_job.progress != "json":
-            typer.echo(format_final_metric(job, history))
-            typer.echo(f"report: {folder.report_path}")
+            echo(format_final_metric(job, history))
+            echo(f"report: {folder.report_path}")
 
 
 def choose_optimizer(job: TrainingJob, name: str | None) -> BuildOptimizer:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import run_command, script_command
@@ -44,7 +45,7 @@ def run(
         transport=transport,
     )
     if result.exit_code != 0:
-        typer.echo(result.report, err=True)
+        echo(result.report, err=True)
         raise typer.Exit(result.exit_code)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import collect_signals
 from counterpoint.rpc.job_key import JobKey, read_key, read_key_from
@@ -34,14 +35,14 @@ def serve(
 ) -> None:
     """Run the coordinator of a job, or one of its servers, until Ctrl-C or SIGTERM.
 
-    Without a key all connections stay on this host. See docs/how-to/parameter-servers.md for a job over several hosts.
+    Over TCP a job needs a key, which `counterpoint key` makes. See docs/how-to/parameter-servers.md.
     """
     from counterpoint.ps.process.job_file import read_job_file
     from counterpoint.ps.process.serve import serve_coordinator, serve_shards
     from counterpoint.rpc.address import RpcAddress, parse_address
 
     def on_listen(place: RpcAddress) -> None:
-        typer.echo(f"{name or role} of {contact.job.name} listens at {place}")
+        echo(f"{name or role} of {contact.job.name} listens at {place}")
 
     contact = read_job_file(job)
     if role != "server" and (name or listen):
@@ -77,7 +78,7 @@ def prepare_resume(job: JobConfig, folder: Path | None) -> None:
         raise LaunchError("resume needs --folder, that of the coordinator and the servers")
     cut = resume(folder, job)
     how = "with the same folder" if cut is None else f"with the same folder, every server with --snapshot {cut}"
-    typer.echo(f"{job.name} can be restarted: start its coordinator and its servers {how}")
+    echo(f"{job.name} can be restarted: start its coordinator and its servers {how}")
 
 
 def load_key(key_file: Path | None, key_fd: int | None) -> JobKey | None:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, format_bytes, format_table
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.compiler.compile import CompiledPlan, compile, storage_size_fn  # noqa: A004 - read as cp.compile
@@ -81,19 +82,19 @@ def show(
         with gc_disabled():
             compiled = compile_workload(workload, strategy, ranks, microbatches, passes)
             shown = compiled.plan.to_yaml() if yaml else format_compiled(compiled, svg)
-        typer.echo(shown, nl=not yaml)
+        echo(shown, nl=not yaml)
         return
     if strategy is not None:
         raise PlanError(f"--strategy {strategy} is for a script; {plan} is the plan to show")
     parsed = read_plan(plan, ranks, microbatches, tuple(passes or ()))
     if yaml:
-        typer.echo(parsed.to_yaml(), nl=False)
+        echo(parsed.to_yaml(), nl=False)
         return
     with gc_disabled():
         model = linear_chain(blocks or default_blocks(parsed), width=width)
         check_module_names(parsed, model)
         shown = format_compiled(compile(parsed, model), svg)
-    typer.echo(shown)
+    echo(shown)
 
 
 def compile_workload(

@@ -12,12 +12,14 @@ from pathlib import Path
 import typer
 
 from counterpoint.cli.config import RunConfig
+from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import SHOW_TRACEBACK
 from counterpoint.cli.rank_job import RankJob
 from counterpoint.errors import CheckpointError, CounterpointError, LaunchError, PlanError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import OutputLine, run_command, write_prefixed
 from counterpoint.plan.plan import Plan
+from counterpoint.terminal_text import escape_output
 from counterpoint.training.callbacks.run_folder import require_unused_folder
 from counterpoint.training.reporting.progress_renderers import (
     BarRenderer,
@@ -106,7 +108,7 @@ def start_ranks(job: RankJob, num_ranks: int) -> None:
         elif (record := parse_relayed(line.text)) is not None:
             renderer.show(record)
         else:
-            renderer.write_line(line.text)
+            renderer.write_line(escape_output(line.text))
 
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
         path = Path(name) / "job.json"
@@ -126,7 +128,7 @@ def start_ranks(job: RankJob, num_ranks: int) -> None:
         finally:
             renderer.close()
     if result.exit_code != 0:
-        typer.echo("\n".join([result.report, *report_lines(job)]), err=True)
+        echo("\n".join([result.report, *report_lines(job)]), err=True)
         raise typer.Exit(result.exit_code)
 
 

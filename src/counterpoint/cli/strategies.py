@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.cli.show import default_blocks, tick_costs
 from counterpoint.cli.tables import TableColumn, print_table
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
@@ -32,10 +33,10 @@ def strategies(
     if name is None:
         columns = [TableColumn("name"), TableColumn("what it does", wraps=True), TableColumn("options")]
         print_table(columns, [(key, entry.summary, ", ".join(entry.options)) for key, entry in STRATEGIES.items()])
-        typer.echo("\nschedules of a pipeline: " + ", ".join(SCHEDULE_NAMES))
-        typer.echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
+        echo("\nschedules of a pipeline: " + ", ".join(SCHEDULE_NAMES))
+        echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
         return
-    typer.echo(describe(name, find_strategy(name)))
+    echo(describe(name, find_strategy(name)))
 
 
 def describe(name: str, entry: StrategyEntry) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import typer
-
+from counterpoint.cli.echo import echo
+from counterpoint.terminal_text import escape_line
 from counterpoint.viz.number_format import format_bytes as format_bytes
 
 
@@ -32,11 +32,11 @@ def print_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -
     if sys.stdout.isatty():
         _print_rich(columns, rows)
     else:
-        typer.echo(format_table(columns, rows))
+        echo(format_table(columns, rows))
 
 
 def format_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -> str:
-    """Format the table as lines with two spaces between columns.
+    """Format the table as lines with two spaces between columns; control characters are escaped.
 
     Example:
         >>> print(format_table([TableColumn("name"), TableColumn("s", "right")], [("a", "1.5"), ("bcdef", "10.0")]))
@@ -44,7 +44,7 @@ def format_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) 
         a       1.5
         bcdef  10.0
     """
-    lines = [[column.title for column in columns], *map(list, rows)]
+    lines = [[column.title for column in columns], *([escape_line(cell) for cell in row] for row in rows)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
     drawn = (
         "  ".join(
@@ -65,5 +65,5 @@ def _print_rich(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -
     for column in columns:
         table.add_column(column.title, justify=column.side, no_wrap=not column.wraps)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(escape_line(cell)) for cell in row))
     Console().print(table)

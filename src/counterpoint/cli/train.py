@@ -19,6 +19,7 @@ from counterpoint.cli.config import (
     merge_layers,
     set_layer,
 )
+from counterpoint.cli.echo import echo
 from counterpoint.cli.start import AUTO, find_config, start
 from counterpoint.errors import PlanError
 from counterpoint.plan.plan import Plan
@@ -85,7 +86,7 @@ def train(
     Values come from the job, then FILE.yaml, then --set, then the other options; later ones win.
     """
     if config_schema:
-        typer.echo(json_schema())
+        echo(json_schema())
         return
     flag_values = (
         *(name, ranks, strategy, microbatches, measure, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
@@ -105,7 +106,7 @@ def train(
         ]
     )
     if show_config:
-        typer.echo(format_config(layer))
+        echo(format_config(layer))
     else:
         start(build_config(layer), resume, loaded_plan)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.echo import echo
 from counterpoint.errors import PlanError
 from counterpoint.program.program import Program
 from counterpoint.program.text import parse_program
@@ -36,7 +37,7 @@ def verify(
     blocks = f"{format_count(len(updated_units(program)), 'unit')}, {micros} microbatch{'es' if micros != 1 else ''}"
     in_flight = max(symbolic.peak_in_flight)
     ranks = format_count(program.num_ranks, "rank")
-    typer.echo(f"{ranks}, {blocks}, at most {in_flight} in flight on a rank; rules 1 to 7 hold")
+    echo(f"{ranks}, {blocks}, at most {in_flight} in flight on a rank; rules 1 to 7 hold")
 
 
 def read_program(file: Path) -> Program:

@@ -9,7 +9,6 @@ A tuple ``(inputs..., target)`` calls ``model(inputs...)`` and ``loss(output, ta
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 from counterpoint.errors import DataError
 from counterpoint.partitioning.pytree import register_dataclasses
+from counterpoint.terminal_text import warn
 
 LABELS = "labels"
 """The key of a dict batch whose value the loss gets, as models of transformers call it."""
@@ -93,7 +93,7 @@ def split_targets(batch: Any, arguments: ForwardArguments) -> tuple[Any, Any]:  
         inputs = arguments.select(values)
         unused = [key for key in values if key not in inputs and key != LABELS] if LABELS in values else []
         if unused:
-            warnings.warn(
+            warn(
                 f"forward of {arguments.model} takes no {', '.join(map(str, unused))}, so the batch's values of that "
                 "name are used neither by the model nor by the loss; correct the name, or leave the key out of the "
                 "batch",

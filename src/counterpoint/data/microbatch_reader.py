@@ -7,7 +7,6 @@ of (seed, epoch, sample), and afterwards their states are restored.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from counterpoint.data.fetch import CollateFn, MapDataset, fetch_batch, supports_batch_fetch
 from counterpoint.data.sampler import BatchOrder, Indices, sample_key, split_batch
+from counterpoint.terminal_text import warn
 
 
 @contextmanager
@@ -135,7 +135,7 @@ class MicrobatchReader:
             fetch_batch(self.dataset, indices, self.collate_fn)
             was_used = rng_was_used(**key)
         if was_used:
-            warnings.warn(
+            warn(
                 f"{type(self.dataset).__name__} draws global random numbers for many samples at once, so a sample "
                 "depends on the number of microbatches and of ranks; draw in __getitem__, which reads one sample with "
                 "its own random numbers, or seed a generator with the index",

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 
+from counterpoint.terminal_text import escape_line, escape_text
+
 ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, if all failed ranks only report a lost peer
 EXIT_WAIT_S = 0.25  # wait for other ranks to end by themselves, once the root cause is known
 SAME_ERROR_WAIT_FRACTION = 0.25  # of the time that a rank took to fail: others may raise the same error this much later
@@ -164,7 +166,7 @@ def format_report(exits: Sequence[RankExit]) -> str:
         folded = [rank for rank in folded if not any(rank in numbers for numbers in locations.values())]
     if folded:
         lines.append(f"{_format_ranks(folded)} stopped because of rank {root_cause.rank}")
-    return "\n".join(lines)
+    return escape_text("\n".join(lines))
 
 
 def exit_code(exits: Sequence[RankExit]) -> int:
@@ -221,8 +223,9 @@ def _format_exit(rank_exit: RankExit) -> str:
     who, run = f"rank {rank_exit.rank}", f"(pid {rank_exit.pid}, after {rank_exit.seconds:.1f} s)"
     if rank_exit.error is not None:
         first, *rest = rank_exit.error.message.splitlines() or [""]
-        text = f"{rank_exit.error.kind}: {first}" if first else rank_exit.error.kind
-        location = f" at {rank_exit.error.location}" if rank_exit.error.location else ""
+        kind = escape_line(rank_exit.error.kind)
+        text = f"{kind}: {first}" if first else kind
+        location = f" at {escape_line(rank_exit.error.location)}" if rank_exit.error.location else ""
         return "\n  ".join([f"{who} failed: {text}{location}", *rest])
     if rank_exit.returncode < 0:
         name, remedy = _describe_signal(-rank_exit.returncode)

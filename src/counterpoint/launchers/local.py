@@ -34,6 +34,7 @@ from counterpoint.launchers.exit_report import (
 from counterpoint.launchers.machine import place_on_this_host
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
 from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
+from counterpoint.terminal_text import escape_output
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, RankPlacement
 
 READ_BYTES = 65536
@@ -55,11 +56,11 @@ OnLine = Callable[[OutputLine], None]
 
 
 def write_prefixed(line: OutputLine) -> None:
-    """Write the line to our stdout or stderr, after ``[rank N]``."""
-    stream = sys.stdout if line.stream == "out" else sys.stderr
+    """Write the line to our stdout or stderr, after ``[rank N]``; control characters other than colors are escaped."""
+    stream, prefix = sys.stdout if line.stream == "out" else sys.stderr, f"[rank {line.rank}] "
     encoding = stream.encoding or "utf-8"
-    text = line.text.encode(encoding, "backslashreplace").decode(encoding)
-    stream.write(f"[rank {line.rank}] {text}\n")
+    text = escape_output(line.text).encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(prefix + text.replace("\r", f"\r{prefix}") + "\n")
     stream.flush()
 
 

@@ -7,7 +7,6 @@ over time steps in Python, a recurrent layer), shapes are traced one by one agai
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -25,6 +24,7 @@ from counterpoint.partitioning.input_shapes import (
 )
 from counterpoint.partitioning.segment_builder import BuiltSegment, build_segment
 from counterpoint.partitioning.split_trace import SplitTrace
+from counterpoint.terminal_text import warn
 
 MakeTrace: TypeAlias = Callable[[InputShapes, frozenset[tuple[int, int]]], SplitTrace]
 """From shapes, and the dims of them that become symbols, to a trace."""
@@ -120,7 +120,7 @@ class TraceCache:
         self._keep(bound.trace)
         if self.num_traces >= NUM_TRACES_TO_WARN and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{self.name} was traced {self.num_traces} times, the last time for inputs of the shapes "
                 f"{format_shapes(shapes)}: what its forward does depends on them, as a loop over time steps does, so "
                 "that every new shape takes a trace of its own; give batches of few shapes (pad lengths to multiples "

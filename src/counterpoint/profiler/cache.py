@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -24,15 +26,16 @@ def load_or_measure(
     """Return the cached profile, or measure it and store it.
 
     Args:
-        folder: of the cache; created if it does not exist.
+        folder: of the cache; created, for this user only, if it does not exist.
         attributes: all that the times depend on, as JSON values.
         measure: measures the profile.
         must_measure: whether to measure even if a cached profile exists.
 
     Raises:
-        PlanError: the folder cannot be written to.
+        PlanError: the folder cannot be written to, or other users can write to it.
     """
     path = cache_path(folder, attributes)
+    check_owner(path.parent)
     if not must_measure and path.is_file():
         try:
             return parse_profile(path.read_text(encoding="utf-8"))
@@ -40,7 +43,7 @@ def load_or_measure(
             path.unlink(missing_ok=True)
     profile = measure()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary_path = path.with_suffix(".tmp")
         temporary_path.write_text(format_profile(profile), encoding="utf-8")
         temporary_path.replace(path)
@@ -49,6 +52,23 @@ def load_or_measure(
             f"the profile cannot be written to {path.parent}: {error.strerror}; give another folder"
         ) from None
     return profile
+
+
+def check_owner(folder: Path) -> None:
+    """Check that a folder, if it exists, belongs to this user or root, and that only they and their group write to it.
+
+    Raises:
+        PlanError: it is another user's, or everybody can write to it.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return
+    if status.st_uid not in {os.geteuid(), 0} or status.st_mode & stat.S_IWOTH:
+        raise PlanError(
+            f"the cache {folder} belongs to user {status.st_uid} and has mode {status.st_mode & 0o7777:o}, so others "
+            f"can change its profiles: give a folder of user {os.geteuid()} that only this user can write to"
+        )
 
 
 def cache_path(folder: Path, attributes: Mapping[str, object]) -> Path:

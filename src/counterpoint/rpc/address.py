@@ -1,4 +1,4 @@
-"""Addresses of servers: a UNIX socket of this host, or TCP; beyond loopback only with a job key."""
+"""Addresses of servers: a UNIX socket of one user of this host, or TCP, only with a job key."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def open_listen_socket(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.s
         is_keyed: whether peers must prove that they have the job key.
 
     Raises:
-        LaunchError: the address is in use, not of this host, or beyond loopback without a key.
+        LaunchError: the address is in use, not of this host, or of TCP without a key.
     """
     family, target = resolve_address(address, is_keyed=is_keyed)
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -98,7 +98,7 @@ def start_connect(address: RpcAddress, *, is_keyed: bool) -> socket.socket:
         is_keyed: whether the peer must prove that it has the job key.
 
     Raises:
-        LaunchError: the address is beyond loopback and there is no key.
+        LaunchError: the address is of TCP and there is no key.
         OSError: no process listens there.
     """
     family, target = resolve_address(address, is_keyed=is_keyed)
@@ -139,19 +139,19 @@ def resolve_address(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.Addr
     """Return the family and socket address.
 
     Raises:
-        LaunchError: the host cannot be resolved, or is beyond loopback and there is no key.
+        LaunchError: the host cannot be resolved, or the address is of TCP and there is no key.
     """
     match address:
         case UnixAddress(name):
             return socket.AF_UNIX, f"\0counterpoint/{name}"
         case TcpAddress():
-            family, (number, port) = _resolve_tcp(address)
-            if not is_keyed and not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
+            if not is_keyed:
                 raise LaunchError(
-                    f"{address} is beyond loopback and there is no job key, so anybody could connect; give a key by "
-                    "file or descriptor, or an address such as tcp:127.0.0.1:0 or unix:NAME"
+                    f"there is no job key for {address}, and every user of a host that reaches a TCP port can connect, "
+                    "also over loopback; make a key with `counterpoint key job.key` and give --key-file job.key, or "
+                    "use unix:NAME among one user's processes on one host"
                 )
-            return family, (number, port)
+            return _resolve_tcp(address)
 
 
 def _resolve_tcp(rpc_address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -19,10 +19,7 @@ Whatever fails (no memory, a process that may not be inspected) falls back to th
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
-import stat
 import sys
 import weakref
 from collections import deque
@@ -36,7 +33,7 @@ from torch import Tensor
 
 from counterpoint.errors import PeerError, ProtocolError
 from counterpoint.fabric.frames import padded_size
-from counterpoint.fabric.shm.segments import SegmentMapping, create_segment, map_file
+from counterpoint.fabric.shm.segments import SegmentMapping, create_segment, open_segment
 
 LARGE_BYTES = 1 << 18
 UNHELD_REFCOUNT = (
@@ -126,7 +123,7 @@ class SharedBuffer:
 
     def __init__(self, mapping: SegmentMapping) -> None:
         self.mapping = mapping
-        self.number = os.fstat(mapping.fd).st_ino
+        self.number = mapping.inode
         self.num_bytes = len(mapping.memory)
         self.is_free = False
 
@@ -213,15 +210,9 @@ class PeerBuffers:
                 f"shared buffer {number} of {num_bytes} bytes was offered, which is one too many or too large"
             )
         try:
-            own_fd = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        except OSError:  # it may not be looked at
+            self._mapped[number] = open_segment(self._pid, fd, number, num_bytes).memory
+        except OSError:  # it may not be inspected, or is not what was offered
             return False
-        try:
-            self._mapped[number] = _map_sealed(own_fd, number, num_bytes)
-        except OSError:
-            return False
-        finally:
-            os.close(own_fd)
         return True
 
     def view(self, number: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
@@ -259,17 +250,3 @@ class SharedBuffers:
 
     peer: PeerBuffers
     own: OwnedBuffers = field(default_factory=OwnedBuffers)
-
-
-def _map_sealed(fd: int, number: int, num_bytes: int) -> mmap.mmap:
-    """Map a file.
-
-    Raises:
-        OSError: it is not the offered one, or could shrink while it is read.
-    """
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_ino != number or status.st_size < num_bytes:
-        raise OSError("another file")
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise OSError("not sealed")
-    return map_file(fd, num_bytes)

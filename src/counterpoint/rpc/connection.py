@@ -373,7 +373,7 @@ def connect(
         limits: of this side.
 
     Raises:
-        LaunchError: the address cannot be resolved, or is beyond loopback without a key.
+        LaunchError: the address cannot be resolved, or is of TCP without a key.
         ConnectionLostError: no process listens there.
     """
     try:

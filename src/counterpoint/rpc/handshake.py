@@ -47,7 +47,7 @@ class SecurityMode(IntEnum):
     """How a connection is protected after the handshake."""
 
     NONE = 0
-    """There is no key; checksums detect faults, not forgery."""
+    """There is no key, and a UNIX socket of one user; checksums detect faults, not forgery."""
     ENCRYPTED = 1
     """There is a key, and a network in between."""
     PEERCRED = 2
@@ -76,7 +76,7 @@ class JobCredentials:
     """What both sides must share.
 
     Args:
-        key: of the job; None among processes of one host that trust it.
+        key: of the job; None if all addresses are UNIX sockets.
         job: its name and generation; not secret, but it enters the derived keys.
     """
 

@@ -59,8 +59,11 @@ def write_key(key: JobKey, path: Path) -> None:
 def read_key(path: Path) -> JobKey:
     """Return the key in a file.
 
+    The rule for its owner and mode is PostgreSQL's for the private key of TLS: a file of this user that nobody else can
+    read, or a file of root that a group of this process may read, as Kubernetes mounts secrets.
+
     Raises:
-        LaunchError: it cannot be read, is readable by others, or holds no key.
+        LaunchError: it cannot be read, belongs to another user, is readable by others, or holds no key.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -68,14 +71,31 @@ def read_key(path: Path) -> JobKey:
         raise LaunchError(
             f"cannot read the job key in {path}: {os_error_text(error)}; give the file with the key"
         ) from error
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode) and mode & 0o077:
+    try:
+        _check_owner(os.fstat(fd), path)
+    except LaunchError:
         os.close(fd)
+        raise
+    return read_key_from(fd, str(path))
+
+
+def _check_owner(status: os.stat_result, path: Path) -> None:
+    """Check that an open file is this user's or root's, and that others cannot read it; a pipe has no mode to check.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    owner, user, mode = status.st_uid, os.geteuid(), status.st_mode
+    if owner not in {user, 0}:
+        raise LaunchError(
+            f"the job key in {path} belongs to user {owner}, not {user}, who can join the job with it: make a new one "
+            "with `counterpoint key FILE`"
+        )
+    if stat.S_ISREG(mode) and mode & (0o077 if owner == user else 0o037):
         raise LaunchError(
             f"the job key in {path} may be read by others (mode {mode & 0o777:o}); a process that reads it can join "
             f"the job: make a new one, and chmod 600 {path}"
         )
-    return read_key_from(fd, str(path))
 
 
 def read_key_from(fd: int, name: str = "") -> JobKey:
@@ -97,7 +117,7 @@ def read_key_from(fd: int, name: str = "") -> JobKey:
     if len(text) > MAX_BYTES or len(text) < MIN_DIGITS or len(text) % 2 or text.strip(b"0123456789abcdefABCDEF"):
         raise LaunchError(
             f"{source} holds no job key; a key is an even number of hexadecimal digits, {MIN_DIGITS} at least: "
-            "openssl rand -hex 32 makes one"
+            "`counterpoint key FILE` makes one"
         )
     return JobKey(bytes.fromhex(text.decode("ascii")))
 

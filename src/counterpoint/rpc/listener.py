@@ -53,7 +53,7 @@ def listen(
         limits: for each connection.
 
     Raises:
-        LaunchError: the address is in use, or beyond loopback without a key.
+        LaunchError: the address is in use, or of TCP without a key.
     """
     listener, actual_address = open_listen_socket(address, is_keyed=credentials.key is not None)
     with loop.lock:

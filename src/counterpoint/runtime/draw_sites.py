@@ -8,7 +8,6 @@ of a sample are adjacent. Draws that are not found here, or are in no known orde
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from counterpoint.partitioning.fx_ops import call_draws
 from counterpoint.partitioning.seed_hooks import SeedHooks
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.random_functions import random_functions
+from counterpoint.terminal_text import warn
 
 
 class DrawSite(NamedTuple):
@@ -220,7 +220,7 @@ def _other_rng_state() -> object:
 def warn_unkeyed(model: nn.Module, sites: DrawSites, plan: str, num_microbatches: int) -> None:
     """Warn of each module whose random numbers are not those of another plan."""
     for call, what in sites.unkeyed.items():
-        warnings.warn(describe_unkeyed(model, call, what, plan, num_microbatches), stacklevel=2)
+        warn(describe_unkeyed(model, call, what, plan, num_microbatches), stacklevel=2)
 
 
 def describe_unkeyed(model: nn.Module, call: str, what: str, plan: str, num_microbatches: int) -> str:

@@ -7,7 +7,6 @@ with the model. Only if checksums differ, sums of every parameter are exchanged 
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore
+from counterpoint.terminal_text import warn
 
 NUM_CHECKED = 65536
 """Weights of a rank that are compared per step."""
@@ -91,7 +91,7 @@ class ReplicaChecksum:
         for replica_group in self.groups:
             if set(replica_group) <= set(group):
                 require_equal_replicas({rank: summaries[rank] for rank in replica_group}, step)
-        warnings.warn(
+        warn(
             f"replicas differ in step {step}, but by rounding only, because their processors round differently; the "
             "run "
             "continues without this check",

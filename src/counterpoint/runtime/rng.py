@@ -8,7 +8,6 @@ by torch's own generator, which the checkpoint restores: it is seeded with anoth
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from counterpoint.runtime.devices import CPU, device_seeder
 from counterpoint.runtime.draw_sites import DrawSite, DrawSites
 from counterpoint.runtime.kernels.philox import philox_select, philox_words
 from counterpoint.runtime.random_functions import random_functions
+from counterpoint.terminal_text import warn
 
 _MASK = (1 << 63) - 1
 LOSS = "(loss)"
@@ -178,7 +178,7 @@ class SampleRNG:
         else:
             location = f"module '{path.partition('#')[0]}'"
             remedy = "draw in every forward what the forward of the first batch drew, one entry for each sample"
-        warnings.warn(
+        warn(
             f"{location} draws random numbers of the shape {tuple(shape)} for {self.samples.size} of the batch's "
             f"{self.samples.batch_size} samples, and which of them belong to which sample is unknown, so another plan "
             f"or number of microbatches draws others; {remedy}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.runtime.loss_reduction import PartTotal, choose_unit
 from counterpoint.runtime.params.grad_check import NO_REPORT, GradReport
+from counterpoint.terminal_text import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,7 +512,7 @@ def warn_partially_unused(
         if ranks_without == without[first] and computing_ranks[name] == computing_ranks[first]
     ]
     ranks_with = tuple(sorted(set(computing_ranks[first]) - set(without[first]) - idle))
-    warnings.warn(
+    warn(
         f"{format_names(names)} got no gradient on {format_ranks(without[first])} in step {step}, but did on "
         f"{format_ranks(ranks_with)}; the sum of gradients is correct, but forward took a different branch on those "
         "ranks; if that is intended, pass unused_parameters='skip'",

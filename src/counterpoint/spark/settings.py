@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 
 from counterpoint.errors import PlanError
+from counterpoint.terminal_text import warn
 
 SECURITY_SETTINGS = {
     "spark.authenticate": "anybody who can connect to its ports can run code",
@@ -53,7 +53,7 @@ def warn_insecure_settings(master: str, settings: Mapping[str, str]) -> None:
     """Warn once per training about insecure settings."""
     problems = insecure_settings(master, settings)
     if problems:
-        warnings.warn(
+        warn(
             f"Spark at {master} is not protected: {'; '.join(problems)}; set them to true when starting Spark, with "
             "spark.authenticate.secret in a file or the environment, never on the command line",
             RuntimeWarning,

@@ -8,7 +8,6 @@ slices, and its shuffle distributes the weights.
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -45,6 +44,7 @@ from counterpoint.spark.training_spec import (
 )
 from counterpoint.spark.weight_slices import make_layout, make_slice_optimizer
 from counterpoint.strategies.systems.bigdl import bigdl
+from counterpoint.terminal_text import warn
 from counterpoint.training.checkpointing.save_restore import TrainProgress
 from counterpoint.training.model_partition import drop_frozen_params
 from counterpoint.training.validation import require_directory_path, wrap_optimizer
@@ -263,7 +263,7 @@ class SparkTraining:
             except LaunchError as error:
                 if num_left == 0:
                     raise
-                warnings.warn(f"{error}; restarting from step {progress.step}", RuntimeWarning, stacklevel=2)
+                warn(f"{error}; restarting from step {progress.step}", RuntimeWarning, stacklevel=2)
             else:
                 return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.terminal_text import warn
 from counterpoint.training.batches.batch_source import BatchSource
 from counterpoint.training.batches.global_batch import (
     MicrobatchSelection,
@@ -420,7 +420,7 @@ class FitLoop:
         if self.lr_scheduler is not None:
             text += f"; the learning rate schedule, which counts steps, continues at step {step}, as saved"
         if self.local_ranks.world.fabrics[0].rank == 0:
-            warnings.warn(
+            warn(
                 f"{path} was saved with batch size {size}, and this run has {new_size}, as resume_batch_size='new' "
                 f"asks: {text}; the learning rate is the saved one",
                 stacklevel=4,
@@ -459,7 +459,7 @@ class FitLoop:
         """Warn if the optimizer was made with another learning rate than the one in the checkpoint."""
         given_lr, restored_lr = (group.get("initial_lr", group.get("lr")) for group in (given, restored))
         if isinstance(given_lr, float) and isinstance(restored_lr, float) and given_lr != restored_lr:
-            warnings.warn(
+            warn(
                 f"the optimizer was made with lr={given_lr:g}, but {path} has {restored_lr:g}, which is restored: the "
                 f"global batch is {self.batches.batch_size} samples as before, and needs no other learning rate for "
                 "another number of ranks; to change it, set it in trainer.optimizer in a callback's on_start",

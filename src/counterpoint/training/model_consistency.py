@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any, cast
@@ -16,6 +15,7 @@ from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.rank_builder import RankRuntime
+from counterpoint.terminal_text import warn
 from counterpoint.training.stale_weights import without_stale_reads
 
 
@@ -53,7 +53,7 @@ def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -
             f"{message}; call torch.manual_seed(0) before the model is built, or load one checkpoint, on all"
         )
     if fabric.rank == 0:
-        warnings.warn(
+        warn(
             f"{message} and now have rank 0's values; call torch.manual_seed(0) before the model is built, on all "
             "ranks, or pass init_sync='verify' to make this an error",
             stacklevel=2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
+from counterpoint.terminal_text import warn
 from counterpoint.training.batches.global_batch import (
     batch_digest,
     committed_microbatches,
@@ -514,7 +514,7 @@ class TrainStep:
         if self.is_closed:
             return
         if self.accumulated:
-            warnings.warn(
+            warn(
                 f"close() was called without update(), so that {len(self.accumulated)} accumulated "
                 f"{'batch was' if len(self.accumulated) == 1 else 'batches were'} not trained on",
                 stacklevel=2,

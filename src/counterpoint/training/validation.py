@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from counterpoint.runtime.chained_optimizer import chain_optimizers
 from counterpoint.runtime.loss_parameters import LOSS_PREFIX, find_trained_modules, trainable_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.rank_builder import BatchNormRule
+from counterpoint.terminal_text import warn
 from counterpoint.training.options import TrainingOptions
 
 
@@ -66,7 +66,7 @@ def wrap_optimizer(
     trained = dict(find_trained_modules(model, loss, given).named_parameters())
     untrained = [name for name in trainable_loss_params(model, loss) if f"{LOSS_PREFIX}{name}" not in trained]
     if untrained:
-        warnings.warn(
+        warn(
             f"the optimizer does not hold {', '.join(untrained[:5])} of the loss, so they are not trained; build it "
             "from [*model.parameters(), *loss.parameters()], or freeze them with requires_grad_(False)",
             stacklevel=3,
@@ -74,7 +74,7 @@ def wrap_optimizer(
     optimizer_spec = OptimizerSpec(optimizer, trained)
     for system, published in published_optimizers(strategy).items() if isinstance(strategy, str) else ():
         if optimizer_spec.optimizer_class.__name__ != published:
-            warnings.warn(
+            warn(
                 f"{system} is published with {published} on its servers, and this run has "
                 f"{optimizer_spec.optimizer_class.__name__}; pass optimizer=torch.optim.{published} to train as there, "
                 f"or write the strategies that it is composed of (counterpoint strategies {system}), for any optimizer",
@@ -223,7 +223,7 @@ def check_batch_norm(
             f"{ALTERNATIVES}"
         )
     if rule is None and microbatches_per_replica > 1 and rank == 0:
-        warnings.warn(
+        warn(
             f"{describe_batch_norm(path, module, compiled, num_samples)}; its running statistics are those of the "
             "whole batch: pass batch_norm='deferred' if that is intended, 'microbatch' to update them after every "
             f"microbatch, 'sync' to normalize replicas together, {ALTERNATIVES}",

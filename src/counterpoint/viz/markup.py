@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import re
 
-_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_SHOWN = re.compile(
+    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # forbidden in XML
+    "|[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"  # control characters, and marks of direction
+)
 
 
 def escape(text: str) -> str:
-    """Return text escaped for content and attributes of XML and HTML; characters that XML forbids become U+FFFD."""
-    return html.escape(_NOT_IN_XML.sub("\ufffd", text), quote=True)
+    """Return text escaped for content and attributes of XML and HTML; control characters become U+FFFD."""
+    return html.escape(_NOT_SHOWN.sub("\ufffd", text), quote=True)
 
 
 def tag(name: str, *content: str, **attributes: str | float) -> str:

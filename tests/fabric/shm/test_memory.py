@@ -1,11 +1,14 @@
 """Shared memory has no name, belongs to one user, and disappears with its last process."""
 
+import contextlib
+import fcntl
 import os
 import re
 import resource
 import signal
 import stat
 import weakref
+from ctypes import c_int32
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,10 @@ import torch
 from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric import rendezvous as meeting
 from counterpoint.fabric.shm import segments
+from counterpoint.fabric.shm.memory import RankContext, map_tensor
 from counterpoint.fabric.shm.native import native
 from tests.fabric.run_ranks import on_shm
+from tests.other_user import STRANGER, as_user
 
 pytestmark = [
     pytest.mark.process,
@@ -31,6 +36,67 @@ def test_a_segment_is_private_to_its_user_and_cannot_shrink():
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 4096)
     segment.close()
+
+
+def announced(folder, name):
+    """What a forged announcement of a segment of one page refers to: a descriptor, and the inode in the announcement."""
+    if name in {"another inode", "another size"}:
+        segment = segments.create_segment("test", PAGE * (2 if name == "another size" else 1), allocate=True)
+        return os.dup(segment.fd), segment.inode + (name == "another inode")
+    if name == "a pipe":
+        os.mkfifo(folder / name)
+        fd = os.open(folder / name, os.O_RDWR)
+    elif name == "a file":
+        (folder / name).write_bytes(bytes(PAGE))
+        fd = os.open(folder / name, os.O_RDWR)
+    else:
+        with as_user(STRANGER) if name == "another user's memory" else contextlib.nullcontext():
+            fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, PAGE)
+        if name != "memory without seals":
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, segments.SEALS)
+    return fd, os.fstat(fd).st_ino
+
+
+FORGED = {
+    "another inode": r"it is file \d+ of 4096 bytes, not \d+ of 4096",
+    "another size": r"it is file \d+ of 8192 bytes, not \d+ of 4096",
+    "a pipe": r"it is file \d+ of 0 bytes",
+    "a file": "invalid argument|not sealed",
+    "memory without seals": "it is not sealed, and could shrink while it is read",
+    "another user's memory": f"it belongs to user {STRANGER}, not 0",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_only_the_sealed_memory_of_this_user_that_was_announced_is_mapped(tmp_path, name):
+    """A rank opened whatever /proc/PID/fd/FD the store named."""
+    if "user" in name and os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    fd, inode = announced(tmp_path, name)
+    handle = [os.getpid(), fd, inode, PAGE, 0]
+    with pytest.raises(RuntimeError, match=f"memory of process {os.getpid()}: ({FORGED[name]})"):
+        map_tensor(handle, 8, torch.float32)
+    context = RankContext(None, 1, 2, PAIR, 1.0)
+    with pytest.raises(PeerError, match=rf"cannot open the shared memory of process \d+: ({FORGED[name]}).*one user"):
+        context._open(dict(zip(("pid", "fd", "inode"), handle, strict=False)), PAGE)
+    os.close(fd)
+
+
+def test_the_native_library_maps_only_the_file_that_was_registered():
+    library = native().library
+    memory = torch.zeros(library.cp_host_bytes(2), dtype=torch.uint8)
+    library.cp_format_host(memory.data_ptr(), 2, bytes(16))
+    hosts = [
+        library.cp_open_host(memory.data_ptr(), rank, 2, os.getpid(), (c_int32 * 2)(-1, -1), 1, 1) for rank in PAIR
+    ]
+    own, other = (segments.create_segment("test", PAGE, allocate=True) for _ in range(2))
+    numbers = [library.cp_register_segment(hosts[0], own.fd, PAGE, 7) for _ in range(2)]
+    assert library.cp_map_segment(hosts[1], 0, numbers[0])
+    os.dup2(other.fd, own.fd)  # the number of the descriptor is now another file's
+    assert not library.cp_map_segment(hosts[1], 0, numbers[1])
+    for host in hosts:
+        library.cp_close_host(host)
 
 
 def test_pages_that_are_dropped_take_no_room_and_those_at_the_edges_stay():

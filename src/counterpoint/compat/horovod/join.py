@@ -25,6 +25,7 @@ from counterpoint.compat.horovod.handles import HorovodHandle, JoinableCollectiv
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.shared_store import SharedStore
+from counterpoint.terminal_text import escape_line
 
 FIRST_POLL_S: Final = 0.02  # wait of a rank before it checks the store
 MAX_POLL_S: Final = 0.5  # longest time between two checks
@@ -244,5 +245,8 @@ class JoinState:
         missing = [other for other in self._other_members(request) if store.get(f"stalled/{other}") != str(request)]
         logging.getLogger("counterpoint.horovod").warning(
             "rank %d has waited %.0f s for %s; %s not waiting for it: check what they wait for instead",
-            self._fabric.rank, waited_s, request, f"{format_ranks(missing)} {'is' if len(missing) == 1 else 'are'}",
-        )  # fmt: skip
+            self._fabric.rank,
+            waited_s,
+            escape_line(str(request)),
+            f"{format_ranks(missing)} {'is' if len(missing) == 1 else 'are'}",
+        )

@@ -10,7 +10,6 @@ first step:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from counterpoint.compat.horovod.world import BUCKET_ORDER_LABEL, current_world
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fingerprint import digest, dtype_name, format_ranks
 from counterpoint.runtime.replica_check import sum_bits
+from counterpoint.terminal_text import warn
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -299,7 +299,7 @@ class GradientReducer:
 
 def warn_identical_gradients(group: Sequence[int]) -> None:
     """Warn that ranks have bit-identical gradients, so they probably train on the same samples."""
-    warnings.warn(
+    warn(
         f"{format_ranks(group)} have bit-identical gradients in their first step, so they trained on the same "
         f"samples: {len(group)} ranks do the work of one, and an epoch is read {len(group)} times; give each rank "
         "its own samples, with a DataLoader of DistributedSampler(dataset, hvd.size(), hvd.rank())",
@@ -376,7 +376,7 @@ class _DistributedMixin:
             return super().step(self._with_synchronize(closure))  # type: ignore[misc]
         if self._should_synchronize:
             if self._is_synchronized:
-                warnings.warn(
+                warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; put the step "
                     "into `with optimizer.skip_synchronize():`",
                     stacklevel=2,

@@ -12,7 +12,7 @@ from ctypes import CDLL, c_int32
 from dataclasses import dataclass
 from functools import lru_cache
 from secrets import token_bytes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ class RankContext:
         if self.rank == first:
             mapping, cookie = create_segment("counterpoint host", size, allocate=False), token_bytes(COOKIE_BYTES)
             library.cp_format_host(mapping.address, count, cookie)
-            self.store.set(f"host/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
+            address = {"pid": os.getpid(), "fd": mapping.fd, "inode": mapping.inode, "cookie": cookie.hex()}
+            self.store.set(f"host/{first}", json.dumps(address))
         else:
             self._wait_on_store("host", (first,), processes)
             address = json.loads(self.store.get(f"host/{first}"))
@@ -80,11 +81,11 @@ class RankContext:
 
     def _open(self, address: dict[str, Any], num_bytes: int) -> SegmentMapping:
         try:
-            return open_segment(address["pid"], address["fd"], num_bytes)
+            return open_segment(address["pid"], address["fd"], address["inode"], num_bytes)
         except OSError as error:
             raise PeerError(
                 f"rank {self.rank} cannot open the shared memory of process {address['pid']}: "
-                f"{os.strerror(error.errno or 0).lower()}; ranks that share memory run as one user in one container: "
+                f"{(error.strerror or str(error)).lower()}; ranks that share memory run as one user in one container: "
                 "look at the output of the rank that ended first, or use transport='gloo'"
             ) from error
 
@@ -101,6 +102,24 @@ class RankContext:
                 f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {late} to share memory; all ranks must "
                 f"arrive within the timeout: look at the output of {late}"
             )
+
+
+class SegmentHandle(NamedTuple):
+    """Where another process maps a tensor.
+
+    Args:
+        pid: process that has the segment open.
+        fd: its file descriptor.
+        inode: of the segment.
+        num_bytes: size of the segment.
+        offset: of the tensor in the segment.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    num_bytes: int
+    offset: int
 
 
 class SharedTensors:
@@ -143,8 +162,8 @@ class SharedTensors:
         num_segments = len(self._segments)
         tensor = self.empty(num_elements, dtype)
         if num_elements and len(self._segments) == num_segments:
-            _, fd, _, offset = self.export_handle(tensor)
-            allocate_pages("counterpoint tensors", fd, offset, num_elements * dtype.itemsize)
+            handle = self.export_handle(tensor)
+            allocate_pages("counterpoint tensors", handle.fd, handle.offset, num_elements * dtype.itemsize)
             tensor.zero_()
         return tensor
 
@@ -171,11 +190,11 @@ class SharedTensors:
             return -1, 0
         return segments[index][1], address - starts[index]
 
-    def export_handle(self, tensor: Tensor) -> tuple[int, int, int, int]:
-        """Return where another process maps a tensor of :meth:`empty`: pid, file descriptor, file size, and offset."""
+    def export_handle(self, tensor: Tensor) -> SegmentHandle:
+        """Return where another process maps a tensor of :meth:`empty`."""
         segment, offset = self.locate(tensor.data_ptr(), tensor.numel() * tensor.element_size())
         mapping = self._segments[segment]
-        return os.getpid(), mapping.fd, len(mapping.memory), offset
+        return SegmentHandle(os.getpid(), mapping.fd, mapping.inode, len(mapping.memory), offset)
 
     def close(self) -> None:
         """Close the files and unmap what no tensor uses; other memory lives for as long as tensors use it."""
@@ -194,14 +213,13 @@ def map_tensor(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  
     Raises:
         RuntimeError: it is gone.
     """
-    pid, fd, num_bytes, offset = address
+    handle = SegmentHandle(*address)
     try:
-        mapping = open_segment(pid, fd, num_bytes)
+        mapping = open_segment(handle.pid, handle.fd, handle.inode, handle.num_bytes)
     except OSError as error:
-        raise RuntimeError(f"memory of process {pid}: {os.strerror(error.errno or 0).lower()}") from error
-    return torch.frombuffer(mapping.memory, dtype=torch.uint8)[offset : offset + num_elements * dtype.itemsize].view(
-        dtype
-    )
+        raise RuntimeError(f"memory of process {handle.pid}: {(error.strerror or str(error)).lower()}") from error
+    end = handle.offset + num_elements * dtype.itemsize
+    return torch.frombuffer(mapping.memory, dtype=torch.uint8)[handle.offset : end].view(dtype)
 
 
 def page_size() -> int:

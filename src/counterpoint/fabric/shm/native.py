@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 SIGNATURE_BYTES = 256
 REASON_BYTES = 1024
 SLICE_NS = 100_000_000  # default duration of a wait

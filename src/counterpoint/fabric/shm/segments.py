@@ -1,8 +1,8 @@
 """Shared memory segments without a name, and how much memory is available.
 
 A segment is a ``memfd``: it has no name in a file system, so it disappears when the last process that maps it ends,
-however it ends. Another process of the same user opens it through ``/proc/<pid>/fd``, and accepts it only if it starts
-with the random cookie that its creator announced.
+however it ends. Another process of the same user opens it through ``/proc/<pid>/fd``, and maps it only if it is the
+announced file (inode, size), belongs to the same user and cannot shrink (sealed). The native library checks the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import resource
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class SegmentMapping:
     def address(self) -> int:
         """The address of its first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    @property
+    def inode(self) -> int:
+        """The number of its file, which is open."""
+        return os.fstat(self.fd).st_ino
 
     def close(self) -> None:
         """Unmap it; nothing in this process may use it any more."""
@@ -84,17 +90,41 @@ def create_segment(name: str, num_bytes: int, *, allocate: bool) -> SegmentMappi
         raise PeerError(mmap_error(name, num_bytes, error.errno or 0)) from error
 
 
-def open_segment(pid: int, fd: int, num_bytes: int) -> SegmentMapping:
-    """Map the segment that another process has open as file descriptor ``fd``.
+def open_segment(pid: int, fd: int, inode: int, num_bytes: int) -> SegmentMapping:
+    """Map the segment that another process of this user has open as file descriptor ``fd``.
+
+    Args:
+        pid: of the process.
+        fd: its file descriptor.
+        inode: of the segment, as the process announced it.
+        num_bytes: size of the segment.
 
     Raises:
-        OSError: it is gone, or not permitted.
+        OSError: it is gone, not permitted, or not the sealed memory that the process announced.
     """
-    own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    own_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
+        _check_segment(own_fd, inode, num_bytes)
         return SegmentMapping(map_file(own_fd, num_bytes))
     finally:
         os.close(own_fd)
+
+
+def _check_segment(fd: int, inode: int, num_bytes: int) -> None:
+    """Check that an open file is the sealed memory that a process of this user announced.
+
+    Raises:
+        OSError: it is not.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or (status.st_ino, status.st_size) != (inode, num_bytes):
+        raise PermissionError(
+            errno.EPERM, f"it is file {status.st_ino} of {status.st_size} bytes, not {inode} of {num_bytes}"
+        )
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}, not {os.geteuid()}")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise PermissionError(errno.EPERM, "it is not sealed, and could shrink while it is read")
 
 
 def map_file(fd: int, num_bytes: int) -> mmap.mmap:

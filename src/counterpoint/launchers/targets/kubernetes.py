@@ -1,7 +1,8 @@
 """Kubernetes manifests: an Indexed Job, a JobSet, or Kubeflow Trainer's TrainJob.
 
 In each of them a pod is a host, and torchrun starts its ranks, configured by PET_ variables. The job's key is a secret
-created from its file and mounted as a file; neither manifests nor commands contain it.
+created from its file and mounted as a file; neither manifests nor commands contain it. Pods meet the restricted Pod
+Security Standard: they run as a user without privileges, and can write to their shared memory and to /tmp only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ KubernetesManifest: TypeAlias = Mapping[str, Json]
 
 KEY_FOLDER = "/run/secrets/counterpoint"
 KEY_NAME = "key"
+USER_ID = 1000  # of the pod's processes, and of the group that may read the secret
+HOME = "/tmp"
 CONTAINER = "node"  # Kubeflow Trainer's name of the training pods and their container
 INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 PROBE_S = 20
@@ -173,26 +176,46 @@ def job_spec(spec: LaunchSpec, master_host: str, retries: int, names: Kubernetes
 
 def pod(spec: LaunchSpec, master_variables: list[Json]) -> KubernetesManifest:
     """Return a pod: one container with all ranks of a host, shared memory, and the key if there is one."""
-    mounts: list[Json] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    volumes: list[Json] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts: list[Json] = [
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        {"name": "temporary-files", "mountPath": HOME},
+    ]
+    volumes: list[Json] = [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "temporary-files", "emptyDir": {}},
+    ]
     own = spec
     if spec.key_file is not None:
         own = replace(spec, key_file=Path(KEY_FOLDER) / KEY_NAME)
         mounts.append({"name": "job-key", "mountPath": KEY_FOLDER, "readOnly": True})
-        volumes.append({"name": "job-key", "secret": {"secretName": secret_name(spec), "defaultMode": 0o400}})
+        volumes.append({"name": "job-key", "secret": {"secretName": secret_name(spec), "defaultMode": 0o440}})
+    # torch asks for the home and the name of the user, which the image does not know
+    variables = {"HOME": HOME, "USER": "counterpoint", **own.env_variables()}
     container: KubernetesManifest = {
         "name": CONTAINER,
         "image": spec.image,
         "command": command(spec),
-        "env": [*master_variables, *(env_variable(name, value) for name, value in own.env_variables().items())],
+        "env": [*master_variables, *(env_variable(name, value) for name, value in variables.items())],
         "resources": resources(spec),
         "startupProbe": {**liveness_probe(spec), "failureThreshold": STARTUP_S // PROBE_S},
         "livenessProbe": {**liveness_probe(spec), "failureThreshold": 3},
         "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
     }
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": spec.resources.grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": volumes,
     }

@@ -6,10 +6,12 @@ launcher, so that a script need not know Ray. No training data passes through Ra
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,12 @@ from counterpoint.launchers.exit_report import (
 )
 from counterpoint.launchers.rank_agent import RankAgent, thread_variables, to_rank_exit
 from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, rank_command
+from counterpoint.terminal_text import warn
 
 PLACEMENT_TIMEOUT_S = 60.0  # for the cluster to have room for all ranks
 LOST_RETURNCODE = -9  # a rank on a lost host counts as killed
 POLL_S = 0.1
+TOKEN_BY_DEFAULT = (2, 61)  # the version of Ray from which every cluster asks for a token
 
 
 def render_ray(spec: LaunchSpec) -> LaunchArtifacts:
@@ -45,6 +49,24 @@ def render_ray(spec: LaunchSpec) -> LaunchArtifacts:
         note=f"a placement group {strategy} of {bundles}, and in each bundle {spec.ranks_per_host} actors, each of "
         f"which runs: {command}; {spec.max_restarts} restarts"
     )
+
+
+OPEN_RAY = (
+    "Ray asks for no token, so anybody who can connect to its ports can run code on its hosts; set RAY_AUTH_MODE=token "
+    "on all of them before Ray is started, and let only its hosts reach its ports"
+)
+
+
+def is_open(version: str, environ: Mapping[str, str]) -> bool:
+    """Return whether Ray of this version asks for no token.
+
+    Example:
+        >>> is_open("2.60.0", {}), is_open("2.60.0", {"RAY_AUTH_MODE": "token"}), is_open("2.61.0", {})
+        (True, False, False)
+    """
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+    default = "token" if numbers >= TOKEN_BY_DEFAULT else "disabled"
+    return environ.get("RAY_AUTH_MODE", default) == "disabled"
 
 
 def placement_strategy(spec: LaunchSpec) -> str:
@@ -78,6 +100,8 @@ def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
     initialized_here = not ray.is_initialized()
     if initialized_here:
         ray.init()
+    if is_open(ray.__version__, os.environ):
+        warn(OPEN_RAY, stacklevel=2)
     group = placement_group(resource_bundles(spec), strategy=placement_strategy(spec))
     try:
         for attempt in range(spec.max_restarts + 1):

@@ -173,7 +173,7 @@ class ConnectionPool:
         """Accept connections at an address; return it with the actual port.
 
         Raises:
-            LaunchError: the address is in use, is beyond loopback without a key, or cannot be reached by others.
+            LaunchError: the address is in use, is of TCP without a key, or cannot be reached by others.
         """
         check_reachable(address)
         self._listener = listen(

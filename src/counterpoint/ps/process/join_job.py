@@ -33,7 +33,7 @@ def join(
     Args:
         endpoint: the job and its coordinator.
         name: of the worker; unique among live members.
-        key: of the job; None among processes of one host that trust it.
+        key: of the job; None if all addresses are UNIX sockets.
         timeout_s: longest wait for the coordinator and the servers.
 
     Raises:

@@ -35,13 +35,13 @@ def serve_coordinator(
 
     Args:
         endpoint: address to listen at.
-        key: of the job; None among processes of one host that trust it.
+        key: of the job; None if all addresses are UNIX sockets.
         folder: of its log; without one it cannot be restarted.
         should_stop: tells whether to stop.
         on_listen: called with the address once others can connect.
 
     Raises:
-        LaunchError: the address is in use, or beyond loopback without a key.
+        LaunchError: the address is in use, or of TCP without a key.
         CheckpointError: the log is damaged, or cannot be written.
     """
     records = recover_log(folder, COORDINATOR_LOG) if folder is not None else []
@@ -73,7 +73,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         endpoint: address of the coordinator.
         name: of the server; unique among live members.
         address: to listen at.
-        key: of the job; None among processes of one host that trust it.
+        key: of the job; None if all addresses are UNIX sockets.
         folder: for snapshots, and for the log of a shard without a backup.
         snapshot: that the job restarts from; None if it starts from scratch.
         is_journaled: whether to write all changes to the folder's journals, for replay.
@@ -81,7 +81,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         on_listen: called with the actual address once others can connect.
 
     Raises:
-        LaunchError: the address is in use, or beyond loopback without a key.
+        LaunchError: the address is in use, or of TCP without a key.
         CheckpointError: a log is damaged, or cannot be written.
     """
     with EventLoop() as loop:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, current_autocasts
 from counterpoint.runtime.sample_layout import SamplePart
+from counterpoint.terminal_text import warn
 from counterpoint.world.topology import format_count
 
 
@@ -119,7 +119,7 @@ def warn_forked_workers(known_pids: set[int]) -> bool:
     if not forked or num_threads == 1:
         return False
     pids = ", ".join(str(child.pid) for child in forked)
-    warnings.warn(
+    warn(
         f"{format_count(len(forked), 'worker')} (pid {pids}) came from a fork of this "
         f"process, which has {num_threads} threads: a lock that a thread held then stays locked in the copy forever, "
         "so that such a worker may hang at any time; give the DataLoader multiprocessing_context='forkserver', or let "

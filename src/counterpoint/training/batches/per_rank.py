@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +18,7 @@ from counterpoint.program.program import Program
 from counterpoint.runtime.microbatches import slice_samples
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.terminal_text import warn
 from counterpoint.training.optimizer_state import apply_group_options, get_group_options
 
 
@@ -176,7 +176,7 @@ class PerRankBatchExchange:
         digests = {infos[rank].digest for rank in present}
         replicas = {self.microbatches_by_rank[rank] for rank in present}
         if len(digests) == 1 and digests != {""} and len(replicas) > 1 and self.fabric.rank == 0:
-            warnings.warn(
+            warn(
                 f"{format_ranks(present)} brought the same {infos[present[0]].count} samples to the first step, so "
                 "each sample is computed more than once; shard them with a DistributedSampler, or pass "
                 "batches='global' and leave the sharding to the step",
@@ -195,7 +195,7 @@ class PerRankBatchExchange:
                 "sampler that pads), or pass uneven=True"
             )
         if self.uneven is None and kind not in self.reported and self.fabric.rank == 0:
-            warnings.warn(
+            warn(
                 f"{description}; {rule}: pass uneven=True if that is intended, or uneven=False to make it an error",
                 stacklevel=6,
             )

@@ -8,7 +8,6 @@ dataset; without one, batches are read again and dropped. One batch is read ahea
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError, DataError
 from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.microbatches import MicrobatchSource
+from counterpoint.terminal_text import warn
 from counterpoint.training.batches.global_batch import (
     MicrobatchSelection,
     batch_digest,
@@ -262,7 +262,7 @@ class StreamedBatches:
             self.rng.load_state_dict(state["rng"])
             self.epoch, self.num_read, self.has_ended, self.buffer = cursor.epoch, cursor.batch, False, []
         elif self.num_batches is None:
-            warnings.warn(
+            warn(
                 f"a {type(self.data).__name__} has no position to continue from, so the run reads {cursor.batch} "
                 f"batches of epoch {cursor.epoch} again and drops them; give it state_dict and load_state_dict, or "
                 "pass a dataset with samples by index, to continue at once",

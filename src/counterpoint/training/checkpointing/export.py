@@ -6,7 +6,6 @@ A ``.pt`` file is written by ``torch.save``, which pickles; what is in it are te
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from counterpoint.checkpoint import Checkpoint, step_folders
 from counterpoint.errors import CheckpointError
 from counterpoint.runtime.state_dict import decode_scalar
+from counterpoint.terminal_text import warn
 from counterpoint.training.callbacks.run_folder import find_checkpoints
 from counterpoint.training.checkpointing.save_restore import CheckpointReader, find_checkpoint, read_buffer
 from counterpoint.training.optimizer_state import torch_state_dict
@@ -177,7 +177,7 @@ def read_optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
             "export the weights alone, or resume from it once and save again"
         )
     if state.get("delayed_grads", {"replicas": 0})["replicas"]:
-        warnings.warn(
+        warn(
             f"{state['plan']} had delayed the gradient of step {state['step'] - 1}, which torch's optimizers do not "
             "have, so it is not exported",
             RuntimeWarning,

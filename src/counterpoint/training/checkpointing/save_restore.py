@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -51,6 +50,7 @@ from counterpoint.runtime.state_dict import (
     restore_error_feedback,
     restore_optimizers,
 )
+from counterpoint.terminal_text import warn
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.optimizer_state import describe_param_groups
 
@@ -388,7 +388,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """
     checkpoint = Checkpoint.open(path)
     for skipped in checkpoint.skipped:
-        warnings.warn(f"{skipped.reason}; resumed from {checkpoint.folder.name} instead", RuntimeWarning, stacklevel=2)
+        warn(f"{skipped.reason}; resumed from {checkpoint.folder.name} instead", RuntimeWarning, stacklevel=2)
     return checkpoint
 
 
@@ -502,7 +502,7 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
     delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False, "loss_scale": 1.0})
     local_ranks.restore_delayed_grads(exist=delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0)
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
-        warnings.warn(
+        warn(
             f"the gradient of step {state['step'] - 1}, which {state['plan']} had delayed, is dropped, "
             f"because {local_ranks.plan} delays no gradients",
             RuntimeWarning,
@@ -560,7 +560,7 @@ def find_residuals(local_ranks: LocalRanks, checkpoint: Checkpoint) -> list[str]
     if saved_by == str(local_ranks.plan) and layouts <= error_feedback_keys(local_ranks.shard_map()):
         return names
     if names:
-        warnings.warn(
+        warn(
             f"{checkpoint.folder.name} was saved under {saved_by}, whose ranks had error-feedback residuals of "
             f"compressed gradients; {local_ranks.plan} has other ranks or codecs, so they are dropped; resume with the "
             "same plan to keep them",

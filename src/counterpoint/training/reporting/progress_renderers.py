@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
 
+from counterpoint.terminal_text import escape_line
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -151,7 +153,10 @@ class BarRenderer:
         """Redraw the bar for a record."""
         if self.progress_bar is not None and self.task is not None:
             self.progress_bar.update(
-                self.task, completed=record["step"], position=format_position(record), figures=format_metrics(record)
+                self.task,
+                completed=record["step"],
+                position=format_position(record),
+                figures=escape_line(format_metrics(record)),
             )
             self.progress_bar.refresh()
 
@@ -198,7 +203,13 @@ def format_position(record: ProgressRecord) -> str:
 
 
 def format_text(record: ProgressRecord) -> str | None:
-    """Return the record as one line for people; None if there is nothing to show."""
+    """Return the record as one line for people, with control characters escaped; None if there is nothing to show."""
+    text = describe_record(record)
+    return None if text is None else escape_line(text)
+
+
+def describe_record(record: ProgressRecord) -> str | None:
+    """Return what :func:`format_text` shows, before escaping."""
     position = f"step {format_position(record)}"
     match record["event"]:
         case "start":
