@@ -1,6 +1,8 @@
 """An encoded value decodes to an equal one of the same types, or is rejected with what was found."""
 
+import json
 import struct
+import tracemalloc
 from collections import OrderedDict
 from enum import IntEnum
 from math import inf, nan
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import DataError, ProtocolError
-from counterpoint.value_codec import ALIGNMENT, DTYPES, decode_value, encode_parts, encode_value, parse_json
+from counterpoint.value_codec import ALIGNMENT, DTYPES, MAX_BYTES, decode_value, encode_parts, encode_value, parse_json
 
 
 class Priority(IntEnum):
@@ -154,3 +156,32 @@ def test_half_of_a_surrogate_pair_is_no_text(text):
 
 def test_a_whole_surrogate_pair_is_a_character():
     assert parse_json(rb'"\ud83d\ude00"') == "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"[" * 201 + b"]" * 201, "it is nested more than 200 levels deep"),
+        (b'{"a":' * 300 + b"1" + b"}" * 300, "it is nested more than 200 levels deep"),
+        (b"9" * 5000, "Exceeds the limit"),
+        (b"1e999", "1e999 is beyond the range of a float"),
+        (b"[NaN]", "NaN is not a JSON number"),
+        (b'{"a": 1, "a": 2}', "a name occurs twice"),
+        (b'"\xff"', "invalid start byte"),
+        (b" " * 1001, "it has 1001 bytes, but at most 1000 are read"),
+    ],
+)
+def test_json_of_a_stranger_is_refused_in_few_words_and_little_memory(text, problem):
+    tracemalloc.start()
+    max_bytes = 1000 if text.isspace() else MAX_BYTES
+    with pytest.raises(ValueError, match=problem) as caught:
+        parse_json(text, max_bytes)
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(text) + 200_000
+    tracemalloc.stop()
+    assert len(str(caught.value)) < 200
+
+
+def test_brackets_in_a_text_are_not_levels_of_json():
+    assert parse_json(f'["{"[" * 1000}"]') == ["[" * 1000]
+    assert parse_json(json.dumps("{" * 1000)) == "{" * 1000

@@ -65,7 +65,11 @@ def test_digits_of_a_parquet_file_are_known_to_95_percent_also_by_what_was_saved
     assert model.stages[-1].plan == "zero(2, level=3)"
     assert accuracy(model.transform(digits[1])) >= 0.95
     model.write().save(str(tmp_path / "model"))
+    with pytest.raises(PlanError, match=r"names 'tests.spark.models:Layers', which is not one of torch's layers"):
+        PipelineModel.load(str(tmp_path / "model"))
+    digits[0].sparkSession.conf.set("spark.counterpoint.trustedModules", "tests.spark.models")
     again = PipelineModel.load(str(tmp_path / "model"))
+    digits[0].sparkSession.conf.unset("spark.counterpoint.trustedModules")
     assert again.stages[-1].losses == model.stages[-1].losses
     assert rows(again, digits[1]) == rows(model, digits[1])
 

@@ -21,6 +21,7 @@ from counterpoint.errors import PlanError
 from counterpoint.partitioning.sample_independence import modules_with_running_stats
 from counterpoint.ps.session import InitialRows, Session
 from counterpoint.ps.update_rules import ConstantInit, Sgd, UpdateRule
+from counterpoint.value_codec import parse_json
 
 FROZEN_RULE = Sgd(0.0)
 """Update rule of keys that are never pushed."""
@@ -283,7 +284,7 @@ def agree_on_layout(session: Session, own_layout: KeyLayout) -> KeyLayout:
     num_rows = _num_rows(_num_bytes(values))
     if num_rows > 1:
         values = session.pull(LAYOUT_KEY, rows=row_ids[:num_rows]).wait().values
-    layout: KeyLayout = json.loads(rows_to_text(values))
+    layout: KeyLayout = parse_json(rows_to_text(values))
     return layout
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
-import json
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from counterpoint.errors import LaunchError
 from counterpoint.launchers.ports import LOOPBACK
 from counterpoint.optim.validation import parse_digits, renamed_hint, shorten
 from counterpoint.rpc.job_key import read_key
+from counterpoint.value_codec import parse_json
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
 TASK_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
@@ -246,7 +246,7 @@ def parse_sagemaker(launcher: LauncherEnv, variables: Mapping[str, str]) -> Dete
     """
     text, current = variables["SM_HOSTS"], variables["SM_CURRENT_HOST"]
     try:
-        hosts = json.loads(text)
+        hosts = parse_json(text)
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):

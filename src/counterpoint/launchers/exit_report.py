@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 from counterpoint.terminal_text import escape_line, escape_text
+from counterpoint.value_codec import parse_json
 
 ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, if all failed ranks only report a lost peer
 EXIT_WAIT_S = 0.25  # wait for other ranks to end by themselves, once the root cause is known
@@ -60,7 +61,8 @@ class ErrorRecord:
     def read(path: Path) -> ErrorRecord | None:
         """Return the record at ``path``; None if there is no valid one."""
         try:
-            content = json.loads(path.read_bytes()[:RECORD_MAX_BYTES])
+            with path.open("rb") as file:
+                content = parse_json(file.read(RECORD_MAX_BYTES))
             return ErrorRecord(
                 str(content["kind"]),
                 str(content["message"]),

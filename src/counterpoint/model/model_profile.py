@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.optim.validation import renamed_hint, shorten
+from counterpoint.value_codec import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,8 +415,8 @@ def parse_profile(text: str) -> ModelProfile:
         PlanError: the text is not a profile, or of another version, or a value is out of range.
     """
     try:
-        loaded: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        loaded: Any = parse_json(text)
+    except ValueError as error:
         raise PlanError(f"this is not a profile: {error}; `counterpoint profile JOB --out FILE` writes one") from None
     if not isinstance(loaded, dict) or FORMAT_NAME not in loaded:
         earlier = [name for name in RENAMED_FORMATS if isinstance(loaded, dict) and name in loaded]

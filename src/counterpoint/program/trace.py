@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from counterpoint.errors import DataError
+from counterpoint.value_codec import parse_json
 
 Lane: TypeAlias = Literal["compute", "link", "wait"]
 """Where time is spent: computing, on the rank's outgoing link, or waiting for another rank."""
@@ -107,7 +108,7 @@ class Trace:
             DataError: the text is not a trace.
         """
         try:
-            loaded: Any = json.loads(text)
+            loaded: Any = parse_json(text)
             events = tuple(TraceEvent(**event) for event in loaded["events"])
             memory = tuple(tuple((float(at), int(size)) for at, size in curve) for curve in loaded.get("memory", ()))
             beat_s = float(loaded["steady_step_s"]) if "steady_step_s" in loaded else None

@@ -23,7 +23,7 @@ def fit_as_rank(shard: SampleShard, what: bytes, options: Mapping[str, Any]) -> 
     Returns:
         the plan and the losses; on rank 0 also the trained values by name.
     """
-    model, loss, optimizer = decode_module(what)
+    model, loss, optimizer = decode_module(what, trust=True)  # of the driver, over Spark's channel
     samples = shard.all_samples()
     trainer = Trainer(model, loss=loss, optimizer=optimizer, progress="off", **options["trainer"])
     history = trainer.fit(samples, **options["fit"])

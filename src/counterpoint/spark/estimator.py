@@ -17,7 +17,7 @@ from torch import nn
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.spark.barrier_fit import fit_as_rank, load_named_tensors, named_tensors, with_learning_rate
-from counterpoint.spark.module_codec import decode_module, encode_module
+from counterpoint.spark.module_codec import Trust, add_trusted, decode_module, encode_module
 from counterpoint.spark.predictor import Predictor
 from counterpoint.spark.ranks import run_ranks
 from counterpoint.spark.samples import check_columns
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 BIGDL = "bigdl"
 """Strategy name for training in two Spark jobs per step, without separate rank processes."""
 SCHEMA = "prediction double, raw array<double>"
+TRUSTED_MODULES = "spark.counterpoint.trustedModules"
+"""Spark's setting with the modules that saved models may use, separated by commas; ``*`` for all."""
 
 
 class _ColumnParams(Params):  # type: ignore[misc] # PySpark has no types
@@ -167,8 +169,11 @@ class TorchModel(_ColumnParams, Model, MLWritable, MLReadable):  # type: ignore[
 
     ``transform`` adds two columns: ``predictionCol`` has the class of the largest output, or the output itself if there
     is one, as a double; ``rawPredictionCol`` has all outputs. ``write().save(path)`` and ``TorchModel.load(path)``
-    store it in any file system that Spark supports, without pickle; the classes of its modules must be importable. Load
-    models only from sources that you would run code from.
+    store it in any file system that Spark supports, without pickle; the classes of its modules must be importable.
+
+    What is loaded may only use torch's own layers and functions. For other classes say whose code you would run:
+    ``TorchModel.load(path, trust=["my_models"])``, or ``trust=True`` for everything. Where Spark does the loading, as
+    in ``PipelineModel.load``, set ``spark.conf.set("spark.counterpoint.trustedModules", "my_models")``, or ``"*"``.
 
     Args:
         model: trained, on the CPU.
@@ -204,9 +209,14 @@ class TorchModel(_ColumnParams, Model, MLWritable, MLReadable):  # type: ignore[
         return _TorchModelWriter(self)
 
     @classmethod
-    def read(cls) -> MLReader:
-        """Return the reader of models."""
-        return _TorchModelReader()
+    def read(cls, *, trust: Trust = False) -> MLReader:
+        """Return the reader of models, and of what else may be imported for them; see :class:`TorchModel`."""
+        return _TorchModelReader(trust)
+
+    @classmethod
+    def load(cls, path: str, *, trust: Trust = False) -> TorchModel:
+        """Return the model stored at a path; see :class:`TorchModel` for ``trust``."""
+        return cls.read(trust=trust).load(path)  # type: ignore[no-any-return]
 
 
 def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str]) -> Callable[..., Any]:
@@ -243,20 +253,30 @@ class _TorchModelWriter(MLWriter):  # type: ignore[misc]
 
 
 class _TorchModelReader(MLReader):  # type: ignore[misc]
-    """Reader of models written by :class:`_TorchModelWriter`."""
+    """Reader of models written by :class:`_TorchModelWriter`.
+
+    Args:
+        trust: what else may be imported for them, besides what the session's settings say.
+    """
+
+    def __init__(self, trust: Trust) -> None:
+        super().__init__()
+        self._trust = trust
 
     def load(self, path: str) -> TorchModel:
         """Return the model stored at a path.
 
         Raises:
             CheckpointError: something else is stored there.
-            PlanError: one of its classes cannot be imported here.
+            PlanError: one of its classes is not trusted, or cannot be imported here.
+            ProtocolError: the model is malformed.
         """
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         if metadata["class"].rpartition(".")[2] != TorchModel.__name__:
             raise CheckpointError(f"{path} stores a {metadata['class']}, not a TorchModel; load it with that class")
         (row,) = self.sparkSession.read.parquet(f"{path}/files").collect()
-        loaded = TorchModel(decode_module(bytes(row["model"])), row["plan"], row["losses"])
+        trust = add_trusted(self._trust, self.sparkSession.conf.get(TRUSTED_MODULES, ""))
+        loaded = TorchModel(decode_module(bytes(row["model"]), trust=trust), row["plan"], row["losses"])
         loaded._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's readers do
         DefaultParamsReader.getAndSetParams(loaded, metadata)
         return loaded

@@ -33,6 +33,7 @@ from counterpoint.training.reporting.calibration import simulate_calibrated
 from counterpoint.training.reporting.progress_renderers import format_json
 from counterpoint.training.reporting.run_report import RunSummary, render_report
 from counterpoint.training.reporting.tensorboard import TensorBoardWriter
+from counterpoint.value_codec import parse_json
 from counterpoint.viz.perfetto import format_perfetto
 
 METRICS = "metrics.jsonl"
@@ -220,10 +221,11 @@ def read_lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
         return
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
-        except ValueError:
+            line = parse_json(text)
+            is_wanted = line["step"] <= step and line["event"] != "end"
+        except (ValueError, TypeError, KeyError):
             continue
-        if line["step"] <= step and line["event"] != "end":
+        if is_wanted:
             yield line
 
 
