@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
+from counterpoint.json_reader import check_json_density
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.optim.validation import renamed_hint, shorten
 
@@ -414,6 +416,7 @@ def parse_profile(text: str) -> ModelProfile:
         PlanError: the text is not a profile, or of another version, or a value is out of range.
     """
     try:
+        check_json_density(text.encode())
         loaded: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"this is not a profile: {error}; `counterpoint profile JOB --out FILE` writes one") from None
@@ -443,7 +446,7 @@ def load_profile(path: Path) -> ModelProfile:
         PlanError: the file cannot be read, or :func:`parse_profile` rejects it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path)
     except (OSError, ValueError) as error:  # a ValueError for bytes that are not UTF-8, and for a path with a null byte
         problem = error.strerror if isinstance(error, OSError) else error
         raise PlanError(

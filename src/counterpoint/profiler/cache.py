@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.model.model_profile import ModelProfile, format_profile, parse_profile
 
 
@@ -35,7 +36,7 @@ def load_or_measure(
     path = cache_path(folder, attributes)
     if not must_measure and path.is_file():
         try:
-            return parse_profile(path.read_text(encoding="utf-8"))
+            return parse_profile(read_regular_text(path))
         except (PlanError, OSError, UnicodeDecodeError):
             path.unlink(missing_ok=True)
     profile = measure()
