@@ -22,6 +22,7 @@ from counterpoint.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
     ShardRecord,
+    check_model_saved,
     check_records,
     find_json_flaw,
     format_manifest,
@@ -190,13 +191,7 @@ def _build_manifest(
         )
     ordered = tuple(sorted(records, key=lambda record: record.rank))
     check_records(ordered)
-    saved = {slice_record.name: slice_record for record in ordered for slice_record in record.slices}
-    for name, kind in (model or {}).items():
-        found = saved[name].dtype_and_shape if name in saved else "nothing"
-        if found != kind:
-            raise CheckpointError(
-                f"the model has {name!r} as {kind}, but the ranks wrote {found}; a checkpoint must have the whole model"
-            )
+    check_model_saved(model or {}, ordered)
     return CheckpointManifest(
         format="counterpoint-checkpoint",
         version=FORMAT_VERSION,
@@ -244,7 +239,7 @@ def _is_already_saved(files: FileOps, target: Path, manifest: CheckpointManifest
         return False
     try:
         existing = parse_manifest(target / MANIFEST)
-        flaws = [flaw for record in existing.files for flaw in find_shard_flaws(target, record, existing.step, {})]
+        flaws = [flaw for record in existing.files for flaw in find_shard_flaws(target, record, existing.step)]
     except CheckpointError as error:
         flaws = [str(error)]
     if flaws:

@@ -110,7 +110,10 @@ def write_file(files: FileOps, path: Path, data: bytes) -> None:
 
 
 def remove_tree(files: FileOps, folder: Path) -> None:
-    """Remove a folder with its contents; links are removed, not followed."""
+    """Remove a folder with its contents, or a link to one; links are removed, not followed."""
+    if folder.is_symlink():
+        files.unlink(folder)
+        return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             remove_tree(files, Path(entry.path))

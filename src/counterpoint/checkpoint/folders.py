@@ -16,9 +16,9 @@ from counterpoint.checkpoint.shard import find_size_flaw
 from counterpoint.errors import CheckpointError
 from counterpoint.terminal_text import warn
 
-_STEP = re.compile(r"step-(\d{8,})")
-_DRAFT = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
-_PART = re.compile(r"part-\d{5,9}\.json")
+_STEP = re.compile(r"step-([0-9]{8,})")
+_DRAFT = re.compile(r"step-([0-9]{8,})\.tmp-[0-9a-f]+")
+_PART = re.compile(r"part-[0-9]{5,9}\.json")
 
 
 def step_name(step: int) -> str:

@@ -6,24 +6,34 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
-from counterpoint.checkpoint.tensor_slice import DTYPES, Offset, check_cover, check_extent, torch_dtype
+from counterpoint.checkpoint.tensor_slice import DTYPES, MAX_DIMS, check_cover, check_extent, torch_dtype
 from counterpoint.errors import CheckpointError
+from counterpoint.file_reader import read_regular_file
+from counterpoint.json_reader import check_json_density
+from counterpoint.optim.validation import shorten
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION: Final = 2
 READABLE_VERSIONS = (1, 2)
 """In version 1 the tensors of a file are ``tensor-00000`` and so on, in version 2 they have their names."""
 MANIFEST_MAX_BYTES = 256 * 2**20
+MAX_FIELDS = 9
+"""The largest number of names of an object of the format."""
+HEADER_MAX_BYTES = 100_000_000
+"""The largest header of a safetensors file, as its readers have it."""
 
 State = Mapping[str, JsonValue]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Lengths = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
+Name = Annotated[str, Field(max_length=65_536)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -33,12 +43,12 @@ class SliceRecord:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    name: str
-    key: str
+    name: Name
+    key: Name
     dtype: str
-    global_shape: tuple[Count, ...]
-    offset: Offset
-    shape: tuple[Count, ...]
+    global_shape: Lengths
+    offset: Count | Lengths
+    shape: Lengths
     start: Count
     stop: Count
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -59,7 +69,7 @@ class ShardRecord:
     rank: Count
     num_bytes: Count
     sha256: Sha256
-    slices: tuple[SliceRecord, ...]
+    slices: Annotated[tuple[SliceRecord, ...], FailFast()]
 
     def to_json(self) -> str:
         """Return the record as JSON text; the inverse of ``ShardRecord.from_json``."""
@@ -90,7 +100,7 @@ class CheckpointManifest:
     libraries: dict[str, str]
     model: dict[str, str]
     state: dict[str, JsonValue]
-    files: tuple[ShardRecord, ...]
+    files: Annotated[tuple[ShardRecord, ...], FailFast()]
     sha256: Sha256 = "0" * 64
 
 
@@ -108,31 +118,61 @@ def format_manifest(manifest: CheckpointManifest) -> bytes:
 def parse_manifest(path: Path) -> CheckpointManifest:
     """Parse the manifest at ``path``; verify its checksum, its schema, and that the slices cover the tensors.
 
+    What this takes in memory depends on the size of the file alone, not on the sizes that it declares.
+
     Raises:
-        CheckpointError: it is missing, damaged, inconsistent, or of another format version.
+        CheckpointError: it is missing, no regular file, damaged, inconsistent, or of another format version.
     """
-    text = _read_text(path)
+    name = _short_path(path)
+    text = _read_bytes(path)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{_short_path(path)} is damaged: not JSON ({error})") from error
+        check_json_density(text)
+        content = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise CheckpointError(f"{name} is damaged: not JSON ({shorten(str(error))})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{_short_path(path)} is damaged: it has a {type(content).__name__}, not an object")
+        raise CheckpointError(f"{name} is damaged: it has a {type(content).__name__}, not an object")
     _check_version(path, content)
     expected, found = content.pop("sha256", None), _own_sha256(content)
     if expected != found:
         raise CheckpointError(
-            f"{_short_path(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was "
-            "loaded"
+            f"{name} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was loaded"
         )
+    flaw = _find_repeated_flaw(content)
+    del content  # the schema is checked on the text
     try:
+        if flaw:
+            raise CheckpointError(flaw)
         manifest = _MANIFEST.validate_json(text)
         check_records(manifest.files)
+        check_model_saved(manifest.model, manifest.files)
     except ValidationError as error:
-        raise CheckpointError(f"{_short_path(path)} breaks the schema: {_first_error(error)}") from error
+        raise CheckpointError(f"{name} breaks the schema: {_first_error(error)}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{_short_path(path)} is inconsistent: {error}") from error
+        raise CheckpointError(f"{name} is inconsistent: {error}") from error
     return manifest
+
+
+def _find_repeated_flaw(content: Mapping[str, Any]) -> str:
+    """Return a flaw of the kinds that the schema would report once for each of a million names, or an empty text."""
+    for name in ("libraries", "model"):
+        texts = content.get(name)
+        for key, text in texts.items() if type(texts) is dict else ():
+            if type(text) is not str:
+                return f"{name}[{shorten(key)!r}] is a {type(text).__name__}, but must be a text"
+    most = max(map(len, _list_objects(content)))
+    return f"an object has {most} names, but the format has at most {MAX_FIELDS}" if most > MAX_FIELDS else ""
+
+
+def _list_objects(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a manifest whose names the format has."""
+    yield content
+    files = content.get("files")
+    for record in files if type(files) is list else ():
+        if type(record) is dict:
+            yield record
+            slices = record.get("slices")
+            yield from (part for part in (slices if type(slices) is list else ()) if type(part) is dict)
 
 
 def check_records(records: tuple[ShardRecord, ...]) -> None:
@@ -149,12 +189,18 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
                 f"rank {record.rank} gave more than one record, or the wrong file name {record.file!r}"
             )
         ranks.add(record.rank)
-        position = record.slices[0].start if record.slices else 0
+        position = record.slices[0].start if record.slices else record.num_bytes
+        if not 8 <= position <= HEADER_MAX_BYTES:
+            raise CheckpointError(
+                f"the header of {record.file} has {position:,} bytes; one has 8 to {HEADER_MAX_BYTES:,}"
+            )
+        if len({slice_record.key for slice_record in record.slices}) < len(record.slices):
+            raise CheckpointError(f"two tensors have the same key in {record.file}")
         for slice_record in record.slices:
             _check_slice_record(record, slice_record, position)
             position = slice_record.stop
             by_name.setdefault(slice_record.name, []).append(slice_record)
-        if record.slices and position != record.num_bytes:
+        if position != record.num_bytes:
             raise CheckpointError(f"{record.file} ends at byte {record.num_bytes}, its last tensor at {position}")
     for name, slices in by_name.items():
         dtypes = sorted({slice_record.dtype for slice_record in slices})
@@ -163,10 +209,27 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
         check_cover(name, slices)
 
 
+def check_model_saved(model: Mapping[str, str], records: Sequence[ShardRecord]) -> None:
+    """Check that every tensor of a model, by its fingerprint, is in the files.
+
+    Raises:
+        CheckpointError: one is missing, or has another dtype or shape.
+    """
+    saved = {slice_record.name: slice_record for record in records for slice_record in record.slices} if model else {}
+    for name, kind in model.items():
+        found = saved[name].dtype_and_shape if name in saved else "nothing"
+        if found != kind:
+            raise CheckpointError(
+                f"the model has {shorten(name)!r} as {shorten(kind)}, but the ranks wrote {found}; a checkpoint must "
+                "have the whole model"
+            )
+
+
 def _check_slice_record(record: ShardRecord, slice_record: SliceRecord, position: int) -> None:
     if slice_record.dtype not in DTYPES:
         raise CheckpointError(
-            f"tensor {slice_record.name!r} has the unknown dtype {slice_record.dtype!r}; known are {', '.join(DTYPES)}"
+            f"tensor {slice_record.name!r} has the unknown dtype {shorten(slice_record.dtype)!r}; known are "
+            f"{', '.join(DTYPES)}"
         )
     check_extent(slice_record.name, slice_record.shape, slice_record.global_shape, slice_record.offset)
     num_bytes = math.prod(slice_record.shape) * torch_dtype(slice_record.dtype).itemsize
@@ -208,33 +271,28 @@ def _own_sha256(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
 
-def _read_text(path: Path) -> str:
+def _read_bytes(path: Path) -> bytes:
     try:
-        num_bytes = path.lstat().st_size
-        if num_bytes > MANIFEST_MAX_BYTES:
-            raise CheckpointError(
-                f"{_short_path(path)} has {num_bytes:,} bytes; a manifest has at most {MANIFEST_MAX_BYTES:,}"
-            )
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{_short_path(path)} is damaged: not UTF-8 at byte {error.start}") from error
+        return read_regular_file(path, max_bytes=MANIFEST_MAX_BYTES, links="refused")
     except OSError as error:
         raise CheckpointError(f"{_short_path(path)} cannot be read: {error.strerror}; a checkpoint needs it") from error
 
 
 def _check_version(path: Path, content: Mapping[str, object]) -> None:
     if content.get("format") != "counterpoint-checkpoint":
-        raise CheckpointError(f"{_short_path(path)} has an unknown format (format {content.get('format')!r})")
+        raise CheckpointError(
+            f"{_short_path(path)} has an unknown format (format {shorten(repr(content.get('format')))})"
+        )
     if content.get("version") not in READABLE_VERSIONS:
         raise CheckpointError(
-            f"{_short_path(path)} has format version {content.get('version')!r}, "
+            f"{_short_path(path)} has format version {shorten(repr(content.get('version')))}, "
             f"this Counterpoint reads {' and '.join(map(str, READABLE_VERSIONS))}; "
-            f"install the release that wrote it ({content.get('libraries')})"
+            f"install the release that wrote it ({shorten(str(content.get('libraries')))})"
         )
 
 
 def _first_error(error: ValidationError) -> str:
-    first = error.errors()[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     where = re.sub(r"\.(\d+)", r"[\1]", ".".join(str(part) for part in first["loc"]))
     return f"{where or 'text'}: {first['msg'].lower()}"
 

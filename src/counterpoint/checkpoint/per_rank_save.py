@@ -30,10 +30,12 @@ from counterpoint.checkpoint.folders import (
     step_name,
     try_lock,
 )
-from counterpoint.checkpoint.manifest import MANIFEST, ShardRecord, find_json_flaw, parse_manifest
+from counterpoint.checkpoint.manifest import MANIFEST, MANIFEST_MAX_BYTES, ShardRecord, find_json_flaw, parse_manifest
 from counterpoint.checkpoint.shard import write_shard
 from counterpoint.checkpoint.tensor_slice import TensorSlice
 from counterpoint.errors import CheckpointError
+from counterpoint.file_reader import read_regular_file
+from counterpoint.json_reader import parse_json_file
 from counterpoint.terminal_text import warn
 
 
@@ -181,15 +183,25 @@ def read_parts(folder: Path) -> list[RankPart] | None:
     except FileNotFoundError:
         return None
     ranks = [part.record.rank for part in parts]
-    return parts if parts and sorted(ranks) == list(range(parts[0].num_ranks)) else None
+    is_complete = len(parts) == parts[0].num_ranks if parts else False
+    return parts if is_complete and sorted(ranks) == list(range(len(parts))) else None
 
 
 def _read_part(path: Path) -> RankPart:
+    name = f"{path.parent.name}/{path.name}"
     try:
-        content = json.loads(path.read_bytes())
-        return RankPart(int(content["num_ranks"]), ShardRecord.from_json(content["record"]), dict(content["state"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path.parent.name}/{path.name} is damaged: {error}") from error
+        content = parse_json_file(read_regular_file(path, max_bytes=MANIFEST_MAX_BYTES, links="refused"))
+    except FileNotFoundError:
+        raise  # its folder has been claimed
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+    match content:
+        case {"num_ranks": int(num_ranks), "record": str(record), "state": dict(state)}:
+            return RankPart(num_ranks, ShardRecord.from_json(record), state)
+        case _:
+            raise CheckpointError(f"{name} is damaged: it is no description of a part")
 
 
 def _commit_parts(draft: CheckpointDraft, keep: int | None, files: FileOps) -> Path:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from counterpoint.checkpoint.folders import find_quick_flaws, step_folders
+from counterpoint.checkpoint.folders import step_folders
 from counterpoint.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -21,14 +22,17 @@ from counterpoint.checkpoint.manifest import (
     State,
     parse_manifest,
 )
-from counterpoint.checkpoint.shard import find_shard_flaws, read_slice
+from counterpoint.checkpoint.shard import find_shard_flaws, find_size_flaw, read_slice
 from counterpoint.checkpoint.tensor_slice import dtype_name, torch_dtype
 from counterpoint.errors import CheckpointError
+from counterpoint.file_reader import Links, open_regular_file
 
 PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
 MAX_SHOWN = 10
 
 CheckLevel = Literal["bytes", "sizes"]
+StateCheck: TypeAlias = "Callable[[Checkpoint], object]"
+"""Raises a CheckpointError for a checkpoint whose state cannot be used, which then counts as damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +70,26 @@ class Checkpoint:
     skipped: tuple[SkippedCheckpoint, ...] = ()
 
     @staticmethod
-    def open(path: Path, *, check: CheckLevel = "bytes") -> Checkpoint:
+    def open(path: Path, *, check: CheckLevel = "bytes", check_state: StateCheck | None = None) -> Checkpoint:
         """Open the checkpoint at ``path``, or the newest intact one if ``path`` has several.
 
         Args:
             path: folder of a checkpoint, or of all checkpoints.
             check: ``bytes`` verifies the checksum of every file; ``sizes`` checks only sizes, for ranks that open what
                 another rank has verified. Reading a tensor verifies its crc32 in both cases.
+            check_state: a check of the state, by which a checkpoint may count as damaged.
 
         Raises:
             CheckpointError: there is no intact checkpoint.
         """
         path = Path(path)
         _check_is_folder(path)
-        if (path / MANIFEST).exists() or path.name.startswith("step-"):
-            report = (
-                verify(path) if check == "bytes" else VerificationReport(path, None, 0, tuple(find_quick_flaws(path)))
-            )
-            if report.problems:
-                raise CheckpointError(_format_damage(path, report.problems))
-            return _open_folder(path, ())
-        found = latest(path, check=check)
+        if is_checkpoint(path):
+            checkpoint, problems = _open_folder(path, check, check_state)
+            if checkpoint is None or problems:
+                raise CheckpointError(_format_damage(path, problems))
+            return checkpoint
+        found = latest(path, check=check, check_state=check_state)
         if found is None:
             raise CheckpointError(
                 f"no checkpoint in {path}: {_format_listing(path)}; give a folder with checkpoints: step-…/{MANIFEST}"
@@ -170,10 +173,20 @@ class Checkpoint:
         return rows
 
 
-def latest(root: Path, *, check: CheckLevel = "bytes") -> Checkpoint | None:
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is that of one checkpoint."""
+    return os.path.lexists(path / MANIFEST) or path.name.startswith("step-")
+
+
+def latest(root: Path, *, check: CheckLevel = "bytes", check_state: StateCheck | None = None) -> Checkpoint | None:
     """Return the newest intact checkpoint in ``root``, or None if there are no checkpoints.
 
     Its ``skipped`` has newer ones that are damaged.
+
+    Args:
+        root: folder of all checkpoints.
+        check: see ``Checkpoint.open``.
+        check_state: see ``Checkpoint.open``.
 
     Raises:
         CheckpointError: all checkpoints are damaged.
@@ -182,9 +195,9 @@ def latest(root: Path, *, check: CheckLevel = "bytes") -> Checkpoint | None:
     _check_is_folder(root, missing="allowed")
     skipped: list[SkippedCheckpoint] = []
     for folder in reversed(step_folders(root)):
-        problems = verify(folder).problems if check == "bytes" else find_quick_flaws(folder)
-        if not problems:
-            return _open_folder(folder, tuple(skipped))
+        checkpoint, problems = _open_folder(folder, check, check_state, links="refused")
+        if checkpoint is not None and not problems:
+            return replace(checkpoint, skipped=tuple(skipped))
         skipped.append(SkippedCheckpoint(folder, problems[0]))
     if skipped:
         listed = "\n  ".join(skip.reason for skip in skipped)
@@ -194,24 +207,69 @@ def latest(root: Path, *, check: CheckLevel = "bytes") -> Checkpoint | None:
     return None
 
 
-def verify(path: Path) -> VerificationReport:
-    """Verify every byte of the checkpoint in ``path``; return its problems."""
+def verify(path: Path, *, check_state: StateCheck | None = None, links: Links = "followed") -> VerificationReport:
+    """Verify every byte of the checkpoint in ``path``; return its problems.
+
+    Args:
+        path: its folder.
+        check_state: see ``Checkpoint.open``.
+        links: whether the folder may be a link.
+    """
     path = Path(path)
+    checkpoint, problems = _open_folder(path, "bytes", check_state, links=links)
+    if checkpoint is None:
+        return VerificationReport(path, None, 0, problems)
+    num_bytes = sum(record.num_bytes for record in checkpoint.manifest.files)
+    return VerificationReport(path, checkpoint.step, num_bytes, problems)
+
+
+def _open_folder(
+    folder: Path, check: CheckLevel, check_state: StateCheck | None, *, links: Links = "followed"
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Return the checkpoint in a folder and its problems; None if its manifest is damaged."""
+    if links == "refused" and folder.is_symlink():
+        return None, (f"{folder.name} is a link, and links in a folder of checkpoints are not followed",)
     try:
-        manifest = parse_manifest(path / MANIFEST)
+        manifest = parse_manifest(folder / MANIFEST)
+        names = {entry.name for entry in folder.iterdir()}
     except CheckpointError as error:
-        return VerificationReport(path, None, 0, (str(error),))
-    names_by_sha256 = {record.sha256: record.file for record in manifest.files}
-    problems = [
-        flaw for record in manifest.files for flaw in find_shard_flaws(path, record, manifest.step, names_by_sha256)
-    ]
-    expected = {MANIFEST, *(record.file for record in manifest.files)}
-    problems += [
-        f"{path.name}/{extra} is not part of it" for extra in sorted({p.name for p in path.iterdir()} - expected)
-    ]
-    if path.name.startswith("step-") and path.name != f"step-{manifest.step:08d}":
-        problems.append(f"{path.name} is the checkpoint of step {manifest.step}; was the folder renamed?")
-    return VerificationReport(path, manifest.step, sum(record.num_bytes for record in manifest.files), tuple(problems))
+        return None, (str(error),)
+    except OSError as error:
+        return None, (f"{folder.name} cannot be read: {error.strerror}",)
+    slices: dict[str, list[tuple[ShardRecord, SliceRecord]]] = {}
+    for record in manifest.files:
+        for slice_record in record.slices:
+            slices.setdefault(slice_record.name, []).append((record, slice_record))
+    checkpoint = Checkpoint(folder, manifest, {name: tuple(parts) for name, parts in slices.items()})
+    problems = list(_find_file_problems(folder, manifest, check))
+    if check == "bytes":
+        extra = sorted(names - {MANIFEST, *(record.file for record in manifest.files)})
+        problems += [f"{folder.name}/{name} is not part of it" for name in extra]
+        if folder.name.startswith("step-") and folder.name != f"step-{manifest.step:08d}":
+            problems.append(f"{folder.name} is the checkpoint of step {manifest.step}; was the folder renamed?")
+    if check_state is not None and not problems:
+        try:
+            check_state(checkpoint)
+        except CheckpointError as error:
+            problems = [str(error)]
+    return checkpoint, tuple(problems)
+
+
+def _find_file_problems(folder: Path, manifest: CheckpointManifest, check: CheckLevel) -> Iterator[str]:
+    """Yield the flaws of a checkpoint's shards."""
+    for record in manifest.files:
+        if check == "bytes":
+            yield from find_shard_flaws(folder, record, manifest.step, manifest.files)
+        elif flaw := find_size_flaw(folder, record):
+            yield flaw
+
+
+def state_error(checkpoint: Checkpoint, flaw: str) -> CheckpointError:
+    """Return the error for a wrong value in the state of a checkpoint."""
+    return CheckpointError(
+        f"{checkpoint.folder.name}/{MANIFEST}: {flaw}; it was changed, or written by another program: take another "
+        "checkpoint, or restore this one from a backup"
+    )
 
 
 def load(path: Path, *, model: Mapping[str, str] | None = None) -> tuple[dict[str, Tensor], State]:
@@ -253,15 +311,6 @@ def _copy_slice(rows: Tensor, first: int, folder: Path, source: tuple[ShardRecor
         rows[(slice(start - first, stop - first), *box)] = values[start - top : stop - top]
 
 
-def _open_folder(folder: Path, skipped: tuple[SkippedCheckpoint, ...]) -> Checkpoint:
-    manifest = parse_manifest(folder / MANIFEST)
-    slices: dict[str, tuple[tuple[ShardRecord, SliceRecord], ...]] = {}
-    for record in manifest.files:
-        for slice_record in record.slices:
-            slices[slice_record.name] = (*slices.get(slice_record.name, ()), (record, slice_record))
-    return Checkpoint(folder, manifest, slices, skipped)
-
-
 def _format_differences(saved: Mapping[str, str], model: Mapping[str, str]) -> list[str]:
     """Return one line per parameter that is missing, changed or unexpected in the checkpoint."""
     missing, extra = (
@@ -300,8 +349,12 @@ def _check_is_folder(path: Path, *, missing: Literal["refused", "allowed"] = "re
 
 
 def _looks_pickled(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2)[:2] in {b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"}
+    try:
+        with open_regular_file(path) as file:
+            start = file.read(2)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; give a folder with checkpoints") from error
+    return start in {b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"}
 
 
 def _format_listing(folder: Path) -> str:

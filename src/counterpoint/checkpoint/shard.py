@@ -6,23 +6,30 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from isal import isal_zlib
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, check_space, write_failure
-from counterpoint.checkpoint.manifest import ShardRecord, SliceRecord, shard_name
+from counterpoint.checkpoint.manifest import HEADER_MAX_BYTES, ShardRecord, SliceRecord, shard_name
 from counterpoint.checkpoint.tensor_slice import DTYPES, TensorSlice, check_slice, dtype_name, torch_dtype
 from counterpoint.errors import CheckpointError
+from counterpoint.file_reader import open_regular_file
+from counterpoint.json_reader import parse_json_file
+
+HeaderEntry: TypeAlias = tuple[str, Sequence[int], tuple[int, int]]
+"""Dtype, shape, first and last byte of a tensor, counted from the end of the header."""
 
 CHUNK_BYTES = 4 * 2**20
-_FOLDER = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
+_FOLDER = re.compile(r"step-([0-9]{8,})\.tmp-[0-9a-f]+")
 
 
 def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files: FileOps = LOCAL_FILES) -> ShardRecord:
@@ -43,7 +50,7 @@ def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files
     folder = Path(folder)
     step = _parse_draft_step(folder)
     slices = sorted(slices, key=lambda tensor_slice: -tensor_slice.tensor.element_size())  # keeps every tensor aligned
-    records, header = _plan_layout(slices, {"format": "pt", "step": str(step), "rank": str(rank)})
+    records, header = _plan_layout(slices, step, rank)
     num_bytes = records[-1].stop if records else len(header)
     path = folder / shard_name(rank)
     try:
@@ -54,51 +61,60 @@ def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files
         raise write_failure(files, folder, num_bytes, error) from error
     finished = tuple(replace(record, crc32=crc32) for record, crc32 in zip(records, sums.crc32s, strict=True))
     shard = ShardRecord(path.name, rank, num_bytes, sums.sha256, finished)
-    for flaw in find_shard_flaws(folder, shard, step, {}):
+    for flaw in find_shard_flaws(folder, shard, step):
         raise CheckpointError(f"the shard could not be read back: {flaw}; check the disk, then save again")
     return shard
 
 
-def find_shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: dict[str, str]) -> Iterator[str]:
-    """Yield the flaws of a shard after reading every byte of it.
+def find_shard_flaws(folder: Path, shard: ShardRecord, step: int, shards: Sequence[ShardRecord] = ()) -> Iterator[str]:
+    """Yield the flaws of a shard after reading every byte of it, if it has the size of one of the shards.
 
     Args:
         folder: of the shard.
         shard: its record in the manifest.
         step: the checkpoint's step, which is also in the file's own header.
-        names_by_sha256: the files of the same checkpoint by checksum, to detect swapped ones.
+        shards: all of the same checkpoint, to detect swapped ones.
     """
-    path, name = folder / shard.file, f"{folder.name}/{shard.file}"
+    name = f"{folder.name}/{shard.file}"
     wrong_size = find_size_flaw(folder, shard)
-    if wrong_size and not _is_regular(path):
-        yield wrong_size
+    try:
+        with open_regular_file(folder / shard.file, links="refused") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            header = _read_header(file, num_bytes)
+            has_known_size = any(num_bytes == other.num_bytes for other in (shard, *shards))
+            sums = _compute_checksums(file, shard) if has_known_size else None
+    except OSError as error:
+        yield wrong_size or f"{name} cannot be read: {error.strerror}"
         return
-    sums = _compute_checksums(path, shard)
-    if sums.sha256 == shard.sha256 and not wrong_size:
+    if sums is not None and sums.sha256 == shard.sha256 and not wrong_size:
         if any(found != slice_record.crc32 for found, slice_record in zip(sums.crc32s, shard.slices, strict=True)):
             yield f"{name} is intact, but the manifest has other crc32 checksums for its tensors"
-        yield from _find_header_flaws(path, shard)
+        yield from _find_header_flaws(name, header, shard, step)
         return
-    duplicate, origin = names_by_sha256.get(sums.sha256), _read_origin(path)
+    duplicate = next((other.file for other in shards if sums is not None and other.sha256 == sums.sha256), None)
+    origin = _parse_origin(header)
     if origin not in {None, (str(step), str(shard.rank))} and duplicate is None:
-        found_text = f"step {origin[0]}, rank {origin[1]}"
-        yield f"{name} is the shard of {found_text}, not that of step {step}, rank {shard.rank}"
+        yield f"{name} is the shard of step {origin[0]}, rank {origin[1]}, not that of step {step}, rank {shard.rank}"
     elif duplicate is not None:
         yield f"{name} has the bytes of {duplicate}: the files were swapped or overwritten"
-    elif wrong_size:
-        yield wrong_size
+    elif wrong_size or sums is None:
+        yield wrong_size or f"{name} has changed its size while it was read"
     else:
         yield from _find_damage(name, shard, sums)
 
 
 def find_size_flaw(folder: Path, shard: ShardRecord) -> str | None:
     """Return why a file cannot be the recorded one, without reading it, or None."""
-    path, name = folder / shard.file, f"{folder.name}/{shard.file}"
-    if not os.path.lexists(path):
+    name = f"{folder.name}/{shard.file}"
+    try:
+        status = (folder / shard.file).lstat()
+    except FileNotFoundError:
         return f"{name} is missing ({shard.num_bytes:,} bytes of rank {shard.rank})"
-    if not _is_regular(path):
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
         return f"{name} is not a regular file"
-    found = path.lstat().st_size
+    found = status.st_size
     if found == shard.num_bytes:
         return None
     verb = "is truncated" if found < shard.num_bytes else "has grown"
@@ -112,9 +128,11 @@ def read_slice(folder: Path, shard: ShardRecord, slice_record: SliceRecord) -> T
         CheckpointError: the file has changed or cannot be read.
     """
     name = f"{folder.name}/{shard.file}"
-    data = bytearray(slice_record.stop - slice_record.start)
     try:
-        with _open(folder / shard.file) as file:
+        with open_regular_file(folder / shard.file, links="refused") as file:
+            if os.fstat(file.fileno()).st_size != shard.num_bytes:  # before memory of the declared size is allocated
+                raise CheckpointError(f"{find_size_flaw(folder, shard) or name}, after it was opened")
+            data = bytearray(slice_record.stop - slice_record.start)
             file.seek(slice_record.start)
             found_bytes = file.readinto(data)
     except OSError as error:
@@ -136,23 +154,18 @@ class _Checksums:
     crc32s: tuple[str, ...]
 
 
-def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tuple[list[SliceRecord], bytes]:
+def _plan_layout(slices: Sequence[TensorSlice], step: int, rank: int) -> tuple[list[SliceRecord], bytes]:
     """Return the record of each slice, without its crc32, and the file header."""
     for tensor_slice in slices:
         check_slice(tensor_slice)
-    header: dict[str, object] = {"__metadata__": metadata}
     keys = name_in_file(slices)
-    spans: list[tuple[int, int]] = []
-    position = 0
-    for index, tensor_slice in enumerate(slices):
-        stop = position + tensor_slice.tensor.numel() * tensor_slice.tensor.element_size()
-        code, shape = DTYPES[dtype_name(tensor_slice.tensor.dtype)], list(tensor_slice.tensor.shape)
-        header[keys[index]] = {"dtype": code, "shape": shape, "data_offsets": [position, stop]}
-        spans.append((position, stop))
-        position = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    front = len(text).to_bytes(8, "little") + text
+    sizes = [tensor_slice.tensor.numel() * tensor_slice.tensor.element_size() for tensor_slice in slices]
+    spans = list(pairwise(accumulate(sizes, initial=0)))
+    entries = {
+        key: (dtype_name(tensor_slice.tensor.dtype), tensor_slice.tensor.shape, span)
+        for key, tensor_slice, span in zip(keys, slices, spans, strict=True)
+    }
+    front = _format_header(entries, step, rank)
     records = [
         SliceRecord(
             name=tensor_slice.name,
@@ -202,20 +215,30 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield data[start : start + CHUNK_BYTES]
 
 
-def _compute_checksums(path: Path, shard: ShardRecord) -> _Checksums:
+def _format_header(entries: Mapping[str, HeaderEntry], step: int, rank: int) -> bytes:
+    """Return the header of a file, with its size in front."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step), "rank": str(rank)}}
+    for key, (dtype, shape, span) in entries.items():
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": list(span)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _compute_checksums(file: BufferedReader, shard: ShardRecord) -> _Checksums:
     """Return the checksums of the file and of every recorded range in it, with one pass."""
     digest, crc32s = hashlib.sha256(), []
-    with _open(path) as file:
-        front = shard.slices[0].start if shard.slices else shard.num_bytes
-        for length in (front, *(slice_record.stop - slice_record.start for slice_record in shard.slices)):
-            crc32 = 0
-            while length and (chunk := file.read(min(length, CHUNK_BYTES))):
-                digest.update(chunk)
-                crc32 = isal_zlib.crc32(chunk, crc32)
-                length -= len(chunk)
-            crc32s.append(f"{crc32:08x}")
-        while chunk := file.read(CHUNK_BYTES):
+    file.seek(0)
+    front = shard.slices[0].start if shard.slices else shard.num_bytes
+    for length in (front, *(slice_record.stop - slice_record.start for slice_record in shard.slices)):
+        crc32 = 0
+        while length and (chunk := file.read(min(length, CHUNK_BYTES))):
             digest.update(chunk)
+            crc32 = isal_zlib.crc32(chunk, crc32)
+            length -= len(chunk)
+        crc32s.append(f"{crc32:08x}")
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)
     return _Checksums(digest.hexdigest(), tuple(crc32s[1:]))
 
 
@@ -234,38 +257,49 @@ def _find_damage(name: str, shard: ShardRecord, sums: _Checksums) -> Iterator[st
         yield f"{name} is damaged: tensor {slice_record.name!r}: {sums_text} ({whole_file})"
 
 
-def _find_header_flaws(path: Path, shard: ShardRecord) -> Iterator[str]:
-    """Yield differences between the file's own header, as read by safetensors, and the record."""
-    name = f"{path.parent.name}/{path.name}"
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-            if keys != {slice_record.key for slice_record in shard.slices}:
-                yield f"{name} has other tensors in its header than in the manifest"
-                return
-            for slice_record in shard.slices:
-                if tuple(file.get_slice(slice_record.key).get_shape()) != slice_record.shape:
-                    yield f"{name} gives {slice_record.name!r} another shape in its header than in the manifest"
-    except (SafetensorError, OSError) as error:
-        yield f"{name} is not a safetensors file: {error}"
+def _read_header(file: BufferedReader, num_bytes: int) -> bytes:
+    """Return the header of a file, with its size in front; empty if it cannot be one."""
+    front = file.read(8)
+    length = int.from_bytes(front, "little")
+    return front + file.read(length) if length <= min(num_bytes, HEADER_MAX_BYTES) - 8 else b""
 
 
-def _read_origin(path: Path) -> tuple[str, str] | None:
-    """Return the step and rank in the file's header, or None if it cannot be read."""
+def _find_header_flaws(name: str, header: bytes, shard: ShardRecord, step: int) -> Iterator[str]:
+    """Yield differences between the file's own header and the record."""
+    front = shard.slices[0].start if shard.slices else shard.num_bytes
+    entries: dict[str, HeaderEntry] = {
+        record.key: (record.dtype, record.shape, (record.start - front, record.stop - front)) for record in shard.slices
+    }
+    if header == _format_header(entries, step, shard.rank):  # as it is unless another program has written it
+        return
+    found = _parse_header(header)
+    if found is None or len(header) != front:
+        yield f"{name} is not a safetensors file: it has no header of {front:,} bytes"
+        return
+    if found.keys() - {"__metadata__"} != entries.keys():
+        yield f"{name} has other tensors in its header than in the manifest"
+        return
+    for key, (dtype, shape, span) in entries.items():
+        if found[key] != {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": list(span)}:
+            yield f"{name} gives {key!r} another dtype, shape or place in its header than in the manifest"
+
+
+def _parse_header(header: bytes) -> dict[str, Any] | None:
+    """Return the header of a file, or None if it is none."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError):
+        found = parse_json_file(header[8:])
+    except ValueError:
         return None
-    return (metadata["step"], metadata["rank"]) if {"step", "rank"} <= metadata.keys() else None
+    return found if isinstance(found, dict) else None
 
 
-def _open(path: Path) -> BufferedReader:
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
-
-
-def _is_regular(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+def _parse_origin(header: bytes) -> tuple[str, str] | None:
+    """Return the step and rank in the file's header, or None if it has none."""
+    metadata = (_parse_header(header) or {}).get("__metadata__")
+    if not isinstance(metadata, dict):
+        return None
+    step, rank = metadata.get("step"), metadata.get("rank")
+    return (step[:20], rank[:20]) if isinstance(step, str) and isinstance(rank, str) else None
 
 
 def _parse_draft_step(folder: Path) -> int:

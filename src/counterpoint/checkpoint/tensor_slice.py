@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from counterpoint.errors import CheckpointError
+from counterpoint.optim.validation import shorten
 
 Offset = int | tuple[int, ...]
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""The first and the last index, exclusive, in each dim."""
+
+MAX_DIMS = 64
+MAX_ELEMENTS = 2**60 - 1
+"""The largest tensor, so that its bytes can be counted in 63 bits."""
+
+MAX_CELLS = 2**22
+"""Into how many parts the edges of its slices may divide a tensor, at one byte each."""
 
 #: torch's name of a dtype -> the name in a safetensors header. What is not here cannot be saved.
 DTYPES = {
@@ -114,11 +125,17 @@ def check_slice(tensor_slice: TensorSlice) -> None:
 
 
 def check_extent(name: str, shape: tuple[int, ...], global_shape: tuple[int, ...], offset: Offset) -> None:
-    """The slice lies inside its global tensor.
+    """Check that a slice lies inside its global tensor, which has a size that a tensor can have.
 
     Raises:
         CheckpointError: it does not.
     """
+    for lengths in (shape, global_shape):
+        if len(lengths) > MAX_DIMS or math.prod(filter(None, lengths)) > MAX_ELEMENTS:  # a length of 0 hides no other
+            raise CheckpointError(
+                f"{name!r} has {len(lengths)} dims, {str(list(lengths[:4]))[:80]}...; a tensor has at most {MAX_DIMS} "
+                f"dims and {MAX_ELEMENTS} elements"
+            )
     if isinstance(offset, int):
         inside = offset >= 0 and offset + math.prod(shape) <= math.prod(global_shape)
     else:
@@ -128,26 +145,9 @@ def check_extent(name: str, shape: tuple[int, ...], global_shape: tuple[int, ...
         )
     if not inside:
         raise CheckpointError(
-            f"a slice of {name!r} with shape {list(shape)} at offset {offset} is outside the global shape "
-            f"{list(global_shape)}; an int offset counts flattened elements, a tuple has one index per dim"
+            f"a slice of {name!r} with shape {list(shape)} at offset {shorten(str(offset))} is outside the global "
+            f"shape {list(global_shape)}; an int offset counts flattened elements, a tuple has one index per dim"
         )
-
-
-def contiguous_ranges(extent: SliceExtent) -> tuple[np.ndarray, int]:
-    """Return the ranges of the flattened tensor in a slice: their starts, and their common length."""
-    if isinstance(extent.offset, int):
-        return np.array([extent.offset], dtype=np.int64), math.prod(extent.shape)
-    lengths, totals = extent.shape, extent.global_shape
-    cut_dims = [dim for dim in range(len(totals)) if lengths[dim] != totals[dim]]
-    last = cut_dims[-1] if cut_dims else 0
-    strides = [math.prod(totals[dim + 1 :]) for dim in range(len(totals))]
-    starts = np.zeros(1, dtype=np.int64)
-    for dim in range(last):
-        steps = (np.arange(lengths[dim], dtype=np.int64) + extent.offset[dim]) * strides[dim]
-        starts = (starts[:, None] + steps[None, :]).reshape(-1)
-    if totals:
-        starts += extent.offset[last] * strides[last]
-    return starts, math.prod(lengths[last:])
 
 
 def check_cover(name: str, extents: Sequence[SliceExtent]) -> None:
@@ -159,32 +159,89 @@ def check_cover(name: str, extents: Sequence[SliceExtent]) -> None:
     global_shape = extents[0].global_shape
     shapes = {extent.global_shape for extent in extents}
     if len(shapes) > 1:
-        listed = " and ".join(str(list(shape)) for shape in sorted(shapes))
+        listed = " and ".join(str(list(shape)) for shape in sorted(shapes)[:3])
         raise CheckpointError(f"the slices of {name!r} have different global shapes: {listed}")
     total = math.prod(global_shape)
     held = sum(math.prod(extent.shape) for extent in extents)
     if held == total and (len(extents) == 1 or total == 0):
         return
-    first, reason = _find_first_flaw(extents, total)
-    raise_for = f"the slices of {name!r} {list(global_shape)} have {held:,} of {total:,} elements"
-    if reason:
+    present = [extent for extent in extents if math.prod(extent.shape)]
+    are_ranges = all(isinstance(extent.offset, int) for extent in present)
+    flaw = _find_range_flaw(present, total) if are_ranges else _find_box_flaw(name, present, global_shape)
+    if flaw:
         raise CheckpointError(
-            f"{raise_for}, flat element {first:,} {reason}; every element must be written by exactly one rank"
+            f"the slices of {name!r} {list(global_shape)} have {held:,} of {total:,} elements, flat element {flaw}; "
+            "every element must be written by exactly one rank"
         )
 
 
-def _find_first_flaw(extents: Iterable[SliceExtent], total: int) -> tuple[int, str]:
-    """Return the first flat element that is missing or duplicated, and which of the two."""
-    pairs = [contiguous_ranges(extent) for extent in extents if math.prod(extent.shape)]
-    if not pairs:
-        return 0, "is missing" if total else ""
-    starts = np.concatenate([begin for begin, _ in pairs])
-    stops = np.concatenate([begin + length for begin, length in pairs])
-    order = np.argsort(starts, kind="stable")
-    begins = np.append(starts[order], total)
-    ends = np.concatenate([[0], stops[order]])
-    wrong = np.nonzero(begins != ends)[0]
-    if not len(wrong):
-        return 0, ""
-    at = int(wrong[0])
-    return (int(ends[at]), "is missing") if begins[at] > ends[at] else (int(begins[at]), "is duplicated")
+def _find_range_flaw(extents: Sequence[SliceExtent], total: int) -> str:
+    """Return the first flat element that is missing or duplicated, and which of the two; empty if there is none."""
+    spans = [(cast("int", extent.offset), cast("int", extent.offset) + math.prod(extent.shape)) for extent in extents]
+    for (_, stop), (start, _) in pairwise([(0, 0), *sorted(spans), (total, total)]):
+        if start != stop:
+            return f"{stop:,} is missing" if start > stop else f"{start:,} is duplicated"
+    return ""
+
+
+def _find_box_flaw(name: str, extents: Sequence[SliceExtent], global_shape: tuple[int, ...]) -> str:
+    """Return a flat element that is missing or duplicated, and which of the two; empty if there is none.
+
+    The edges of all slices divide the tensor into cells, each of which is written whole or not at all. So memory and
+    time depend on the number of slices, and not on what they say about their sizes.
+    """
+    boxes = [box for extent in extents for box in _list_boxes(extent)]
+    edges = [
+        sorted({0, length, *(edge for box in boxes for edge in box[dim])}) for dim, length in enumerate(global_shape)
+    ]
+    dims = [dim for dim, dim_edges in enumerate(edges) if len(dim_edges) > 2]  # in which the tensor is divided
+    num_cells = math.prod(len(edges[dim]) - 1 for dim in dims)
+    if num_cells > MAX_CELLS:
+        raise CheckpointError(
+            f"the {len(extents)} slices of {name!r} divide it into {num_cells} parts; at most {MAX_CELLS} can be "
+            "checked: divide it into ranges of the flattened tensor, or along fewer dims"
+        )
+    indices = {dim: {edge: index for index, edge in enumerate(edges[dim])} for dim in dims}
+    is_written = np.zeros([len(edges[dim]) - 1 for dim in dims], dtype=np.bool_)
+
+    def flat_element(cells: Sequence[int]) -> int:
+        at = dict(zip(dims, cells, strict=True))
+        return sum(edges[dim][at.get(dim, 0)] * math.prod(global_shape[dim + 1 :]) for dim in range(len(edges)))
+
+    for box in boxes:
+        spans = [(indices[dim][box[dim][0]], indices[dim][box[dim][1]]) for dim in dims]
+        cells = is_written[(*(slice(*span) for span in spans), ...)]
+        if cells.any():
+            duplicate = np.unravel_index(int(cells.argmax()), cells.shape)
+            first = flat_element([start + int(at) for (start, _), at in zip(spans, duplicate, strict=True)])
+            return f"{first:,} is duplicated"
+        cells[...] = True
+    if is_written.all():
+        return ""
+    missing = np.unravel_index(int(is_written.argmin()), is_written.shape)
+    return f"{flat_element([int(at) for at in missing]):,} is missing"
+
+
+def _list_boxes(extent: SliceExtent) -> list[Box]:
+    """Return boxes that together are a slice; a range of the flattened tensor is at most two of them for each dim."""
+    if isinstance(extent.offset, int):
+        return list(_split_range(extent.global_shape, extent.offset, extent.offset + math.prod(extent.shape)))
+    return [tuple((first, first + length) for first, length in zip(extent.offset, extent.shape, strict=True))]
+
+
+def _split_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of a range of the flattened tensor: the end of a row, whole rows, the beginning of a row."""
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if start < first * row:
+        end = min(stop, first * row)
+        for box in _split_range(shape[1:], start - (first - 1) * row, end - (first - 1) * row):
+            yield ((first - 1, first), *box)
+    if first < last:
+        yield ((first, last), *((0, length) for length in shape[1:]))
+    if first <= last and last * row < stop:
+        for box in _split_range(shape[1:], 0, stop - last * row):
+            yield ((last, last + 1), *box)

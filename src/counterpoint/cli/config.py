@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.optim.validation import renamed_hint, shorten
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 from counterpoint.yaml_reader import compose_yaml, construct_value
@@ -174,7 +175,7 @@ def file_layer(path: Path) -> dict[str, SourcedValue]:
         PlanError: the file cannot be read, is not YAML, or has a key that is unknown or given twice.
     """
     try:
-        root = compose_yaml(path.read_text(encoding="utf-8"), str(path), "the file")
+        root = compose_yaml(read_regular_text(path), str(path), "the file")
         return dict(read_node(root, path, "")) if root is not None else {}
     except OSError as error:
         raise PlanError(f"the file {path} cannot be read: {error.strerror}; give an existing YAML file") from None

@@ -43,7 +43,7 @@ COMMANDS = {
     "export": CommandEntry("Write a checkpoint as the state_dict of the model and of the optimizer."),
     "probe": CommandEntry("Measure compute speed and links of ranks, and write a cluster file."),
     "show": CommandEntry("Show the program of a plan, or of the plan of a script: text, timeline and cost."),
-    "verify": CommandEntry("Verify a program that is read from a file."),
+    "verify": CommandEntry("Verify a program that is read from a file, or the checkpoints in a folder."),
     "strategies": CommandEntry("List the strategies: what each does, its cost, its source."),
     "bench": CommandEntry("Run a benchmark side by side with the peers that are installed."),
     "doctor": CommandEntry("Find problems of this machine for training, and their fixes."),

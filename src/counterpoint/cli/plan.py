@@ -23,6 +23,7 @@ from counterpoint.cli.plan_output import (
 )
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.model.model_profile import ModelProfile, format_profile, load_profile, profile_path_for
 from counterpoint.model.spec import Block, ModelSpec, linear_chain
 from counterpoint.plan.plan import DEFAULT_PASSES, Plan
@@ -59,7 +60,7 @@ def print_profile_plans(
         PlanError: the file cannot be read, or is not a profile.
     """
     try:
-        profile = parse_graph(path.read_text(encoding="utf-8"))
+        profile = parse_graph(read_regular_text(path))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}; give a graph.txt") from None
     (top, as_json), size = shown, batch_size or MINIBATCHES_PER_RANK * ranks

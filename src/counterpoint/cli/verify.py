@@ -1,4 +1,4 @@
-"""``counterpoint verify``: verify a program that is read from a file."""
+"""``counterpoint verify``: verify a program that is read from a file, or the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.echo import echo
-from counterpoint.errors import PlanError
+from counterpoint.cli.error_handling import FAILED
+from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.program.program import Program
 from counterpoint.program.text import parse_program
 from counterpoint.program.verify.verifier import NO_BOUNDS, updated_units, verify as verify_program
@@ -20,24 +22,69 @@ _RANK_LABEL = re.compile(r"^rank \d+ ", flags=re.MULTILINE)
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A program, one line for each rank.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A program, one line for each rank; or a run's folder, or checkpoints."),
+    ],
     *,
     staleness: Annotated[
         int, typer.Option(min=0, help="Updates by which a gradient may be late; 0 for a synchronous step.")
     ] = 0,
 ) -> None:
-    """Verify a program that is read from a file: one line for each rank, as `counterpoint show` prints them.
+    """Verify a program that is read from a file, or every byte of the checkpoints in a folder.
 
-    The rules are those of the plans: docs/reference/program-format.md. The units of the model are those that the
-    program updates, and rule 8, its bytes, needs a model. To run it: cp.Trainer(..., strategy=cp.parse_program(text)).
+    A program has one line for each rank, as `counterpoint show` prints them. The rules are those of the plans:
+    docs/reference/program-format.md. The units of the model are those that the program updates, and rule 8, its bytes,
+    needs a model. To run it: cp.Trainer(..., strategy=cp.parse_program(text)).
+
+    Of a run's folder, a folder of checkpoints or one checkpoint, checksums, sizes and state are compared with the
+    manifests. A line for each checkpoint says whether it is intact, else why not, and the last line names the newest
+    intact one. The exit code is 1 if one is damaged.
     """
-    program = read_program(file)
+    if path.is_dir():
+        verify_checkpoints(path)
+        return
+    program = read_program(path)
     symbolic = verify_program(program, replace(NO_BOUNDS, staleness=staleness))
     micros = len(program.micros)
     blocks = f"{format_count(len(updated_units(program)), 'unit')}, {micros} microbatch{'es' if micros != 1 else ''}"
     in_flight = max(symbolic.peak_in_flight)
     ranks = format_count(program.num_ranks, "rank")
     echo(f"{ranks}, {blocks}, at most {in_flight} in flight on a rank; rules 1 to 7 hold")
+
+
+def verify_checkpoints(folder: Path) -> None:
+    """Print which checkpoints are intact.
+
+    Args:
+        folder: a run's folder, a folder of checkpoints, or a checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+        Exit: one is damaged.
+    """
+    from counterpoint.checkpoint import is_checkpoint, step_folders
+    from counterpoint.checkpoint.reader import verify as verify_checkpoint
+    from counterpoint.training.callbacks.run_folder import find_checkpoints
+    from counterpoint.training.checkpointing.train_state import check_known_state
+
+    root = find_checkpoints(folder)
+    named = is_checkpoint(root)
+    folders = [root] if named else step_folders(root)
+    if not folders:
+        raise CheckpointError(f"{root} has no checkpoints; give a run's folder, or a folder with step-…/manifest.json")
+    intact, num_damaged = "", 0
+    for checkpoint in folders:
+        report = verify_checkpoint(checkpoint, check_state=check_known_state, links="followed" if named else "refused")
+        size = f", {report.num_bytes / 2**20:.1f} MiB" if report.step is not None else ""
+        echo(f"{checkpoint.name}: {'damaged' if report.problems else 'intact'}{size}")
+        for problem in report.problems:
+            echo(f"  {problem}")
+        intact, num_damaged = (intact, num_damaged + 1) if report.problems else (checkpoint.name, num_damaged)
+    newest = f"the newest intact one is {intact}" if intact else "none is intact: restore one from a backup"
+    echo(f"{num_damaged} of {format_count(len(folders), 'checkpoint')} damaged; {newest}")
+    if num_damaged:
+        raise typer.Exit(FAILED)
 
 
 def read_program(file: Path) -> Program:
@@ -48,7 +95,7 @@ def read_program(file: Path) -> Program:
         ProgramError: it is no program.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_text(file)
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error.strerror}; give a file with a program") from None
     except UnicodeDecodeError:

@@ -148,7 +148,14 @@ class LoaderOrder:
         self.draw_again(cursor.epoch, state)
         if not cursor.batch:
             return cursor, 0
-        num_read, digest = state.get("read", (0, ""))
+        match state.get("read", (0, "")):
+            case (int(num_read), str(digest)):
+                pass
+            case other:
+                raise CheckpointError(
+                    f"the saved position among the samples is {ascii(other)[:80]}, but must be a number and a hash; "
+                    "take another checkpoint, or restore this one from a backup"
+                )
         order = self.epoch(cursor.epoch)
         ends = np.cumsum([len(batch) for batch in order.batches])
         batch = int(np.searchsorted(ends, num_read, side="right"))
@@ -161,10 +168,21 @@ class LoaderOrder:
         return Cursor(cursor.epoch, batch), num_read - start
 
     def draw_again(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Draw an epoch from a state of the samplers."""
-        for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
-            generator.set_state(saved)
-        for sampler, saved in zip(filter(is_stateful, self.samplers), state.get("samplers", ()), strict=False):
+        """Draw an epoch from a state of the samplers.
+
+        Raises:
+            CheckpointError: the state has another form than that which :meth:`state_at` returns.
+        """
+        try:
+            for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
+                generator.set_state(saved)
+            samplers = list(state.get("samplers", ()))
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"the saved state of the samplers is none ({type(error).__name__}: {error}); take another checkpoint, "
+                "or restore this one from a backup"
+            ) from error
+        for sampler, saved in zip(filter(is_stateful, self.samplers), samplers, strict=False):
             sampler.load_state_dict(saved)
         self.epochs = {}
         self.epoch(epoch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,8 +17,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.checkpoint import fingerprint, latest, save
+from counterpoint.checkpoint import Checkpoint, fingerprint, latest, save
 from counterpoint.checkpoint.folders import step_name
+from counterpoint.checkpoint.reader import state_error
+from counterpoint.checkpoint.state_schema import COUNT, TEXT, ValueSchema, is_number, mapping, mapping_of
 from counterpoint.elastic.optimizer_rules import OptimizerFactory, make_optimizer
 from counterpoint.elastic.parameter_keys import check_no_running_stats
 from counterpoint.elastic.worker_group import JobStoppedError, WorkerGroup
@@ -25,6 +28,7 @@ from counterpoint.errors import CheckpointError, PeerError, PlanError
 from counterpoint.fabric.fabric import Json
 from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
+from counterpoint.optim.validation import shorten
 
 FlatGradients: TypeAlias = dict[torch.dtype, Tensor]
 """Flat gradients of all parameters, by the dtype in which they are summed."""
@@ -55,6 +59,29 @@ class ReplicaProgress:
     def count_interruption(self) -> None:
         """Count an interruption of the next step."""
         self.interruptions += 1
+
+
+REPLICA_STATE = mapping(
+    numbers=mapping_of(ValueSchema("a number or null", lambda value: value is None or is_number(value))),
+    progress=ValueSchema(
+        "an object of steps, failures and interruptions",
+        lambda value: isinstance(value, dict) and value.keys() == {"steps", "failures", "interruptions"},
+        COUNT,
+    ),
+    optimizer=TEXT,
+    data=TEXT,
+)
+
+
+def check_replica_state(checkpoint: Checkpoint) -> None:
+    """Check that the state of a checkpoint is that of a replica.
+
+    Raises:
+        CheckpointError: a value is missing or wrong.
+    """
+    flaw = REPLICA_STATE.find_flaw(checkpoint.state, "state")
+    if flaw:
+        raise state_error(checkpoint, flaw)
 
 
 class ModelReplica:
@@ -220,7 +247,7 @@ class ModelReplica:
             )
 
     def _load(self, folder: Path) -> None:
-        checkpoint = latest(folder)
+        checkpoint = latest(folder, check_state=check_replica_state)
         if checkpoint is not None:
             checkpoint.check_model(fingerprint(self._model_tensors()))
             kind, state = type(self.optimizer).__name__, dict(checkpoint.state)
@@ -229,7 +256,19 @@ class ModelReplica:
                     f"{checkpoint.folder} is of the optimizer {state.get('optimizer')}, and this is {kind}; give the "
                     "same one, or another folder"
                 )
+            states = [*checkpoint.names(), *state["numbers"]]
+            wrong = next((name for name in states if not self._has_place(name)), None)
+            if wrong is not None:
+                raise CheckpointError(
+                    f"{checkpoint.folder} has {shorten(wrong)!r}, which is neither of the model nor of one of its "
+                    f"{len(self.parameters)} parameters' optimizer state; give another folder"
+                )
             self.load_state({name: checkpoint.read(name) for name in checkpoint.names()}, state)
+
+    def _has_place(self, name: str) -> bool:
+        """Return whether a name is that of a tensor of the model, or of a parameter's optimizer state."""
+        match = re.fullmatch(r"state ([0-9]{1,9}) .+", name)
+        return name in self._model_tensors() if match is None else int(match[1]) < len(self.parameters)
 
     def set_data(self, data: str) -> None:
         """Set the data that the replica is trained on.

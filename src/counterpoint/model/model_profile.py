@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
+from counterpoint.json_reader import parse_json_file
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.optim.validation import renamed_hint, shorten
-from counterpoint.value_codec import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +416,7 @@ def parse_profile(text: str) -> ModelProfile:
         PlanError: the text is not a profile, or of another version, or a value is out of range.
     """
     try:
-        loaded: Any = parse_json(text)
+        loaded: Any = parse_json_file(text.encode())
     except ValueError as error:
         raise PlanError(f"this is not a profile: {error}; `counterpoint profile JOB --out FILE` writes one") from None
     if not isinstance(loaded, dict) or FORMAT_NAME not in loaded:
@@ -444,7 +445,7 @@ def load_profile(path: Path) -> ModelProfile:
         PlanError: the file cannot be read, or :func:`parse_profile` rejects it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path)
     except (OSError, ValueError) as error:  # a ValueError for bytes that are not UTF-8, and for a path with a null byte
         problem = error.strerror if isinstance(error, OSError) else error
         raise PlanError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.model.model_profile import ModelProfile, load_profile
 from counterpoint.optim.validation import shorten
 from counterpoint.plan.parser import build_strategies, parse_term, require_short_text, resolve_microbatches
@@ -320,7 +321,7 @@ class Plan:
             PlanError: it cannot be read, or :meth:`from_yaml` rejects it.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_regular_text(Path(path))
         except OSError as error:
             raise PlanError(f"the plan file {path} cannot be read: {error.strerror}; give an existing file") from None
         except UnicodeDecodeError:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.model.model_profile import ModelProfile, format_profile, parse_profile
 
 
@@ -38,7 +39,7 @@ def load_or_measure(
     check_owner(path.parent)
     if not must_measure and path.is_file():
         try:
-            return parse_profile(path.read_text(encoding="utf-8"))
+            return parse_profile(read_regular_text(path))
         except (PlanError, OSError, UnicodeDecodeError):
             path.unlink(missing_ok=True)
     profile = measure()

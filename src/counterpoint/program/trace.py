@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 from counterpoint.errors import DataError
-from counterpoint.value_codec import parse_json
+from counterpoint.json_reader import parse_json_file
+from counterpoint.optim.validation import shorten
 
 Lane: TypeAlias = Literal["compute", "link", "wait"]
 """Where time is spent: computing, on the rank's outgoing link, or waiting for another rank."""
@@ -108,10 +110,23 @@ class Trace:
             DataError: the text is not a trace.
         """
         try:
-            loaded: Any = parse_json(text)
+            loaded: Any = parse_json_file(text.encode())
             events = tuple(TraceEvent(**event) for event in loaded["events"])
             memory = tuple(tuple((float(at), int(size)) for at, size in curve) for curve in loaded.get("memory", ()))
             beat_s = float(loaded["steady_step_s"]) if "steady_step_s" in loaded else None
-            return Trace(events, int(loaded["num_ranks"]), loaded["source"], memory, beat_s)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"this is not a trace: {error}; give a file that Trace.to_json wrote") from error
+            trace = Trace(events, int(loaded["num_ranks"]), loaded["source"], memory, beat_s)
+            _check_events(trace)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise DataError(
+                f"this is not a trace: {shorten(str(error))}; give a file that Trace.to_json wrote"
+            ) from error
+        return trace
+
+
+def _check_events(trace: Trace) -> None:
+    if trace.source not in {"simulated", "measured"}:
+        raise ValueError(f"its source is {trace.source!r}")
+    for event in trace.events:
+        is_typed = type(event.rank) is type(event.index) is int and type(event.text) is str and event.lane in LANES
+        if not is_typed or not 0 <= event.rank < trace.num_ranks or not isfinite(event.start_s + event.stop_s):
+            raise ValueError(f"it has the event {event}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import optim
 
+from counterpoint.checkpoint import Checkpoint
+from counterpoint.checkpoint.reader import state_error
 from counterpoint.data.fetch import is_same_dataset
 from counterpoint.data.sampler import Cursor, split_batch
 from counterpoint.errors import CheckpointError, PlanError
@@ -40,12 +42,20 @@ from counterpoint.training.checkpointing.per_stage import (
     StageCheckpointer,
     require_checkpoint_mode,
 )
+from counterpoint.training.checkpointing.train_state import decode_position
 from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.local_ranks import LocalRanks, trace_step
-from counterpoint.training.optimizer_state import apply_group_options, from_json, get_group_options, to_json
+from counterpoint.training.optimizer_state import (
+    apply_group_options,
+    find_form_flaw,
+    find_schedule_flaw,
+    from_json,
+    get_group_options,
+    to_json,
+)
 from counterpoint.training.validation import require_directory_path
-from counterpoint.value_codec import decode_value, encode_value
+from counterpoint.value_codec import encode_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,11 +387,15 @@ class FitLoop:
         size = self.batches.batch_size
         is_new_size = config.batch_size == "new" and metadata.get("batch_size", size) != size
         self.require_same_config(path, metadata, is_new_size=is_new_size)
-        position = decode_value(b64decode(metadata["data"])) if "data" in metadata else {}
-        cursor = Cursor.from_dict(state["cursor"])
+        position, cursor = decode_position(checkpoint), Cursor.from_dict(state["cursor"])
+        self.require_same_options(checkpoint)
         if is_new_size:
             cursor = self.use_new_batch_size(checkpoint.folder, step, cursor, metadata, position)
         self.require_steps_left(path, step)
+        if self.batches.num_batches is not None and cursor.batch >= self.batches.num_batches:
+            raise state_error(
+                checkpoint, f"state.cursor.batch is {cursor.batch}, but an epoch has {self.batches.num_batches} batches"
+            )
         save_restore.restore_checkpoint(self.local_ranks, checkpoint)
         self.progress, self.checkpoint_path = save_restore.TrainProgress(step, cursor), checkpoint.folder
         if self.lr_scheduler is not None and metadata.get("schedule") is not None:
@@ -394,6 +408,22 @@ class FitLoop:
             apply_group_options(group, options)
         if "data" in metadata and not is_new_size:
             self.batches.load_state(cursor, position)
+
+    def require_same_options(self, checkpoint: Checkpoint) -> None:
+        """Check that what a checkpoint has for the scheduler and the parameter groups has the form of theirs.
+
+        Raises:
+            CheckpointError: a value is none that this scheduler or optimizer could have saved.
+        """
+        metadata: Any = checkpoint.state["extra"]
+        flaw = ""
+        if self.lr_scheduler is not None and metadata.get("schedule") is not None:
+            flaw = find_schedule_flaw(metadata["schedule"], self.lr_scheduler, "state.extra.schedule")
+        groups = map(get_group_options, self.local_ranks.optimizer_spec.optimizer.param_groups)
+        for index, (own, options) in enumerate(zip(groups, metadata.get("options", ()), strict=False)):
+            flaw = flaw or find_form_flaw(options, own, f"state.extra.options[{index}]", lengths="same")
+        if flaw:
+            raise state_error(checkpoint, flaw)
 
     def use_new_batch_size(
         self, path: Path, step: int, cursor: Cursor, metadata: Mapping[str, Any], position: Mapping[str, Any]

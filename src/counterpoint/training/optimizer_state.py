@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, optim
 
+from counterpoint.checkpoint.state_schema import describe_value
+from counterpoint.optim.validation import shorten
 from counterpoint.runtime.rank_builder import RankRuntime
 
 
@@ -114,6 +116,63 @@ def from_json(saved: Any, like: Any) -> Any:  # noqa: ANN401 - JSON in, whatever
         items = [from_json(item, template_item) for item, template_item in zip(saved, templates, strict=True)]
         return tuple(items) if isinstance(like, tuple) else items
     return saved
+
+
+def find_schedule_flaw(saved: Mapping[str, Any], scheduler: Any, path: str) -> str:  # noqa: ANN401 - torch's own
+    """Return which part of a saved state no scheduler of this class has written; an empty text if there is none.
+
+    Args:
+        saved: as JSON.
+        scheduler: whose attributes it would set.
+        path: of the state, for the text.
+    """
+    for name in saved:
+        attribute = getattr(type(scheduler), name, None)
+        if name == "optimizer" or callable(attribute) or isinstance(attribute, property):
+            return f"{path} has the name {shorten(repr(name))}, which no scheduler saves"
+    own = scheduler.state_dict()
+    try:
+        from_json(saved, own)
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"{path} has a mapping that is none ({shorten(str(error))})"
+    return find_form_flaw(saved, to_json(own), path)
+
+
+def find_form_flaw(
+    saved: Any,  # noqa: ANN401 - JSON
+    own: Any,  # noqa: ANN401 - JSON
+    path: str,
+    *,
+    lengths: Literal["any", "same"] = "any",
+) -> str:
+    """Return which part of a saved value has another form than this run's own; an empty text if there is none.
+
+    A name that only one of them has, and a null on either side, fits: other versions have other attributes.
+
+    Args:
+        saved: as JSON.
+        own: as JSON.
+        path: of the value, for the text.
+        lengths: whether lists may have another length.
+
+    Example:
+        >>> find_form_flaw({"base_lrs": ["fast"]}, {"base_lrs": [0.1]}, "schedule")
+        "schedule.base_lrs[0] is 'fast', but this run has 0.1"
+    """
+    if isinstance(own, dict) and isinstance(saved, dict):
+        parts = [(f".{shorten(name)}", saved[name], own[name]) for name in saved.keys() & own.keys()]
+    elif isinstance(own, list) and isinstance(saved, list):
+        if lengths == "same" and len(saved) != len(own):
+            return f"{path} has {len(saved)} values, but this run has {len(own)}"
+        is_mixed = len({type(item) for item in own}) > 1
+        pairs = zip(saved, own if is_mixed else own[:1] * len(saved), strict=False)
+        parts = [(f"[{index}]", *pair) for index, pair in enumerate(pairs)]
+    else:
+        kinds = [int | float if isinstance(value, int | float) else type(value) for value in (saved, own)]
+        fits = kinds[0] == kinds[1] or (saved is None) != (own is None)
+        return "" if fits else f"{path} is {describe_value(saved)}, but this run has {describe_value(own)}"
+    flaws = (find_form_flaw(*pair, f"{path}{name}", lengths=lengths) for name, *pair in parts)
+    return next(filter(None, flaws), "")
 
 
 OptimizerStates: TypeAlias = Mapping[int, Mapping[tuple[tuple[int, ...], ...], list[dict[str, Any]]]]

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import read_regular_text
 from counterpoint.optim.validation import renamed_hint, shorten
 from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
 from counterpoint.world.quantities import (
@@ -64,7 +65,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_text(file)
     except OSError as error:
         raise PlanError(
             f"the cluster file {path} cannot be read: {error.strerror}; give an existing one, or have "

@@ -8,6 +8,7 @@ from typing import Any
 
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, write_file
 from counterpoint.errors import CheckpointError, ProtocolError
+from counterpoint.file_reader import open_regular_file
 from counterpoint.value_codec import decode_value, encode_value
 
 FORMAT = "counterpoint kvstore states 2"
@@ -45,7 +46,8 @@ def load_states(path: Path) -> dict[Any, dict[str, Any]]:
         CheckpointError: it cannot be read, or has another format.
     """
     try:
-        content = decode_value(path.read_bytes())
+        with open_regular_file(path) as file:
+            content = decode_value(file.read())
     except (OSError, ProtocolError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}; give a file written by save_optimizer_states"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import CheckpointError, PeerError
+from counterpoint.file_reader import open_regular_file
 from counterpoint.ps.coordinator import COORDINATOR_LOG
 from counterpoint.ps.coordinator_state import CoordinatorState
 from counterpoint.ps.job_config import JobConfig
@@ -94,7 +95,10 @@ def read_records(path: Path) -> tuple[list[Any], int]:
         CheckpointError: the log is damaged, or cannot be read.
     """
     try:
-        return decode_log(path.read_bytes() if path.exists() else b"")
+        with open_regular_file(path, links="refused") as file:
+            return decode_log(file.read())
+    except FileNotFoundError:
+        return [], 0
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; check the disk") from error
 
@@ -148,7 +152,7 @@ def read_shard_state(path: Path) -> ShardState:
         CheckpointError: it is missing or damaged.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path, links="refused") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         state: ShardState = decode_one(SNAPSHOT_TYPES, torch.frombuffer(mapping, dtype=torch.uint8))
     except (OSError, ValueError, PeerError) as error:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from counterpoint.errors import LaunchError, ProtocolError
+from counterpoint.file_reader import read_regular_file
+from counterpoint.json_reader import parse_json_file
 from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.message_codec import decode_as, encode_message
 from counterpoint.rpc.address import RpcAddress, parse_address
-from counterpoint.value_codec import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def read_job_file(path: Path) -> JobEndpoint:
         LaunchError: it cannot be read, or is not a job file.
     """
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json_file(read_regular_file(path, max_bytes=2**20))
         job = decode_as({"job": JobConfig}, "job", content["job"], [])
         return JobEndpoint(job, parse_address(str(content["coordinator"])))
     except OSError as error:

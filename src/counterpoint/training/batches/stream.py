@@ -73,9 +73,21 @@ class StreamRng:
         return {"python": self.python_state, "torch": self.torch_state, "numpy": dict(self.numpy_generator.state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with saved states."""
+        """Continue with saved states.
+
+        Raises:
+            CheckpointError: one is not the state of its generator.
+        """
+        try:
+            random.Random().setstate(state["python"])
+            torch.Generator().set_state(state["torch"])
+            self.numpy_generator.state = state["numpy"]
+        except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the saved state of a stream's random numbers is none ({type(error).__name__}: {error}); take another "
+                "checkpoint, or restore this one from a backup"
+            ) from error
         self.python_state, self.torch_state = state["python"], state["torch"]
-        self.numpy_generator.state = state["numpy"]
 
 
 class StreamedBatches:
@@ -259,7 +271,7 @@ class StreamedBatches:
                     listener.set_epoch(cursor.epoch)
                 self.stateful.load_state_dict(state["stream"])
                 self.iterator = iter(self.opens())
-            self.rng.load_state_dict(state["rng"])
+            self.rng.load_state_dict(state.get("rng", {}))
             self.epoch, self.num_read, self.has_ended, self.buffer = cursor.epoch, cursor.batch, False, []
         elif self.num_batches is None:
             warn(

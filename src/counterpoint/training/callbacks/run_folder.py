@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from statistics import median
 from typing import IO, Any
 
 from counterpoint.errors import PlanError
+from counterpoint.file_reader import open_regular_file
 from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choice_report import build_comparison
@@ -38,6 +40,8 @@ from counterpoint.viz.perfetto import format_perfetto
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+LINE_MAX_BYTES = 2**20
+"""The longest line of the metrics; a longer one is damaged."""
 REPORT_EVERY_S = 30.0
 """The largest age of the report during a run: a killed run leaves a report of its last half minute."""
 
@@ -93,7 +97,8 @@ class RunFolder(Callback):
         lines = list(read_lines_until(self.folder / METRICS, event.first_step))
         write_atomically(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in lines))
         for line in lines:
-            self.summary.load(line)
+            with suppress(AttributeError, KeyError, TypeError):  # a damaged line is kept, and not in the report
+                self.summary.load(line)
         self.write_plan(event.compiled.plan)
         write_atomically(self.folder / "program.txt", format_program(event.compiled.program) + "\n")
         if self.config:
@@ -217,16 +222,20 @@ def require_unused_folder(folder: Path) -> None:
 
 def read_lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
     """Yield the lines about steps up to one; incomplete lines of a crash are skipped."""
-    if not path.exists():
+    try:
+        with open_regular_file(path, links="refused") as file:
+            while text := file.readline(LINE_MAX_BYTES):
+                try:
+                    line = parse_json(text)
+                except ValueError:
+                    continue
+                match line:
+                    case {"step": int(at), "event": str(event)} if at <= step and event != "end":
+                        yield line
+    except FileNotFoundError:
         return
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = parse_json(text)
-            is_wanted = line["step"] <= step and line["event"] != "end"
-        except (ValueError, TypeError, KeyError):
-            continue
-        if is_wanted:
-            yield line
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}; give another folder, or remove it") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

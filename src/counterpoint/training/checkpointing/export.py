@@ -128,19 +128,12 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     """
     root = find_checkpoints(folder)
     if step is None:
-        checkpoint = find_checkpoint(root)
-    else:
-        steps = {int(path.name.removeprefix("step-")): path for path in step_folders(root)}
-        if step not in steps:
-            known = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
-            raise CheckpointError(f"{root} has no checkpoint of step {step}; {known}: give another step, or none")
-        checkpoint = find_checkpoint(steps[step])
-    if not {"slices", "scalars", "model"} <= checkpoint.state.keys():
-        raise CheckpointError(
-            f"{checkpoint.folder} is a checkpoint, but not one of a training run: its state has "
-            f"{', '.join(checkpoint.state) or 'nothing'}; read its tensors with counterpoint.checkpoint.load(folder)"
-        )
-    return checkpoint
+        return find_checkpoint(root)
+    steps = {int(path.name.removeprefix("step-")): path for path in step_folders(root)}
+    if step not in steps:
+        known = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        raise CheckpointError(f"{root} has no checkpoint of step {step}; {known}: give another step, or none")
+    return find_checkpoint(steps[step])
 
 
 def read_state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -22,12 +22,12 @@ from counterpoint.checkpoint import (
     cleanup_drafts,
     commit,
     fingerprint,
+    is_checkpoint,
     recover_drafts,
     step_folders,
     whole_tensor,
     write_shard,
 )
-from counterpoint.checkpoint.manifest import MANIFEST
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
@@ -51,6 +51,7 @@ from counterpoint.runtime.state_dict import (
     restore_optimizers,
 )
 from counterpoint.terminal_text import warn
+from counterpoint.training.checkpointing.train_state import check_train_state
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.optimizer_state import describe_param_groups
 
@@ -386,7 +387,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, check_state=check_train_state)
     for skipped in checkpoint.skipped:
         warn(f"{skipped.reason}; resumed from {checkpoint.folder.name} instead", RuntimeWarning, stacklevel=2)
     return checkpoint
@@ -431,7 +432,7 @@ def find_checkpoint_together(local_ranks: LocalRanks, config: ResumeConfig) -> C
     if not is_found or checkpoint is not None:
         return checkpoint
     try:
-        return Checkpoint.open(config.path / name, check="sizes")
+        return Checkpoint.open(config.path / name, check="sizes", check_state=check_train_state)
     except CheckpointError as error:
         raise CheckpointError(
             f"rank 0 continues from {config.path / name}, but on rank {local_ranks.world.fabrics[0].rank}: {error}; "
@@ -458,11 +459,6 @@ def find_newest(config: ResumeConfig) -> Checkpoint | None:
                 f"{error}; for a run that starts where nothing is saved, give it as checkpoint_dir, with resume='auto'"
             ) from error
     return find_checkpoint(path)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is that of one checkpoint."""
-    return (path / MANIFEST).exists() or path.name.startswith("step-")
 
 
 def require_no_other_run(checkpoint_dir: Path, local_ranks: LocalRanks) -> None:
