@@ -29,6 +29,7 @@ from counterpoint.training.callbacks.callback import Callback, History, callback
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
 from counterpoint.training.callbacks.run_folder import CHECKPOINTS, RunFolder, find_checkpoints
 from counterpoint.training.checkpointing import save_restore
+from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate
@@ -174,6 +175,7 @@ class Trainer:
         if progress != "off" and not any(isinstance(callback, ProgressCallback) for callback in self.callbacks):
             self.callbacks.append(ProgressCallback(progress, name=type(model).__name__, stream=sys.stderr))
         self.progress = save_restore.TrainProgress()
+        self.run_id = ""  # in its checkpoints
         self.local_ranks: LocalRanks | None = None
         self.ranks_are_newer = False  # whether the ranks have newer weights than the model
         self.optimizer_states: OptimizerStates | None = None  # kept between close() and the next ranks
@@ -386,14 +388,14 @@ class Trainer:
                     fit_loop.resume(fit_loop.config.resume)
                 elif self.progress.step:
                     fit_loop.local_ranks.import_weights()
-                    fit_loop.continue_from(self.progress)
+                    fit_loop.continue_from(self.progress, self.run_id)
                 fit_loop.run()
         except BaseException as raised:
             error = raised
             raise
         finally:
             self.ranks_are_newer = False
-            self.progress = fit_loop.progress
+            self.progress, self.run_id = fit_loop.progress, fit_loop.run_id
             fit_loop.close(error)
             if error is not None:
                 self.abort(fit_loop.local_ranks, error)
@@ -447,7 +449,8 @@ class Trainer:
         self.local_ranks.in_flight.require_flushed("save()")
         if not self.ranks_are_newer:
             self.local_ranks.import_weights()
-        return save_restore.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
+        target = CheckpointDir(Path(folder), self.run_id)
+        return save_restore.save_checkpoint(self.local_ranks, target, self.progress, {}, keep_last=keep_last)
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's ``state_dict()`` in full, as torch's own optimizer has it; a collective call.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import counterpoint as cp
-from counterpoint.training.checkpointing.save_restore import require_space
+from counterpoint.training.checkpointing.checkpoint_dir import require_space
 from tests.training.trainers import dataset, make_trainer
 
 
