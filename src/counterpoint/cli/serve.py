@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.local import collect_signals
+from counterpoint.launchers.signals import collect_signals
 from counterpoint.rpc.job_key import JobKey, read_key, read_key_from
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import warnings
 from base64 import b64decode, b64encode
@@ -15,7 +16,7 @@ from torch import optim
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps
 from counterpoint.data.fetch import is_same_dataset
 from counterpoint.data.sampler import Cursor, split_batch
-from counterpoint.errors import CheckpointError, CheckpointWriteError, PlanError
+from counterpoint.errors import CheckpointError, CheckpointWriteError, PlanError, StoppedBySignal
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
@@ -175,6 +176,8 @@ class FitLoop:
         self.checkpoint_dir: CheckpointDir | None = None  # that is held
         self.saved_step = -1  # of the newest checkpoint
         self.num_failed_saves = 0
+        self.saved_path: Path | None = None
+        self.stop_signal = 0  # that has ended the fit before its last step
         self.stage_checkpointer: StageCheckpointer | None = None
         self.committed_microbatches: list[int] = []  # if other processes have ranks, too
 
@@ -199,7 +202,12 @@ class FitLoop:
         self.progress = self.first_progress = save_restore.TrainProgress(done.step, Cursor(epoch, 0))
 
     def run(self) -> None:
-        """Take all remaining steps."""
+        """Take all remaining steps.
+
+        Raises:
+            StoppedBySignal: a signal has asked to stop: after a step, with a checkpoint if there is a folder for them.
+            CheckpointError: there is no usable folder for checkpoints, or the last one could not be written.
+        """
         ranks, progress, checkpoint = self.local_ranks, self.progress, self.config.checkpoint
         assert ranks.compiled is not None, "built"
         event = RunStart(
@@ -227,6 +235,10 @@ class FitLoop:
         traced_step = first_step + TRACED_STEP if num_steps is None else min(first_step + TRACED_STEP, num_steps - 1)
         while not self.is_finished:
             self.step(traced=self.progress.step == traced_step or self.reporter.is_trace_due)
+            if self.stop_signal:
+                self.save_last()
+                self.local_ranks.export_weights()
+                raise StoppedBySignal(self.describe_stop(), self.stop_signal)
             if self.should_evaluate():
                 self.evaluate()
             if checkpoint.every is not None and self.progress.step % checkpoint.every == 0:
@@ -301,14 +313,29 @@ class FitLoop:
             options=self.local_ranks.optimizer_spec.options(0),
             trace=trace,
         )
+        self.stop_signal = self.local_ranks.find_stop_signal(result, may_exchange=self.is_at_period_end())
+
+    def is_at_period_end(self) -> bool:
+        """Tell whether all ranks wait for each other now anyway: for an evaluation, a checkpoint or a new epoch."""
+        return self.progress.cursor.batch == 0 or any(self.progress.step % period == 0 for period in self.periods())
+
+    def periods(self) -> list[int]:
+        """Return the numbers of steps after which a pipeline is flushed for an evaluation or a checkpoint."""
+        evaluate_every = self.config.evaluation.every if self.config.evaluation.open_batches is not None else None
+        save_every = self.config.checkpoint.every if self.stage_checkpointer is None else None
+        return [period for period in (evaluate_every, save_every) if period is not None]
+
+    def describe_stop(self) -> str:
+        """Return why and where the fit has ended, and how it can be continued."""
+        text = f"stopped by {signal.Signals(self.stop_signal).name} after step {self.progress.step}"
+        if self.saved_path is None:
+            return f"{text}; nothing was saved, because no checkpoint_dir was given"
+        return f"{text}; saved {self.saved_path}; the same call with resume='auto' continues from there"
 
     def next_flush(self) -> int:
         """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch."""
         step, cursor = self.progress.step, self.progress.cursor
-        evaluate_every = self.config.evaluation.every if self.config.evaluation.open_batches is not None else None
-        save_every = self.config.checkpoint.every if self.stage_checkpointer is None else None
-        periods = [period for period in (evaluate_every, save_every) if period is not None]
-        next_times = [step - step % period + period for period in periods]
+        next_times = [step - step % period + period for period in self.periods()]
         next_times += [] if self.num_steps is None else [self.num_steps]
         num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1)
         return min([step + num_left, *next_times])
@@ -375,7 +402,7 @@ class FitLoop:
 
     def notify_checkpoint(self, step: int, path: Path) -> None:
         """Note that a checkpoint was written, and call the callbacks."""
-        self.saved_step = step
+        self.saved_step, self.saved_path = step, path
         for callback in self.callbacks:
             callback.on_checkpoint(CheckpointSaved(step, path))
 
