@@ -310,7 +310,9 @@ class _RankSupervisor:
         """Pass each kind of signal on once: a scheduler may have sent it to this process twice, and to the ranks."""
         for number in set(self.received) - self.forwarded:
             self.forwarded.add(number)
-            self._signal(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+            for child in self.running:
+                child.stopped_s = child.stopped_s or now_s
+                child.process.request_stop(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
             self.kill_s = min(self.kill_s, now_s + (GRACE_S if number == signal.SIGINT else self.grace_s))
 
     def _signal(self, number: signal.Signals) -> None:
