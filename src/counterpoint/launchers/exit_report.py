@@ -184,7 +184,8 @@ def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], g
     lines = [f"{next(said, f'stopped by {signal.Signals(number).name}')}; all {len(exits)} ranks have ended"]
     if killed:
         lines.append(
-            f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and were killed; give more time "
+            f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and "
+            f"{'was' if len(killed) == 1 else 'were'} killed; give more time "
             "with --grace"
         )
     return "\n".join(lines)
