@@ -8,8 +8,13 @@
     - ProtocolError  invalid bytes or an invalid request arrived; state is unchanged
 
   + CheckpointError  a checkpoint is damaged, or of another model
+
+    - CheckpointWriteError  the disk did not take a checkpoint; earlier ones are intact
+
   + DataError        a batch, a loss or a gradient cannot be used
   + LaunchError      ranks could not be started, or one of them exited early
+
+* StoppedBySignal    a run was asked to stop, and has; no error, but an exit of the process with 128 + the signal
 """
 
 from __future__ import annotations
@@ -53,9 +58,26 @@ class CheckpointError(CounterpointError):
     """A checkpoint is incomplete, damaged, or of another model."""
 
 
+class CheckpointWriteError(CheckpointError):
+    """The disk did not take a checkpoint; earlier ones are intact."""
+
+
 class DataError(CounterpointError, ValueError):
     """A batch, a loss or a gradient cannot be used."""
 
 
 class LaunchError(CounterpointError):
     """Ranks could not be started, or one of them exited before the others."""
+
+
+class StoppedBySignal(SystemExit):
+    """A signal has asked a run to stop, which it did after a step; without a handler the process exits.
+
+    Args:
+        message: what was done.
+        number: of the signal; the exit code is 128 more.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.code = 128 + number

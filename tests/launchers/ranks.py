@@ -43,13 +43,13 @@ def wait_for(path, ranks):
 
 
 @contextlib.contextmanager
-def supervisor(folder, path, ranks=2):
+def supervisor(folder, path, ranks=2, grace_s=30.0):
     """Yield a process that supervises a script, as `counterpoint run` does, with its temporary files in ``folder``."""
     import subprocess
 
     code = (
         "import sys; from counterpoint.launchers import run_command, script_command\n"
-        f"result = run_command(script_command({str(path)!r}), {ranks})\n"
+        f"result = run_command(script_command({str(path)!r}), {ranks}, grace_s={grace_s})\n"
         "sys.stderr.write(result.report + '\\n'); sys.exit(result.exit_code)"
     )
     variables = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}

@@ -297,3 +297,53 @@ def test_ranks_that_outnumber_the_cores_have_one_thread_each_and_the_user_knows(
     _, lines = run(tmp_path, "print(os.environ['OMP_NUM_THREADS'])", cores + 1, threads_per_rank=2)
     assert {text for _, _, text in lines} == {"1"}
     assert f"counterpoint: {cores + 1} ranks x 2 threads on {cores} core" in capsys.readouterr().err
+
+
+FINISHES = """
+def finish(number, frame):
+    seen.append(number)
+seen = []
+signal.signal(signal.SIGTERM, finish)
+signal.signal(signal.SIGUSR1, finish)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)])
+def test_ranks_get_a_signal_once_and_may_finish_though_the_supervisor_gets_it_twice(tmp_path, number, code):
+    path, alive = fifo(tmp_path)
+    (tmp_path / "go").touch()
+    text = FINISHES + alive + "while not seen: signal.pause()\nalive.write('y'); alive.flush()\n"
+    text += f"while os.path.exists({str(tmp_path / 'go')!r}): pass\nprint('seen', *seen, flush=True)\n"
+    with supervisor(tmp_path, script(tmp_path, text)) as process:
+        with wait_for(path, 2) as ranks:
+            process.send_signal(number)
+            assert {ranks.read(1), ranks.read(1)} == {b"y"}
+            process.send_signal(number)
+            (tmp_path / "go").unlink()
+        output, errors = process.communicate(timeout=10)
+    seen = signal.SIGTERM if number == signal.SIGHUP else number
+    assert sorted(output.splitlines()) == [f"[rank {rank}] seen {int(seen)}" for rank in range(2)]
+    assert (process.returncode, errors) == (code, f"stopped by {number.name}; all 2 ranks have ended\n")
+
+
+def test_a_rank_that_has_not_ended_after_the_grace_period_is_killed_and_the_report_says_so(tmp_path):
+    path, alive = fifo(tmp_path)
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN) if rank else None\n" + alive + "while True: signal.pause()"
+    with supervisor(tmp_path, script(tmp_path, text), grace_s=0.2) as process:
+        with wait_for(path, 2):
+            process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=10)
+    assert errors.splitlines() == [
+        "stopped by SIGTERM; all 2 ranks have ended",
+        "rank 1 had not ended 0.2 s after the signal and was killed; give more time with --grace",
+    ]
+
+
+def test_ranks_that_a_signal_to_one_of_them_has_stopped_are_no_failure(tmp_path):
+    text = """
+from counterpoint.errors import StoppedBySignal
+raise StoppedBySignal("stopped by SIGTERM after step 3; saved a/step-00000003", 15)
+"""
+    result, _ = run(tmp_path, text, 2)
+    assert (result.exit_code, result.failed_rank) == (143, None)
+    assert result.report == "stopped by SIGTERM after step 3; saved a/step-00000003; all 2 ranks have ended"

@@ -30,7 +30,7 @@ from counterpoint.checkpoint.manifest import (
 )
 from counterpoint.checkpoint.shard import find_shard_flaws, find_size_flaw, write_shard
 from counterpoint.checkpoint.tensor_slice import whole_tensor
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.terminal_text import warn
 
 
@@ -158,7 +158,7 @@ def publish(draft: CheckpointDraft, manifest: CheckpointManifest, *, keep: int |
         raise write_failure(files, draft.folder, len(format_manifest(manifest)), error) from error
     draft.release()
     if keep is not None:
-        prune(files, root, draft.step, keep)
+        prune(files, root, draft.step, keep, manifest.state.get("run_id"))
     return target
 
 
@@ -208,7 +208,7 @@ def _check_draft(folder: Path, manifest: CheckpointManifest, files: FileOps) -> 
     for record in manifest.files:
         flaw = find_size_flaw(folder, record)
         if flaw is not None:
-            raise CheckpointError(f"{flaw}; do all ranks write to the same folder, on a disk they share?")
+            raise CheckpointWriteError(f"{flaw}; do all ranks write to the same folder, on a disk they share?")
     unknown = {path.name for path in folder.iterdir() if not is_part(path)} - {record.file for record in manifest.files}
     if unknown:
         raise CheckpointError(
@@ -216,9 +216,12 @@ def _check_draft(folder: Path, manifest: CheckpointManifest, files: FileOps) -> 
         )
     write_file(files, folder / MANIFEST, format_manifest(manifest))
     files.sync_folder(folder)
-    written = parse_manifest(folder / MANIFEST)
-    if replace(written, sha256=manifest.sha256) != manifest:
-        raise CheckpointError(
+    try:
+        is_intact = replace(parse_manifest(folder / MANIFEST), sha256=manifest.sha256) == manifest
+    except CheckpointError:
+        is_intact = False
+    if not is_intact:
+        raise CheckpointWriteError(
             f"{folder.name}/{MANIFEST} reads back differently than it was written; nothing was committed: check the "
             "disk"
         )
@@ -247,7 +250,10 @@ def _is_already_saved(files: FileOps, target: Path, manifest: CheckpointManifest
         files.rename(target, moved)
         warn(f"{target} was damaged ({flaws[0]}); it was renamed to {moved.name}", RuntimeWarning, stacklevel=4)
         return False
-    if replace(existing, libraries=manifest.libraries, sha256=manifest.sha256) == manifest:
+    same_run = {**existing.state, "run_id": manifest.state.get("run_id", "")}
+    if replace(existing, libraries=manifest.libraries, sha256=manifest.sha256, state=same_run) == replace(
+        manifest, state={"run_id": "", **manifest.state}
+    ):
         return True
     raise CheckpointError(
         f"{target} exists and differs from what is being saved; a checkpoint is never overwritten: "

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointWriteError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -126,27 +126,27 @@ def check_space(files: FileOps, folder: Path, needed_bytes: int) -> None:
     """Check that there is free space, before anything is written.
 
     Raises:
-        CheckpointError: there is not enough.
+        CheckpointWriteError: there is not enough.
     """
     free_bytes = files.free_bytes(folder)
     if needed_bytes > free_bytes:
-        raise CheckpointError(
+        raise CheckpointWriteError(
             f"not enough space in {folder}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free; "
             f"nothing was written and earlier checkpoints are untouched; "
             f"free space, keep fewer, or choose another folder"
         )
 
 
-def write_failure(files: FileOps, folder: Path, needed_bytes: int, error: OSError) -> CheckpointError:
+def write_failure(files: FileOps, folder: Path, needed_bytes: int, error: OSError) -> CheckpointWriteError:
     """Return the error for a failed write; a folder that is not complete is never used."""
     if error.errno in NO_SPACE:
-        return CheckpointError(
+        return CheckpointWriteError(
             f"the disk filled up while writing {folder}: {needed_bytes:,} bytes were needed, "
             f"{files.free_bytes(folder.parent):,} are free now ({error.strerror}); "
             f"earlier checkpoints are untouched; "
             f"free space, keep fewer, or choose another folder"
         )
-    return CheckpointError(
+    return CheckpointWriteError(
         f"could not write {error.filename or folder}: {error.strerror or error}; "
         f"a file whose write or sync failed is never used again and earlier checkpoints are untouched; "
         f"check the disk, then save again"

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from counterpoint.checkpoint.file_ops import FileOps, remove_tree
-from counterpoint.checkpoint.manifest import MANIFEST, parse_manifest
+from counterpoint.checkpoint.manifest import MANIFEST, CheckpointManifest, parse_manifest
 from counterpoint.checkpoint.shard import find_size_flaw
 from counterpoint.errors import CheckpointError
 from counterpoint.terminal_text import warn
@@ -63,9 +65,13 @@ def is_part(path: Path) -> bool:
 def find_quick_flaws(folder: Path) -> list[str]:
     """Return the flaws of a checkpoint that are visible in its manifest and the sizes of its files."""
     try:
-        manifest = parse_manifest(folder / MANIFEST)
+        return find_size_flaws(folder, parse_manifest(folder / MANIFEST))
     except CheckpointError as error:
         return [str(error)]
+
+
+def find_size_flaws(folder: Path, manifest: CheckpointManifest) -> list[str]:
+    """Return why the files of a checkpoint cannot be those of its manifest, without reading them."""
     return [flaw for record in manifest.files if (flaw := find_size_flaw(folder, record))]
 
 
@@ -122,15 +128,29 @@ def try_lock(folder: Path, *, exclusive: bool) -> int | None:
     return None
 
 
-def prune(files: FileOps, root: Path, step: int, keep: int) -> None:
-    """Keep the ``keep`` newest intact checkpoints up to ``step``; remove older ones."""
+def prune(files: FileOps, root: Path, step: int, keep: int, run_id: JsonValue) -> None:
+    """Keep the ``keep`` newest intact checkpoints of a run up to ``step``; remove its older ones.
+
+    Args:
+        files: file operations.
+        root: the folder of all checkpoints.
+        step: of the newest one.
+        keep: how many stay.
+        run_id: of the run; checkpoints of other runs are neither counted nor removed.
+    """
     kept = 0
     for folder in reversed([path for path in step_folders(root) if int(path.name.removeprefix("step-")) <= step]):
+        try:
+            manifest: CheckpointManifest | None = parse_manifest(folder / MANIFEST)
+        except CheckpointError:
+            manifest = None
+        if (None if manifest is None else manifest.state.get("run_id")) != run_id:
+            continue
         if kept >= keep:
             trash = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
             with warn_on_failure(folder):
                 files.rename(folder, trash)  # an incomplete checkpoint never has the name of a complete one
                 files.sync_folder(root)
                 remove_tree(files, trash)
-        elif not find_quick_flaws(folder):
+        elif manifest is not None and not find_size_flaws(folder, manifest):
             kept += 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, check_space, write_failure
 from counterpoint.checkpoint.manifest import HEADER_MAX_BYTES, ShardRecord, SliceRecord, shard_name
 from counterpoint.checkpoint.tensor_slice import DTYPES, TensorSlice, check_slice, dtype_name, torch_dtype
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.file_reader import open_regular_file
 from counterpoint.json_reader import parse_json_file
 
@@ -57,12 +57,13 @@ def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files
         check_space(files, folder, num_bytes)
         sums = _write_slices(files, path, header, slices, records)
         files.sync_folder(folder)
+        finished = tuple(replace(record, crc32=crc32) for record, crc32 in zip(records, sums.crc32s, strict=True))
+        shard = ShardRecord(path.name, rank, num_bytes, sums.sha256, finished)
+        flaws = list(find_shard_flaws(folder, shard, step))
     except OSError as error:
         raise write_failure(files, folder, num_bytes, error) from error
-    finished = tuple(replace(record, crc32=crc32) for record, crc32 in zip(records, sums.crc32s, strict=True))
-    shard = ShardRecord(path.name, rank, num_bytes, sums.sha256, finished)
-    for flaw in find_shard_flaws(folder, shard, step):
-        raise CheckpointError(f"the shard could not be read back: {flaw}; check the disk, then save again")
+    for flaw in flaws:
+        raise CheckpointWriteError(f"the shard could not be read back: {flaw}; check the disk, then save again")
     return shard
 
 

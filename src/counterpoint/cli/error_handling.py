@@ -17,7 +17,6 @@ from counterpoint.errors import CounterpointError
 
 FAILED = 1
 INTERRUPTED = 130
-TERMINATED = 143
 BROKEN_PIPE = 141  # 128 + SIGPIPE, the exit code of a program whose output pipe is closed
 
 SHOW_TRACEBACK: ContextVar[bool] = ContextVar("WANTS_TRACEBACK", default=False)

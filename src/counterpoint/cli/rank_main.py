@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import traceback
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from counterpoint.cli.config import RunConfig, SourcedValue, apply_job_defaults, build_config, flatten
 from counterpoint.cli.echo import echo
-from counterpoint.cli.error_handling import FAILED, INTERRUPTED, TERMINATED
+from counterpoint.cli.error_handling import FAILED, INTERRUPTED
 from counterpoint.cli.rank_job import RankJob
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, StoppedBySignal
 from counterpoint.jobs.job import BuildOptimizer, BuildSchedule, TrainingJob
 from counterpoint.jobs.registry import find_job
 from counterpoint.launchers.rank_main import delay_secondary_error, report_error
@@ -128,20 +126,15 @@ def format_final_metric(job: TrainingJob, history: History) -> str:
     return f"held-out {target.metric.replace('_', ' ')} {value:.4f}, target {side} {target.threshold}: {reached}"
 
 
-def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit this rank as after an error, so that its folder is completed with the reason."""
-    raise SystemExit(f"stopped by {signal.Signals(number).name}")
-
-
 def main(path: str, errors: Literal["reported", "raised"] = "reported") -> int:
     """Run the job at the path; return the exit code. The process that started this rank reports errors."""
-    signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         run_job(RankJob.from_json(Path(path).read_text(encoding="utf-8")))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit:
-        return TERMINATED
+    except StoppedBySignal as stop:
+        report_error(stop)
+        raise
     except CounterpointError as error:
         report_error(error)
         if errors == "raised":

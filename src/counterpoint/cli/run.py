@@ -28,6 +28,7 @@ def run(
         str | None, typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets).")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds that ranks have to save and end after a signal.")] = 30.0,
 ) -> None:
     """Start a script on several ranks, as torchrun does.
 
@@ -43,6 +44,7 @@ def run(
         bind=bind,
         timeout_s=timeout,
         transport=transport,
+        grace_s=grace,
     )
     if result.exit_code != 0:
         echo(result.report, err=True)

@@ -9,7 +9,7 @@ import typer
 
 from counterpoint.cli.echo import echo
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.local import collect_signals
+from counterpoint.launchers.signals import collect_signals
 from counterpoint.rpc.job_key import JobKey, read_key, read_key_from
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class LoaderWorker:
         process: its process.
         requests: indices of microbatches to read.
         results: microbatches or errors.
-        keepalive: kept open as long as the worker may run.
+        close_keepalive: closes what is kept open as long as the worker may run; called at the exit of this process.
         stacks: its stack on request.
         pending: requests without a result yet.
         is_ready: whether it has started.
@@ -59,7 +60,7 @@ class LoaderWorker:
     process: BaseProcess
     requests: Connection
     results: Connection
-    keepalive: Connection
+    close_keepalive: Finalize
     stacks: Connection
     pending: deque[MicrobatchIndex] = field(default_factory=deque)
     is_ready: bool = False
@@ -165,7 +166,7 @@ class MicrobatchLoader:
         for worker in self.workers:
             if not worker.pending:  # the results of pending requests are not used: such a worker is killed below
                 worker.process.join(GRACE_S)
-            worker.keepalive.close()
+            worker.close_keepalive()
             worker.process.join(GRACE_S)
             if worker.process.is_alive():
                 worker.process.kill()
@@ -203,7 +204,8 @@ def start_worker(number: int, reader: SampleReader, init: Callable[[int], None] 
     finally:
         for end in (requests, results, keepalive, stacks):
             end.close()
-    return LoaderWorker(number, process, send_requests, read_results, hold, read_stacks)
+    close_keepalive = Finalize(None, hold.close, exitpriority=1)  # before daemons get SIGTERM, which workers ignore
+    return LoaderWorker(number, process, send_requests, read_results, close_keepalive, read_stacks)
 
 
 def wait_for_result(worker: LoaderWorker, timeout_s: float) -> WorkerReady | WorkerError | Microbatch:

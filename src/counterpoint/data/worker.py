@@ -145,7 +145,8 @@ def run_worker(number: int, reader: SampleReader, init: Callable[[int], None] | 
         pipes: its ends of the pipes.
     """
     exit_when_closed(pipes.keepalive)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer as well, which ends its workers
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer gets them as well, and ends its workers
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, file=pipes.stacks.fileno(), all_threads=False)
     torch.set_num_threads(1)
     if init is not None:

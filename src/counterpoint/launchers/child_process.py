@@ -64,6 +64,12 @@ class ChildProcess:
             if self._popen.returncode is None:  # not reaped: its process group id cannot be that of others
                 self._kill_group(number)
 
+    def request_stop(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone, if it has not ended, so that it can use what it has started to stop."""
+        with self._lock:
+            if self._popen.returncode is None:
+                self._popen.send_signal(number)
+
     def poll(self) -> int | None:
         """Return the exit code, or minus the signal that ended the process; None while it runs.
 

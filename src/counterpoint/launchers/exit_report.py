@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 
+from counterpoint.errors import StoppedBySignal
 from counterpoint.terminal_text import escape_line, escape_text
 from counterpoint.value_codec import parse_json
 
@@ -19,6 +20,8 @@ SAME_ERROR_WAIT_FRACTION = 0.25  # of the time that a rank took to fail: others 
 SAME_ERROR_MAX_WAIT_S = 2.0
 MESSAGE_MAX_CHARS = 4000
 RECORD_MAX_BYTES = 65536
+
+STOPPED = StoppedBySignal.__name__
 
 REMEDIES = {
     signal.SIGKILL: (
@@ -169,6 +172,26 @@ def format_report(exits: Sequence[RankExit]) -> str:
     if folded:
         lines.append(f"{_format_ranks(folded)} stopped because of rank {root_cause.rank}")
     return escape_text("\n".join(lines))
+
+
+def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], grace_s: float) -> str:
+    """Return the report of a run that a signal has stopped.
+
+    Args:
+        exits: of all ranks.
+        number: of the signal.
+        killed: the ranks that had to be killed.
+        grace_s: the seconds after which they were, unless another signal came.
+    """
+    said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.kind == STOPPED)
+    lines = [f"{next(said, f'stopped by {signal.Signals(number).name}')}; all {len(exits)} ranks have ended"]
+    if killed:
+        lines.append(
+            f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and "
+            f"{'was' if len(killed) == 1 else 'were'} killed; give more time "
+            "with --grace"
+        )
+    return "\n".join(lines)
 
 
 def exit_code(exits: Sequence[RankExit]) -> int:

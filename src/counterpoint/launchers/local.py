@@ -10,29 +10,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from types import FrameType
 from typing import IO, Literal
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.child_process import GRACE_S, ChildProcess, kill_processes
 from counterpoint.launchers.environment import ERROR_FILE, STORE_FD, TIMEOUT_S, RankEnvironment, rank_variables
 from counterpoint.launchers.exit_report import (
+    STOPPED,
     ErrorRecord,
     RankExit,
     exit_code,
     find_root_cause,
     format_report,
+    format_stop,
     wait_for_others_s,
 )
 from counterpoint.launchers.machine import place_on_this_host
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
+from counterpoint.launchers.signals import ENDING_SIGNALS, collect_signals
 from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
 from counterpoint.terminal_text import escape_output
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, RankPlacement
@@ -132,7 +133,9 @@ class OutputReader:
 
 
 POLL_S = 0.02
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1)
+STOP_GRACE_S = 30.0
+"""The default time that ranks have to save and end, from the signal that asks them to the one that kills them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +175,14 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     port: int | None = None,
     timeout_s: float | None = None,
     transport: str | None = None,
+    grace_s: float = STOP_GRACE_S,
     on_line: OnLine = write_prefixed,
 ) -> RunResult:
     """Run the command as ``ranks`` processes until all of them have ended.
 
-    If one fails, the others are stopped (SIGTERM, after 2 s SIGKILL). SIGINT, SIGTERM and SIGHUP to this process are
-    passed on in the same way. If this process is killed, the kernel kills the ranks.
+    If one fails, the others are stopped (SIGTERM, after 2 s SIGKILL). SIGTERM, SIGUSR1 and SIGHUP (as SIGTERM) to this
+    process are passed on once each, and after ``grace_s`` ranks that still run are killed. SIGINT is passed on as well,
+    with 2 s, and kills if it is not the first signal. If this process is killed, the kernel kills the ranks.
 
     Args:
         argv: the command of every rank; see ``script_command``.
@@ -188,6 +193,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         port: rendezvous port on the loopback interface; None for a free one.
         timeout_s: passed to the ranks: how long they wait for each other to arrive.
         transport: passed to the ranks.
+        grace_s: seconds that ranks have to save and end after a signal to this process.
         on_line: called with every line that a rank writes.
 
     Returns:
@@ -201,11 +207,11 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     if placement.note:
         sys.stderr.write(f"counterpoint: {placement.note}\n")
     with ExitStack() as stack:
-        received = stack.enter_context(collect_signals())
+        received = stack.enter_context(collect_signals(FORWARDED_SIGNALS))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
         lines = OutputReader(on_line)
         stack.callback(lines.close)
-        supervisor = _RankSupervisor(lines, received)
+        supervisor = _RankSupervisor(lines, received, grace_s)
         stack.callback(supervisor.kill_all)
         with reserve_port(port) as port_socket:
             job, bound_port = f"counterpoint-{secrets.token_hex(6)}", port_socket.getsockname()[1]
@@ -240,10 +246,13 @@ class _RankSupervisor:
 
     lines: OutputReader
     received: list[int]
+    grace_s: float
     running: list[_RankProcess] = field(default_factory=list)
     exits: list[RankExit] = field(default_factory=list)
     stop_s: float = inf
     kill_s: float = inf
+    forwarded: set[int] = field(default_factory=set)
+    killed: list[int] = field(default_factory=list)  # ranks that were still running after the grace period
 
     def start(self, argv: Sequence[str], environment: RankEnvironment, error_file: Path, place: RankPlacement) -> None:
         """Start a rank, bound to its cores, and read its output."""
@@ -272,8 +281,7 @@ class _RankSupervisor:
             self._update_deadlines(time.monotonic())
         outcomes = tuple(sorted(self.exits, key=lambda outcome: outcome.rank))
         if self.received:
-            name = signal.Signals(self.received[0]).name
-            text = f"stopped by {name}; all {len(outcomes)} ranks have ended"
+            text = format_stop(outcomes, self.received[0], self.killed, self.grace_s)
             return RunResult(128 + self.received[0], text, None, outcomes)
         root_cause = find_root_cause(outcomes)
         return RunResult(
@@ -288,14 +296,25 @@ class _RankSupervisor:
     def _update_deadlines(self, now_s: float) -> None:
         """Decide when to stop the ranks: at once after a signal, soon after a certain failure, else a little later."""
         if self.received:
-            self.stop_s = min(self.stop_s, now_s)
-        records = (ErrorRecord.read(child.error_file) for child in self.running)
-        self.stop_s = min(self.stop_s, now_s + wait_for_others_s(self.exits, filter(None, records)))
+            self._forward_signals(now_s)
+        else:
+            records = (ErrorRecord.read(child.error_file) for child in self.running)
+            self.stop_s = min(self.stop_s, now_s + wait_for_others_s(self.exits, filter(None, records)))
         if self.kill_s == inf and self.stop_s <= now_s:
-            self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             self.kill_s = now_s + GRACE_S
-        if self.kill_s <= now_s or (self.kill_s < inf and len(self.received) > 1):
+        if self.kill_s <= now_s or signal.SIGINT in self.received[1:]:
+            self.killed = self.killed or [child.rank for child in self.running]
             self._signal(signal.SIGKILL)
+
+    def _forward_signals(self, now_s: float) -> None:
+        """Pass each kind of signal on once: a scheduler may have sent it to this process twice, and to the ranks."""
+        for number in set(self.received) - self.forwarded:
+            self.forwarded.add(number)
+            for child in self.running:
+                child.stopped_s = child.stopped_s or now_s
+                child.process.request_stop(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+            self.kill_s = min(self.kill_s, now_s + (GRACE_S if number == signal.SIGINT else self.grace_s))
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self.running:
@@ -311,17 +330,13 @@ class _RankSupervisor:
             ended_s = time.monotonic()
             self.lines.finish(child.rank)
             self.running.remove(child)
-            self.exits.append(
-                RankExit(
-                    child.rank,
-                    child.process.pid,
-                    code,
-                    ended_s - child.started_s,
-                    ended_s,
-                    child.stopped_s,
-                    ErrorRecord.read(child.error_file),
-                )
-            )
+            record = ErrorRecord.read(child.error_file)
+            seconds = ended_s - child.started_s
+            self.exits.append(RankExit(child.rank, child.process.pid, code, seconds, ended_s, child.stopped_s, record))
+            if record is not None and record.kind == STOPPED and not self.received:  # a signal to the ranks alone
+                self.received.append(code - 128)
+                self.forwarded.add(code - 128)  # all ranks have agreed on it
+                self.kill_s = ended_s + self.grace_s
 
 
 def rank_environ(environment: RankEnvironment, error_file: Path, extra: Mapping[str, str]) -> dict[str, str]:
@@ -335,26 +350,3 @@ def rank_environ(environment: RankEnvironment, error_file: Path, extra: Mapping[
     stale = {"TORCHELASTIC_USE_AGENT_STORE", STORE_FD, TIMEOUT_S}
     inherited = {name: value for name, value in os.environ.items() if name not in stale}
     return {**inherited, **rank_variables(environment), **extra, ERROR_FILE: str(error_file)}
-
-
-@contextmanager
-def collect_signals() -> Iterator[list[int]]:
-    """Collect signals that would end this process in the yielded list; only the main thread can do that."""
-    received: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    for number, handler in handlers.items():
-        if handler not in {signal.SIG_IGN, None}:
-            signal.signal(number, record)
-    try:
-        yield received
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None:  # None: not installed from Python, and unchanged above
-                signal.signal(number, handler)

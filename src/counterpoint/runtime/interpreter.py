@@ -126,6 +126,7 @@ class Interpreter:
         }
         self.step_number = 0
         self.given: GivenValues | None = None
+        self.stop_signals: Sequence[int] = ()
         self.delays_grads = any(isinstance(instruction, SwapGradBuffers) for instruction in self.program.instructions)
         self.store = store
         self.fabric = fabric
@@ -183,7 +184,12 @@ class Interpreter:
         self.clock = clock
 
     def step(
-        self, number: int, batch: MicrobatchSource, variant: str, given: GivenValues | None = None
+        self,
+        number: int,
+        batch: MicrobatchSource,
+        variant: str,
+        given: GivenValues | None = None,
+        stop_signals: Sequence[int] = (),
     ) -> StepResult | None:
         """Run the program of one step variant once.
 
@@ -192,12 +198,13 @@ class Interpreter:
             batch: what it reads.
             variant: its name.
             given: what the user has given, which the members of a commit compare; None where there is one process.
+            stop_signals: those that have asked this rank to stop, also during the step; a commit tells all members.
 
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
         self.busy_timer.begin_step()
-        self.step_number, self.given = number, given
+        self.step_number, self.given, self.stop_signals = number, given, stop_signals
         self.rng.begin_step(number)
         self.program, calls = self.programs[variant]
         if self.program.microbatches_per_batch:
@@ -416,6 +423,7 @@ class Interpreter:
             given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
             busy_s=self.busy_timer.read(),
+            stop_signal=next(iter(self.stop_signals), 0),
         )
 
     def add_overflows(self, reports: Sequence[StepReport], group: Group) -> list[StepReport]:

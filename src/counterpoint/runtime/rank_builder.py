@@ -400,6 +400,15 @@ def commit_group(program: Program, rank: int) -> Group:
     )
 
 
+def commits_together(programs: Iterable[Program]) -> bool:
+    """Return whether every commit of the programs is one of all their ranks."""
+    return all(
+        commit_group(program, rank) == tuple(range(program.num_ranks))
+        for program in programs
+        for rank in range(program.num_ranks)
+    )
+
+
 def communication_groups(programs: Iterable[Program]) -> list[tuple[int, ...]]:
     """Return the groups of all ranks and of every collective and commit, in the same order on every rank."""
     groups: set[tuple[int, ...]] = set()

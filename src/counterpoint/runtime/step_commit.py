@@ -84,6 +84,7 @@ class StepReport:
         has_overflow: whether a sum of finite gradients that it owns is not finite.
         given_digest: of what the user has given for the step; 0 where there is nothing to compare.
         busy_s: seconds since the last commit in which it did not wait for other ranks.
+        stop_signal: the signal that has asked it to stop; 0 for none.
     """
 
     loss_sum: float = 0.0
@@ -99,6 +100,7 @@ class StepReport:
     has_overflow: bool = False
     given_digest: int = 0
     busy_s: float = 0.0
+    stop_signal: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -124,6 +126,7 @@ class StepResult:
         is_sum: whether the loss is a sum.
         busy_s: of each rank of the group with its number, the seconds in which it did not wait for others.
         loss_parts: of a loss that is a dict, by name.
+        stop_signal: the signal that has asked a rank of the group to stop; 0 for none.
     """
 
     loss: float
@@ -137,6 +140,7 @@ class StepResult:
     is_sum: bool = False
     busy_s: tuple[tuple[int, float], ...] = ()
     loss_parts: Mapping[str, PartTotal] = field(default_factory=dict)
+    stop_signal: int = 0
 
 
 def make_step_report(  # noqa: PLR0913 - what a report has
@@ -153,6 +157,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
     is_idle: bool = False,
     given_digest: int = 0,
     busy_s: float = 0.0,
+    stop_signal: int = 0,
 ) -> StepReport:
     """Return the report of a rank.
 
@@ -169,6 +174,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         is_idle: whether none of its microbatches had samples.
         given_digest: of what the user has given for the step.
         busy_s: the seconds in which it did not wait for other ranks.
+        stop_signal: the signal that has asked it to stop.
     """
     kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in weights else SAMPLE_MEAN for micro in losses}
     nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
@@ -186,13 +192,14 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         grads,
         given_digest=given_digest,
         busy_s=busy_s,
+        stop_signal=stop_signal,
     )
 
 
 SAMPLE_MEAN, WEIGHTED_MEAN, SUM, PARTS = 1, 2, 4, 8
 """Kinds of losses in a report, and whether they have parts."""
 
-REPORT_NUMBERS = 12
+REPORT_NUMBERS = 13
 """Length of :func:`encode_report`."""
 
 
@@ -210,6 +217,7 @@ def encode_report(report: StepReport) -> list[float]:
         report.grads.share,
         report.given_digest,
         report.busy_s,
+        report.stop_signal,
         len(report.missing_grads),
     ]
 
@@ -219,7 +227,7 @@ def decode_report(
 ) -> StepReport:
     """Return the report that :func:`encode_report` was given; names of gradients are sent separately."""
     loss_sum, num_samples, loss_weight, loss_kinds, squared_norm, nonfinite_micro, checksum, *rest = numbers
-    micro, share, given_digest, busy_s, _ = rest
+    micro, share, given_digest, busy_s, stop_signal, _ = rest
     return StepReport(
         loss_sum,
         int(num_samples),
@@ -233,6 +241,7 @@ def decode_report(
         GradReport(int(micro), nonfinite_grad, share),
         given_digest=int(given_digest),
         busy_s=busy_s,
+        stop_signal=int(stop_signal),
     )
 
 
@@ -259,6 +268,7 @@ def merge_results(first: StepResult, second: StepResult) -> StepResult:
         first.is_sum or second.is_sum,
         add_by_rank(first.busy_s, second.busy_s),
         merge_parts([first.loss_parts, second.loss_parts]),
+        max(first.stop_signal, second.stop_signal),
     )
 
 
@@ -347,7 +357,10 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
         scale *= min(1.0, guard.clip_norm / (norm + 1e-6))
     num_reported = sum(report.num_samples for report in reports)
     busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, reports, strict=True))
-    return StepResult(loss, num_reported, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum, busy_s)
+    return StepResult(
+        loss, num_reported, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum, busy_s,
+        stop_signal=max(report.stop_signal for report in reports),
+    )  # fmt: skip
 
 
 def _find_loss_scale(reports: Sequence[StepReport], weight_unit: float) -> tuple[float, float]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -24,6 +22,7 @@ from counterpoint.elastic.remote_module import RemoteModule
 from counterpoint.elastic.replica import ModelReplica
 from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.errors import PlanError
+from counterpoint.launchers.signals import collect_signals
 from counterpoint.optim.validation import renamed_parameters, require_counts
 from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse_consistency
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
@@ -185,10 +184,10 @@ class ElasticTrainer:
                 report.evaluations.append(EvaluationEnd(len(report.losses), metric_means))
 
         try:
-            with watch_sigterm() as is_terminated:
+            with collect_signals((signal.SIGTERM,)) as received:
                 stop_requested = should_stop or (lambda: False)
                 worker = self._make_worker(
-                    replica, session, self._require_sample_mean(loss), lambda: is_terminated() or stop_requested()
+                    replica, session, self._require_sample_mean(loss), lambda: bool(received) or stop_requested()
                 )
                 self._run_worker(worker, report, measure_now, retained_memory)
             if report.is_complete:
@@ -314,17 +313,3 @@ def evaluate_replica(
     for module, flag in flags:
         module.training = flag
     return {name: tally.mean for name, tally in merge_metrics(per_batch).items()}
-
-
-@contextmanager
-def watch_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether SIGTERM has come; always False outside the main thread."""
-    signals: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    try:
-        yield lambda: bool(signals)
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +13,11 @@ from typing import Any
 from torch import optim
 
 from counterpoint.checkpoint import Checkpoint
+from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps
 from counterpoint.checkpoint.reader import state_error
 from counterpoint.data.fetch import is_same_dataset
 from counterpoint.data.sampler import Cursor, split_batch
-from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.errors import CheckpointError, CheckpointWriteError, PlanError, StoppedBySignal
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
@@ -30,6 +32,7 @@ from counterpoint.training.batches.global_batch import (
 )
 from counterpoint.training.callbacks.callback import (
     Callback,
+    CheckpointFailed,
     CheckpointSaved,
     EvaluationEnd,
     RunEnd,
@@ -37,6 +40,7 @@ from counterpoint.training.callbacks.callback import (
 )
 from counterpoint.training.callbacks.step_reporter import TRACED_STEP, StepReporter
 from counterpoint.training.checkpointing import save_restore
+from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir, claim_checkpoint_dir
 from counterpoint.training.checkpointing.per_stage import (
     CheckpointMode,
     StageCheckpointer,
@@ -88,6 +92,7 @@ class CheckpointConfig:
         every: save after this many steps, too.
         keep_last: how many are kept; None keeps all.
         mode: ``synchronous``, or ``per_stage`` for each pipeline stage independently, without a flush.
+        files: file operations; tests pass failing ones.
 
     Raises:
         PlanError: a time is given without a folder, or a number is not positive.
@@ -98,6 +103,7 @@ class CheckpointConfig:
     every: int | None
     keep_last: int | None
     mode: CheckpointMode
+    files: FileOps = LOCAL_FILES
 
     def __post_init__(self) -> None:
         if self.every is not None and self.folder is None:
@@ -150,6 +156,10 @@ class FitLoop:
         config: evaluations and checkpoints.
         lr_scheduler: the learning rate scheduler, if any.
         callbacks: called at every event.
+
+    Attributes:
+        run_id: of the run, once it has a folder for checkpoints; of the run that it continues from the start.
+        num_failed_saves: the checkpoints that the disk did not take.
     """
 
     def __init__(
@@ -172,6 +182,12 @@ class FitLoop:
         self.resume_path: Path | None = None
         self.checkpoint_path: Path | None = None  # that was loaded
         self.last_evaluation_step = -1
+        self.run_id = ""
+        self.checkpoint_dir: CheckpointDir | None = None  # that is held
+        self.saved_step = -1  # of the newest checkpoint
+        self.num_failed_saves = 0
+        self.saved_path: Path | None = None
+        self.stop_signal = 0  # that has ended the fit before its last step
         self.stage_checkpointer: StageCheckpointer | None = None
         self.committed_microbatches: list[int] = []  # if other processes have ranks, too
 
@@ -189,13 +205,19 @@ class FitLoop:
         is_last_step = self.num_steps is not None and self.progress.step >= self.num_steps
         return is_last_step or self.progress.cursor.epoch >= self.first_progress.cursor.epoch + self.config.num_epochs
 
-    def continue_from(self, done: save_restore.TrainProgress) -> None:
-        """Count on from an earlier fit, at the start of the epoch after its last one."""
+    def continue_from(self, done: save_restore.TrainProgress, run_id: str) -> None:
+        """Count on from an earlier fit of this run, at the start of the epoch after its last one."""
+        self.run_id = run_id
         epoch = done.cursor.epoch + (done.cursor.batch > 0)
         self.progress = self.first_progress = save_restore.TrainProgress(done.step, Cursor(epoch, 0))
 
     def run(self) -> None:
-        """Take all remaining steps."""
+        """Take all remaining steps.
+
+        Raises:
+            StoppedBySignal: a signal has asked to stop: after a step, with a checkpoint if there is a folder for them.
+            CheckpointError: there is no usable folder for checkpoints, or the last one could not be written.
+        """
         ranks, progress, checkpoint = self.local_ranks, self.progress, self.config.checkpoint
         assert ranks.compiled is not None, "built"
         event = RunStart(
@@ -209,32 +231,32 @@ class FitLoop:
         )
         self.require_valid_last_batch()
         require_checkpoint_mode(self.local_ranks, checkpoint.mode, checkpoint.every)
-        if checkpoint.folder is not None and not progress.step:
-            save_restore.require_no_other_run(checkpoint.folder, self.local_ranks)
+        if checkpoint.folder is not None:
+            self.checkpoint_dir = claim_checkpoint_dir(
+                ranks, checkpoint.folder, self.run_id, is_new=not progress.step, files=checkpoint.files
+            )
+            self.run_id = self.checkpoint_dir.run_id
+            if checkpoint.mode == "per_stage":
+                self.stage_checkpointer = StageCheckpointer(ranks, self.checkpoint_dir, checkpoint.keep_last)
         for callback in self.callbacks:
             callback.on_start(event)
-        save_restore.create_checkpoint_dir(self.local_ranks, checkpoint.folder)
-        if checkpoint.mode == "per_stage" and checkpoint.folder is not None:
-            self.stage_checkpointer = StageCheckpointer(self.local_ranks, checkpoint.folder, checkpoint.keep_last)
         self.start_reading()
         first_step, num_steps = self.progress.step, self.num_steps
         traced_step = first_step + TRACED_STEP if num_steps is None else min(first_step + TRACED_STEP, num_steps - 1)
         while not self.is_finished:
             self.step(traced=self.progress.step == traced_step or self.reporter.is_trace_due)
+            if self.stop_signal:
+                self.save_last()
+                self.local_ranks.export_weights()
+                raise StoppedBySignal(self.describe_stop(), self.stop_signal)
             if self.should_evaluate():
                 self.evaluate()
             if checkpoint.every is not None and self.progress.step % checkpoint.every == 0:
-                self.save_checkpoint()
+                self.try_save()
         if self.config.evaluation.open_batches is not None and self.last_evaluation_step != self.progress.step:
             self.evaluate()
         self.local_ranks.export_weights()
-        if self.stage_checkpointer is not None:
-            self.stage_checkpointer.finish()
-            self.notify_completed_checkpoints()
-        if checkpoint.folder is not None and (
-            checkpoint.every is None or self.progress.step % checkpoint.every or first_step == self.progress.step
-        ):
-            self.save_synchronously()
+        self.save_last()
 
     def require_valid_last_batch(self) -> None:
         """Check that batch norm can train on the last batch of an epoch, if the run reaches it.
@@ -301,14 +323,29 @@ class FitLoop:
             options=self.local_ranks.optimizer_spec.options(0),
             trace=trace,
         )
+        self.stop_signal = self.local_ranks.find_stop_signal(result, may_exchange=self.is_at_period_end())
+
+    def is_at_period_end(self) -> bool:
+        """Tell whether all ranks wait for each other now anyway: for an evaluation, a checkpoint or a new epoch."""
+        return self.progress.cursor.batch == 0 or any(self.progress.step % period == 0 for period in self.periods())
+
+    def periods(self) -> list[int]:
+        """Return the numbers of steps after which a pipeline is flushed for an evaluation or a checkpoint."""
+        evaluate_every = self.config.evaluation.every if self.config.evaluation.open_batches is not None else None
+        save_every = self.config.checkpoint.every if self.stage_checkpointer is None else None
+        return [period for period in (evaluate_every, save_every) if period is not None]
+
+    def describe_stop(self) -> str:
+        """Return why and where the fit has ended, and how it can be continued."""
+        text = f"stopped by {signal.Signals(self.stop_signal).name} after step {self.progress.step}"
+        if self.saved_path is None:
+            return f"{text}; nothing was saved, because no checkpoint_dir was given"
+        return f"{text}; saved {self.saved_path}; the same call with resume='auto' continues from there"
 
     def next_flush(self) -> int:
         """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch."""
         step, cursor = self.progress.step, self.progress.cursor
-        evaluate_every = self.config.evaluation.every if self.config.evaluation.open_batches is not None else None
-        save_every = self.config.checkpoint.every if self.stage_checkpointer is None else None
-        periods = [period for period in (evaluate_every, save_every) if period is not None]
-        next_times = [step - step % period + period for period in periods]
+        next_times = [step - step % period + period for period in self.periods()]
         next_times += [] if self.num_steps is None else [self.num_steps]
         num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1)
         return min([step + num_left, *next_times])
@@ -329,34 +366,67 @@ class FitLoop:
         for callback in self.callbacks:
             callback.on_evaluation(EvaluationEnd(self.progress.step, metrics))
 
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint, or the parts of this process's ranks, and report what is complete."""
-        if self.stage_checkpointer is None:
-            self.save_synchronously()
+    def try_save(self) -> None:
+        """Write a checkpoint; if the disk does not take it, count and report that, and train on."""
+        try:
+            if self.stage_checkpointer is None:
+                self.save_synchronously()
+            else:
+                self.stage_checkpointer.save(self.progress, self.checkpoint_metadata())
+                self.notify_completed_checkpoints()
+        except CheckpointWriteError as error:
+            self.num_failed_saves += 1
+            event = CheckpointFailed(self.progress.step, self.num_failed_saves, str(error))
+            for callback in self.callbacks:
+                callback.on_checkpoint_failed(event)
+
+    def save_last(self) -> None:
+        """Write the checkpoint of the last step, unless it was written; then a failure is an error.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.checkpoint_dir is None:
             return
-        self.stage_checkpointer.save(self.progress, self.checkpoint_metadata())
-        self.notify_completed_checkpoints()
+        if self.stage_checkpointer is not None:
+            self.stage_checkpointer.finish()
+            self.notify_completed_checkpoints()
+            self.stage_checkpointer.close()
+            self.saved_step = self.stage_checkpointer.agree_on_newest(self.saved_step)
+        if self.saved_step == self.progress.step:
+            return
+        try:
+            self.save_synchronously()
+        except CheckpointWriteError as error:
+            saved = f"the newest is that of step {self.saved_step}" if self.saved_step >= 0 else "there is none"
+            raise CheckpointError(
+                f"the run has ended at step {self.progress.step} without its last checkpoint: {error}; of its earlier "
+                f"ones {saved}, {self.num_failed_saves} more could not be saved"
+            ) from error
 
     def notify_completed_checkpoints(self) -> None:
         """Call the callbacks for checkpoints to which the last stage has added its part."""
         assert self.stage_checkpointer is not None, "stages save independently"
         for step, path in self.stage_checkpointer.pop_completed():
-            for callback in self.callbacks:
-                callback.on_checkpoint(CheckpointSaved(step, path))
+            self.notify_checkpoint(step, path)
+
+    def notify_checkpoint(self, step: int, path: Path) -> None:
+        """Note that a checkpoint was written, and call the callbacks."""
+        self.saved_step, self.saved_path = step, path
+        for callback in self.callbacks:
+            callback.on_checkpoint(CheckpointSaved(step, path))
 
     def save_synchronously(self) -> None:
         """Write a checkpoint with all other ranks and call the callbacks."""
-        checkpoint = self.config.checkpoint
-        assert checkpoint.folder is not None, "there is a folder"
+        assert self.checkpoint_dir is not None, "there is a folder"
         path = save_restore.save_checkpoint(
             self.local_ranks,
-            checkpoint.folder,
+            self.checkpoint_dir,
             self.progress,
             self.checkpoint_metadata(),
-            keep_last=checkpoint.keep_last,
+            keep_last=self.config.checkpoint.keep_last,
         )
-        for callback in self.callbacks:
-            callback.on_checkpoint(CheckpointSaved(self.progress.step, path))
+        self.notify_checkpoint(self.progress.step, path)
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         """Return the metadata of a checkpoint, in addition to tensors and cursor."""
@@ -398,6 +468,7 @@ class FitLoop:
             )
         save_restore.restore_checkpoint(self.local_ranks, checkpoint)
         self.progress, self.checkpoint_path = save_restore.TrainProgress(step, cursor), checkpoint.folder
+        self.run_id = str(state.get("run_id", ""))
         if self.lr_scheduler is not None and metadata.get("schedule") is not None:
             self.lr_scheduler.load_state_dict(from_json(metadata["schedule"], self.lr_scheduler.state_dict()))
         for group, options in zip(
@@ -509,9 +580,11 @@ class FitLoop:
             )
 
     def close(self, error: BaseException | None) -> None:
-        """Stop the workers, and call the callbacks' ``on_end``."""
+        """Stop the workers, release the folder of checkpoints, and call the callbacks' ``on_end``."""
         self.batches.close()
         if self.stage_checkpointer is not None:
             self.stage_checkpointer.close()
+        if self.checkpoint_dir is not None:
+            self.checkpoint_dir.release()
         for callback in self.callbacks:
             callback.on_end(RunEnd(self.progress.step, error))

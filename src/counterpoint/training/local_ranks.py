@@ -67,6 +67,7 @@ from counterpoint.runtime.rank_builder import (
     RunSpec,
     StaleGradientHook,
     build_rank,
+    commits_together,
     communication_groups,
     independent_replicas,
     load_values,
@@ -227,6 +228,8 @@ class LocalRanks:
         self.attribute_check = AttributeCheck()
         self.buffer_changes = BufferChanges(nn.Module(), ())
         self.step_facts: StepFacts | None = None  # what processes compare in every step
+        self.stop_signals: list[int] = []  # that have asked this process to stop
+        self.commits_together = True  # whether every commit is one of all ranks, once built
         self.is_in_step = False
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.has_grads = False  # whether the ranks have the gradients of the last step
@@ -348,7 +351,8 @@ class LocalRanks:
         assert self.run_spec is not None, "compiled"
         assert self.compiled is not None, "compiled"
         first = self.world.fabrics[0].rank
-        groups = communication_groups(variant.program for variant in self.compiled.step_variants)
+        programs = [variant.program for variant in self.compiled.step_variants]
+        groups, self.commits_together = communication_groups(programs), commits_together(programs)
         free_instructions = [
             instruction for _, instruction in self.compiled.program.instructions() if isinstance(instruction, Free)
         ]
@@ -581,7 +585,7 @@ class LocalRanks:
             with annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(number, batch, variant.name, self.step_facts)
+                return interpreter.step(number, batch, variant.name, self.step_facts, self.stop_signals)
 
         self.is_in_step = True
         try:
@@ -603,6 +607,25 @@ class LocalRanks:
         self.grad_norm = result.norm
         self.has_grads = self.keeps_grads() and not result.skip_reason and not self.has_shared_rows()
         return result
+
+    def find_stop_signal(self, result: StepResult, *, may_exchange: bool) -> int:
+        """Return the signal that has asked the ranks to stop after a step, the same on all of them; 0 for none.
+
+        Args:
+            result: of the step, whose commit has told all its members.
+            may_exchange: whether ranks that commit in several groups may exchange it, in a collective call; they do not
+                know it otherwise.
+        """
+        own = next(iter(self.stop_signals), 0)
+        if not has_remote_ranks(self.world):
+            return own
+        if self.commits_together:
+            return result.stop_signal
+        if not may_exchange:
+            return 0
+        everyone = tuple(range(self.world.fabrics[0].num_ranks))
+        gathered = self.world.run(lambda fabric: fabric.gather_values("signals", own, everyone))[0]
+        return max(cast("list[int]", gathered))
 
     def prepare_step(self, batch: MicrobatchSource) -> None:
         """Check what the user may have changed since the last step, and give the ranks what they can take over."""

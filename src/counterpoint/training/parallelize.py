@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
+from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
+from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
 from counterpoint.training.batches.global_batch import (
     batch_digest,
@@ -103,6 +105,9 @@ class TrainStep:
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
         self.loss_parts: dict[str, float] = {}
+        self.result = StepResult(math.nan, 0, math.nan, 1.0, "")  # of the last step
+        self.open_contexts = ExitStack()  # until it is closed
+        self.watches_signals = False
         self.has_fixed_microbatches = has_fixed_microbatches
         self.is_closed = False
         self.is_multi_process = False  # whether other processes have ranks, too
@@ -250,6 +255,7 @@ class TrainStep:
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
+        self.result = result
         self.loss_parts = {name: part.mean for name, part in result.loss_parts.items()}
         return result.loss
 
@@ -287,6 +293,29 @@ class TrainStep:
         batch_exchange.set_program(
             ranks.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
         )
+
+    def should_stop(self) -> bool:
+        """Return whether SIGTERM or SIGUSR1 has asked the last step to be the last one; the same on all ranks.
+
+        The first call replaces the default actions of these signals, which end the process at once, until the step is
+        closed. So a loop that calls it after each step, on all ranks, has the time to save and to end. It costs no
+        message, unless ranks commit in several groups (asynchronous pipelines and servers).
+
+        Example:
+            >>> import torch
+            >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
+            >>> with parallelize(model, optim.SGD(model.parameters(), lr=0.1), loss, strategy="data(2)") as step:
+            ...     for _ in range(3):
+            ...         loss = step(torch.ones(4, 2), torch.zeros(4, 1))
+            ...         if step.should_stop():
+            ...             break
+        """
+        if not self.watches_signals:
+            self.watches_signals = True
+            self.open_contexts.enter_context(
+                collect_signals(STOP_SIGNALS, self.local_ranks.stop_signals, replaced="defaults")
+            )
+        return bool(self.local_ranks.find_stop_signal(self.result, may_exchange=True))
 
     def finish(self) -> None:
         """Take part, without samples, in the steps of ranks that have some left, until all ranks have called this.
@@ -525,6 +554,7 @@ class TrainStep:
             self.export_weights()
         finally:
             self.is_closed = True
+            self.open_contexts.close()
             self.local_ranks.close()
             if self.reporter is not None:
                 self.reporter.end(None)
@@ -555,6 +585,7 @@ class TrainStep:
                 abort_training(self.local_ranks, error, "the first step")
         finally:
             self.is_closed = True
+            self.open_contexts.close()
             self.local_ranks.released_params.poison(error)
             self.local_ranks.close()
             if self.reporter is not None:

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.fetch import CollateFn
 from counterpoint.data.sampler import split_batch
-from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.errors import CheckpointError, PlanError, StoppedBySignal
 from counterpoint.launchers.environment import RankEnvironment, detect
+from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
 from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.devices import preserve_rng
@@ -29,6 +30,7 @@ from counterpoint.training.callbacks.callback import Callback, History, callback
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
 from counterpoint.training.callbacks.run_folder import CHECKPOINTS, RunFolder, find_checkpoints
 from counterpoint.training.checkpointing import save_restore
+from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate
@@ -174,6 +176,7 @@ class Trainer:
         if progress != "off" and not any(isinstance(callback, ProgressCallback) for callback in self.callbacks):
             self.callbacks.append(ProgressCallback(progress, name=type(model).__name__, stream=sys.stderr))
         self.progress = save_restore.TrainProgress()
+        self.run_id = ""  # in its checkpoints
         self.local_ranks: LocalRanks | None = None
         self.ranks_are_newer = False  # whether the ranks have newer weights than the model
         self.optimizer_states: OptimizerStates | None = None  # kept between close() and the next ranks
@@ -246,7 +249,7 @@ class Trainer:
             save_every: also save after this many steps.
             checkpoint_mode: ``per_stage`` lets each stage of an asynchronous pipeline save independently, without a
                 flush.
-            keep_last: how many checkpoints are kept; None keeps all.
+            keep_last: how many checkpoints of this run are kept; None keeps all.
             resume: a run's folder, a folder of checkpoints, or a checkpoint, to continue from, also in mid-epoch;
                 ``"auto"`` continues from the newest one in ``checkpoint_dir``, and starts where there is none.
             resume_batch_size: ``new`` continues with another batch size than the checkpoint's.
@@ -258,7 +261,10 @@ class Trainer:
         Raises:
             PlanError: the batch does not divide into the plan's microbatches, or a number is not positive.
             DataError: a loss is not finite, a parameter is unused, a sample is wrong, ranks have different data.
-            CheckpointError: a checkpoint cannot be written or read.
+            CheckpointError: the folder for checkpoints cannot be used, another run uses it, a checkpoint cannot be
+                read, or the last one not be written.
+            StoppedBySignal: SIGTERM or SIGUSR1 came; the step was finished, and a checkpoint written if there is a
+                folder for them. It ends the process with exit code 143 or 138, unless it is caught.
         """
         require_known_options(renamed)
         require_counts(optional=True, batch_size=batch_size)
@@ -380,23 +386,26 @@ class Trainer:
         """
         error: BaseException | None = None
         self.ranks_are_newer = True
-        try:
-            with preserve_rng(fit_loop.local_ranks.device), preserve_training_mode(self.model):
-                if fit_loop.config.resume is not None:
-                    fit_loop.resume(fit_loop.config.resume)
-                elif self.progress.step:
-                    fit_loop.local_ranks.import_weights()
-                    fit_loop.continue_from(self.progress)
-                fit_loop.run()
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self.ranks_are_newer = False
-            self.progress = fit_loop.progress
-            fit_loop.close(error)
-            if error is not None:
-                self.abort(fit_loop.local_ranks, error)
+        ranks = fit_loop.local_ranks
+        with collect_signals(STOP_SIGNALS, ranks.stop_signals, replaced="defaults"):
+            ranks.stop_signals.clear()
+            try:
+                with preserve_rng(ranks.device), preserve_training_mode(self.model):
+                    if fit_loop.config.resume is not None:
+                        fit_loop.resume(fit_loop.config.resume)
+                    elif self.progress.step:
+                        ranks.import_weights()
+                        fit_loop.continue_from(self.progress, self.run_id)
+                    fit_loop.run()
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                self.ranks_are_newer = False
+                self.progress, self.run_id = fit_loop.progress, fit_loop.run_id
+                fit_loop.close(error)
+                if error is not None and not isinstance(error, StoppedBySignal):
+                    self.abort(ranks, error)
 
     def abort(self, local_ranks: LocalRanks, error: BaseException) -> None:
         """Close the connection after an error; if all ranks are here, the model gets the weights from before it."""
@@ -447,7 +456,8 @@ class Trainer:
         self.local_ranks.in_flight.require_flushed("save()")
         if not self.ranks_are_newer:
             self.local_ranks.import_weights()
-        return save_restore.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
+        target = CheckpointDir(Path(folder), self.run_id)
+        return save_restore.save_checkpoint(self.local_ranks, target, self.progress, {}, keep_last=keep_last)
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's ``state_dict()`` in full, as torch's own optimizer has it; a collective call.

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from counterpoint.elastic.allreduce_worker import AllReduceWorker
 from counterpoint.elastic.ps_worker import GroupFormed
 from counterpoint.elastic.replica import ModelReplica
+from counterpoint.launchers.signals import collect_signals
 from counterpoint.ps.in_process import LocalJob
 from counterpoint.ps.job_config import Timeouts
 from counterpoint.ps.process.job_file import read_job_file, write_job_file
 from counterpoint.ps.process.join_job import join
 from counterpoint.rpc.job_key import JobKey
-from counterpoint.training.elastic_trainer import ElasticTrainer, watch_sigterm
+from counterpoint.training.elastic_trainer import ElasticTrainer
 from tests.elastic.worker_fixtures import make_numeric_data, mlp
 from tests.fabric.run_ranks import result_or_error
 from tests.forkserver import CONTEXT
@@ -77,9 +78,14 @@ def work(pipe, folder, key, name, shape, moments, transport):
         with join(read_job_file(folder / "job.json"), name, JobKey(bytes.fromhex(key))) as session:
             model = mlp(dropout=0.5)
             loss, one = Moments(session, folder, moments), plan(*shape)
-            with watch_sigterm() as must_go:
+            with collect_signals((signal.SIGTERM,)) as received:
                 worker = AllReduceWorker(
-                    ModelReplica(model, ADAM), session, one.data_slices, loss, should_stop=must_go, transport=transport
+                    ModelReplica(model, ADAM),
+                    session,
+                    one.data_slices,
+                    loss,
+                    should_stop=lambda: bool(received),
+                    transport=transport,
                 )
                 met = [list(event.members) for event in worker.events() if isinstance(event, GroupFormed)]
             return not worker.has_left, [one.detach().numpy() for one in model.parameters()], met

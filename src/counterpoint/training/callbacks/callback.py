@@ -121,6 +121,21 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The disk did not take a checkpoint; the run goes on, and earlier checkpoints are intact.
+
+    Args:
+        step: whose checkpoint it would have been.
+        num_failed: the checkpoints of this fit that failed, with this one.
+        reason: what failed.
+    """
+
+    step: int
+    num_failed: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnd:
     """The run has ended; ``error`` is the reason if it ended early."""
 
@@ -155,6 +170,10 @@ class Callback:
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         """A checkpoint was written."""
+        return
+
+    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+        """A checkpoint could not be written."""
         return
 
     def on_end(self, event: RunEnd) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 from counterpoint.errors import PlanError
 from counterpoint.training.callbacks.callback import (
     Callback,
+    CheckpointFailed,
     CheckpointSaved,
     EvaluationEnd,
     RunEnd,
@@ -152,6 +153,10 @@ class ProgressCallback(Callback):
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         """Show the checkpoint's path."""
         self.emit("saved", {"step": event.step, "path": str(event.path)})
+
+    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+        """Show why a checkpoint could not be written."""
+        self.emit("save_failed", asdict(event))
 
     def on_end(self, event: RunEnd) -> None:
         """Show the last step and the error of an early end, and restore the terminal."""

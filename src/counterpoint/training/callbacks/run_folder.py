@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from counterpoint.checkpoint.folder_lock import FolderLock, lock_folder
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import open_regular_file
 from counterpoint.model.model_profile import format_profile, profile_path_for
@@ -23,6 +24,7 @@ from counterpoint.planner.choice_report import build_comparison
 from counterpoint.program.text import format_program
 from counterpoint.training.callbacks.callback import (
     Callback,
+    CheckpointFailed,
     EvaluationEnd,
     RunEnd,
     RunStart,
@@ -67,6 +69,7 @@ class RunFolder(Callback):
 
     Raises:
         PlanError: at the start, if the folder holds a run that this one does not continue.
+        CheckpointError: at the start, if another process continues that run.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class RunFolder(Callback):
         self.metrics: IO[str] | None = None
         self.events: TensorBoardWriter | None = None
         self.reported_s = 0.0
+        self.lock: FolderLock | None = None
 
     @property
     def report_path(self) -> Path:
@@ -91,6 +95,7 @@ class RunFolder(Callback):
         if event.first_step == 0 and event.resume_path is None:
             require_unused_folder(self.folder)
         make_folder(self.folder)
+        self.lock = lock_folder(self.folder, "", "give another run_dir")
         title = self.title or self.folder.name
         comparison = build_comparison(event.choice) if event.choice is not None else None
         self.summary = RunSummary(title, event.compiled, event.num_steps, event.batch_size, self.config, comparison)
@@ -163,8 +168,14 @@ class RunFolder(Callback):
         write_atomically(self.folder / "trace.json", format_perfetto(event.trace, simulated))
         self.write_report()
 
+    def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
+        """Write why a checkpoint could not be written."""
+        self.write_metrics({"event": "save_failed", **asdict(event)})
+
     def on_end(self, event: RunEnd) -> None:
         """Write how the run ended to the report, and close all files."""
+        if self.lock is not None:
+            self.lock.release()
         if self.metrics is None or self.events is None:  # the run failed before on_start, nothing is open
             return
         self.summary.end(format_error(event.error))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, Literal, TypeAlias, cast
 
 from counterpoint.checkpoint import (
@@ -22,11 +21,12 @@ from counterpoint.checkpoint import (
     join_draft,
     step_folders,
 )
-from counterpoint.errors import PlanError
+from counterpoint.errors import CheckpointWriteError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.runtime.state_dict import collect_state_slices
+from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir
 from counterpoint.training.checkpointing.save_restore import (
     TrainProgress,
     collect_frozen_params,
@@ -46,37 +46,44 @@ class StageCheckpointer:
 
     Args:
         local_ranks: the ranks.
-        checkpoint_dir: the folder of all checkpoints.
+        target: the folder of all checkpoints.
         keep_last: how many checkpoints are kept; None keeps all.
     """
 
-    def __init__(self, local_ranks: LocalRanks, checkpoint_dir: Path, keep_last: int | None) -> None:
+    def __init__(self, local_ranks: LocalRanks, target: CheckpointDir, keep_last: int | None) -> None:
         self.local_ranks = local_ranks
-        self.checkpoint_dir = checkpoint_dir
+        self.target = target
         self.keep_last = keep_last
-        local_id, all_ranks = token_hex(4), tuple(range(local_ranks.world.fabrics[0].num_ranks))
-        ids = local_ranks.world.run(lambda fabric: fabric.gather_values("checkpoints of this run", local_id, all_ranks))
-        self.run_id = cast("str", ids[0][0])
         self.drafts: dict[int, list[CheckpointDraft]] = {}  # by step, those of this process's ranks
 
     def save(self, progress: TrainProgress, metadata: Mapping[str, Any]) -> None:
         """Write the parts of this process's ranks, and commit if they were the last ones.
 
-        Raises:
-            CheckpointError: a part could not be written; earlier checkpoints are untouched.
-        """
-        drafts = self.drafts.setdefault(progress.step, [])
+        If one cannot be written, the parts of this step that other ranks have written are removed.
 
-        def work(fabric: Fabric) -> None:
+        Raises:
+            CheckpointWriteError: the disk did not take a part; earlier checkpoints are untouched.
+        """
+        drafts, files = self.drafts.setdefault(progress.step, []), self.target.files
+
+        def work(fabric: Fabric) -> CheckpointWriteError | None:
             slices, state = self.collect_part(self.local_ranks.ranks[fabric.rank], fabric, progress, metadata)
             require_finite_weights(slices)
-            draft = join_draft(self.checkpoint_dir, progress.step, self.run_id)
-            drafts.append(draft)
-            add_part(draft, (fabric.rank, fabric.num_ranks), slices, state)
-            commit_if_complete(draft, keep=self.keep_last)
+            try:
+                draft = join_draft(self.target.path, progress.step, self.target.draft_id, files=files)
+                drafts.append(draft)
+                add_part(draft, (fabric.rank, fabric.num_ranks), slices, state, files=files)
+                commit_if_complete(draft, keep=self.keep_last, files=files)
+            except CheckpointWriteError as error:
+                return error
+            return None
 
         with self.local_ranks.stale_weights.unmarked():
-            self.local_ranks.world.run(work)
+            failures = [error for error in self.local_ranks.world.run(work) if error is not None]
+        for error in failures[:1]:
+            for draft in self.drafts.pop(progress.step):
+                draft.discard()
+            raise error
 
     def collect_part(
         self, rank: RankRuntime, fabric: Fabric, progress: TrainProgress, metadata: Mapping[str, Any]
@@ -90,21 +97,26 @@ class StageCheckpointer:
                 slices.append(TensorSlice(f"buffer:{name}{suffix}", tensor, tuple(tensor.shape)))
         if not is_first:
             return slices, {"scalars": scalars}
-        return slices + collect_frozen_params(self.local_ranks), collect_state(self.local_ranks, progress, metadata) | {
-            "scalars": scalars
-        }
+        state = collect_state(self.local_ranks, progress, metadata, self.target.run_id) | {"scalars": scalars}
+        return slices + collect_frozen_params(self.local_ranks), state
 
     def pop_completed(self) -> list[tuple[int, Path]]:
         """Return the steps that were completed since the last call, and their folders, except those pruned already."""
         completed = [step for step, drafts in self.drafts.items() if not any(map(is_pending, drafts))]
         for step in completed:
             self.release(step)
-        folders = {int(folder.name.removeprefix("step-")): folder for folder in step_folders(self.checkpoint_dir)}
+        folders = {int(folder.name.removeprefix("step-")): folder for folder in step_folders(self.target.path)}
         return [(step, folders[step]) for step in completed if step in folders]
 
     def finish(self) -> None:
         """Wait until all ranks have written their parts; a collective call after the last flush."""
         self.local_ranks.world.run(lambda fabric: fabric.barrier(tuple(range(fabric.num_ranks))))
+
+    def agree_on_newest(self, step: int) -> int:
+        """Return the step of the newest complete checkpoint as the first rank knows it; a collective call."""
+        everyone = tuple(range(self.local_ranks.world.fabrics[0].num_ranks))
+        steps = self.local_ranks.world.run(lambda fabric: fabric.gather_values("newest checkpoint", step, everyone))
+        return cast("list[int]", steps[0])[0]
 
     def release(self, step: int) -> None:
         """Release this process's locks on a step's drafts."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Literal, cast
 
 import torch
@@ -19,7 +17,6 @@ from counterpoint.checkpoint import (
     ShardRecord,
     TensorSlice,
     begin,
-    cleanup_drafts,
     commit,
     fingerprint,
     is_checkpoint,
@@ -29,7 +26,7 @@ from counterpoint.checkpoint import (
     write_shard,
 )
 from counterpoint.data.sampler import Cursor
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.partitioning.dry_run import assign_values
@@ -51,6 +48,7 @@ from counterpoint.runtime.state_dict import (
     restore_optimizers,
 )
 from counterpoint.terminal_text import warn
+from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir
 from counterpoint.training.checkpointing.train_state import check_train_state
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.optimizer_state import describe_param_groups
@@ -154,7 +152,7 @@ class TrainProgress:
 
 def save_checkpoint(
     local_ranks: LocalRanks,
-    checkpoint_dir: Path,
+    target: CheckpointDir,
     progress: TrainProgress,
     metadata: Mapping[str, Any],
     *,
@@ -164,73 +162,38 @@ def save_checkpoint(
 
     Args:
         local_ranks: the ranks.
-        checkpoint_dir: the folder of all checkpoints.
+        target: the folder of all checkpoints.
         progress: the progress of the run.
         metadata: JSON to save with it (scheduler state, the dataset's fingerprint).
-        keep_last: how many checkpoints are kept; None keeps all.
+        keep_last: how many checkpoints of this run are kept; None keeps all.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it could not be written; earlier checkpoints are untouched.
+        CheckpointWriteError: the disk of a rank did not take it; on all ranks.
+        CheckpointError: it could not be saved for another reason. In either case earlier checkpoints are untouched.
     """
     local_ranks.sync_state()
     with local_ranks.stale_weights.unmarked():
-        return local_ranks.world.run(
-            lambda fabric: _save_rank(local_ranks, fabric, checkpoint_dir, (progress, metadata, keep_last))
+        path, kind, text = local_ranks.world.run(
+            lambda fabric: _save_rank(local_ranks, fabric, target, (progress, metadata, keep_last))
         )[0]
+    if kind:
+        raise FAILURES[kind](text)
+    return Path(path)
 
 
-def create_checkpoint_dir(local_ranks: LocalRanks, checkpoint_dir: Path | None) -> None:
-    """Create the folder of all checkpoints before training, and remove what runs left there that died while saving.
-
-    Raises:
-        CheckpointError: it cannot be created or written, or has no space for the model.
-    """
-    if checkpoint_dir is None or local_ranks.world.fabrics[0].rank != 0:
-        return
-    try:
-        checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        cleanup_drafts(checkpoint_dir)
-    except OSError as error:
-        raise CheckpointError(
-            f"the folder {checkpoint_dir} for checkpoints cannot be created: {error.strerror}; choose another path"
-        ) from None
-    try:
-        with TemporaryFile(dir=checkpoint_dir):
-            pass
-    except OSError as error:
-        raise CheckpointError(
-            f"the folder {checkpoint_dir} for checkpoints cannot be written: {error.strerror}; choose another path, or "
-            "give this user the right to write there"
-        ) from None
-    tensors = [*local_ranks.trained.parameters(), *local_ranks.trained.buffers()]
-    require_space(
-        checkpoint_dir, sum(tensor.nbytes for tensor in tensors), free_bytes=shutil.disk_usage(checkpoint_dir).free
-    )
-
-
-def require_space(folder: Path, model_bytes: int, *, free_bytes: int) -> None:
-    """Check that a model fits into a folder; the optimizer's state, of the same size or twice, comes on top.
-
-    Raises:
-        CheckpointError: it does not.
-    """
-    if free_bytes < model_bytes:
-        raise CheckpointError(
-            f"the model has {model_bytes} bytes, but {folder} has only {free_bytes} free, so no checkpoint could be "
-            "written; free some space, or choose another path"
-        )
+FAILURES = {error.__name__: error for error in (CheckpointError, CheckpointWriteError)}
 
 
 def _save_rank(
     local_ranks: LocalRanks,
     fabric: Fabric,
-    checkpoint_dir: Path,
+    target: CheckpointDir,
     contents: tuple[TrainProgress, Mapping[str, Any], int | None],
-) -> Path:
-    progress, extra, keep = contents
+) -> list[str]:
+    """Return the checkpoint's folder, and the kind and text of a failure, if any; the same on all ranks."""
     all_ranks = tuple(range(fabric.num_ranks))
     rank = local_ranks.ranks[fabric.rank]
     shard_map = local_ranks.shard_map()
@@ -240,26 +203,38 @@ def _save_rank(
     if fabric.rank == 0:
         slices += [whole_tensor(f"buffer:{name}", tensor) for name, tensor in saved_buffers(local_ranks, rank)]
         slices += collect_frozen_params(local_ranks)
-    draft, failure = None, ""
+    draft, failure = None, NO_FAILURE
     if fabric.rank == 0:
         try:
-            draft = begin(checkpoint_dir, progress.step)
+            target.require_held()
+            draft = begin(target.path, contents[0].step, files=target.files)
         except CheckpointError as error:
-            failure = str(error)
-    gathered = fabric.gather_values("checkpoint folder", [str(draft.folder) if draft else "", failure], all_ranks)
-    folder, failure = cast("list[list[str]]", gathered)[0]
-    if failure:
-        raise CheckpointError(failure)
-    record, failure = None, ""
+            failure = describe_failure(error)
+    gathered = fabric.gather_values("checkpoint folder", [str(draft.folder) if draft else "", *failure], all_ranks)
+    folder, *failure = cast("list[list[str]]", gathered)[0]
+    if failure != NO_FAILURE:
+        return ["", *failure]
+    record = None
     try:
         require_finite_weights(slices)
-        record = write_shard(Path(folder), fabric.rank, slices)
+        record = write_shard(Path(folder), fabric.rank, slices, files=target.files)
     except CheckpointError as error:
-        failure = str(error)
+        failure = describe_failure(error)
     reports = fabric.gather_values(
-        "shards", [record.to_json() if record else "", cast("dict[str, Json]", scalars), failure], all_ranks
+        "shards", [record.to_json() if record else "", cast("dict[str, Json]", scalars), *failure], all_ranks
     )
-    return _commit_checkpoint(local_ranks, fabric, draft, reports, (progress, extra, keep), Path(folder))
+    outcome = ["", *NO_FAILURE]
+    if draft is not None:
+        outcome = _commit_checkpoint(local_ranks, draft, reports, contents, target)
+    return cast("list[list[str]]", fabric.gather_values("checkpoint", outcome, all_ranks))[0]
+
+
+NO_FAILURE = ["", ""]
+
+
+def describe_failure(error: CheckpointError) -> list[str]:
+    """Return the kind and the text of a failure, to be sent to the other ranks."""
+    return [CheckpointWriteError.__name__ if isinstance(error, CheckpointWriteError) else "CheckpointError", str(error)]
 
 
 def require_finite_weights(slices: Sequence[TensorSlice]) -> None:
@@ -279,32 +254,29 @@ def require_finite_weights(slices: Sequence[TensorSlice]) -> None:
 
 def _commit_checkpoint(
     local_ranks: LocalRanks,
-    fabric: Fabric,
-    draft: CheckpointDraft | None,
-    reports: list[Any],
+    draft: CheckpointDraft,
+    reports: Sequence[Any],
     contents: tuple[TrainProgress, Mapping[str, Any], int | None],
-    folder: Path,
-) -> Path:
+    target: CheckpointDir,
+) -> list[str]:
+    """Commit the draft if all ranks have written their shards, else remove it; return what :func:`_save_rank` does."""
     progress, extra, keep = contents
-    failures = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(reports) if failure]
-    path, failure = folder.parent, "; ".join(failures)
-    if draft is not None and not failure:
-        merged: dict[str, Json] = {}
-        for _, scalars, _ in reports:
-            merged.update(scalars)
-        state = collect_state(local_ranks, progress, extra) | {"scalars": merged}
-        try:
-            records = [ShardRecord.from_json(text) for text, _, _ in reports]
-            path = commit(draft, records, state=state, keep=keep)
-        except CheckpointError as error:
-            failure = str(error)
-    if draft is not None and failure:
+    failures = {rank: failure for rank, (*_, kind, failure) in enumerate(reports) if kind}
+    if failures:
         draft.discard()
-    all_ranks = tuple(range(fabric.num_ranks))
-    outcome: Any = fabric.gather_values("checkpoint", [str(path), failure], all_ranks)[0]
-    if outcome[1]:
-        raise CheckpointError(outcome[1])
-    return Path(outcome[0])
+        kinds = {kind for *_, kind, _ in reports if kind}
+        kind = "CheckpointError" if "CheckpointError" in kinds else CheckpointWriteError.__name__
+        return ["", kind, "; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items())]
+    merged: dict[str, Json] = {}
+    for _, scalars, *_ in reports:
+        merged.update(scalars)
+    state = collect_state(local_ranks, progress, extra, target.run_id) | {"scalars": merged}
+    try:
+        records = [ShardRecord.from_json(text) for text, *_ in reports]
+        return [str(commit(draft, records, state=state, keep=keep, files=target.files)), *NO_FAILURE]
+    except CheckpointError as error:
+        draft.discard()
+        return ["", *describe_failure(error)]
 
 
 def collect_frozen_params(local_ranks: LocalRanks) -> list[TensorSlice]:
@@ -312,9 +284,12 @@ def collect_frozen_params(local_ranks: LocalRanks) -> list[TensorSlice]:
     return [whole_tensor(f"frozen:{name}", value) for name, value in frozen_params(local_ranks.trained).items()]
 
 
-def collect_state(local_ranks: LocalRanks, progress: TrainProgress, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def collect_state(
+    local_ranks: LocalRanks, progress: TrainProgress, metadata: Mapping[str, Any], run_id: str
+) -> dict[str, Any]:
     """Return the state of a checkpoint except tensors and the scalars of optimizers."""
     return {
+        **({"run_id": run_id} if run_id else {}),
         "step": progress.step,
         "cursor": progress.cursor.to_dict(),
         "plan": str(local_ranks.plan),
@@ -459,20 +434,6 @@ def find_newest(config: ResumeConfig) -> Checkpoint | None:
                 f"{error}; for a run that starts where nothing is saved, give it as checkpoint_dir, with resume='auto'"
             ) from error
     return find_checkpoint(path)
-
-
-def require_no_other_run(checkpoint_dir: Path, local_ranks: LocalRanks) -> None:
-    """Check that a folder for the checkpoints of a new run has none of another run.
-
-    Raises:
-        CheckpointError: it has.
-    """
-    folders = step_folders(checkpoint_dir) if local_ranks.world.fabrics[0].rank == 0 else []
-    if folders:
-        raise CheckpointError(
-            f"{checkpoint_dir} holds {len(folders)} checkpoints of another run, the last {folders[-1].name}, which are "
-            "never overwritten; give another checkpoint_dir, or continue that run with resume='auto'"
-        )
 
 
 def require_same_architecture(local_ranks: LocalRanks, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,99 @@
+"""A folder is one run's at a time, whoever starts second is told whose, and a dead run keeps nobody out."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from counterpoint.checkpoint.folder_lock import LOCK, LockOwner, lock_folder
+from counterpoint.errors import CheckpointError
+
+REMEDY = "give another folder"
+HOLD = """
+import sys
+from pathlib import Path
+from counterpoint.checkpoint.folder_lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]), "a1b2", "give another folder")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def no_locks(descriptor, operation):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def leave_lock(folder, **changes):
+    """Write the lock file of a process of this host that has ended."""
+    owner = replace(LockOwner.this_process("a1b2"), start_ticks=1, **changes)
+    (folder / LOCK).write_text(json.dumps(asdict(owner)))
+
+
+def test_a_second_run_is_refused_and_told_who_holds_the_folder_since_when(tmp_path):
+    lock = lock_folder(tmp_path, "a1b2", REMEDY)
+    with pytest.raises(CheckpointError) as caught:
+        lock_folder(tmp_path, "c3d4", REMEDY)
+    lock.release()
+    assert f"another run uses {tmp_path}: run a1b2, pid {os.getpid()} on host {os.uname().nodename}, since 20" in str(
+        caught.value
+    )
+    assert "would replace each other: give another folder, or start when that run has ended" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    lock_folder(tmp_path, "c3d4", REMEDY).release()
+
+
+def test_the_lock_of_a_run_killed_by_kill_9_keeps_nobody_out(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    with subprocess.Popen(command, env=paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"run a1b2, pid {other.pid} on host"):
+            lock_folder(tmp_path, "c3d4", REMEDY)
+        other.kill()
+        other.wait()
+        with pytest.warns(RuntimeWarning, match=rf"was left by a run that has ended \(run a1b2, pid {other.pid} on"):
+            lock_folder(tmp_path, "c3d4", REMEDY).release()
+
+
+def test_a_file_system_without_locks_is_named_and_the_file_stands_for_one(tmp_path):
+    with pytest.warns(RuntimeWarning, match="has no locks, so the file run.lock in it stands for one"):
+        lock = lock_folder(tmp_path, "a1b2", REMEDY, flock=no_locks)
+    with pytest.raises(CheckpointError, match=r"when that run has ended and .*run.lock is removed"):
+        lock_folder(tmp_path, "c3d4", REMEDY, flock=no_locks)
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_a_dead_run_of_this_host_gives_way_and_one_of_another_host_does_not(tmp_path):
+    leave_lock(tmp_path)
+    with pytest.warns(RuntimeWarning) as warned:
+        lock_folder(tmp_path, "c3d4", REMEDY, flock=no_locks).release()
+    assert "was left by a run that has ended" in str(warned[0].message)
+    leave_lock(tmp_path, host="other", kernel="another boot")
+    with pytest.raises(CheckpointError, match=r"another run uses .*: run a1b2, pid \d+ on host other, since"):
+        lock_folder(tmp_path, "c3d4", REMEDY, flock=no_locks)
+
+
+def test_a_run_whose_lock_file_was_removed_does_not_save(tmp_path):
+    lock = lock_folder(tmp_path, "a1b2", REMEDY)
+    lock.require_held()
+    lock.path.unlink()
+    other = lock_folder(tmp_path, "c3d4", REMEDY)
+    with pytest.raises(CheckpointError, match="is no longer the lock that this run holds"):
+        lock.require_held()
+    lock.release()
+    other.require_held()
+    other.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', "[" * 4000])
+def test_a_lock_file_that_nobody_holds_is_taken_whatever_is_in_it(content, tmp_path):
+    (tmp_path / LOCK).write_text(content)
+    lock_folder(tmp_path, "c3d4", REMEDY).release()
+    assert list(tmp_path.iterdir()) == []
