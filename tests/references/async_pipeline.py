@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 
-def async_pipeline(model, *, updates, batches, loss, read, interval, clip=math.inf):
+def async_pipeline(model, *, updates, batches, loss, read, interval, clip=math.inf, weigh=len):
     """Train ``model`` from one flush to the next; return its parameters and the loss of every microbatch.
 
     Args:
@@ -17,6 +17,7 @@ def async_pipeline(model, *, updates, batches, loss, read, interval, clip=math.i
         read: from stage and microbatch to the number of updates that the weights it meets have seen.
         interval: from stage to the number of microbatches that it updates after, unless the loss of one is not finite.
         clip: the norm to which each stage's gradient is scaled down.
+        weigh: from the targets of a microbatch to its weight in an update: its samples, or tokens.
     """
     history = [[{name: param.detach().clone() for name, param in params.items()}] for params, _ in updates]
     waiting: dict[int, list[Any]] = {s: [] for s in range(len(updates))}
@@ -26,9 +27,9 @@ def async_pipeline(model, *, updates, batches, loss, read, interval, clip=math.i
         leaves = {name: value.clone().requires_grad_() for name, value in used.items()}
         result = loss(functional_call(model, leaves, (inputs,)), targets)
         gradients = dict(zip(leaves, torch.autograd.grad(result, list(leaves.values())), strict=True))
-        losses.append(float(result.detach()) if len(inputs) else 0.0)
+        losses.append(float(result.detach()) if len(targets) else 0.0)
         for s, (params, update) in enumerate(updates):
-            waiting[s].append((len(inputs), gradients))
+            waiting[s].append((weigh(targets), gradients))
             if (micro + 1) % interval(s) == 0:
                 seen = [(count, given) for count, given in waiting[s] if count]
                 total = sum(count for count, _ in seen)

@@ -57,6 +57,24 @@ def test_a_parameter_without_a_gradient_is_named():
     assert_refused(DataError, "no gradient reached spare", model=model)
 
 
+def test_a_loss_with_parameters_to_train_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, output, target):
+            return mse(output * self.scale, target)
+
+    message = "the loss has trainable parameters of its own, scale, which counterpoint.spark would not train; .*freeze"
+    assert_refused(PlanError, message, loss=Scaled())
+    assert_refused(PlanError, message, loss=Scaled().forward)
+    train_local(
+        split_partitions(DATA, 9, 3), make_net(), loss=Scaled().requires_grad_(False), optimizer=Adam,
+        options=replace(TEN, max_steps=1),
+    )  # fmt: skip
+
+
 def test_a_model_with_running_statistics_is_refused():
     assert_refused(
         PlanError, "1 keeps running statistics", model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()

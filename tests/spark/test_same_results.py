@@ -16,6 +16,7 @@ from counterpoint.spark.weight_slices import decode_values, encode_values
 from tests.spark.models import Net
 from tests.spark.training_helpers import (
     TOLERANCE,
+    Adam,
     make_net,
     make_samples,
     max_relative_difference,
@@ -115,6 +116,24 @@ def test_a_schedule_changes_the_learning_rate_of_every_slice():
         )
         < TOLERANCE
     )
+
+
+def squares_and_sizes(output, target):
+    return {"squares": mse(output, target), "sizes": 0.1 * output.abs().mean()}
+
+
+def test_the_parts_of_a_loss_are_reported_over_the_whole_batch():
+    model = make_net()
+    with cp.Trainer(
+        model, loss=squares_and_sizes, optimizer=Adam, strategy="solo", progress="off", seed=TEN.seed
+    ) as trainer:
+        history = trainer.fit(DATA, batch_size=TEN.batch_size, epochs=TEN.epochs, max_steps=TEN.max_steps)
+    for sizes in [(), (5, 9), (0, 8, 8)]:
+        actual = make_net()
+        done = train_local(split_partitions(DATA, *sizes), actual, loss=squares_and_sizes, optimizer=Adam, options=TEN)
+        assert max_relative_difference(actual, model) < TOLERANCE
+        for step, expected in zip(done.steps, history.steps, strict=True):
+            assert step.loss_parts == pytest.approx(expected.loss_parts, rel=TOLERANCE)
 
 
 def test_slices_that_come_to_the_driver_on_the_way_change_nothing():

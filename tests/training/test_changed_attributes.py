@@ -24,13 +24,28 @@ class Scaled(nn.Module):
         return self.layer(x) / self.temperature
 
 
+SCALES = {"output": 1.0}
+
+
+class Configuration:
+    scale = 1.0
+
+    def __init__(self):
+        self.rate = 1.0
+
+
 class Net(nn.Module):
+    gain = 1.0
+
     def __init__(self):
         super().__init__()
+        self.options, self.factors, self.config = {"scale": 1.0}, [1.0], Configuration()
+        self.weights = torch.ones(3)
         self.first, self.dropout, self.second = Scaled(8), nn.Dropout(0.0), nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.second(self.dropout(torch.tanh(self.first(x))))
+        output = self.second(self.dropout(torch.tanh(self.first(x)))) * self.weights * self.gain
+        return output * self.options["scale"] * self.factors[0] * self.config.rate * SCALES["output"]
 
 
 def build():
@@ -68,6 +83,80 @@ def drop(model):
 def test_a_change_that_ranks_would_not_see_is_refused(plan, change, text):
     with pytest.raises(DataError, match=rf"^{text}.* between two steps, but under .* give the value to forward"):
         train(build(), plan, change)
+
+
+def change_dict(model):
+    model.options["scale"] = 2.0
+
+
+def change_list(model):
+    model.factors[0] = 2.0
+
+
+def change_object(model):
+    model.config.rate = 2.0
+
+
+def replace_tensor(model):
+    model.weights = model.weights * 2
+
+
+def add_hook(model):
+    model.get_submodule("first").register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (change_dict, r"options of the model was changed from \{'scale': 1.0\} to \{'scale': 2.0\}"),
+        (change_list, r"factors of the model was changed from \[1.0\] to \[2.0\]"),
+        (change_object, r"config.rate of the model was changed from 1.0 to 2.0"),
+        (replace_tensor, "weights of the model was changed to another value"),
+        (add_hook, "first._forward_hooks of the model was changed from"),
+    ],
+)
+def test_changes_of_collections_objects_tensors_and_hooks_are_refused(plan, change, text):
+    with pytest.raises(DataError, match=rf"^{text}.* between two steps"):
+        train(build(), plan, change)
+
+
+def double_in_place(model):
+    model.weights.mul_(2)
+
+
+def set_class_attribute(model):
+    Net.gain = 2.0
+
+
+def set_global(model):
+    SCALES["output"] = 2.0
+
+
+@pytest.fixture
+def restored_values():
+    yield
+    Net.gain, SCALES["output"] = 1.0, 1.0
+
+
+@pytest.mark.usefixtures("restored_values")
+@pytest.mark.parametrize(
+    ("change", "seen", "unseen", "text"),
+    [
+        (double_in_place, ["pipeline(2)"], ["data(2)"], "weights of the model was changed in place"),
+        (set_class_attribute, ["data(2)"], ["zero3(2)", "pipeline(2)"], "Net.gain was changed from 1.0 to 2.0"),
+        (set_global, ["data(2)"], ["pipeline(2)"], r"the global SCALES of \S+ was changed from \{'output': 1.0\}"),
+    ],
+)
+def test_a_change_that_some_ranks_see_is_refused_where_they_do_not(change, seen, unseen, text):
+    expected = train(build(), "solo", change)
+    for plan in seen:
+        Net.gain, SCALES["output"] = 1.0, 1.0
+        assert max_difference(train(build(), plan, change), expected) < 1e-12
+    for plan in unseen:
+        Net.gain, SCALES["output"] = 1.0, 1.0
+        with pytest.raises(DataError, match=rf"^{text}.* between two steps"):
+            train(build(), plan, change)
 
 
 def test_a_change_is_that_of_a_plain_loop_alone():

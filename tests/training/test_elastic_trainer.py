@@ -114,6 +114,27 @@ def test_a_session_of_another_job_is_refused():
         train(elastic(make_numeric_data(), epochs=3), session)
 
 
+class Scaled(torch.nn.Module):
+    """A loss with a learned scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, targets):
+        return F.cross_entropy(output * self.scale, targets)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_loss_with_parameters_to_train_is_refused(servers):
+    plan = elastic(make_numeric_data(), servers=servers)
+    message = "the loss has trainable parameters of its own, scale, which cp.ElasticTrainer would not train; .*freeze"
+    with pytest.raises(PlanError, match=message):
+        train(plan, LocalJob(plan.job).join("a"), loss=Scaled())
+    frozen = Scaled().requires_grad_(False)
+    assert train(plan, LocalJob(plan.job).join("a"), loss=frozen).is_complete
+
+
 def test_batch_norm_is_local_to_each_worker_on_request():
     plan = elastic(make_numeric_data())
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()

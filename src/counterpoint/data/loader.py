@@ -12,8 +12,9 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -178,6 +179,19 @@ class MicrobatchLoader:
         self.buffered.clear()
 
 
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Keep Ctrl-C from this thread inside, and for good from processes that are started inside.
+
+    Without it the fork server, while it imports torch, would write a traceback of its own.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def start_worker(number: int, reader: SampleReader, init: Callable[[int], None] | None) -> LoaderWorker:
     """Return a worker that waits for its first request.
 
@@ -193,6 +207,8 @@ def start_worker(number: int, reader: SampleReader, init: Callable[[int], None] 
         target=run_worker, args=(number, reader, init, pipes), name=f"loader worker {number}", daemon=True
     )
     try:
+        with without_interrupts():
+            forkserver.ensure_running()
         process.start()
     except Exception as error:
         raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -225,9 +226,17 @@ def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]:
-    """Restore the model's buffers, training flags and the random state afterwards."""
-    slots = BufferSlots(model)
+def preserve_state(
+    model: nn.Module, *, training: bool = True, attributes: PlainAttributes | None = None
+) -> Iterator[None]:
+    """Restore the model's buffers, plain attributes, training flags and the random state afterwards.
+
+    Args:
+        model: the model.
+        training: the mode that it is in inside.
+        attributes: restores the attributes instead, whenever the caller wants it.
+    """
+    slots, own_attributes = BufferSlots(model), PlainAttributes(model) if attributes is None else None
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer, _ in saved} | {parameter.device for parameter in model.parameters()}
     cuda_devices = [device for device in devices if device.type == "cuda"]
@@ -243,6 +252,8 @@ def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]
             slots.restore()
             for buffer, value in saved:
                 assign_values(buffer, value)
+            if own_attributes is not None:
+                own_attributes.restore()
 
 
 def assign_values(target: Tensor, values: Tensor) -> None:
@@ -318,6 +329,70 @@ class BufferSlots:
             buffers[name] = buffer
 
 
+class PlainAttributes:
+    """The plain attributes of a model's modules at one moment, such as a counter that its forward increments.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.saved = [
+            (path, vars(module), _own_attributes(module), _copies_of_collections(module))
+            for path, module in model.named_modules()
+        ]
+
+    def find_changed(self) -> list[str]:
+        """Return the full names of the attributes that have other values, or that are new."""
+        return [
+            f"{path}.{name}".lstrip(".")
+            for path, attributes, values, copies in self.saved
+            for name, value in attributes.items()
+            if name not in MODULE_ATTRIBUTES
+            and (
+                value is not values.get(name, self) or (name in copies and not _is_same_collection(value, copies[name]))
+            )
+        ]
+
+    def restore(self) -> None:
+        """Give the attributes their values back."""
+        for _, attributes, values, copies in self.saved:
+            for name in attributes.keys() - values.keys() - MODULE_ATTRIBUTES:
+                del attributes[name]
+            attributes.update(values)
+            for name, contents in copies.items():
+                if not _is_same_collection(values[name], contents):
+                    _assign_contents(values[name], contents)
+
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What every module has, such as its parameters and hooks."""
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
+def _copies_of_collections(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: copy.copy(value) for name, value in _own_attributes(module).items() if type(value) in {list, dict, set}
+    }
+
+
+def _is_same_collection(value: Any, contents: Any) -> bool:  # noqa: ANN401 - a list, dict or set
+    """Tell whether a collection has the very same entries as another one; tensors are not compared by value."""
+    if len(value) != len(contents):
+        return False
+    if isinstance(value, dict):
+        return all(contents.get(key, contents) is entry for key, entry in value.items())
+    return value == contents if isinstance(value, set) else all(map(operator.is_, value, contents))
+
+
+def _assign_contents(target: Any, contents: Any) -> None:  # noqa: ANN401 - a list, dict or set
+    target.clear()
+    target.extend(contents) if isinstance(target, list) else target.update(contents)
+
+
 class KeptValues:
     """Finds the attributes in which a forward keeps differentiable values.
 
@@ -351,11 +426,8 @@ class KeptValues:
             module, first = self.model.get_submodule(path), self.before.get((path, name), (None, set()))[0]
             if (path, name) not in self.before:
                 vars(module).pop(name, None)
-            elif first is value and isinstance(value, list):
-                value[:] = self.contents[path, name]
-            elif first is value and isinstance(value, dict | set):
-                value.clear()
-                value.update(self.contents[path, name])
+            elif first is value and isinstance(value, list | dict | set):
+                _assign_contents(value, self.contents[path, name])
             else:
                 setattr(module, name, first)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.dry_run import Inputs, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import Inputs, PlainAttributes, num_samples, preserve_state, split_call_args
 
 
 def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
@@ -41,7 +41,7 @@ def require_sample_independence(model: nn.Module, inputs: Inputs, plan: str, num
     Raises:
         PlanError: it does depend on them.
     """
-    if num_microbatches < 2 or any(map(_uses_batch_statistics, model.modules())):
+    if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return
     batch_size = max(num_samples(inputs), 2)
     half = batch_size // 2
@@ -158,7 +158,7 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _uses_batch_statistics(module: nn.Module) -> bool:
+def uses_batch_statistics(module: nn.Module) -> bool:
     """Tell whether a module normalizes by the statistics of its microbatch, in evaluation too."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats  # noqa: SLF001
 
@@ -178,9 +178,13 @@ def _resize_batch(inputs: Inputs, count: int) -> Inputs:
 
 
 def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
-    """Return the output tensors of the model."""
+    """Return the output tensors of the model, whose plain attributes are then as before."""
     args, kwargs = split_call_args(inputs)
-    return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    attributes = PlainAttributes(model)
+    try:
+        return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    finally:
+        attributes.restore()
 
 
 def _are_per_sample(output: Tensor, half_output: Tensor, batch_size: int, half: int) -> bool:

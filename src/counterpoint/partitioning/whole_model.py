@@ -57,7 +57,7 @@ class WholeModel(PartitionedModel):
         ):
             output = model(*self._args, **self._kwargs)
             self._buffer_slots.find_replaced()
-        kept_values.find()
+            kept_values.find()
         kept_values.restore()
         self.kept_attributes = tuple(kept_values.names)
         batch_size = num_samples(inputs)

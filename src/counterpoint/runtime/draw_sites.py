@@ -69,7 +69,7 @@ class DrawRecorder:
     unkeyed: dict[str, str] = field(default_factory=dict)
     path: str = ""
     number: int = 0
-    state: object = field(default_factory=lambda: _other_rng_state())
+    state: object = field(default_factory=lambda: other_rng_state())
 
     def __call__(self, path: str) -> None:
         """Begin the call of a module."""
@@ -78,7 +78,7 @@ class DrawRecorder:
 
     def check_other_generators(self) -> None:
         """Record whether Python's or numpy's generator was used since the last call."""
-        state = _other_rng_state()
+        state = other_rng_state()
         if state != self.state:
             self.unkeyed.setdefault(self.path, "the generator of Python or numpy")
         self.state = state
@@ -212,7 +212,8 @@ def _is_sample_major(once: RecordedDraw, twice: RecordedDraw, dim: int) -> bool:
     return all(torch.allclose(single, part, rtol=1e-3, atol=1e-6) for part in (double[:half], double[half:]))
 
 
-def _other_rng_state() -> object:
+def other_rng_state() -> object:
+    """Return the state of the random generators of Python and numpy."""
     state = mtrand.get_bit_generator().state["state"]
     return random.getstate(), state["pos"], state["key"].tobytes()
 

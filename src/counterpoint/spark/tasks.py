@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,11 +14,17 @@ from torch import Tensor
 from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CounterpointError, DataError
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.loss_reduction import SUMS_REMEDY, LossCheck, ReductionRecorder, compute_mean_loss
+from counterpoint.runtime.loss_reduction import (
+    SUMS_REMEDY,
+    LossCheck,
+    PartTotal,
+    ReductionRecorder,
+    compute_mean_loss,
+)
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.params.grad_check import GradCheck, GradReport
 from counterpoint.runtime.rng import hash_seed
-from counterpoint.runtime.step_commit import StepReport, make_step_report
+from counterpoint.runtime.step_commit import StepReport, make_step_report, merge_parts
 from counterpoint.spark.samples import find_samples
 from counterpoint.spark.shuffle import AddressedMessage, ShuffleMessage, ShuffleMessageKind
 from counterpoint.spark.training_spec import TrainingSpec, get_replica
@@ -63,12 +69,14 @@ class PartitionReport:
         failure: error raised by the user's code; empty if there was none.
         sent_bytes: bytes sent to other partitions.
         seconds: compute time; 0 without samples.
+        loss_parts: of a loss that is a dict, by name.
     """
 
     step_report: StepReport
     failure: str = ""
     sent_bytes: int = 0
     seconds: float = 0.0
+    loss_parts: Mapping[str, PartTotal] = field(default_factory=dict)
 
 
 def encode_report(report: PartitionReport) -> bytes:
@@ -92,6 +100,7 @@ def encode_report(report: PartitionReport) -> bytes:
         "failure": report.failure,
         "sent": report.sent_bytes,
         "seconds": report.seconds,
+        "parts": {name: [repr(number) for number in total] for name, total in report.loss_parts.items()},
     }
     return json.dumps(plain).encode()
 
@@ -104,7 +113,7 @@ def decode_report(text: bytes) -> PartitionReport:
         PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, loss_weight=3.0, loss_kinds=1, \
         squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, is_idle=False, \
         grads=GradReport(micro=-1, name='', share=0.0), has_overflow=False, given_digest=0, busy_s=0.0), failure='', \
-        sent_bytes=0, seconds=0.0)
+        sent_bytes=0, seconds=0.0, loss_parts={})
     """
     plain = json.loads(text)
     loss_sum, count, weight, kinds, squared_norm, nonfinite_micro, share, micro, name = plain["numbers"]
@@ -119,7 +128,8 @@ def decode_report(text: bytes) -> PartitionReport:
         is_idle=plain["idle"],
         grads=GradReport(micro, name, float(share)),
     )
-    return PartitionReport(step_report, plain["failure"], plain["sent"], plain["seconds"])
+    loss_parts = {name: PartTotal(*map(float, total)) for name, total in plain["parts"].items()}
+    return PartitionReport(step_report, plain["failure"], plain["sent"], plain["seconds"], loss_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,7 @@ class ForwardBackwardTask:
         (state,) = [message for message in messages if message.kind is ShuffleMessageKind.STATE]
         yield partition, replace(state, step=self.step)
         try:
-            gradient, step_report, seconds = self._compute(partition, messages)
+            gradient, report = self._compute(partition, messages)
         except Exception as error:  # noqa: BLE001 - any error of the user's code; Spark would retry it
             text = str(error) if isinstance(error, CounterpointError) else _format_user_error(error)
             yield (
@@ -171,11 +181,11 @@ class ForwardBackwardTask:
                 ShuffleMessageKind.REPORT,
                 partition,
                 self.step,
-                encode_report(PartitionReport(step_report, "", sent_bytes, seconds)),
+                encode_report(replace(report, sent_bytes=sent_bytes)),
             ),
         )
 
-    def _compute(self, partition: int, messages: Sequence[ShuffleMessage]) -> tuple[Tensor, StepReport, float]:
+    def _compute(self, partition: int, messages: Sequence[ShuffleMessage]) -> tuple[Tensor, PartitionReport]:
         spec, microbatches = self.spec, self.microbatches[partition]
         replica = get_replica(spec)
         load_weights(spec, replica.flat, messages)
@@ -185,6 +195,7 @@ class ForwardBackwardTask:
         losses: dict[int, float] = {}
         sizes: dict[int, int] = {}
         weights: dict[int, float] = {}
+        loss_parts: list[dict[str, PartTotal]] = []
         began = time.perf_counter()
         replica.clear_grads()
         grad_check, is_checked = GradCheck(is_enabled=True), self.step & (self.step - 1) == 0  # 0, 1, 2, 4, 8, ...
@@ -199,7 +210,7 @@ class ForwardBackwardTask:
                 with InterceptFunctions(recorder.replacements):
                     output = replica.model(*inputs)
                 what, num_samples = f"microbatch {microbatch}", stop - start
-                loss, weight, _ = compute_mean_loss(spec.loss, output, target, what, recorder)
+                loss, weight, parts = compute_mean_loss(spec.loss, output, target, what, recorder)
                 if loss_check is not None:
                     value = float(loss.detach())
                     loss_check.check(spec.loss, self.step, output, target, value, num_samples, what)
@@ -208,6 +219,8 @@ class ForwardBackwardTask:
             losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start
             if weight is not None:
                 weights[microbatch] = float(weight)
+            counts = {name: float(num_samples if own is None else own) for name, (_, own) in parts.items()}
+            loss_parts.append({name: PartTotal(float(parts[name][0]) * count, count) for name, count in counts.items()})
         missing_grads = replica.params_without_grad(spec.layout)
         gradient = replica.flat_grad()
         replica.clear_grads()
@@ -222,7 +235,7 @@ class ForwardBackwardTask:
             weights=weights,
             is_idle=not losses,
         )
-        return gradient, report, seconds
+        return gradient, PartitionReport(report, seconds=seconds, loss_parts=merge_parts(loss_parts))
 
     def _is_late(self, began: float, losses: Mapping[int, float]) -> bool:
         """Return whether the next microbatch is skipped because the time limit has passed; the first never is."""

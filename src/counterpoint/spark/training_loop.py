@@ -15,6 +15,7 @@ from counterpoint.runtime.step_commit import (
     StepResult,
     decide_step,
     find_unused_params,
+    merge_parts,
     require_all_used,
     require_finite,
 )
@@ -193,6 +194,7 @@ class SparkStep:
         sent_bytes: gradients and weights that partitions sent to other partitions.
         is_skipped: whether the update was skipped.
         slices: of all partitions, if they were collected at the driver in this step.
+        loss_parts: of a loss that is a dict, the mean of each part over the batch.
     """
 
     progress: TrainProgress
@@ -201,6 +203,7 @@ class SparkStep:
     sent_bytes: int
     is_skipped: bool = False
     slices: tuple[bytes, ...] = ()
+    loss_parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class SparkTrainingLoop:
@@ -263,6 +266,7 @@ class SparkTrainingLoop:
                 sent_bytes + published_bytes,
                 bool(result.skip_reason),
                 tuple(collected),
+                {name: total.mean for name, total in result.loss_parts.items()},
             )
 
     def _apply_straggler_policy(self, result: StepResult, batch_len: int) -> tuple[StepResult, StepGuard]:
@@ -301,7 +305,11 @@ class SparkTrainingLoop:
         step_reports = [report.step_report for report in reports]
         self._check_unused_parameters(step_reports, step)
         guard = replace(self.options.step_guard, clip_norm=None)
-        return data, decide_step(step_reports, self.partitions, guard), sum(report.sent_bytes for report in reports)
+        result = replace(
+            decide_step(step_reports, self.partitions, guard),
+            loss_parts=merge_parts(report.loss_parts for report in reports),
+        )
+        return data, result, sum(report.sent_bytes for report in reports)
 
     def _update(
         self, data: ShuffleData, result: StepResult, step: int, batch_len: int, *, collects_state: bool

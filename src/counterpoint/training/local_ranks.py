@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.fabric import Fabric, Json
-from counterpoint.partitioning.dry_run import assign_values, explain_input_errors, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import (
+    PlainAttributes,
+    assign_values,
+    explain_input_errors,
+    preserve_state,
+    split_call_args,
+)
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.partitioning.traced import TracedPartition
@@ -86,16 +92,17 @@ from counterpoint.runtime.state_dict import (
 )
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
-from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
+from counterpoint.training.forward_state import ForwardState
 from counterpoint.training.model_consistency import (
     AttributeCheck,
     BufferChanges,
     ParameterMutationCheck,
     broadcast_initial_values,
 )
+from counterpoint.training.model_loss_check import require_model_loss_adds_up
 from counterpoint.training.model_partition import (
     build_model_spec,
     partition_for_plan,
@@ -231,6 +238,7 @@ class LocalRanks:
         self.stop_signals: list[int] = []  # that have asked this process to stop
         self.commits_together = True  # whether every commit is one of all ranks, once built
         self.is_in_step = False
+        self.has_checked_loss = False  # whether a loss that the model computes adds up, in the first step
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.has_grads = False  # whether the ranks have the gradients of the last step
         self.grad_norm = math.nan  # of the last step, if its commit has computed it
@@ -292,21 +300,25 @@ class LocalRanks:
             partition = partition_for_plan(self.plan, self.model, inputs, self.options)
         require_no_grad_hooks(self.trained, partition, self.plan)
         require_no_shared_memory(self.trained, self.plan)
+        self.uses_rng, is_traced = partition.uses_rng, isinstance(partition, TracedPartition)
+        is_divided = is_traced or self.plan.num_ranks > 1 or self.plan.global_num_microbatches > 1
+        state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
+        if is_traced:
+            state.require_none(self.model, str(self.plan), "the operations of its first call")
+            state.require_no_traced_draws(self.model)
         options, accepts = self.options, self.options.cross_sample == "accept"
-        if not (accepts or options.batch_dims or options.shared) and any(
-            isinstance(strategy, Pipeline) for strategy in self.plan.strategies
-        ):
+        if not (accepts or options.batch_dims or options.shared or state.uses_other_generators):
             require_sample_independence(
                 self.model, as_call_args(inputs), str(self.plan), self.plan.global_num_microbatches
             )
-        self.uses_rng = partition.uses_rng
-        draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if self.uses_rng else DrawSites()
+        draws = self.uses_rng or state.uses_other_generators
+        draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         profile, microbatch_size = self.options.profile, max(num_samples, 1)
         spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size, self.trained)
         plan = with_partition(with_loss_pass(self.plan, options), spec, profile)
         self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
-        self.require_parts(partition, self.compiled, inputs)
+        self.require_parts(partition, self.compiled, inputs, state)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
@@ -394,7 +406,7 @@ class LocalRanks:
         self.mutation_check = ParameterMutationCheck(self.trained, self.ranks.values(), self.world.fabrics[0].num_ranks)
         self.buffer_changes = BufferChanges(self.model, self.ranks.values())
         if copies_model or copies_norms or isinstance(partition, TracedPartition):
-            self.attribute_check.watch(self.model)
+            self.attribute_check.watch(self.model, is_traced=isinstance(partition, TracedPartition))
         if has_remote_ranks(self.world):
             loss = {"the loss": self.loss} if isinstance(self.loss, nn.Module) else {}
             self.step_facts = StepFacts(self.optimizer_spec.optimizer, {"the model": self.model, **loss})
@@ -538,11 +550,17 @@ class LocalRanks:
                 "unused_parameters='zero'"
             )
 
-    def require_parts(self, partition: PartitionedModel, compiled: CompiledPlan, inputs: Any) -> None:  # noqa: ANN401
-        """Check that buffers and lookups in tables are those of a plain loop, if forwards see parts of a batch.
+    def require_parts(
+        self,
+        partition: PartitionedModel,
+        compiled: CompiledPlan,
+        inputs: Any,  # noqa: ANN401 - as above
+        state: ForwardState,
+    ) -> None:
+        """Check that buffers, attributes and lookups are those of a plain loop, if forwards see parts of a batch.
 
         Raises:
-            PlanError: a table limits the norm of its rows.
+            PlanError: a table limits the norm of its rows, or an attribute depends on the division.
             DataError: a buffer depends on the division, or a table gets offsets of the batch.
         """
         options = self.options
@@ -550,6 +568,8 @@ class LocalRanks:
             num_micros = compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
             runs_per_rank = min(max_forwards_per_rank(compiled.program), num_micros)
             require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
+            if runs_per_rank > 1:
+                state.require_none(self.model, str(self.plan), f"it {runs_per_rank} times on one rank in a step")
         if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
             require_no_max_norm(self.model, self.plan)
         if self.global_num_microbatches > 1:
@@ -574,6 +594,8 @@ class LocalRanks:
         if replaced is not None:
             return replaced
         self.prepare_step(batch)
+        if not self.has_checked_loss:
+            self.require_model_loss(batch)
         variant, is_single_process = self.variant_at(number), self.is_single_process
 
         def work(fabric: Fabric) -> StepResult | None:
@@ -627,6 +649,18 @@ class LocalRanks:
         gathered = self.world.run(lambda fabric: fabric.gather_values("signals", own, everyone))[0]
         return max(cast("list[int]", gathered))
 
+    def require_model_loss(self, batch: MicrobatchSource) -> None:
+        """Check that a loss that the model computes adds up over microbatches, before the first step.
+
+        Raises:
+            DataError: it does not.
+        """
+        self.has_checked_loss, options = True, self.options
+        skips = options.cross_sample == "accept" or options.batch_dims or options.shared
+        if self.global_num_microbatches > 1 and options.loss_reduction != "batch" and not skips:
+            is_sum = options.loss_reduction == "sum"
+            require_model_loss_adds_up(self.model, self.loss, batch, str(self.plan), is_sum=is_sum)
+
     def prepare_step(self, batch: MicrobatchSource) -> None:
         """Check what the user may have changed since the last step, and give the ranks what they can take over."""
         require_grad_recording()
@@ -635,7 +669,10 @@ class LocalRanks:
         self.follow_changes(batch)
         self.stale_weights.unmark()
         self.has_grads = False
-        self.attribute_check.require_unchanged(self.plan, lambda: self.run_forward(batch.inputs(min(batch.sizes))))
+        self.attribute_check.require_unchanged(
+            self.plan,
+            lambda: self.run_forward(batch.inputs(min(batch.sizes)), PlainAttributes(self.model)),
+        )
         if self.step_facts is not None:
             self.step_facts.begin_step(batch)
         if self.mutation_check is not None and self.is_single_process:
@@ -795,10 +832,10 @@ class LocalRanks:
         if is_new:
             scatter_optimizer_state(self.shard_map(), self.ranks.values(), states)
 
-    def run_forward(self, inputs: Any) -> None:  # noqa: ANN401 - whatever the model takes
-        """Run the user's model once in training; its state is preserved."""
+    def run_forward(self, inputs: Any, attributes: PlainAttributes | None = None) -> None:  # noqa: ANN401
+        """Run the user's model once in training; its state is preserved, with ``attributes`` except for these."""
         args, kwargs = split_call_args(as_call_args(inputs))
-        with preserve_state(self.model):
+        with preserve_state(self.model, attributes=attributes):
             self.model(*args, **kwargs)
 
     def variant_at(self, number: int) -> StepVariant:

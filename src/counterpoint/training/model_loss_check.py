@@ -1,0 +1,166 @@
+"""Check before the first step that a loss that the model itself computes adds up over microbatches.
+
+Ranks check losses of outputs that have a sample in each row, by evaluating them again on some of the rows
+(:class:`counterpoint.runtime.loss_reduction.LossCheck`). A scalar that a forward has computed from all its samples can
+only be computed again by the model, which before the first step is still whole on every process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from counterpoint.errors import DataError
+from counterpoint.partitioning.dry_run import preserve_state, split_call_args
+from counterpoint.partitioning.partitioned_model import as_call_args
+from counterpoint.partitioning.sample_independence import uses_batch_statistics
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.loss_reduction import (
+    RELATIVE_TOLERANCES,
+    LossFunction,
+    LossOfParts,
+    ReductionRecorder,
+    compute_mean_loss,
+)
+from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
+from counterpoint.runtime.sample_layout import find_tensor_lists
+
+
+class Samples(NamedTuple):
+    """Some samples of a batch.
+
+    Args:
+        inputs: of the model.
+        targets: of the loss.
+        count: how many there are.
+    """
+
+    inputs: Any
+    targets: Any
+    count: int
+
+
+class LossOfSamples(NamedTuple):
+    """A loss of some samples, computed by the model and the loss function.
+
+    Args:
+        mean: the loss; or the sum, if it is one.
+        weight: what a mean was divided by.
+        dtype: of the loss.
+        is_by_sample: whether all outputs have the samples along dim 0.
+        is_random: whether random numbers were drawn.
+    """
+
+    mean: float
+    weight: float
+    dtype: torch.dtype
+    is_by_sample: bool
+    is_random: bool
+
+
+def require_model_loss_adds_up(
+    model: nn.Module, loss: LossFunction, batch: MicrobatchSource, plan: str, *, is_sum: bool
+) -> None:
+    """Check that the loss of two microbatches is what their losses add up to.
+
+    The model runs on the first two microbatches of this process (or on the halves of its only one), and on both
+    together, without gradients. Nothing is checked if all outputs have a sample in each row, where ranks check the
+    loss, if the loss is random in evaluation mode too, or if the model does not run.
+
+    Args:
+        model: the user's; its state is preserved.
+        loss: the user's.
+        batch: of the first step.
+        plan: as text, for the error.
+        is_sum: whether the loss is a sum over samples.
+
+    Raises:
+        DataError: it is not.
+    """
+    parts = _two_parts(batch)
+    if parts is None or any(map(uses_batch_statistics, model.modules())):
+        return
+    whole = _concatenate(*parts)
+    if whole is None:
+        return
+    try:
+        first = _compute(model, loss, parts[0], is_sum=is_sum)
+        if first.is_by_sample or first.is_random:
+            return
+        second, total = (_compute(model, loss, samples, is_sum=is_sum) for samples in (parts[1], whole))
+    except Exception:  # noqa: BLE001 - training raises it again, with its location
+        return
+    losses = LossOfParts(
+        total.mean, (first.mean, second.mean), (first.weight, second.weight), (parts[0].count, parts[1].count)
+    )
+    expected = losses.sum if is_sum else losses.mean
+    if abs(losses.total - expected) > RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude:
+        raise DataError(
+            f"the loss that {type(model).__name__} computes from its samples is {losses.total:.6g} for "
+            f"{whole.count} samples, but {first.mean:.6g} for the first {parts[0].count} and {second.mean:.6g} for the "
+            f"other {parts[1].count}, of which the {'sum' if is_sum else 'mean'} is {expected:.6g}, so under {plan} "
+            "the losses of microbatches do not add up to that of the batch; if it is a mean over tokens, return from "
+            "the forward what it is computed from, and cp.WeightedMean(total, weight) from the loss; if it compares "
+            "samples (a load balance, a contrast), compute it in the loss function and pass loss_reduction='batch'; "
+            "pass cross_sample='accept' if each microbatch may be a batch of its own"
+        )
+
+
+def _two_parts(batch: MicrobatchSource) -> tuple[Samples, Samples] | None:
+    """Return the first two microbatches with samples, or the halves of the only one; None if there is one sample."""
+    micros = [micro for micro, size in sorted(batch.sizes.items()) if size][:2]
+    found = [Samples(batch.inputs(micro), batch.targets(micro), batch.sizes[micro]) for micro in micros]
+    if len(found) == 2:
+        return found[0], found[1]
+    if not found or found[0].count < 2:
+        return None
+    middle = found[0].count // 2
+    return _take(found[0], 0, middle), _take(found[0], middle, found[0].count)
+
+
+def _take(samples: Samples, start: int, stop: int) -> Samples:
+    inputs, targets = (slice_samples(values, start, stop) for values in samples[:2])
+    return Samples(inputs, targets, stop - start)
+
+
+def _concatenate(first: Samples, second: Samples) -> Samples | None:
+    """Return the samples of both; None if their tensors are not rows of samples, or have different lengths."""
+    counts, pairs = (first.count, second.count), []
+    for one, other in zip(first[:2], second[:2], strict=True):
+        leaves, others = tree_leaves(one), tree_leaves(other)
+        if any(find_tensor_lists(one)) or len(leaves) != len(others):
+            return None
+        pairs += zip(leaves, others, strict=True)
+    tensors = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].dim()]
+    if any((len(one), len(other)) != counts or one.shape[1:] != other.shape[1:] for one, other in tensors):
+        return None
+    inputs, targets = (tree_map(_join, *values) for values in zip(first[:2], second[:2], strict=True))
+    return Samples(inputs, targets, sum(counts))
+
+
+def _join(one: object, other: object) -> object:
+    return torch.cat([one, other]) if isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() else one
+
+
+def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: bool) -> LossOfSamples:
+    """Run the model and the loss on some samples, in evaluation mode."""
+    inputs, targets = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, samples[:2])
+    args, kwargs = split_call_args(as_call_args(inputs))
+    recorder = ReductionRecorder(is_whole=True)
+    with preserve_state(model, training=False):
+        state = torch.get_rng_state()
+        with InterceptFunctions(recorder.replacements):
+            output = model(*args, **kwargs)
+        mean, weight, _ = compute_mean_loss(loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum)
+        is_random = not torch.equal(torch.get_rng_state(), state)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return LossOfSamples(
+        float(mean),
+        samples.count if weight is None else float(weight),
+        mean.dtype,
+        all(leaf.dim() and len(leaf) == samples.count for leaf in leaves),
+        is_random,
+    )

@@ -1,0 +1,135 @@
+"""Attributes that a forward changes: as in a plain loop where a forward sees each batch once, else refused."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import PlanError
+from counterpoint.partitioning.dry_run import PlainAttributes
+from tests.training.trainers import max_difference, params_of
+
+
+class Counter(nn.Module):
+    """Computes with the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(4, 8), nn.Linear(8, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.second(torch.tanh(self.first(x))) * min(1.0, self.calls / 4)
+
+
+class Stateful(Counter):
+    """Adds what it has computed for the batch before."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = None
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        if self.before is not None:
+            hidden = hidden + self.before
+        self.before = hidden.detach()
+        return self.second(hidden)
+
+
+class Dropped(Counter):
+    """Leaves out a layer by Python's generator."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(torch.tanh(hidden) if random.random() < 0.5 else hidden)
+
+
+class Cached(Counter):
+    """Keeps what it computes with, without depending on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.cache is None:
+            self.cache = torch.arange(8).double()
+        return self.second(torch.tanh(self.first(x)) * self.cache)
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        yield torch.randn(8, 4, generator=generator).double(), torch.randint(3, (8,), generator=generator)
+
+
+def plain(kind):
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return params_of(model)
+
+
+def train(kind, plan, num_microbatches=None):
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, num_microbatches=num_microbatches) as step:
+        for batch in batches():
+            step(*batch)
+    return params_of(model)
+
+
+@pytest.mark.parametrize("kind", [Counter, Stateful])
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero1(2)", "zero2(2)"])
+def test_runs_that_inspect_a_model_leave_its_attributes_as_they_are(kind, plan):
+    assert max_difference(train(kind, plan), plain(kind)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [Counter, Stateful])
+@pytest.mark.parametrize(
+    ("plan", "num_microbatches"), [("solo", 4), ("data(2)", 2), ("pipeline(2)", 4), ("tensor(2)", 1)]
+)
+def test_an_attribute_that_a_forward_computes_with_is_refused_where_ranks_run_it_otherwise(
+    kind, plan, num_microbatches
+):
+    with pytest.raises(
+        PlanError, match=rf"the forward of {kind.__name__} changes the attribute \w+, and computes with"
+    ):
+        train(kind, plan, num_microbatches)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 4), ("zero3(2)", 2), ("pipeline(2)", 4)])
+def test_an_attribute_that_does_not_change_the_output_may_be_changed(plan, num_microbatches):
+    assert max_difference(train(Cached, plan, num_microbatches), plain(Cached)) < 1e-12
+
+
+def test_python_s_generator_is_refused_in_a_trace_and_named_elsewhere():
+    with pytest.raises(PlanError, match="Dropped draws from the generator of Python or numpy, but a model is split"):
+        train(Dropped, "pipeline(2)", 2)
+    with pytest.warns(UserWarning, match="come from the generator of Python or numpy, which are not keyed by sample"):
+        train(Dropped, "data(2)")
+
+
+def test_attributes_are_restored_also_where_a_collection_was_changed():
+    model = build(Counter)
+    model.entries, model.names = [torch.zeros(1)], {"a": 1}
+    attributes = PlainAttributes(model)
+    model.entries.append(torch.ones(1))
+    model.names["b"], model.new, model.calls = 2, True, 5
+    assert sorted(attributes.find_changed()) == ["calls", "entries", "names", "new"]
+    attributes.restore()
+    assert (len(model.entries), model.names, model.calls, hasattr(model, "new")) == (1, {"a": 1}, 0, False)
+    assert attributes.find_changed() == []

@@ -1,0 +1,148 @@
+"""Losses that a model computes itself: exact where microbatches add up, else refused before the first step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import DataError, PlanError
+from tests.training.trainers import max_difference, params_of
+
+SAMPLES, LENGTH, TOKENS = 8, 6, 13
+PLANS = [("solo", 4), ("data(2)", None), ("data(4)", 2), ("zero3(2)", None), ("pipeline(2)", 4)]
+ACCEPT = {"cross_sample": "accept"}
+
+
+class LanguageModel(nn.Module):
+    """Returns its loss, and the logits, as the models of transformers do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(TOKENS, 8), nn.Linear(8, 8), nn.Linear(8, TOKENS)
+        self.how = how
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.layer(self.table(ids))))
+        flat, targets = logits.flatten(0, 1), labels.flatten()
+        if self.how == "index":
+            loss = F.cross_entropy(flat, targets)
+        else:
+            mask = (targets >= 0).double()
+            each = F.cross_entropy(flat, targets.clamp(min=0), reduction="none") * mask
+            loss = each.sum() / mask.sum() if self.how == "mask" else each.mean()
+        return {"loss": loss, "logits": logits}
+
+
+class Experts(nn.Module):
+    """Returns the load balance of its experts, which compares the samples of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.layer, self.head = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        chances = self.gate(x).softmax(-1)
+        shares = F.one_hot(chances.argmax(-1), 3).double().mean(0)
+        return self.head(torch.tanh(self.layer(x)) * chances), (shares * chances.mean(0)).sum()
+
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden - hidden.mean(0))
+
+
+def build(kind, *args):
+    torch.manual_seed(0)
+    return kind(*args).double()
+
+
+def token_batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        ids, labels = torch.randint(TOKENS, (2, SAMPLES, LENGTH), generator=generator)
+        lengths = torch.arange(SAMPLES) % LENGTH + 1
+        yield {"ids": ids, "labels": labels.where(torch.arange(LENGTH) < lengths[:, None], -100)}, torch.zeros(SAMPLES)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        yield torch.randn(SAMPLES, 4, generator=generator).double(), torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def own(output, _):
+    return output["loss"]
+
+
+def train(model, loss, data, plan, num_microbatches, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, loss, strategy=plan, num_microbatches=num_microbatches, **options) as step:
+        losses = [step(*batch) for batch in data]
+    return losses, params_of(model)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+@pytest.mark.parametrize("how", ["index", "samples"])
+def test_a_mean_that_adds_up_is_trained_exactly(plan, num_microbatches, how):
+    expected = train(build(LanguageModel, how), own, token_batches(), "solo", 1)
+    actual = train(build(LanguageModel, how), own, token_batches(), plan, num_microbatches)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-12)
+    assert max_difference(actual[1], expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+def test_a_mean_by_a_mask_is_refused_with_numbers(plan, num_microbatches):
+    message = (
+        r"the loss that LanguageModel computes from its samples is 2\.\d+ for \d samples, but 2\.\d+ for the first \d and "
+        r"2\.\d+ for the other \d, of which the mean is 2\.\d+, .*cp.WeightedMean"
+    )
+    with pytest.raises(DataError, match=message):
+        train(build(LanguageModel, "mask"), own, token_batches(), plan, num_microbatches)
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)"])
+def test_the_remedy_for_a_mean_by_a_mask_is_exact(plan):
+    def weighted(output, labels):
+        mask = (labels >= 0).double()
+        each = F.cross_entropy(output["logits"].transpose(1, 2), labels.clamp(min=0), reduction="none")
+        return cp.WeightedMean((each * mask).sum(), mask.sum())
+
+    data = [(inputs, inputs["labels"]) for inputs, _ in token_batches()]
+    expected = train(build(LanguageModel, "mask"), own, token_batches(), "solo", 1)
+    actual = train(build(LanguageModel, "samples"), weighted, data, plan, 2)
+    assert max_difference(actual[1], expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
+def test_a_load_balance_is_refused_unless_each_microbatch_may_be_a_batch(plan):
+    def balanced(output, targets):
+        return F.cross_entropy(output[0], targets) + output[1]
+
+    with pytest.raises(DataError, match=r"the loss that Experts computes .*\(a load balance, a contrast\)"):
+        train(build(Experts), balanced, batches(), plan, 2)
+    train(build(Experts), balanced, batches(), plan, 2, **ACCEPT)
+    train(build(Experts), balanced, batches(), "solo", 1)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+def test_an_output_that_depends_on_other_samples_is_refused(plan, num_microbatches):
+    with pytest.raises(PlanError, match="the output of Centered for a sample depends on the other samples"):
+        train(build(Centered), F.cross_entropy, batches(), plan, num_microbatches)
+
+
+@pytest.mark.parametrize(("reduction", "plan"), [("sum", "data(2)"), ("mean", "solo"), ("sum", "pipeline(2)")])
+def test_a_declared_sum_is_compared_with_a_sum(reduction, plan):
+    def summed(output, _):
+        return output["loss"] * len(output["logits"])
+
+    if reduction == "sum":
+        train(build(LanguageModel, "samples"), summed, token_batches(), plan, 2, loss_reduction="sum")
+    else:
+        with pytest.raises(DataError, match="do not add up"):
+            train(build(LanguageModel, "samples"), summed, token_batches(), plan, 2)
