@@ -127,7 +127,7 @@ def test_removing_old_checkpoints_never_deletes_through_a_link(tmp_path):
     for step in (2, 3):
         save_step(root, step)
     (root / "step-00000001").symlink_to(precious.parent)
-    prune(LOCAL_FILES, root, 3, keep=1)
+    prune(LOCAL_FILES, root, 3, keep=1, run_id=None)
     assert precious.read_text() == "years of work"
     assert [path.name for path in root.iterdir()] == ["step-00000003"]
 

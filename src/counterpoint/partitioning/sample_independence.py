@@ -198,6 +198,7 @@ def _are_per_sample(output: Tensor, half_output: Tensor, batch_size: int, half: 
 
 def _relative_error(output: Tensor, half_output: Tensor, half: int) -> float:
     """Return the difference of the first samples, relative to the largest value; 0 if it is rounding."""
+    output, half_output = output.detach(), half_output.detach()
     largest = float(output.abs().max()) if output.numel() else 0.0
     error = float((output[:half] - half_output).abs().max()) / (largest or 1.0) if output.numel() else 0.0
     return error if error > torch.finfo(output.dtype).eps ** 0.5 else 0.0

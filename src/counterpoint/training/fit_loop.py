@@ -462,7 +462,7 @@ class FitLoop:
         if is_new_size:
             cursor = self.use_new_batch_size(checkpoint.folder, step, cursor, metadata, position)
         self.require_steps_left(path, step)
-        if self.batches.num_batches is not None and cursor.batch >= self.batches.num_batches:
+        if not position and self.batches.num_batches is not None and cursor.batch >= self.batches.num_batches:
             raise state_error(
                 checkpoint, f"state.cursor.batch is {cursor.batch}, but an epoch has {self.batches.num_batches} batches"
             )
