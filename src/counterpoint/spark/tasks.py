@@ -113,8 +113,7 @@ def decode_report(text: bytes) -> PartitionReport:
         PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, loss_weight=3.0, loss_kinds=1, \
         squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, is_idle=False, \
         grads=GradReport(micro=-1, name='', share=0.0), has_overflow=False, given_digest=0, busy_s=0.0, \
-        stop_signal=0), failure='', \
-        sent_bytes=0, seconds=0.0, loss_parts={})
+        stop_signal=0), failure='', sent_bytes=0, seconds=0.0, loss_parts={})
     """
     plain = json.loads(text)
     loss_sum, count, weight, kinds, squared_norm, nonfinite_micro, share, micro, name = plain["numbers"]
