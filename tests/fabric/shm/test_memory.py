@@ -10,6 +10,7 @@ import stat
 import weakref
 from ctypes import c_int32
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ def test_only_the_sealed_memory_of_this_user_that_was_announced_is_mapped(tmp_pa
     handle = [os.getpid(), fd, inode, PAGE, 0]
     with pytest.raises(RuntimeError, match=f"memory of process {os.getpid()}: ({FORGED[name]})"):
         map_tensor(handle, 8, torch.float32)
-    context = RankContext(None, 1, 2, PAIR, 1.0)
+    store: Any = None
+    context = RankContext(store, 1, 2, PAIR, 1.0)
     with pytest.raises(PeerError, match=rf"cannot open the shared memory of process \d+: ({FORGED[name]}).*one user"):
         context._open(dict(zip(("pid", "fd", "inode"), handle, strict=False)), PAGE)
     os.close(fd)
@@ -85,6 +87,7 @@ def test_only_the_sealed_memory_of_this_user_that_was_announced_is_mapped(tmp_pa
 
 def test_the_native_library_maps_only_the_file_that_was_registered():
     library = native().library
+    assert library is not None
     memory = torch.zeros(library.cp_host_bytes(2), dtype=torch.uint8)
     library.cp_format_host(memory.data_ptr(), 2, bytes(16))
     hosts = [
