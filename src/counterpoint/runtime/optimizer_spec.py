@@ -278,6 +278,17 @@ class OptimizerSpec:
             groups = enumerate(self.optimizer.param_groups)
             self.build([(index, nn.Parameter(param.detach())) for index, group in groups for param in group["params"]])
 
+    def list_scalars(self) -> dict[str, object] | None:
+        """Return the numbers that the optimizer keeps for a parameter after a step, None if that is not known."""
+        if not self.is_elementwise:
+            return None
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.zeros(2)
+        optimizer = self.build([(0, param)])
+        with without_dynamo_import():
+            optimizer.step()
+        return {key: value for key, value in optimizer.state[param].items() if is_scalar_state(key, value, param)}
+
     def options(self, group: int) -> dict[str, Any]:
         """Return the current options of a group."""
         group_options = self.optimizer.param_groups[group]

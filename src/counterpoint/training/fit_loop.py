@@ -46,7 +46,7 @@ from counterpoint.training.checkpointing.per_stage import (
     StageCheckpointer,
     require_checkpoint_mode,
 )
-from counterpoint.training.checkpointing.train_state import decode_position
+from counterpoint.training.checkpointing.train_state import decode_position, find_scalar_flaw
 from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.local_ranks import LocalRanks, trace_step
@@ -493,6 +493,9 @@ class FitLoop:
         groups = map(get_group_options, self.local_ranks.optimizer_spec.optimizer.param_groups)
         for index, (own, options) in enumerate(zip(groups, metadata.get("options", ()), strict=False)):
             flaw = flaw or find_form_flaw(options, own, f"state.extra.options[{index}]", lengths="same")
+        own_scalars = self.local_ranks.optimizer_spec.list_scalars()
+        if own_scalars is not None:
+            flaw = flaw or find_scalar_flaw(checkpoint, own_scalars)
         if flaw:
             raise state_error(checkpoint, flaw)
 

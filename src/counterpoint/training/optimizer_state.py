@@ -147,7 +147,8 @@ def find_form_flaw(
 ) -> str:
     """Return which part of a saved value has another form than this run's own; an empty text if there is none.
 
-    A name that only one of them has, and a null on either side, fits: other versions have other attributes.
+    A name that only one of them has, and a null in place of an attribute that is not counted, fits: other versions have
+    other attributes.
 
     Args:
         saved: as JSON.
@@ -168,8 +169,8 @@ def find_form_flaw(
         pairs = zip(saved, own if is_mixed else own[:1] * len(saved), strict=False)
         parts = [(f"[{index}]", *pair) for index, pair in enumerate(pairs)]
     else:
-        kinds = [int | float if isinstance(value, int | float) else type(value) for value in (saved, own)]
-        fits = kinds[0] == kinds[1] or (saved is None) != (own is None)
+        kinds = [float if type(value) is int else type(value) for value in (saved, own)]
+        fits = kinds[0] == kinds[1] or own is None or (saved is None and type(own) not in {int, list, dict})
         return "" if fits else f"{path} is {describe_value(saved)}, but this run has {describe_value(own)}"
     flaws = (find_form_flaw(*pair, f"{path}{name}", lengths=lengths) for name, *pair in parts)
     return next(filter(None, flaws), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ SEED = ValueSchema("a whole number of 64 bits", lambda value: type(value) is int
 SCHEDULE = ValueSchema("an object or null", lambda value: value is None or isinstance(value, dict))
 FACT = ValueSchema("a text or a number", lambda value: type(value) is str or is_number(value))
 
+DATASET = ValueSchema(
+    "an object of texts and numbers, with a type_name",
+    lambda value: isinstance(value, dict) and "type_name" in value,
+    FACT,
+)
+
 TRAIN_STATE = mapping(
     step=COUNT,
     cursor=mapping(epoch=COUNT, batch=COUNT),
@@ -93,7 +100,7 @@ TRAIN_STATE = mapping(
     extra=mapping(
         schedule=optional(SCHEDULE),
         data=optional(TEXT),
-        dataset=optional(mapping_of(FACT)),
+        dataset=optional(DATASET),
         batch_size=optional(POSITIVE),
         seed=optional(SEED),
         optimizer=optional(TEXT),
@@ -148,6 +155,30 @@ def decode_position(checkpoint: Checkpoint) -> dict[str, Any]:
     if not isinstance(position, dict):
         raise state_error(checkpoint, f"state.extra.data is {describe_value(position)}, but must be an object")
     return position
+
+
+def find_scalar_flaw(checkpoint: Checkpoint, own: Mapping[str, Any]) -> str:
+    """Return where the numbers of the optimizer's state are none that this optimizer keeps; an empty text if they are.
+
+    Args:
+        checkpoint: whose state has been checked.
+        own: the numbers that this optimizer keeps for each parameter.
+    """
+    state: Any = checkpoint.state
+    has_state = {name.partition(":")[2] for name in checkpoint.slices if name.startswith("optimizer.")}
+    for name, scalars in state["scalars"].items():
+        path = f"state.scalars[{shorten(repr(name))}]"
+        for key, value in own.items():
+            if value is None or (key not in scalars and not scalars and name not in has_state):
+                continue
+            kind = type(value).__name__
+            if key not in scalars:
+                return f"{path} has no {key!r}, but this optimizer keeps a {kind}"
+            saved, number = scalars[key], scalars[key][0] if isinstance(scalars[key], list) else scalars[key]
+            is_number = number is not None and type(number) is not bool and (key != "step" or number >= 0)
+            if not is_number or isinstance(saved, list) != isinstance(value, torch.Tensor):
+                return f"{path}[{key!r}] is {describe_value(saved)}, but this optimizer keeps a {kind}, 0 or more"
+    return ""
 
 
 def find_tensor_flaw(checkpoint: Checkpoint) -> str:
