@@ -173,12 +173,14 @@ def test_a_whole_surrogate_pair_is_a_character():
     ],
 )
 def test_json_of_a_stranger_is_refused_in_few_words_and_little_memory(text, problem):
-    tracemalloc.start()
     max_bytes = 1000 if text.isspace() else MAX_BYTES
-    with pytest.raises(ValueError, match=problem) as caught:
-        parse_json(text, max_bytes)
-    assert tracemalloc.get_traced_memory()[1] < 4 * len(text) + 200_000
-    tracemalloc.stop()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=problem) as caught:
+            parse_json(text, max_bytes)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(text) + 200_000
+    finally:
+        tracemalloc.stop()
     assert len(str(caught.value)) < 200
 
 

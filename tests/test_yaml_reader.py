@@ -1,9 +1,12 @@
 """YAML texts of users: each mistake is an error with the file and the line, in a plan, a job, a cluster and ``--set``."""
 
+import tracemalloc
 from datetime import date
+from itertools import pairwise
 
 import pytest
 
+from counterpoint import yaml_reader
 from counterpoint.cli.config import file_layer, set_layer
 from counterpoint.errors import PlanError
 from counterpoint.optim.validation import shorten
@@ -49,7 +52,7 @@ WRONG_NODES = [
     ("x: &y [*y]", "a value contains itself, by its alias; write it without"),
     ("x: " + "[" * 2000, "nested more than 50 levels deep"),
     ("x: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
-    (f"y0: &y0 {BOMB}", "this is more than 1000000 values; write less"),
+    (f"y0: &y0 {BOMB}", "this is more than 20000 values; write less"),
 ]
 WRONG_VALUES = [
     ("2024-02-30", "2024-02-30 is not of the type timestamp; put quotes around a text"),
@@ -83,6 +86,46 @@ def test_a_value_that_cannot_be_read_is_refused_with_file_and_line(tmp_path, tex
     assert refused(set_layer, [f"training.seed={text}"]).startswith(
         f"--set {shorten(f'training.seed={text}')}: {message}"
     )
+
+
+SMALL_BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")
+)
+HOSTILE = {
+    "aliases": SMALL_BOMB,
+    "merged keys": "a: &a {k: 1}\n" + "".join(
+        f"{name}: &{name}\n  <<: [{','.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")
+    ),
+    "values": "x: [" + "1," * 20_000 + "]",
+    "keys": "".join(f"k{index}: 1\n" for index in range(20_000)),
+    "lists": "[" * 20_000,
+    "nested keys": "? " * 20_000,
+    "items": "- " * 20_000,
+    "a number": "plan: " + "1" * 20_000,
+    "parts of a number": "plan: " + "1:" * 20_000 + "1",
+    "a name": "x" * 20_000 + ": 1",
+    "a tag": "x: !<" + "y" * 20_000 + "> 1",
+    "an alias": "x: *" + "y" * 20_000,
+    "a text": 'x: "' + "\\n" * 20_000,
+    "a directive": "%" + "y" * 20_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_text_is_refused_in_little_memory_and_few_words(monkeypatch, text):
+    monkeypatch.setattr(yaml_reader, "MAX_NODES", 1000)
+    tracemalloc.start()
+    try:
+        message = refused(lambda text: Plan.from_yaml(text, "a.yaml"), text)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(text) + 2 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(message) < 2000
+
+
+def test_values_are_counted_while_a_text_is_read_and_as_often_as_aliases_repeat_them():
+    assert refused(value_of, "[" + "1," * 20_001 + "]") == "a.yaml:1: the text has more than 20000 values; write less"
+    assert refused(value_of, SMALL_BOMB) == "a.yaml:5: this is more than 20000 values; write less"
 
 
 def test_a_wrong_value_is_shown_without_its_end():

@@ -13,17 +13,22 @@ from counterpoint.optim.validation import MAX_DIGITS, MAX_QUOTED, parse_digits, 
 MAX_CHARACTERS = 1_000_000
 """The longest text that is parsed."""
 
-MAX_NODES = 1_000_000
-"""The largest number of values of a text, each counted as often as an alias repeats it."""
+MAX_NODES = 20_000
+"""The largest number of values of a text, each counted as often as an alias repeats it: 0.6 s of reading."""
 
 MAX_DEPTH = 50
 """How deeply lists and mappings may be nested."""
+
+
+MAX_TYPED_CHARACTERS = 10_000
+"""The longest value that may be something else than a text; to tell times from texts takes memory."""
 
 
 class _Loader(yaml.SafeLoader):
     """A loader that reads 1e-3 as a number, as YAML 1.2 does, and has one kind of error for all wrong values."""
 
     depth = 0  # of the node that is being composed
+    num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the next node of the text.
@@ -31,13 +36,23 @@ class _Loader(yaml.SafeLoader):
         Raises:
             RecursionError: it is nested too deeply. The scanner's time grows with the square of the depth, so it stops
                 here.
+            OverflowError: there are too many. A node takes a kilobyte, so that a text is not read to its end first.
         """
         self.depth += 1
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            raise OverflowError
         if self.depth > MAX_DEPTH:
             raise RecursionError
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:  # noqa: ANN401 - as in yaml
+        """Return the tag of a node that has none."""
+        is_text = kind is yaml.ScalarNode and implicit[0] and len(value) > MAX_TYPED_CHARACTERS
+        tag: str = super().resolve(kind, value, (False, True) if is_text else implicit)
+        return tag
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002 - as in yaml
         """Return the value of a node.
@@ -73,7 +88,8 @@ def compose_yaml(text: object, file: str, what: str) -> yaml.Node | None:
         what: what errors call it, such as ``the plan file``.
 
     Raises:
-        PlanError: the text is not YAML, too long or too deeply nested, a value contains itself, or a key is a list.
+        PlanError: the text is not YAML, too long, too deeply nested or of too many values, a value contains itself, or
+            a key is a list.
     """
     if not isinstance(text, str) or len(text) > MAX_CHARACTERS:
         fact = f"has {len(text)} characters" if isinstance(text, str) else f"is of the type {type(text).__name__}"
@@ -82,6 +98,8 @@ def compose_yaml(text: object, file: str, what: str) -> yaml.Node | None:
         root = yaml.compose(text, Loader=_Loader)
     except RecursionError:
         raise _error_at(None, file, f"{what} is nested more than {MAX_DEPTH} levels deep; give a flat one") from None
+    except OverflowError:
+        raise _error_at(None, file, f"{what} has more than {MAX_NODES} values; write less") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise _error_at(mark, file, f"{what} is not YAML: {str(error)[: 5 * MAX_QUOTED]}") from None

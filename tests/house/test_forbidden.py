@@ -1,15 +1,50 @@
-"""Check what may not be in the source at all: swallowed errors, pickles, the environment outside the launchers."""
+"""Check what may not be in the source: swallowed errors, pickles, code made from data, the environment outside launchers."""
 
 import ast
 
 from tests.house.source import FILES, SOURCE, dotted, imports, name_of, parsed
 
-PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+PICKLES = {
+    "pickle", "_pickle", "cPickle", "pickletools", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg",
+    "jsonpickle", "xmlrpc",
+}  # fmt: skip
+PICKLE_READERS = {
+    f"{module}.{name}"
+    for module, names in {
+        "np": ["load", "lib.npyio.NpzFile"], "numpy": ["load"], "torch.hub": ["load"], "torch.jit": ["load"],
+        "torch.package": ["PackageImporter"], "pd": ["read_pickle"], "pandas": ["read_pickle"],
+        "concurrent.futures": ["ProcessPoolExecutor"],
+        "multiprocessing": ["Manager", "Pipe", "Pool", "Queue", "SimpleQueue", "connection.Client", "connection.Listener"],
+    }.items()
+    for name in names
+}  # fmt: skip
 PICKLING_CALLS = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
     "send_object_list", "recv_object_list",
 }  # fmt: skip
+PIPES = {  # nameless, to processes that the file itself starts
+    "src/counterpoint/data/loader.py",
+    "src/counterpoint/launchers/worker_pool.py",
+}
 EXPORT = "src/counterpoint/training/checkpointing/export.py"
+CODE_FROM_TEXT = {"eval", "exec", "compile", "__import__"}
+IMPORTERS = {"importlib", "runpy", "imp", "pkgutil", "pydoc", "code", "codeop", "zipimport"}
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
+UNSAFE_YAML = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader", "yaml.UnsafeLoader"}
+HARMLESS_IMPORTERS = {"importlib.metadata", "importlib.util.find_spec"}  # they run no module
+IMPORTS_BY_NAME = {
+    "src/counterpoint/__init__.py": "its own modules, when a name of the package is read first",
+    "src/counterpoint/checkpoint/__init__.py": "its own modules, when a name of the package is read first",
+    "src/counterpoint/cli/doctor.py": "asks only where torch is",
+    "src/counterpoint/cli/main.py": "the module of a command, from a table in the source",
+    "src/counterpoint/data/digits.py": "scikit-learn, which may be absent",
+    "src/counterpoint/launchers/function_main.py": "the function that `launch` was given by this user's own script",
+    "src/counterpoint/launchers/rank_main.py": "the script of this user's own command line",
+    "src/counterpoint/launchers/script.py": "the script of this user's own command line",
+    "src/counterpoint/partitioning/lazy_networkx.py": "networkx, when torch first needs it",
+    "src/counterpoint/spark/module_codec.py": "classes of a model: torch's own from a table, others if the user trusts them",
+    "src/counterpoint/testing/claims.py": "the scripts of benchmarks/ in this repository",
+}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
 
 
@@ -42,14 +77,61 @@ def test_nothing_is_pickled():
     for path in FILES:
         used = set(imports(path))
         pickling += [f"{name_of(path)}: {name}" for name in used if name.split(".")[0] in PICKLES]
-        loads = {"torch.save", "torch.load", "torch.serialization"}
+        loads = {"torch.save", "torch.load", "torch.serialization"} | PICKLE_READERS
         if name_of(path) == EXPORT:  # decision 77: for other programs, and never read
             loads.remove("torch.save")
+        pickling += [
+            f"{name_of(path)}: {one}" for one in names_in(path) if one.endswith(".Pipe") and name_of(path) not in PIPES
+        ]
         pickling += [f"{name_of(path)}: {name}" for name in names_in(path) & loads]
         pickling += [
             f"{name_of(path)}: {name}" for name in names_in(path) | used if name.split(".")[-1] in PICKLING_CALLS
         ]
     assert not pickling
+
+
+def keywords_in(path):
+    """Return every keyword of a call that is given a constant, with its value."""
+    calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    return {
+        (word.arg, word.value.value) for call in calls for word in call.keywords if isinstance(word.value, ast.Constant)
+    }
+
+
+def own_names(path):
+    """Return the names that a file imports from somewhere, or defines."""
+    defined = {node.name for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)}
+    return defined | {name.rpartition(".")[2] for name in imports(path)}
+
+
+def test_no_text_becomes_code():
+    """``compile`` of counterpoint and methods such as ``model.eval()`` are other functions."""
+    found = []
+    for path in FILES:
+        called = {dotted(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
+        builtin = (called & CODE_FROM_TEXT) - own_names(path) if called & CODE_FROM_TEXT else set()
+        found += [f"{name_of(path)}: {name}" for name in builtin | (called & {f"builtins.{n}" for n in CODE_FROM_TEXT})]
+        shells = (names_in(path) | set(imports(path))) & (SHELLS | UNSAFE_YAML)
+        wrong = keywords_in(path) & {("shell", True), ("allow_pickle", True), ("weights_only", False)}
+        found += [f"{name_of(path)}: {name}" for name in (*shells, *wrong)]
+    assert not found
+
+
+def imports_by_name(path):
+    """Tell whether a file can import a module whose name is not in an import statement, or find anything by a path."""
+    modules = {name for name in imports(path) if name.split(".")[0] in IMPORTERS}
+    harmless = {name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in HARMLESS_IMPORTERS)}
+    getters = [
+        node
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and dotted(node.func) in {"attrgetter", "operator.attrgetter"}
+        and not all(isinstance(one, ast.Constant) for one in node.args)
+    ]  # fmt: skip
+    return bool(modules - harmless or getters)
+
+
+def test_only_listed_files_import_by_name():
+    assert {name_of(path) for path in FILES if imports_by_name(path)} == IMPORTS_BY_NAME.keys()
 
 
 def test_only_launchers_read_the_environment():
