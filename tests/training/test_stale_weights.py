@@ -219,3 +219,57 @@ def test_what_a_rank_of_its_own_process_may_read_is_current(plan, shared):
         expected = state_of(step.export_weights())
     assert bool(read) == (plan not in {"zero3(2)", "server(2, consistency=asp)", "easgd(2)"})
     assert all(torch.equal(value, expected[name]) for name, value in read.items())
+
+
+def clamp_data(model):
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def assign_vector(model):
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def change_array(model):
+    model[0].weight.detach().numpy()[:] *= 0.9
+
+
+def replace_parameter(model):
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (clamp_data, r"0.weight and \d other parameters of the model changed between two steps"),
+        (assign_vector, r"0.weight and \d other parameters of the model changed between two steps"),
+        (change_array, "0.weight of the model changed between two steps"),
+        (replace_parameter, "0.weight of the model was replaced by another parameter between two steps"),
+    ],
+)
+def test_changes_that_torch_does_not_count_are_refused(plan, change, message):
+    states = planned_states(plan)
+    change(next(states))
+    with pytest.raises(cp.DataError, match=f"^{message}"):
+        next(states)
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "pipeline(2)"])
+def test_they_are_trained_on_if_they_are_written_back(plan):
+    model = net()
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.5), F.cross_entropy, strategy=plan) as step:
+        for batch in batches():
+            step(*batch)
+            with step.full_weights(writeback=True):
+                clamp_data(model)
+    alone = net()
+    optimizer = optim.SGD(alone.parameters(), lr=0.5)
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(alone(inputs), targets).backward()
+        optimizer.step()
+        clamp_data(alone)
+    assert max_difference(state_of(model), state_of(alone)) < 1e-12

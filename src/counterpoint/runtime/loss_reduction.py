@@ -510,7 +510,7 @@ class LossCheck:
         if losses is None:
             return
         again = losses.total if num_samples > 1 else losses.parts[0]
-        tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude
+        tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude + _rounding_error(leaves[0])
         if not abs(again - value) <= tolerance:
             self.next_step = math.inf
             return
@@ -585,6 +585,13 @@ def _halve(leaf: object) -> object:
 
 def _concatenate(first: object, second: object) -> object:
     return torch.cat([first, second]) if isinstance(first, Tensor) and isinstance(second, Tensor) else second
+
+
+def _rounding_error(output: Tensor) -> float:
+    """Return by how much a loss of an output may differ because of rounding, even if it is about 0."""
+    if not output.is_floating_point() or not output.numel():
+        return 0.0
+    return torch.finfo(output.dtype).eps * float(output.detach().abs().max().nan_to_num())
 
 
 def _take_samples(leaf: object, *, num_samples: int, first: int, stop: int) -> object:

@@ -945,7 +945,7 @@ class LocalRanks:
             load_values(self.trained, store.buffers)
         self.retained_memory.stop()
         if self.mutation_check is not None:
-            self.mutation_check.record_versions()
+            self.mutation_check.record_values()
         self.buffer_changes.record()
         self.stale_weights.mark_current()
 
@@ -987,7 +987,7 @@ class LocalRanks:
                     )
                     param.data.copy_(value)
         if self.mutation_check is not None:
-            self.mutation_check.record_versions()
+            self.mutation_check.record_values()
 
     def close(self) -> None:
         """Release shared memory and close the world."""

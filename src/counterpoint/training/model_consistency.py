@@ -64,7 +64,10 @@ def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -
 
 
 class ParameterMutationCheck:
-    """Detects in-place changes of the user's parameters by torch's version counters; ``.data`` does not count.
+    """Detects changes of the user's parameters, which ranks would not see.
+
+    Changes in place are found by torch's version counters. These do not count changes through ``.data`` or numpy, so
+    that sums and norms are compared, too, in steps before which the trained values were loaded into the model.
 
     Args:
         model: the user's model.
@@ -81,17 +84,28 @@ class ParameterMutationCheck:
         if num_ranks == 1:
             updated_in_place |= {id(param) for param in stores[0].params.values()}
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in updated_in_place]
+        checked = {id(param): name for name, param in self.params}
+        self.slots = [
+            (checked[id(param)], vars(module)["_parameters"], key, param)
+            for module in model.modules()
+            for key, param in module.named_parameters(recurse=False, remove_duplicate=False)
+            if id(param) in checked
+        ]
         self.stores = stores
-        self.versions: list[int] = []
-        self.record_versions()
+        self.versions = self.version_counters()
+        self.measures: list[str] = []  # of the values, if the model may have been read since the last step
 
     def version_counters(self) -> list[int]:
         """Return the version counter of each checked parameter."""
         return [param._version for _, param in self.params]  # noqa: SLF001 - there is no other way to see it
 
-    def record_versions(self) -> None:
+    def record_values(self) -> None:
         """Accept the current values as those that the ranks have."""
-        self.versions = self.version_counters()
+        self.versions, self.measures = self.version_counters(), self.measure_values()
+
+    def measure_values(self) -> list[str]:
+        """Return the sum and the norm of the values of each checked parameter; as text, because nan equals no nan."""
+        return [_sum_and_norm(param.detach()) for _, param in self.params]
 
     def require_unchanged(self, plan: Plan, location: str) -> None:
         """Check that the model's weights were not changed since the ranks got them.
@@ -105,11 +119,16 @@ class ParameterMutationCheck:
         """
         if not self.params:
             return
-        versions = self.version_counters()
-        if versions == self.versions:
+        self._require_same_params(plan)
+        versions, measures = self.version_counters(), self.measure_values() if self.measures else []
+        if versions == self.versions and measures == self.measures:
+            self.measures = []
             return
-        pairs = zip(self.versions, versions, strict=True)
-        names = [name for (name, _), (old, new) in zip(self.params, pairs, strict=True) if old != new]
+        before, after = (
+            zip(self.versions, self.measures or self.versions, strict=True),
+            zip(versions, measures or versions, strict=True),
+        )
+        names = [name for (name, _), old, new in zip(self.params, before, after, strict=True) if old != new]
         is_shared = any(flat_params.grads.is_shared for store in self.stores for flat_params in store.flat_params())
         shared_note = "the ranks train one copy in shared memory, so any of them may have used old or new values"
         note = shared_note if is_shared else "the ranks train copies, and at most one of them was changed"
@@ -119,6 +138,25 @@ class ParameterMutationCheck:
             "before the change and step.import_weights() after it; with a Trainer, change weights before fit() or "
             "between two calls"
         )
+
+    def _require_same_params(self, plan: Plan) -> None:
+        """Check that the model has the parameters that it had.
+
+        Raises:
+            DataError: one is another object.
+        """
+        for name, params, key, param in self.slots:
+            if params.get(key) is not param:
+                raise DataError(
+                    f"{name} of the model was replaced by another parameter between two steps, but under {plan} ranks "
+                    "train the one that it was; change its values inside `with step.full_weights(writeback=True) as "
+                    "model:`, or close() and call parallelize(...) again (or make a new Trainer)"
+                )
+
+
+def _sum_and_norm(value: Tensor) -> str:
+    values = torch.view_as_real(value) if value.is_complex() else value
+    return f"{float(values.sum(dtype=torch.float64))!r} {float(torch.linalg.vector_norm(values.double()))!r}"
 
 
 class AttributeCheck:

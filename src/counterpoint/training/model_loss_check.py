@@ -7,7 +7,7 @@ only be computed again by the model, which before the first step is still whole 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,11 @@ class LossOfSamples(NamedTuple):
         mean: the loss; or the sum, if it is one.
         weight: what a mean was divided by.
         dtype: of the loss.
-        is_by_sample: whether all outputs have the samples along dim 0.
-        is_random: whether random numbers were drawn.
     """
 
     mean: float
     weight: float
     dtype: torch.dtype
-    is_by_sample: bool
-    is_random: bool
 
 
 def require_model_loss_adds_up(
@@ -87,12 +83,14 @@ def require_model_loss_adds_up(
     if whole is None:
         return
     try:
-        first = _compute(model, loss, parts[0], is_sum=is_sum)
-        if first.is_by_sample or first.is_random:
-            return
-        second, total = (_compute(model, loss, samples, is_sum=is_sum) for samples in (parts[1], whole))
+        found = [_compute(model, loss, parts[0], is_sum=is_sum)]
+        if found[0] is not None:
+            found += [_compute(model, loss, samples, is_sum=is_sum) for samples in (parts[1], whole)]
     except Exception:  # noqa: BLE001 - training raises it again, with its location
         return
+    if None in found:
+        return
+    first, second, total = cast("list[LossOfSamples]", found)
     losses = LossOfParts(
         total.mean, (first.mean, second.mean), (first.weight, second.weight), (parts[0].count, parts[1].count)
     )
@@ -145,8 +143,12 @@ def _join(one: object, other: object) -> object:
     return torch.cat([one, other]) if isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() else one
 
 
-def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: bool) -> LossOfSamples:
-    """Run the model and the loss on some samples, in evaluation mode."""
+def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: bool) -> LossOfSamples | None:
+    """Run the model and the loss on some samples, in evaluation mode.
+
+    Returns:
+        None if all outputs have the samples along dim 0, or if random numbers were drawn.
+    """
     inputs, targets = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, samples[:2])
     args, kwargs = split_call_args(as_call_args(inputs))
     recorder = ReductionRecorder(is_whole=True)
@@ -154,13 +156,10 @@ def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: 
         state = torch.get_rng_state()
         with InterceptFunctions(recorder.replacements):
             output = model(*args, **kwargs)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if all(leaf.dim() and len(leaf) == samples.count for leaf in leaves):
+            return None
         mean, weight, _ = compute_mean_loss(loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum)
-        is_random = not torch.equal(torch.get_rng_state(), state)
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return LossOfSamples(
-        float(mean),
-        samples.count if weight is None else float(weight),
-        mean.dtype,
-        all(leaf.dim() and len(leaf) == samples.count for leaf in leaves),
-        is_random,
-    )
+        if not torch.equal(torch.get_rng_state(), state):
+            return None
+    return LossOfSamples(float(mean), samples.count if weight is None else float(weight), mean.dtype)
