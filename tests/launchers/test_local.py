@@ -1,6 +1,7 @@
 """Real processes: whatever ends a run, it ends soon, says why, and leaves nothing behind."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -136,6 +137,78 @@ raise PeerError("rank 1 closed the connection")
     result, lines = run(tmp_path, text, 2)
     assert result.report.startswith("rank 1 was killed by SIGKILL (pid ")
     assert lines == []
+
+
+BLAME = """
+from counterpoint.errors import PeerError
+raise PeerError("rank 0 waited 0.1 s for barrier of grad0 with rank 1: rank 1 has closed its fabric")
+"""
+
+
+def test_a_rank_that_leaves_is_the_cause_though_its_process_ends_after_the_error_of_the_other(tmp_path):
+    path, _ = fifo(tmp_path)
+    text = f"""
+if rank == 1:
+    import atexit
+    atexit.register(signal.pause)
+    open({str(path)!r}, "w").write("here")
+    sys.exit(0)
+open({str(path)!r}).read()
+"""
+    began = time.monotonic()
+    result, lines = run(tmp_path, text + BLAME, 2)
+    first, second = result.report.splitlines()
+    assert first.startswith(f"rank 1 ended with exit code 0 at {tmp_path}/job.py:8 (pid {result.exits[1].pid}, after ")
+    assert second.startswith("rank 0 stopped because of rank 1: rank 0 waited 0.1 s for barrier of grad0 with rank 1")
+    assert (result.exit_code, result.failed_rank, lines) == (1, 1, [])
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("wait", ["while True: pass", "ctypes.PyDLL(None).pause()"])
+def test_a_rank_that_hangs_is_the_cause_with_the_line_where_it_is(tmp_path, wait):
+    path, _ = fifo(tmp_path)
+    text = f"""
+import ctypes
+def work():
+    open({str(path)!r}, "w").write("here")
+    {wait}
+if rank == 1: work()
+open({str(path)!r}).read()
+"""
+    result, _ = run(tmp_path, text + BLAME, 2)
+    first, *stack, last = result.report.splitlines()
+    assert first.startswith(f"rank 1 was in work at {tmp_path}/job.py:7 (pid {result.exits[1].pid}, after ")
+    assert stack[:2] == [f"  work at {tmp_path}/job.py:7", f"  <module> at {tmp_path}/job.py:8"]
+    assert last.startswith("rank 0 stopped because of rank 1: rank 0 waited 0.1 s for")
+    assert (result.exit_code, result.failed_rank) == (1, 1)
+
+
+def test_a_rank_that_is_stopped_is_reported_and_is_the_cause(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("counterpoint.launchers.rank_activity.NOTICE_S", 0.0)
+    path, _ = fifo(tmp_path)
+    text = f"""
+if rank == 1:
+    open({str(path)!r}, "w").write(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+other = open({str(path)!r}).read()
+while open("/proc/" + other + "/stat").read().rpartition(")")[2].split()[0] != "T": pass
+"""
+    monkeypatch.setattr("counterpoint.launchers.local.STATE_POLL_S", 0.0)
+    result, _ = run(tmp_path, text + BLAME, 2)
+    pid = result.exits[1].pid
+    assert re.match(rf"rank 1 was stopped by SIGSTOP for \d s \(pid {pid}, after ", result.report)
+    assert result.exits[1].returncode == -signal.SIGTERM
+    assert capsys.readouterr().err == (
+        f"counterpoint: rank 1 (pid {pid}) has been stopped by SIGSTOP for 0 s, and others may wait for it; "
+        f"`kill -CONT {pid}` lets it go on\n"
+    )
+
+
+def test_ranks_that_wait_for_others_see_that_one_has_ended(tmp_path):
+    """They waited for it until the timeout."""
+    text = "from counterpoint.launchers.rank_main import has_exited_rank\n"
+    text += "if rank == 1: os._exit(0)\nwhile not has_exited_rank(): pass\n"
+    assert run(tmp_path, text + BLAME, 2)[0].report.startswith("rank 1 ended with exit code 0 (pid ")
 
 
 def test_a_single_peer_error_also_ends_the_run(tmp_path):

@@ -16,7 +16,7 @@ from counterpoint.cli.rank_job import RankJob
 from counterpoint.errors import CounterpointError, StoppedBySignal
 from counterpoint.jobs.job import BuildOptimizer, BuildSchedule, TrainingJob
 from counterpoint.jobs.registry import find_job
-from counterpoint.launchers.rank_main import delay_secondary_error, report_error
+from counterpoint.launchers.rank_main import answer_stack_requests, delay_secondary_error, report_error
 from counterpoint.training.callbacks.callback import History
 from counterpoint.training.callbacks.progress import ProgressCallback
 from counterpoint.training.callbacks.run_folder import RunFolder
@@ -128,6 +128,7 @@ def format_final_metric(job: TrainingJob, history: History) -> str:
 
 def main(path: str, errors: Literal["reported", "raised"] = "reported") -> int:
     """Run the job at the path; return the exit code. The process that started this rank reports errors."""
+    answer_stack_requests()
     try:
         run_job(RankJob.from_json(Path(path).read_text(encoding="utf-8")))
     except KeyboardInterrupt:

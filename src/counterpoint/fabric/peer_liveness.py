@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.c10d import PrefixStore
+from counterpoint.world.process_stat import PROC, STOPPED_BY, read_process_stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,30 @@ class PeerProcesses:
                 poll.register(fd, select.POLLIN)
         return next((self.fds.index(fd) for fd, _ in poll.poll(0)), None)
 
+    def describe_stopped(self) -> str:
+        """Return the error text for the first rank that a signal or a debugger has stopped; empty if all run."""
+        for rank, fd in enumerate(self.fds):
+            pid = _pid_of(fd) if fd >= 0 else None
+            state = None if pid is None else read_process_stat(PROC / str(pid))
+            if state is not None and state.letter in STOPPED_BY:
+                return (
+                    f"rank {rank} (pid {pid}) has been stopped by {STOPPED_BY[state.letter]}: find what stops it; "
+                    f"`kill -CONT {pid}` lets it go on"
+                )
+        return ""
+
     def close(self) -> None:
         """Close the pidfds. Idempotent."""
         for rank, fd in enumerate(self.fds):
             if fd >= 0:
                 os.close(fd)
                 self.fds[rank] = -1
+
+
+def _pid_of(pidfd: int) -> int | None:
+    """Return the process id of a pidfd; None if its process has ended."""
+    pid = re.search(r"^Pid:\s*(\d+)$", (PROC / "self" / "fdinfo" / str(pidfd)).read_text(), re.MULTILINE)
+    return None if pid is None else int(pid[1])
 
 
 def open_peer_processes(store: PrefixStore, ranks: Iterable[int], rank: int, num_ranks: int) -> PeerProcesses:

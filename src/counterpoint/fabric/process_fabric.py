@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.fabric.peer_liveness import PeerProcesses
 
 REASON_WAIT_S = 0.5  # after a lost connection, wait this long for a rank that posts the reason
 EXIT_WAIT_S = 0.3  # on one host: a process closes its connections a moment before the kernel reports its exit
@@ -39,6 +40,7 @@ class ProcessFabric(Fabric, ABC):
         self.is_subfabric = False
         self.linked_fabrics: tuple[ProcessFabric, ...] = ()
         self.while_waiting: AbstractContextManager[None] = nullcontext()
+        self._processes = PeerProcesses([])
 
     def link_to(self, fabric: ProcessFabric) -> None:
         """Fail together with another part of a hierarchical fabric."""
@@ -82,9 +84,10 @@ class ProcessFabric(Fabric, ABC):
         if stopped is not None:
             return f"stopped because of {stopped}"
         if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.timeout_s:
-            return (
-                f"the timeout of {self.timeout_s:.1f} s has passed; every member must arrive within it: check what "
-                "the others did instead, or raise the timeout if they are only slow"
+            return f"the timeout of {self.timeout_s:.1f} s has passed; " + (
+                self._processes.describe_stopped()
+                or "every member must arrive within it: check what the others did instead, or raise the timeout if "
+                "they are only slow"
             )
         end = time.monotonic() + (REASON_WAIT_S if self.is_subfabric else EXIT_WAIT_S)
         while True:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from counterpoint.world.process_stat import PROC, STOPPED_BY, read_process_stat
+
 GRACE_S = 2.0  # from SIGTERM to SIGKILL
 POLL_S = 0.01
 EXEC_WRAPPER = Path(__file__).with_name("exec_wrapper.py")
@@ -58,17 +60,28 @@ class ChildProcess:
         self.pid = self._popen.pid
         self.stdout, self.stderr = self._popen.stdout, self._popen.stderr
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it has not ended, and to all that it has started in its session."""
-        with self._lock:
-            if self._popen.returncode is None:  # not reaped: its process group id cannot be that of others
-                self._kill_group(number)
+    def send_signal(self, number: int, *, to_session: bool = True) -> None:
+        """Send a signal to the process, if it has not ended, and to all that it has started in its session.
 
-    def request_stop(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone, if it has not ended, so that it can use what it has started to stop."""
+        Args:
+            number: of the signal.
+            to_session: whether all that it has started in its session get it, too.
+        """
         with self._lock:
-            if self._popen.returncode is None:
-                self._popen.send_signal(number)
+            if self._popen.returncode is None:  # not reaped: its ids cannot be those of others
+                if to_session:
+                    self._kill_group(number)
+                else:
+                    os.kill(self.pid, number)
+
+    def stopped_by(self) -> str:
+        """Return the signal that has stopped the process, or that a debugger has; empty if nothing has."""
+        with self._lock:
+            found = None if self._popen.returncode is not None else read_process_stat(PROC / str(self.pid))
+            if found is None or found.letter not in STOPPED_BY:
+                return ""
+            event = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            return STOPPED_BY[found.letter] if event is None else signal.Signals(event.si_status).name
 
     def poll(self) -> int | None:
         """Return the exit code, or minus the signal that ended the process; None while it runs.
@@ -90,7 +103,7 @@ class ChildProcess:
         assert code is not None, "it has ended"
         return code
 
-    def _kill_group(self, number: signal.Signals) -> None:
+    def _kill_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 
 from counterpoint.errors import StoppedBySignal
+from counterpoint.launchers.rank_activity import RankActivity
 from counterpoint.terminal_text import escape_line, escape_text
 from counterpoint.value_codec import parse_json
 
-ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, if all failed ranks only report a lost peer
+ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, once a rank has ended that only reports a lost peer
+RECORD_WAIT_S = 1.5  # likewise, from its record: under load its process needs seconds to end
 EXIT_WAIT_S = 0.25  # wait for other ranks to end by themselves, once the root cause is known
 SAME_ERROR_WAIT_FRACTION = 0.25  # of the time that a rank took to fail: others may raise the same error this much later
 SAME_ERROR_MAX_WAIT_S = 2.0
 MESSAGE_MAX_CHARS = 4000
-RECORD_MAX_BYTES = 65536
+MAX_NOTES = 4
+RECORD_MAX_BYTES = 262144
 
 STOPPED = StoppedBySignal.__name__
 
@@ -36,14 +39,15 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """The exception that ended a rank, written by that rank.
+    """The exception that ended a rank's script, or its end without one, written by that rank.
 
     Args:
-        kind: name of the exception's type.
+        kind: name of the exception's type; empty if the script has ended with exit code 0.
         message: its text.
         location: ``file.py:40``, the last line of the user's own code; empty if there is none.
         is_peer: whether it only says that another rank failed.
         time_s: the host's monotonic clock when it was raised.
+        notes: those of the exception, such as the step.
     """
 
     kind: str
@@ -51,13 +55,16 @@ class ErrorRecord:
     location: str
     is_peer: bool
     time_s: float
+    notes: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
         """Write the record to ``path`` atomically; an existing record stays."""
         if path.exists():
             return
         draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps({**asdict(self), "message": self.message[:MESSAGE_MAX_CHARS]}), encoding="utf-8")
+        notes = [note[:MESSAGE_MAX_CHARS] for note in self.notes[:MAX_NOTES]]
+        content = {**asdict(self), "message": self.message[:MESSAGE_MAX_CHARS], "notes": notes}
+        draft.write_text(json.dumps(content), encoding="utf-8")
         draft.rename(path)
 
     @staticmethod
@@ -72,6 +79,7 @@ class ErrorRecord:
                 str(content["location"]),
                 bool(content["is_peer"]),
                 float(content["time_s"]),
+                tuple(map(str, content["notes"])),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -88,7 +96,9 @@ class RankExit:
         seconds: how long it ran.
         ended_s: the host's monotonic clock when the exit was observed.
         stopped_s: when we sent it the first signal, if we did before it ended.
-        error: its error record, if any.
+        record: of the end of its script, if any.
+        activity: what it did when we stopped it, if that is known.
+        host: which runs it; empty for this one.
     """
 
     rank: int
@@ -97,7 +107,21 @@ class RankExit:
     seconds: float
     ended_s: float
     stopped_s: float | None = None
-    error: ErrorRecord | None = None
+    record: ErrorRecord | None = None
+    activity: RankActivity | None = None
+    host: str = ""
+
+    @property
+    def error(self) -> ErrorRecord | None:
+        """The record of its exception; None if it has none."""
+        return self.record if self.record is not None and self.record.kind else None
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it ended with exit code 0, and not because we had stopped it."""
+        if self.error is not None or self.stopped_s is None:
+            return self.error is None and self.returncode == 0
+        return self.record is not None and self.record.time_s < self.stopped_s
 
 
 def severity(rank_exit: RankExit) -> int:
@@ -112,21 +136,33 @@ def severity(rank_exit: RankExit) -> int:
 def find_root_cause(exits: Sequence[RankExit]) -> RankExit | None:
     """Return the rank whose exit explains the others: most certain first, then earliest; None if none failed.
 
-    If the failed ranks only wait for one that had exited successfully, it is that one: it exited too early.
+    If the failed ranks only waited for others, it is the one of those that did not wait itself: it had exited
+    successfully, something had stopped it, or it did something else. Clocks are not compared: the errors say who waited
+    for whom.
     """
     failed = [outcome for outcome in exits if severity(outcome) < 3]
     root_cause = min(
         failed,
-        key=lambda rank_exit: (severity(rank_exit), not _is_mismatch_party(rank_exit), _failed_s(rank_exit)),
+        key=lambda rank_exit: (severity(rank_exit), not _mismatch_parties(rank_exit), _failed_s(rank_exit)),
         default=None,
     )
-    if root_cause is None or severity(root_cause) < 2:
+    if root_cause is None or severity(root_cause) < 2 or _mismatch_parties(root_cause):
         return root_cause
-    exited_early = [outcome for outcome in exits if _exited_early(outcome, root_cause)]
-    return min(exited_early, key=lambda outcome: outcome.ended_s, default=root_cause)
+    awaited = [
+        rank_exit
+        for rank_exit in exits
+        if severity(rank_exit) == 3 and any(_is_named(rank_exit.rank, waiting.error) for waiting in failed)
+    ]
+    early = [rank_exit for rank_exit in awaited if rank_exit.is_early]
+    absent = [o for o in awaited if o not in early and o.activity is not None and not o.activity.is_waiting]
+    return min(
+        early or absent,
+        key=lambda rank_exit: (not (rank_exit.activity and rank_exit.activity.stopped_by), rank_exit.ended_s),
+        default=root_cause,
+    )
 
 
-def wait_for_others_s(exits: Sequence[RankExit], records: Iterable[ErrorRecord] = ()) -> float:
+def wait_for_others_s(exits: Sequence[RankExit], records: Mapping[int, ErrorRecord] | None = None) -> float:
     """Return how many seconds to wait for running ranks before stopping them; infinity unless one has failed.
 
     If the error is an exception, all ranks may be about to raise it, sooner or later: the longer the first one ran, the
@@ -134,15 +170,19 @@ def wait_for_others_s(exits: Sequence[RankExit], records: Iterable[ErrorRecord] 
 
     Args:
         exits: of the ranks that have ended.
-        records: error records of running ranks.
+        records: of running ranks whose scripts have ended.
     """
+    ending = records or {}
+    early = {*(o.rank for o in exits if o.is_early), *(rank for rank, record in ending.items() if not record.kind)}
+    waiting = [record for record in (*(o.record for o in exits), *ending.values()) if record and record.is_peer]
+    if any(_is_named(rank, record) for rank in early for record in waiting):
+        return EXIT_WAIT_S
     if find_root_cause(exits) is None:
-        return inf
+        return RECORD_WAIT_S if waiting else inf
     causes = [rank_exit for rank_exit in exits if severity(rank_exit) < 2]
     if not causes:
         return ROOT_CAUSE_WAIT_S
-    has_peer_error = any(severity(rank_exit) == 2 for rank_exit in exits) or any(record.is_peer for record in records)
-    if has_peer_error or any(rank_exit.error is None for rank_exit in causes):
+    if waiting or any(rank_exit.error is None for rank_exit in causes):
         return EXIT_WAIT_S
     return min(
         max(EXIT_WAIT_S, SAME_ERROR_WAIT_FRACTION * min(rank_exit.seconds for rank_exit in causes)),
@@ -166,11 +206,12 @@ def format_report(exits: Sequence[RankExit]) -> str:
     if same_error:
         lines.append(f"{_format_ranks(same_error)} failed in the same way")
     locations = _group_by_location(exits, root_cause)
-    if len(locations) > 1:
+    if locations:
         lines.append(", ".join(f"{_format_ranks(numbers)} at {location}" for location, numbers in locations.items()))
         folded = [rank for rank in folded if not any(rank in numbers for numbers in locations.values())]
     if folded:
-        lines.append(f"{_format_ranks(folded)} stopped because of rank {root_cause.rank}")
+        wait = _describe_wait(others) if root_cause.error is None else ""
+        lines.append(f"{_format_ranks(folded)} stopped because of {_format_cause(root_cause)}{wait}")
     return escape_text("\n".join(lines))
 
 
@@ -200,7 +241,7 @@ def exit_code(exits: Sequence[RankExit]) -> int:
     if root_cause is None:
         return 0
     if root_cause.returncode < 0:  # after an exception, a signal is only a crash of native code during shutdown
-        return 128 - root_cause.returncode if root_cause.error is None else 1
+        return 128 - root_cause.returncode if root_cause.error is None and root_cause.stopped_s is None else 1
     return root_cause.returncode or 1
 
 
@@ -213,16 +254,17 @@ def _same_error(first: RankExit, second: RankExit) -> bool:
     return first.error is not None and second.error is not None and len(texts) == 1
 
 
-def _is_mismatch_party(rank_exit: RankExit) -> bool:
-    """Whether its error says that this rank and another started different collectives."""
+def _mismatch_parties(rank_exit: RankExit) -> list[int]:
+    """Return this rank and the one that started another collective, if its error says so; else an empty list."""
     match = re.match(r"ranks (\d+) and (\d+) disagree\b", rank_exit.error.message) if rank_exit.error else None
-    return match is not None and str(rank_exit.rank) in match.groups()
+    parties = [] if match is None else [int(number) for number in match.groups()]
+    return parties if rank_exit.rank in parties else []
 
 
 def _group_by_location(exits: Sequence[RankExit], root_cause: RankExit) -> dict[str, list[int]]:
     """Return the code locations of the ranks that report the same mismatch, with their ranks."""
     locations: dict[str, list[int]] = {}
-    for outcome in exits if _is_mismatch_party(root_cause) else ():
+    for outcome in exits if _mismatch_parties(root_cause) else ():
         if (
             outcome.error is not None
             and root_cause.error is not None
@@ -232,32 +274,62 @@ def _group_by_location(exits: Sequence[RankExit], root_cause: RankExit) -> dict[
     return locations
 
 
-def _exited_early(rank_exit: RankExit, other: RankExit) -> bool:
-    """Whether a rank had exited successfully, and another failed because of it, according to its error."""
-    if severity(rank_exit) < 3 or rank_exit.stopped_s is not None or other.error is None:
-        return False
-    match = re.search(rf"\branks? (\d+(, | and ))*{rank_exit.rank}\b", other.error.message)
-    return match is not None and rank_exit.ended_s < _failed_s(other)
+def _is_named(rank: int, error: ErrorRecord | None) -> bool:
+    """Whether an error of another rank names this one."""
+    return error is not None and re.search(rf"\branks? (\d+(, | and ))*{rank}\b", error.message) is not None
+
+
+def _describe_wait(exits: Sequence[RankExit]) -> str:
+    """Return what the first of the ranks that reports a lost peer has waited for; empty if none does."""
+    waiting = [rank_exit for rank_exit in exits if severity(rank_exit) == 2]
+    error = min(waiting, key=_failed_s).error if waiting else None
+    return "" if error is None else ", ".join([f": {(error.message.splitlines() or [''])[0]}", *error.notes])
 
 
 def _failed_s(rank_exit: RankExit) -> float:
     return rank_exit.ended_s if rank_exit.error is None else min(rank_exit.error.time_s, rank_exit.ended_s)
 
 
+def _format_cause(rank_exit: RankExit) -> str:
+    return _format_ranks(_mismatch_parties(rank_exit) or [rank_exit.rank])
+
+
 def _format_exit(rank_exit: RankExit) -> str:
-    who, run = f"rank {rank_exit.rank}", f"(pid {rank_exit.pid}, after {rank_exit.seconds:.1f} s)"
+    who, host = _format_cause(rank_exit), f" on {rank_exit.host}" if rank_exit.host else ""
+    run = f"(pid {rank_exit.pid}{host}, after {rank_exit.seconds:.1f} s)"
     if rank_exit.error is not None:
         first, *rest = rank_exit.error.message.splitlines() or [""]
         kind = escape_line(rank_exit.error.kind)
         text = f"{kind}: {first}" if first else kind
-        location = f" at {escape_line(rank_exit.error.location)}" if rank_exit.error.location else ""
-        return "\n  ".join([f"{who} failed: {text}{location}", *rest])
+        is_located = rank_exit.error.location and not _mismatch_parties(rank_exit)  # else its ranks are at several
+        location = f" at {escape_line(rank_exit.error.location)}" if is_located else ""
+        return "\n  ".join([f"{who} failed: {text}{location}", *rest, *rank_exit.error.notes])
+    if rank_exit.is_early:
+        location = (
+            f" at {escape_line(rank_exit.record.location)}" if rank_exit.record and rank_exit.record.location else ""
+        )
+        return (
+            f"{who} ended with exit code 0{location} {run}, but others waited for it; every rank has to do all of the "
+            "steps"
+        )
+    if rank_exit.activity is not None:
+        return _format_activity(f"{who} was", rank_exit.activity, run)
     if rank_exit.returncode < 0:
         name, remedy = _describe_signal(-rank_exit.returncode)
         return f"{who} was killed by {name} {run}; {remedy}"
-    if rank_exit.returncode == 0:
-        return f"{who} ended with exit code 0 {run}, but others waited for it; every rank has to do all of the steps"
     return f"{who} ended with exit code {rank_exit.returncode} {run}; its last output shows the cause"
+
+
+def _format_activity(who: str, activity: RankActivity, run: str) -> str:
+    """Return the text about a rank that ran while others waited for it in vain."""
+    if activity.stopped_by:
+        return (
+            f"{who} stopped by {activity.stopped_by} for {activity.stopped_s:.0f} s {run}, and others waited for it; "
+            "find what stops it: `kill -CONT` lets a stopped process go on"
+        )
+    location = f"in {activity.location}" if activity.location else "still running"
+    text = f"{who} {location} {run}, and others waited for it; it hangs there, or needs a longer timeout"
+    return "\n  ".join([text, *activity.frames])
 
 
 def _describe_signal(number: int) -> tuple[str, str]:

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from counterpoint.launchers.environment import RANK_VARIABLES
+from counterpoint.world.process_stat import STOPPED_BY, read_process_stat
 
 LOCAL_RANK = RANK_VARIABLES[2]
-NOT_RUNNING_STATES = {"Z", "T", "t", "X", "x"}  # ended, or stopped by a signal or a debugger
+NOT_RUNNING_STATES = {"Z", "X", "x", *STOPPED_BY}  # ended, or stopped
 
 
 def live_ranks(proc: Path) -> set[int]:
@@ -29,14 +30,14 @@ def live_ranks(proc: Path) -> set[int]:
 
 def _read_process(folder: Path) -> tuple[int, int, str] | None:
     """Return a process's local rank, parent and state; None if it is not a rank, or gone."""
+    state = read_process_stat(folder)
     try:
         environ = (folder / "environ").read_bytes().split(b"\0")
-        state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
         return None
     prefix = f"{LOCAL_RANK}=".encode()
     rank = next((entry.removeprefix(prefix) for entry in environ if entry.startswith(prefix)), b"")
-    return (int(rank), int(parent), state) if rank.isdigit() else None
+    return (int(rank), state.parent, state.letter) if state is not None and rank.isdigit() else None
 
 
 def main(arguments: list[str]) -> int:

@@ -20,7 +20,14 @@ from typing import IO, Literal
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.child_process import GRACE_S, ChildProcess, kill_processes
-from counterpoint.launchers.environment import ERROR_FILE, STORE_FD, TIMEOUT_S, RankEnvironment, rank_variables
+from counterpoint.launchers.environment import (
+    ERROR_FILE,
+    EXITED_FILE,
+    STORE_FD,
+    TIMEOUT_S,
+    RankEnvironment,
+    rank_variables,
+)
 from counterpoint.launchers.exit_report import (
     STOPPED,
     ErrorRecord,
@@ -29,10 +36,12 @@ from counterpoint.launchers.exit_report import (
     find_root_cause,
     format_report,
     format_stop,
+    severity,
     wait_for_others_s,
 )
 from counterpoint.launchers.machine import place_on_this_host
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
+from counterpoint.launchers.rank_activity import RankActivity, StopTimer, read_activity
 from counterpoint.launchers.signals import ENDING_SIGNALS, collect_signals
 from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
 from counterpoint.terminal_text import escape_output
@@ -133,6 +142,7 @@ class OutputReader:
 
 
 POLL_S = 0.02
+STATE_POLL_S = 1.0
 FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1)
 STOP_GRACE_S = 30.0
 """The default time that ranks have to save and end, from the signal that asks them to the one that kills them."""
@@ -238,6 +248,15 @@ class _RankProcess:
     error_file: Path
     started_s: float
     stopped_s: float | None = None
+    stop_timer: StopTimer = field(default_factory=StopTimer)
+    activity: RankActivity | None = None
+
+    def read_activity(self, now_s: float) -> RankActivity:
+        """Return what the rank does, before it is stopped."""
+        self.stop_timer.observe(self.process.stopped_by(), now_s)
+        if self.stop_timer.stopped_by:
+            return RankActivity(self.stop_timer.stopped_by, now_s - self.stop_timer.since_s)
+        return read_activity(self.process, self.error_file)
 
 
 @dataclass(slots=True)
@@ -253,6 +272,7 @@ class _RankSupervisor:
     kill_s: float = inf
     forwarded: set[int] = field(default_factory=set)
     killed: list[int] = field(default_factory=list)  # ranks that were still running after the grace period
+    state_poll_s: float = 0.0
 
     def start(self, argv: Sequence[str], environment: RankEnvironment, error_file: Path, place: RankPlacement) -> None:
         """Start a rank, bound to its cores, and read its output."""
@@ -278,7 +298,9 @@ class _RankSupervisor:
         while self.running:
             self.lines.poll(POLL_S)
             self._reap()
-            self._update_deadlines(time.monotonic())
+            now_s = time.monotonic()
+            self._report_stopped(now_s)
+            self._update_deadlines(now_s)
         outcomes = tuple(sorted(self.exits, key=lambda outcome: outcome.rank))
         if self.received:
             text = format_stop(outcomes, self.received[0], self.killed, self.grace_s)
@@ -298,9 +320,10 @@ class _RankSupervisor:
         if self.received:
             self._forward_signals(now_s)
         else:
-            records = (ErrorRecord.read(child.error_file) for child in self.running)
-            self.stop_s = min(self.stop_s, now_s + wait_for_others_s(self.exits, filter(None, records)))
+            records = {child.rank: record for child in self.running if (record := ErrorRecord.read(child.error_file))}
+            self.stop_s = min(self.stop_s, now_s + wait_for_others_s(self.exits, records))
         if self.kill_s == inf and self.stop_s <= now_s:
+            self._read_activities(now_s)
             self._signal(signal.SIGTERM)
             self.kill_s = now_s + GRACE_S
         if self.kill_s <= now_s or signal.SIGINT in self.received[1:]:
@@ -313,13 +336,35 @@ class _RankSupervisor:
             self.forwarded.add(number)
             for child in self.running:
                 child.stopped_s = child.stopped_s or now_s
-                child.process.request_stop(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+                alone = signal.SIGTERM if number == signal.SIGHUP else number  # it may use what it has started
+                child.process.send_signal(alone, to_session=False)
             self.kill_s = min(self.kill_s, now_s + (GRACE_S if number == signal.SIGINT else self.grace_s))
+
+    def _read_activities(self, now_s: float) -> None:
+        """Find out what the running ranks do, if those that failed have only waited for one of them."""
+        if not any(severity(rank_exit) < 2 for rank_exit in self.exits):
+            for child in self.running:
+                if not child.error_file.exists():  # its script has not ended
+                    child.activity = child.read_activity(now_s)
+
+    def _report_stopped(self, now_s: float) -> None:
+        """Tell the user of a rank that has been stopped for a while, for which the others may wait."""
+        if now_s < self.state_poll_s:
+            return
+        self.state_poll_s = now_s + STATE_POLL_S
+        for child in self.running:
+            timer, pid = child.stop_timer, child.process.pid
+            if timer.observe(child.process.stopped_by(), now_s):
+                sys.stderr.write(
+                    f"counterpoint: rank {child.rank} (pid {pid}) has been stopped by {timer.stopped_by} for "
+                    f"{now_s - timer.since_s:.0f} s, and others may wait for it; `kill -CONT {pid}` lets it go on\n"
+                )
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self.running:
             child.stopped_s = child.stopped_s or time.monotonic()
             child.process.send_signal(number)
+            child.process.send_signal(signal.SIGCONT)  # or a stopped process would not end before SIGKILL
 
     def _reap(self) -> None:
         """Record ranks that have ended."""
@@ -330,9 +375,12 @@ class _RankSupervisor:
             ended_s = time.monotonic()
             self.lines.finish(child.rank)
             self.running.remove(child)
+            child.error_file.with_name(EXITED_FILE).touch()
             record = ErrorRecord.read(child.error_file)
-            seconds = ended_s - child.started_s
-            self.exits.append(RankExit(child.rank, child.process.pid, code, seconds, ended_s, child.stopped_s, record))
+            pid, seconds = child.process.pid, ended_s - child.started_s
+            self.exits.append(
+                RankExit(child.rank, pid, code, seconds, ended_s, child.stopped_s, record, child.activity)
+            )
             if record is not None and record.kind == STOPPED and not self.received:  # a signal to the ranks alone
                 self.received.append(code - 128)
                 self.forwarded.add(code - 128)  # all ranks have agreed on it

@@ -7,9 +7,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from counterpoint.launchers.child_process import ChildProcess, stop_processes
 from counterpoint.launchers.environment import RankEnvironment
@@ -23,16 +23,18 @@ class RankExitInfo(TypedDict):
     """How a rank ended, as JSON; times are of its host's clock.
 
     Attributes:
+        host: which ran it.
         pid: its process.
         returncode: exit code, or minus the signal that killed it.
         seconds: how long it ran.
-        error: its error record, with ``ago_s`` for the time before its exit; None if there is none.
+        record: of the end of its script, with ``ago_s`` for the time before its exit; None if there is none.
     """
 
+    host: str
     pid: int
     returncode: int
     seconds: float
-    error: dict[str, str | float | bool] | None
+    record: dict[str, Any] | None
 
 
 class RankAgent:
@@ -76,7 +78,11 @@ class RankAgent:
                 self.stop()
             code = self._child.wait()
             return RankExitInfo(
-                pid=self._child.pid, returncode=code, seconds=time.monotonic() - began, error=_read_error(error_file)
+                host=socket.gethostname(),
+                pid=self._child.pid,
+                returncode=code,
+                seconds=time.monotonic() - began,
+                record=_read_record(error_file),
             )
 
     def stop(self) -> None:
@@ -108,25 +114,17 @@ def to_rank_exit(rank: int, info: RankExitInfo, now_s: float, stopped_s: float |
         now_s: the supervisor's clock.
         stopped_s: when the supervisor asked it to end, if it did.
     """
-    error, record = None, info["error"]
-    if record is not None:
-        kind, message, location = str(record["kind"]), str(record["message"]), str(record["location"])
-        error = ErrorRecord(kind, message, location, bool(record["is_peer"]), now_s - float(record["ago_s"]))
-    return RankExit(rank, info["pid"], info["returncode"], info["seconds"], now_s, stopped_s, error)
+    record = None
+    if info["record"] is not None:
+        fields = dict(info["record"])
+        fields |= {"time_s": now_s - fields.pop("ago_s"), "notes": tuple(fields["notes"])}
+        record = ErrorRecord(**fields)
+    return RankExit(rank, info["pid"], info["returncode"], info["seconds"], now_s, stopped_s, record, host=info["host"])
 
 
-def _read_error(file: Path) -> dict[str, str | float | bool] | None:
-    error = ErrorRecord.read(file)
-    if error is None:
-        return None
-    ago_s = time.monotonic() - error.time_s
-    return {
-        "kind": error.kind,
-        "message": error.message,
-        "location": error.location,
-        "is_peer": error.is_peer,
-        "ago_s": ago_s,
-    }
+def _read_record(file: Path) -> dict[str, Any] | None:
+    record = ErrorRecord.read(file)
+    return None if record is None else {**asdict(record), "ago_s": time.monotonic() - record.time_s}
 
 
 def thread_variables(cpus: int) -> dict[str, str]:

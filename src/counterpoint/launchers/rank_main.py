@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 from counterpoint.errors import PeerError
-from counterpoint.launchers.environment import ERROR_FILE
+from counterpoint.launchers.environment import ERROR_FILE, EXITED_FILE
 from counterpoint.launchers.exit_report import ErrorRecord
+from counterpoint.launchers.rank_activity import register_stack_dump
+from counterpoint.launchers.source_location import is_user_file, relative_path
 
 #: Delay before an error about a lost peer is printed: within it a supervisor that knows the root cause ends this rank
 #: and reports the root cause.
@@ -23,20 +24,39 @@ SECONDARY_DELAY_S = 0.5
 #: Error texts of libraries for a lost peer; such an error is a consequence.
 PEER_TEXTS = ("connection reset by peer", "connection closed by peer", "broken pipe", "connection refused")
 _LAUNCHERS_PREFIX = str(Path(__file__).parent) + os.sep
-_LIBRARY_PREFIXES = (
-    str(Path(__file__).parents[1]) + os.sep,
-    sysconfig.get_path("stdlib") + os.sep,
-    sysconfig.get_path("purelib") + os.sep,
-    sysconfig.get_path("platlib") + os.sep,
-    "<frozen",
-)
 
 
 def report_error(error: BaseException) -> None:
     """Write the error for the supervisor; without a supervisor, do nothing."""
+    _write_record(make_error_record(error))
+
+
+def report_exit(location: str) -> None:
+    """Write for the supervisor that the script ends with exit code 0.
+
+    Args:
+        location: of the line that ends it; empty for the last one.
+    """
+    _write_record(ErrorRecord("", "", location, is_peer=False, time_s=time.monotonic()))
+
+
+def answer_stack_requests() -> None:
+    """From now on let the supervisor read where this rank is; without a supervisor, do nothing."""
     path = os.environ.get(ERROR_FILE)
     if path:
-        make_error_record(error).write(Path(path))
+        register_stack_dump(Path(path))
+
+
+def has_exited_rank() -> bool:
+    """Return whether the supervisor has seen the end of a rank, so that no later rendezvous will be complete."""
+    path = os.environ.get(ERROR_FILE)
+    return path is not None and Path(path).with_name(EXITED_FILE).exists()
+
+
+def _write_record(record: ErrorRecord) -> None:
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        record.write(Path(path))
 
 
 def delay_secondary_error(error: BaseException) -> None:
@@ -47,8 +67,8 @@ def delay_secondary_error(error: BaseException) -> None:
 
 def make_error_record(error: BaseException) -> ErrorRecord:
     """Return the supervisor's record of an error."""
-    kind, message = type(error).__name__, str(error)
-    return ErrorRecord(kind, message, user_location(error), is_peer_error(error), time.monotonic())
+    kind, message, notes = type(error).__name__, str(error), getattr(error, "__notes__", ())
+    return ErrorRecord(kind, message, user_location(error), is_peer_error(error), time.monotonic(), tuple(notes))
 
 
 def is_peer_error(error: BaseException | None) -> bool:
@@ -63,10 +83,9 @@ def is_peer_error(error: BaseException | None) -> bool:
 def user_location(error: BaseException) -> str:
     """Return ``file.py:40``: the last line of the user's own code in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_relative_path(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PREFIXES)]
-    return f"{_relative_path(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else ""
+        return f"{relative_path(error.filename)}:{error.lineno}"
+    user_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return f"{relative_path(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else ""
 
 
 def run_script(argv: Sequence[str]) -> int:
@@ -85,13 +104,16 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def run_with_error_report(body: Callable[[], object]) -> int:
-    """Run the body; record and print an error as Python does. Return the exit code."""
+    """Run the body; record how it ends, and print an error as Python does. Return the exit code."""
+    answer_stack_requests()
     try:
         body()
     except KeyboardInterrupt:
         return 130
     except SystemExit as error:
-        if error.code not in {None, 0}:
+        if error.code in {None, 0}:
+            report_exit(user_location(error))
+        else:
             report_error(error)
         raise
     except BaseException as error:  # noqa: BLE001 - any error ends this rank, and is reported
@@ -100,6 +122,7 @@ def run_with_error_report(body: Callable[[], object]) -> int:
         shown = error.with_traceback(_user_traceback(error.__traceback__))
         sys.excepthook(type(shown), shown, shown.__traceback__)
         return 1
+    report_exit("")
     return 0
 
 
@@ -108,8 +131,3 @@ def _user_traceback(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_LAUNCHERS_PREFIX, "<frozen")):
         trace = trace.tb_next
     return trace
-
-
-def _relative_path(filename: str) -> str:
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

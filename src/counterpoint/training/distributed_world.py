@@ -21,6 +21,7 @@ from counterpoint.fabric.local import LocalWorld
 from counterpoint.fabric.rendezvous import Address, connect, parse_transport
 from counterpoint.launchers.environment import RankEnvironment, check_key, key_fingerprint
 from counterpoint.launchers.machine import read_topology
+from counterpoint.launchers.rank_main import has_exited_rank
 from counterpoint.launchers.variables import requested_threads
 from counterpoint.world.cpu_affinity import place_ranks
 from counterpoint.world.topology import Topology, format_count
@@ -221,6 +222,7 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, timeout_s: f
         timeout_s=timeout_s,
         transport=parse_transport(environment.transport),
         attributes={"job key": key_fingerprint(environment.key_file)},
+        should_cancel=has_exited_rank,
     )
     atexit.register(fabric.close)
     check_key(environment.key_file)  # after connecting: if only some hosts have the key, all ranks know which

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
-from counterpoint.errors import CounterpointError, DataError, PlanError
+from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.partitioning.dry_run import (
     PlainAttributes,
@@ -128,9 +128,12 @@ from counterpoint.training.validation import (
 
 @contextmanager
 def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
-    """Add step, rank and microbatch to an error of the user's code."""
+    """Add step, rank and microbatch to an error of the user's code, and the step to one about another rank."""
     try:
         yield
+    except PeerError as error:
+        error.add_note(f"in step {interpreter.rng.step}")
+        raise
     except CounterpointError:
         raise
     except Exception as error:

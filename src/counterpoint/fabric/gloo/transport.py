@@ -45,7 +45,7 @@ from counterpoint.fabric.gloo.ops import (
     gloo_broadcast,
 )
 from counterpoint.fabric.gloo.p2p import GlooP2P
-from counterpoint.fabric.peer_liveness import PeerProcesses, describe_exit, local_ranks, open_peer_processes
+from counterpoint.fabric.peer_liveness import describe_exit, local_ranks, open_peer_processes
 from counterpoint.fabric.process_fabric import ProcessFabric
 from counterpoint.fabric.reductions import reduce_in_order
 
@@ -113,7 +113,6 @@ class GlooFabric(ProcessFabric):
         self._p2p: GlooP2P | None = None
         self._progress_thread: ProgressThread | None = None
         self.scratch_pool = ScratchPool()
-        self._processes = PeerProcesses([])
         self.progress_callbacks: list[Callable[[], bool]] = []
         if rendezvous is not None:
             self._processes = open_peer_processes(
