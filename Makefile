@@ -29,8 +29,10 @@ test: $(READY)  ## every test except the slow ones, those that need a GPU, and t
 	$(BIN)/pytest -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
 test-all: $(READY)  ## every test, with new random plans
 	$(BIN)/pytest --hypothesis-profile=explore
-soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores; SEEDS=40000:100000 continues from there
+soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores (SEEDS=40000:100000 continues from there); 10 minutes of fuzzing
 	$(BIN)/python -m tests.ps.simulator_soak $(SEEDS)
+	$(BIN)/python -m pip install -qq -c constraints.txt atheris || echo "no atheris here: fuzzing without coverage"
+	$(BIN)/python -m tests.fuzz.fuzz --seconds 600
 golden: $(READY)  ## rewrite tests/golden; read the diff before you commit it
 	$(BIN)/pytest --golden
 docs: $(READY)  ## build the pages and run their examples; a warning is an error
