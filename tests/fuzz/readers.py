@@ -13,6 +13,8 @@ from torch import nn
 
 from counterpoint.checkpoint import load, save
 from counterpoint.checkpoint.manifest import parse_manifest
+from counterpoint.checkpoint.per_rank_save import read_parts
+from counterpoint.checkpoint.shard import write_shard
 from counterpoint.cli.config import file_layer
 from counterpoint.fabric.frames import (
     CHECKSUM,
@@ -194,6 +196,14 @@ def rpc_frames() -> list[bytes]:
     return [b"".join(map(bytes, rpc_frame.encode_frame(one, LIMITS))) for one in RPC_MESSAGES]
 
 
+@cache
+def part() -> bytes:
+    folder = scratch() / "step-00000003.tmp-0a"
+    folder.mkdir()
+    record = write_shard(folder, 0, [])
+    return json.dumps({"num_ranks": 1, "record": record.to_json(), "state": {"step": 3}}).encode()
+
+
 def programs() -> list[bytes]:
     return [path.read_bytes() for path in sorted(GOLDEN.glob("*.program"))[::8] if path.stat().st_size < 3000]
 
@@ -244,6 +254,9 @@ READERS = {
         lambda: [b'{"event": "step", "step": 1, "loss": 0.5}\n{"event": "end", "step": 1}\n'],
     ),
     "module": Reader(decode_module, modules),
+    "part": Reader(
+        lambda raw: read_parts(written("step-00000004.tmp-0b/part-00000.json", raw).parent), lambda: [part()]
+    ),
     "plan file": Reader(text_reader(Plan.from_yaml), lambda: [PLAN.encode(), *plan_texts()]),
     "plan text": Reader(text_reader(Plan.parse), plan_texts),
     "profile": Reader(text_reader(parse_profile), lambda: [profile()]),
