@@ -8,13 +8,13 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 PARALLEL := -n $(WORKERS) --dist worksteal  # one pytest process more than cores, since some tests wait
 export PYTHONDONTWRITEBYTECODE :=  # the processes that tests start read what the first of them has compiled
 
-.PHONY: setup spark check test test-all soak golden docs bench demo clean
+.PHONY: setup spark check test test-all soak hashes audit sbom golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
+$(READY): pyproject.toml constraints.txt requirements-ci.txt setup.py $(wildcard native/*)
 	@echo "installing the pinned tools into .venv: once, about a minute plus the download of torch"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt setuptools
+	$(BIN)/python -m pip install -qq --require-hashes --no-deps -r requirements-ci.txt
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
@@ -29,8 +29,21 @@ test: $(READY)  ## every test except the slow ones, those that need a GPU, and t
 	$(BIN)/pytest -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
 test-all: $(READY)  ## every test, with new random plans
 	$(BIN)/pytest --hypothesis-profile=explore
-soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores; SEEDS=40000:100000 continues from there
+soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores (SEEDS=40000:100000 continues from there); 10 minutes of fuzzing
 	$(BIN)/python -m tests.ps.simulator_soak $(SEEDS)
+	$(BIN)/python -m pip install -qq -c constraints.txt atheris || echo "no atheris here: fuzzing without coverage"
+	$(BIN)/python -m tests.fuzz.fuzz --seconds 600
+hashes: $(READY)  ## write requirements-ci.txt again after a change of constraints.txt; torch is left out, its file depends on the machine
+	$(BIN)/python -m pip install -qq uv
+	(head -n 1 requirements-ci.txt; $(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-find-links $(addprefix --find-links ,$(PIP_FIND_LINKS)) --no-emit-package torch -c constraints.txt \
+	  --extra dev --extra docs pyproject.toml) > requirements-ci.new && mv requirements-ci.new requirements-ci.txt
+audit: $(READY) .venv-audit/bin/pip  ## known vulnerabilities of what is installed; asks the registry, so it needs a network and is no part of CI
+	.venv-audit/bin/pip-audit --progress-spinner off --skip-editable --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+sbom: $(READY) .venv-audit/bin/pip  ## build/sbom.json, a CycloneDX list of what is installed
+	mkdir -p build && .venv-audit/bin/cyclonedx-py environment --of JSON -o build/sbom.json $(BIN)/python
+.venv-audit/bin/pip:
+	$(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install -qq pip-audit==2.10.1 cyclonedx-bom==7.5.0
 golden: $(READY)  ## rewrite tests/golden; read the diff before you commit it
 	$(BIN)/pytest --golden
 docs: $(READY)  ## build the pages and run their examples; a warning is an error
@@ -41,4 +54,4 @@ bench: $(READY)  ## one claim (make bench CLAIM=parity) or all of them
 demo: $(READY)  ## train a small GPT on two ranks and write its report
 	$(BIN)/counterpoint train text -n 2
 clean:
-	rm -rf .venv build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-audit build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

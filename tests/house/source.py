@@ -28,12 +28,18 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return everything in a file, in the order of :func:`ast.walk`."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, Function)]
+    return [node for node in nodes(path) if isinstance(node, Function)]
 
 
 def definitions(path: Path) -> list[Definition]:
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, Definition)]
+    return [node for node in nodes(path) if isinstance(node, Definition)]
 
 
 def num_lines(function: Function) -> int:
@@ -72,7 +78,7 @@ def dotted(node: ast.AST) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Yield every module, and every name of a module, that a file imports anywhere in it."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

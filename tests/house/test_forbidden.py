@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.house.source import FILES, SOURCE, dotted, imports, name_of, parsed
+from tests.house.source import FILES, SOURCE, dotted, imports, name_of, nodes
 
 PICKLES = {
     "pickle", "_pickle", "cPickle", "pickletools", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg",
@@ -55,7 +55,7 @@ def package_of(path):
 
 def names_in(path):
     """Return every name and dotted name that a file reads."""
-    return {dotted(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute | ast.Name)}
+    return {dotted(node) for node in nodes(path) if isinstance(node, ast.Attribute | ast.Name)}
 
 
 def swallows(handler):
@@ -66,9 +66,7 @@ def swallows(handler):
 
 
 def test_no_error_is_swallowed():
-    handlers = [
-        (path, node) for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.ExceptHandler)
-    ]
+    handlers = [(path, node) for path in FILES for node in nodes(path) if isinstance(node, ast.ExceptHandler)]
     assert not [f"{name_of(path)}:{handler.lineno}" for path, handler in handlers if swallows(handler)]
 
 
@@ -92,7 +90,7 @@ def test_nothing_is_pickled():
 
 def keywords_in(path):
     """Return every keyword of a call that is given a constant, with its value."""
-    calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
     return {
         (word.arg, word.value.value) for call in calls for word in call.keywords if isinstance(word.value, ast.Constant)
     }
@@ -100,7 +98,7 @@ def keywords_in(path):
 
 def own_names(path):
     """Return the names that a file imports from somewhere, or defines."""
-    defined = {node.name for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)}
+    defined = {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef)}
     return defined | {name.rpartition(".")[2] for name in imports(path)}
 
 
@@ -108,7 +106,7 @@ def test_no_text_becomes_code():
     """``compile`` of counterpoint and methods such as ``model.eval()`` are other functions."""
     found = []
     for path in FILES:
-        called = {dotted(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
+        called = {dotted(node.func) for node in nodes(path) if isinstance(node, ast.Call)}
         builtin = (called & CODE_FROM_TEXT) - own_names(path) if called & CODE_FROM_TEXT else set()
         found += [f"{name_of(path)}: {name}" for name in builtin | (called & {f"builtins.{n}" for n in CODE_FROM_TEXT})]
         shells = (names_in(path) | set(imports(path))) & (SHELLS | UNSAFE_YAML)
@@ -123,7 +121,7 @@ def imports_by_name(path):
     harmless = {name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in HARMLESS_IMPORTERS)}
     getters = [
         node
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and dotted(node.func) in {"attrgetter", "operator.attrgetter"}
         and not all(isinstance(one, ast.Constant) for one in node.args)
     ]  # fmt: skip

@@ -46,6 +46,14 @@ def test_a_pin_is_a_name_and_a_version_and_nothing_else():
     assert [plain(pin) for pin in PINS] == sorted({plain(pin) for pin in PINS})
 
 
+def test_what_ci_installs_has_hashes_and_the_pinned_versions():
+    text = (ROOT / "requirements-ci.txt").read_text(encoding="utf-8")
+    entries = re.findall(r"^(\S+==\S+) ((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)+)$", text, flags=re.MULTILINE)
+    assert {name for name, _ in entries} <= {*PINS}
+    assert len(entries) == len(re.findall(r"^\w", text, flags=re.MULTILINE)) > 50
+    assert "://" not in text
+
+
 def test_decisions_are_numbered_without_gap_or_double():
     assert [int(path.name[:4]) for path in DECISIONS] == list(range(1, len(DECISIONS) + 1))
 

@@ -39,7 +39,8 @@ from counterpoint.program.program import Instructions, Program, RankProgram
 _UNIT = r"\d+(?:\+\d+)*"
 _EDGE = r"\d+(?:\+\d+(?:-\d+)?)+"
 _TENSOR_REF = rf"(?:grad|delayed_grad|weight|out){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_EDGE}\.\+?\d+"
-_GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
+_RANKS = r"\d+(?:-\d+(?:/\d+)?)?"
+_GROUP = rf"{_RANKS}(?:,{_RANKS})*"
 _INSTRUCTION = re.compile(
     r"(?P<opcode>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::-(?P<version>\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from math import isfinite
 from typing import Any, NewType, get_args, get_origin, get_type_hints
 
@@ -42,6 +42,7 @@ class PlanTextError(PlanError):
         return PlanError(f"{self}\n  {text}\n  {' ' * self.column}^")
 
 
+@cache
 def option_types(function: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the type of each option of a strategy: its annotation."""
     return get_type_hints(function.func if isinstance(function, partial) else function)

@@ -1,0 +1,274 @@
+"""Everything that reads bytes of others: each reader with right inputs, from which wrong ones are made."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from counterpoint.checkpoint import load, save
+from counterpoint.checkpoint.manifest import parse_manifest
+from counterpoint.checkpoint.per_rank_save import read_parts
+from counterpoint.checkpoint.shard import write_shard
+from counterpoint.cli.config import file_layer
+from counterpoint.fabric.frames import (
+    CHECKSUM,
+    FIXED_HEADER,
+    HEADER_BYTES,
+    FrameHeader,
+    FrameKind,
+    as_memoryview,
+    crc32,
+    decode,
+    encode,
+)
+from counterpoint.launchers.exit_report import ErrorRecord
+from counterpoint.model.model_profile import (
+    BatchSizeProfile,
+    LayerKey,
+    LayerProfile,
+    ModelProfile,
+    ProfiledOn,
+    format_profile,
+    load_profile as load_profile_file,
+    parse_profile,
+)
+from counterpoint.plan.plan import Plan
+from counterpoint.plan.registry import STRATEGIES
+from counterpoint.program.text import parse_program
+from counterpoint.program.trace import Trace, TraceEvent
+from counterpoint.ps.consistency import Asp
+from counterpoint.ps.job_config import JobConfig
+from counterpoint.ps.message_codec import decode_message, encode_message
+from counterpoint.ps.process.job_file import read_job_file
+from counterpoint.ps.write_ahead_log import decode_log, encode_record
+from counterpoint.rpc import frame as rpc_frame
+from counterpoint.rpc.channel import FrameWriter
+from counterpoint.rpc.job_key import read_key
+from counterpoint.rpc.records import CrcRecordWriter
+from counterpoint.spark.module_codec import decode_module, encode_module
+from counterpoint.strategies.options import option_types
+from counterpoint.training.callbacks.run_folder import read_lines_until
+from counterpoint.value_codec import decode_value, encode_value, format_json, parse_json
+from counterpoint.world.cluster_file import parse_cluster
+from tests.ps.message_examples import MESSAGES
+from tests.rpc.frame_mutations import (
+    LIMITS,
+    MESSAGES as RPC_MESSAGES,
+    caller_and_server,
+    received,
+    receiver,
+    taken,
+    wire_of,
+)
+from tests.world.test_cluster_file import HOSTS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PLAN = """\
+plan:
+  strategy: pipeline(2) * data(2)
+  num_microbatches: 4
+"""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads bytes, and bytes that it can read."""
+
+    read: Callable[[bytes], object]
+    examples: Callable[[], list[bytes]]
+
+
+@cache
+def scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="counterpoint-fuzz-"))
+
+
+def written(name: str, raw: bytes, mode: int = 0o600) -> Path:
+    path = scratch() / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(raw)
+    path.chmod(mode)
+    return path
+
+
+def text_reader(parse: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda raw: parse(raw.decode("utf-8", "replace"))
+
+
+def file_reader(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    return lambda raw: read(written(name, raw))
+
+
+def sealed(raw: bytes) -> bytes:
+    """A frame with the checksums that belong to its bytes, so that what is behind them is read too."""
+    changed = bytearray(raw)
+    if len(raw) >= HEADER_BYTES:
+        changed[FIXED_HEADER.size - 4 : FIXED_HEADER.size] = crc32(bytes(raw[HEADER_BYTES:])).to_bytes(4, "little")
+        CHECKSUM.pack_into(changed, FIXED_HEADER.size, crc32(bytes(changed[: FIXED_HEADER.size])))
+    return bytes(changed)
+
+
+def read_frame(raw: bytes) -> object:
+    return decode(torch.frombuffer(bytearray(sealed(raw) or b"\0"), dtype=torch.uint8))
+
+
+def read_rpc_frame(raw: bytes) -> None:
+    """A frame in a record that is sealed as it should be: what a peer with the key may send."""
+    outbox = FrameWriter(CrcRecordWriter())
+    head, body = raw[: rpc_frame.HEADER.size], raw[rpc_frame.HEADER.size :]
+    outbox.enqueue([memoryview(head), memoryview(body)] if body else [memoryview(head or b"\0")])
+    _, error = received(receiver("checked"), wire_of(outbox))
+    if error is not None:
+        raise error
+
+
+def read_handshake(raw: bytes) -> None:
+    _, server = caller_and_server()
+    messages, error = received(server, raw)
+    assert not messages
+    assert not server.is_open
+    if error is not None:
+        raise error
+
+
+def read_message(raw: bytes) -> object:
+    kind, fields, count = "", {}, 0
+    match parse_or_none(raw):
+        case [str(kind), dict(fields), int(count)]:
+            pass
+    return decode_message(kind, fields, [torch.arange(4.0), torch.tensor([2, 40]), torch.ones(2, 2)][: max(count, 0)])
+
+
+def parse_or_none(raw: bytes) -> object:
+    try:
+        return parse_json(raw)
+    except ValueError:
+        return None
+
+
+def read_json(raw: bytes) -> None:
+    try:
+        format_json(parse_json(raw))
+    except ValueError as error:
+        if len(str(error)) >= 1000:
+            raise
+
+
+def sha256_of(content: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(raw: bytes) -> object:
+    content = parse_or_none(raw)
+    if isinstance(content, dict):
+        content.pop("sha256", None)
+        raw = json.dumps({**content, "sha256": sha256_of(content)}).encode()
+    return parse_manifest(written("step-00000003/manifest.json", raw))
+
+
+@cache
+def saved() -> Path:
+    tensors = {"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.int64)}
+    return save(scratch() / "saved", 3, tensors, {"step": 3, "cursor": [0, 1]})
+
+
+def read_shard(raw: bytes) -> object:
+    """A checkpoint whose manifest is right and whose shard is these bytes."""
+    next(saved().glob("*.safetensors")).write_bytes(raw)
+    return load(saved())
+
+
+def profile() -> bytes:
+    layer = LayerProfile(1e-3, 2e-3, 1e-3, 1e-3)
+    keys, params = (LayerKey("0", 16, 8.0, 4),), (("0.weight", 16),)
+    return format_profile(
+        ModelProfile("Linear", keys, params, ProfiledOn("cpu"), (BatchSizeProfile(1, (layer,), layer),))
+    ).encode()
+
+
+def rpc_frames() -> list[bytes]:
+    return [b"".join(map(bytes, rpc_frame.encode_frame(one, LIMITS))) for one in RPC_MESSAGES]
+
+
+@cache
+def part() -> bytes:
+    folder = scratch() / "step-00000003.tmp-0a"
+    folder.mkdir()
+    record = write_shard(folder, 0, [])
+    return json.dumps({"num_ranks": 1, "record": record.to_json(), "state": {"step": 3}}).encode()
+
+
+def programs() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(GOLDEN.glob("*.program"))[::8] if path.stat().st_size < 3000]
+
+
+def modules() -> list[bytes]:
+    values = [
+        nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.BatchNorm1d(3)),
+        nn.LSTM(2, 2),
+        nn.TransformerEncoderLayer(2, 1, 2, activation=nn.functional.gelu),
+    ]
+    return [encode_module(value, "model") for value in values]
+
+
+def server_job() -> bytes:
+    job = encode_message(JobConfig("job", Asp()))[1]
+    return json.dumps({"coordinator": "tcp:127.0.0.1:4000", "job": job}).encode()
+
+
+def values() -> list[bytes]:
+    value = {"a": [1, 2.5, None, True, (b"x", {3})], 7: torch.ones(2), "n": torch.arange(3).numpy(), "t": torch.float16}
+    return [encode_value(value, "value"), encode_value([], "value")]
+
+
+def plan_texts() -> list[bytes]:
+    for entry in STRATEGIES.values():
+        option_types(entry.doc_source)  # evaluates annotations of the source, which is not to be mistaken for data
+    return [b"pipeline(2, schedule=gpipe) * data(2)", b"zero3(2, bucket=1 MiB) * tensor(2)"]
+
+
+HEADER = FrameHeader(FrameKind.VALUE, 1, 0, 0, 0, bytes(16))
+TRACE = Trace((TraceEvent(0, 0, "F0.0", 0.0, 1.0, "compute"),), 1, "simulated")
+READERS = {
+    "cluster": Reader(text_reader(parse_cluster), lambda: [HOSTS.encode()]),
+    "gloo frame": Reader(read_frame, lambda: [bytes(as_memoryview(encode(HEADER, "x", [torch.ones(2)])))]),
+    "handshake": Reader(read_handshake, lambda: [bytes(taken(caller_and_server()[0]))]),
+    "job file": Reader(file_reader("job.yaml", file_layer), lambda: [b"training:\n  seed: 3\n", PLAN.encode()]),
+    "json": Reader(read_json, lambda: [b'{"a": [1, -2.5e3, "\\u00e9", null, true, {}]}']),
+    "key": Reader(file_reader("key", read_key), lambda: [b"0f" * 32 + b"\n"]),
+    "log": Reader(lambda raw: decode_log(sealed(raw)), lambda: [encode_record(one) for one in MESSAGES[3:4]]),
+    "manifest": Reader(read_manifest, lambda: [next(saved().glob("manifest*")).read_bytes()]),
+    "message": Reader(
+        read_message,
+        lambda: [json.dumps([kind, fields, len(tensors)]).encode()
+                 for kind, fields, tensors in map(encode_message, MESSAGES)],
+    ),
+    "metrics": Reader(
+        file_reader("metrics.jsonl", lambda path: list(read_lines_until(path, 9))),
+        lambda: [b'{"event": "step", "step": 1, "loss": 0.5}\n{"event": "end", "step": 1}\n'],
+    ),
+    "module": Reader(decode_module, modules),
+    "part": Reader(
+        lambda raw: read_parts(written("step-00000004.tmp-0b/part-00000.json", raw).parent), lambda: [part()]
+    ),
+    "plan file": Reader(text_reader(Plan.from_yaml), lambda: [PLAN.encode(), *plan_texts()]),
+    "plan text": Reader(text_reader(Plan.parse), plan_texts),
+    "profile": Reader(text_reader(parse_profile), lambda: [profile()]),
+    "profile file": Reader(file_reader("plan.profile.json", load_profile_file), lambda: [profile()]),
+    "program": Reader(text_reader(parse_program), programs),
+    "record": Reader(
+        file_reader("error.json", ErrorRecord.read),
+        lambda: [b'{"kind": "a", "message": "b", "location": "c", "is_peer": true, "time_s": 1.5}'],
+    ),
+    "rpc frame": Reader(read_rpc_frame, rpc_frames),
+    "server job": Reader(file_reader("job.json", read_job_file), lambda: [server_job()]),
+    "shard": Reader(read_shard, lambda: [next(saved().glob("*.safetensors")).read_bytes()]),
+    "trace": Reader(text_reader(Trace.from_json), lambda: [TRACE.to_json().encode()]),
+    "value": Reader(decode_value, values),
+}  # fmt: skip
