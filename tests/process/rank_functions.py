@@ -3,8 +3,11 @@
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import closing
 from functools import partial
+from random import Random
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import counterpoint as cp
+from counterpoint.checkpoint import Checkpoint
+from counterpoint.errors import StoppedBySignal
 from counterpoint.launchers.environment import detect
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.distributed_world import open_world
@@ -83,6 +88,56 @@ def resume_saved(folder, rows):
                 states.append(state_of(one.model))
         result.append([equal_bits(states[0], states[2]), equal_bits(states[0], states[1])])
     return result
+
+
+class SignalLater(cp.Callback):
+    """Sends one of the ranks a signal at any moment of the run, and counts the steps of this rank."""
+
+    on_every_rank = True
+
+    def __init__(self, seconds, target):
+        self.timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        self.is_target = rank() == target
+        self.num_steps = 0
+        self.start_s = self.seconds = 0.0
+
+    def on_start(self, event):
+        self.num_steps, self.start_s = event.first_step, time.perf_counter()
+        if self.is_target:
+            self.timer.start()
+
+    def on_step(self, event):
+        self.num_steps = event.step + 1
+
+    def on_end(self, event):
+        self.seconds = time.perf_counter() - self.start_s
+        self.timer.cancel()
+        if self.is_target:
+            self.timer.join()
+
+
+def stop_at_moments(folder, rows, num_moments, seed):
+    """Return for each plan, for each moment, steps taken and saved, and whether the resumed run has the same bits."""
+    random, found = Random(seed), []
+    for at, (text, num_microbatches) in enumerate(rows):
+        whole, _, took_s = stop_once(plan_of(text, num_microbatches), f"{folder}/{at}", 999.0, 0)
+        for moment in range(num_moments):
+            plan, path = plan_of(text, num_microbatches), f"{folder}/{at}-{moment}"
+            _, counts, _ = stop_once(plan, path, random.uniform(0.0, 0.9 * took_s), random.randrange(2))
+            state, _, _ = stop_once(plan, path, 999.0, 0)
+            found.append([text, *counts, equal_bits(state, whole)])
+    return found
+
+
+def stop_once(plan, path, seconds, target):
+    """Train until the end or a signal; return the state, the steps taken and saved and the exit code, and the time."""
+    later, code = SignalLater(seconds, target), 0
+    with make_trainer(plan, callbacks=[later], progress="off") as one:
+        try:
+            one.fit(dataset(), batch_size=12, epochs=4, checkpoint_dir=path, resume="auto")
+        except StoppedBySignal as stop:
+            code = int(str(stop.code))
+        return state_of(one.model), [later.num_steps, Checkpoint.open(path).step, code], later.seconds
 
 
 class Dies(cp.Callback):

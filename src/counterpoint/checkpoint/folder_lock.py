@@ -62,8 +62,8 @@ class LockOwner:
         """Return the owner that a lock file names; None for a file that names none."""
         try:
             content = json.loads(data)
-            texts = [str(content[name]) for name in ("run_id", "host", "kernel")]
-            return LockOwner(*texts, int(content["pid"]), int(content["start_ticks"]), str(content["since"]))
+            run_id, host, kernel, since = (str(content[name]) for name in ("run_id", "host", "kernel", "since"))
+            return LockOwner(run_id, host, kernel, int(content["pid"]), int(content["start_ticks"]), since)
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 

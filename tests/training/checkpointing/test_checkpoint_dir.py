@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ class StartsAnother(cp.Callback):
 
     def __init__(self, **options):
         self.options = options
-        self.error = None
+        self.error = ""
 
     def on_step(self, event):
         if event.step == 1:
@@ -91,11 +92,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step():
 
 
 def test_a_folder_without_space_for_the_model_is_refused():
-    require_space("there", 100, free_bytes=100)
+    require_space(Path("there"), 100, free_bytes=100)
     with pytest.raises(
         cp.CheckpointError, match=r"^the model has 100 bytes, but there has only 99 free, so no checkpoint"
     ):
-        require_space("there", 100, free_bytes=99)
+        require_space(Path("there"), 100, free_bytes=99)
 
 
 def test_ranks_that_do_not_share_the_folder_or_cannot_write_there_are_named(tmp_path):
