@@ -50,8 +50,8 @@ class ValueSchema:
             if name not in parts and not schema.is_optional:
                 return f"{path}.{name} is missing, but must be {schema.rule}"
         if self.values is not None:
-            for name, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
-                if flaw := self.values.find_flaw(part, f"{path}[{shorten(repr(name))}]"):
+            for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+                if flaw := self.values.find_flaw(part, f"{path}[{shorten(repr(key))}]"):
                     return flaw
         return ""
 

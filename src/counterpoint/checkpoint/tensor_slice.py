@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -210,7 +210,8 @@ def _find_box_flaw(name: str, extents: Sequence[SliceExtent], global_shape: tupl
 
     for box in boxes:
         spans = [(indices[dim][box[dim][0]], indices[dim][box[dim][1]]) for dim in dims]
-        cells = is_written[(*(slice(*span) for span in spans), ...)]
+        place: tuple[Any, ...] = (*(slice(*span) for span in spans), ...)
+        cells = is_written[place]
         if cells.any():
             duplicate = np.unravel_index(int(cells.argmax()), cells.shape)
             first = flat_element([start + int(at) for (start, _), at in zip(spans, duplicate, strict=True)])

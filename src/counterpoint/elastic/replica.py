@@ -256,8 +256,8 @@ class ModelReplica:
                     f"{checkpoint.folder} is of the optimizer {state.get('optimizer')}, and this is {kind}; give the "
                     "same one, or another folder"
                 )
-            states = [*checkpoint.names(), *state["numbers"]]
-            wrong = next((name for name in states if not self._has_place(name)), None)
+            numbers: Any = state["numbers"]
+            wrong = next((name for name in (*checkpoint.names(), *numbers) if not self._has_place(name)), None)
             if wrong is not None:
                 raise CheckpointError(
                     f"{checkpoint.folder} has {shorten(wrong)!r}, which is neither of the model nor of one of its "

@@ -172,7 +172,7 @@ def find_form_flaw(
         kinds = [float if type(value) is int else type(value) for value in (saved, own)]
         fits = kinds[0] == kinds[1] or own is None or (saved is None and type(own) not in {int, list, dict})
         return "" if fits else f"{path} is {describe_value(saved)}, but this run has {describe_value(own)}"
-    flaws = (find_form_flaw(*pair, f"{path}{name}", lengths=lengths) for name, *pair in parts)
+    flaws = (find_form_flaw(one, other, f"{path}{name}", lengths=lengths) for name, one, other in parts)
     return next(filter(None, flaws), "")
 
 

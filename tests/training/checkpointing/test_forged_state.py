@@ -21,7 +21,7 @@ from tests.training.trainers import equal_bits, fit, mlp, params_of
 
 SCHEDULE = partial(optim.lr_scheduler.MultiStepLR, milestones=[2, 4])
 OPTIONS = {"lr_scheduler": SCHEDULE, "optimizer": partial(optim.Adam, lr=0.01)}
-FORGED = [None, True, -1, 2**70, 1.5, "x", [], {}, [[]], {"x": {"x": []}}, [1, "x"], "9" * 5000]
+FORGED: list[object] = [None, True, -1, 2**70, 1.5, "x", [], {}, [[]], {"x": {"x": []}}, [1, "x"], "9" * 5000]
 
 
 @pytest.fixture(scope="module")
