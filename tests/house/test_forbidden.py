@@ -45,6 +45,16 @@ IMPORTS_BY_NAME = {
     "src/counterpoint/spark/module_codec.py": "classes of a model: torch's own from a table, others if the user trusts them",
     "src/counterpoint/testing/claims.py": "the scripts of benchmarks/ in this repository",
 }
+OPENED_WITHOUT_FILE_READER = {
+    "src/counterpoint/checkpoint/folder_lock.py": "files of the kernel",
+    "src/counterpoint/cli/doctor.py": "files of the kernel",
+    "src/counterpoint/cli/rank_main.py": "the job that the process which started this one has written",
+    "src/counterpoint/data/sources.py": "modules of this Python",
+    "src/counterpoint/spark/shard.py": "the task's own temporary folder",
+    "src/counterpoint/testing/claims.py": "the claims of benchmarks/ in this repository",
+    "src/counterpoint/training/checkpointing/checkpoint_dir.py": "what the ranks have just written there",
+    "src/counterpoint/world/process_stat.py": "files of the kernel",
+}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
 
 
@@ -130,6 +140,22 @@ def imports_by_name(path):
 
 def test_only_listed_files_import_by_name():
     assert {name_of(path) for path in FILES if imports_by_name(path)} == IMPORTS_BY_NAME.keys()
+
+
+def reads_files(path):
+    """Tell whether a file reads others with methods of ``Path``, which wait for pipes and follow links."""
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
+    methods = [(call.func.attr, call.args) for call in calls if isinstance(call.func, ast.Attribute)]
+    return any(
+        name in {"read_text", "read_bytes"} or (name == "open" and args and ast.unparse(args[0]) in {"'r'", "'rb'"})
+        for name, args in methods
+    )
+
+
+def test_files_that_may_come_from_elsewhere_are_opened_in_one_place():
+    """Launchers and the fabric read files of the kernel, and those of their own temporary folders."""
+    outside = [path for path in FILES if package_of(path) not in {"fabric", "launchers"}]
+    assert {name_of(path) for path in outside if reads_files(path)} == OPENED_WITHOUT_FILE_READER.keys()
 
 
 def test_only_launchers_read_the_environment():

@@ -1,6 +1,9 @@
+import time
+
 import pytest
 
 from counterpoint.errors import CheckpointError
+from counterpoint.fabric.frames import HEADER_BYTES
 from counterpoint.ps.message_codec import encode_message
 from counterpoint.ps.messages import DataTask, ShardReplicas
 from counterpoint.ps.write_ahead_log import (
@@ -53,3 +56,12 @@ def test_zeros_at_the_end_are_snapshot_off():
 def test_damage_before_whole_lines_is_no_crash_and_is_said():
     with pytest.raises(CheckpointError, match="damaged at byte 0"):
         decode_log(RAW[:60] + bytes([RAW[60] ^ 1]) + RAW[61:])
+
+
+def test_a_log_of_beginnings_of_records_is_refused_in_the_time_that_reading_it_takes():
+    """Each was read to the end of the log: 20,000 headers and a megabyte took 20 gigabytes of copies."""
+    record = encode_record(TaskReported("worker-1", 2, DataTask(0, 0, 2), "done", 4, "x" * 10**6))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"damaged at byte 0 of .*, but damaged in many records from byte"):
+        decode_log(record[:HEADER_BYTES] * 20_000 + bytes(len(record)))
+    assert time.perf_counter() - start < 2

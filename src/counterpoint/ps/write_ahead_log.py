@@ -157,6 +157,10 @@ RECORD_TYPES: Mapping[str, type] = {
 }
 
 
+MAX_REREADS = 4
+"""How many times its own size is read of a damaged log, at most, to find out whether a crash has damaged it."""
+
+
 def encode_record(record: LogRecord) -> bytes:
     """Return a record as the bytes that are appended to a log."""
     return b"".join(map(as_memoryview, encode_chunks(record)))
@@ -209,21 +213,36 @@ def decode_log(raw: bytes) -> tuple[list[Any], int]:
 
 
 def _decode_at(raw: bytes, offset: int) -> tuple[Any, int]:
-    header = torch.frombuffer(bytearray(raw[offset : offset + HEADER_BYTES]), dtype=torch.uint8)
-    size = read_header(header).frame_bytes
+    size = _complete_size(raw, offset)
     return decode_one(RECORD_TYPES, torch.frombuffer(bytearray(raw[offset : offset + size]), dtype=torch.uint8)), size
 
 
 def _check_torn_tail(raw: bytes, offset: int, error: PeerError) -> None:
-    """Raise CheckpointError if a readable record follows the damaged one."""
-    next_offset = raw.find(MAGIC, offset + 1)
+    """Raise CheckpointError if a readable record follows the damaged one, or too much that only begins like one."""
+    next_offset, num_read = raw.find(MAGIC, offset + 1), 0
     while next_offset >= 0:
         try:
-            _decode_at(raw, next_offset)
+            num_read += _complete_size(raw, next_offset)
+            if num_read <= MAX_REREADS * len(raw):
+                _decode_at(raw, next_offset)
         except PeerError:
             next_offset = raw.find(MAGIC, next_offset + 1)
             continue
+        fact = "readable again" if num_read <= MAX_REREADS * len(raw) else "damaged in many records"
         raise CheckpointError(
-            f"log damaged at byte {offset} of {len(raw)}, but readable again from byte {next_offset}: {error}; restart "
+            f"log damaged at byte {offset} of {len(raw)}, but {fact} from byte {next_offset}: {error}; restart "
             "from the last checkpoint, and check the disk"
         ) from error
+
+
+def _complete_size(raw: bytes, offset: int) -> int:
+    """Return the size of a record, without reading it.
+
+    Raises:
+        PeerError: there is no record, or its end is missing.
+    """
+    header = torch.frombuffer(bytearray(raw[offset : offset + HEADER_BYTES]), dtype=torch.uint8)
+    size = read_header(header).frame_bytes
+    if offset + size > len(raw):
+        raise malformed_message(f"a record of {size} bytes with {len(raw) - offset}")
+    return size

@@ -87,6 +87,7 @@ TRAIN_STATE = mapping(
     step=COUNT,
     cursor=mapping(epoch=COUNT, batch=COUNT),
     plan=TEXT,
+    run_id=optional(TEXT),
     replicas=optional(POSITIVE),
     has_center=optional(FLAG),
     delayed_grads=optional(mapping(replicas=COUNT, skipped=FLAG, loss_scale=optional(NUMBER))),
