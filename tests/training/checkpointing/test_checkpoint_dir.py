@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -51,6 +52,14 @@ class Disk(LocalFileOps):
         return super().create(path)
 
 
+class SlowDisk(Disk):
+    """A disk that takes its time for each file."""
+
+    def create(self, path):
+        Event().wait(0.05)
+        return super().create(path)
+
+
 class FailsAt(cp.Callback):
     """Sets the error code of a disk after some steps, and records what is told of saves."""
 
@@ -69,10 +78,10 @@ class FailsAt(cp.Callback):
         self.events.append(event)
 
 
-def fit_on(disk, folder, codes, strategy="data(2)"):
+def fit_on(disk, folder, codes, strategy="data(2)", **options):
     """Train for eight steps, saving every second one to a disk that fails from these steps on; return the state."""
     told = FailsAt(disk, codes)
-    with make_trainer(strategy, callbacks=[told]) as one:
+    with make_trainer(strategy, callbacks=[told], **options) as one:
         batches = open_batches(
             dataset(), layout=one.sample_layout, batch_size=12, collate_fn=None, loading=DataLoadingConfig()
         )
@@ -186,3 +195,10 @@ def test_a_run_whose_last_checkpoint_fails_too_ends_with_an_error_and_keeps_the_
     assert str(caught.value).endswith("of its earlier ones the newest is that of step 4, 2 more could not be saved")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000004"]
     assert Checkpoint.open(tmp_path).step == 4
+
+
+def test_a_save_that_takes_longer_than_ranks_wait_for_each_other_is_waited_for_and_said(tmp_path):
+    with pytest.warns(RuntimeWarning, match=r"a checkpoint is still being written on rank.* after 0 s; training waits"):
+        state, _ = fit_on(SlowDisk(), tmp_path, {}, timeout_s=0.03)
+    assert equal_bits(state, fit("data(2)", epochs=2)[0])
+    assert Checkpoint.open(tmp_path).step == 8
