@@ -16,7 +16,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
     ("rows", "num_moments"), [(ROWS[:1], 1), *(pytest.param([row], 13, marks=SLOW) for row in ROWS)]
 )
 def test_a_signal_to_one_rank_at_any_moment_loses_no_step_on_any_rank(rows, num_moments, tmp_path):
-    first, second = run_forked(ranks.stop_at_moments, ranks=2, args=[str(tmp_path), rows, num_moments, 34])
+    first, second = run_forked(ranks.stop_at_moments, ranks=2, args=[str(tmp_path), rows, num_moments, 39])
     assert first == second
     assert len(first) == num_moments * len(rows)
     assert [row for row in first if row[1] != row[2] or row[3] not in {0, 143} or not row[4]] == []

@@ -3,7 +3,10 @@
 import errno
 import os
 import re
+import subprocess
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -51,6 +54,14 @@ class Disk(LocalFileOps):
         return super().create(path)
 
 
+class SlowDisk(Disk):
+    """A disk that takes its time for each file."""
+
+    def create(self, path):
+        Event().wait(0.05)
+        return super().create(path)
+
+
 class FailsAt(cp.Callback):
     """Sets the error code of a disk after some steps, and records what is told of saves."""
 
@@ -69,10 +80,10 @@ class FailsAt(cp.Callback):
         self.events.append(event)
 
 
-def fit_on(disk, folder, codes, strategy="data(2)"):
+def fit_on(disk, folder, codes, strategy="data(2)", **options):
     """Train for eight steps, saving every second one to a disk that fails from these steps on; return the state."""
     told = FailsAt(disk, codes)
-    with make_trainer(strategy, callbacks=[told]) as one:
+    with make_trainer(strategy, callbacks=[told], **options) as one:
         batches = open_batches(
             dataset(), layout=one.sample_layout, batch_size=12, collate_fn=None, loading=DataLoadingConfig()
         )
@@ -186,3 +197,46 @@ def test_a_run_whose_last_checkpoint_fails_too_ends_with_an_error_and_keeps_the_
     assert str(caught.value).endswith("of its earlier ones the newest is that of step 4, 2 more could not be saved")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000004"]
     assert Checkpoint.open(tmp_path).step == 4
+
+
+def test_a_save_that_takes_longer_than_ranks_wait_for_each_other_is_waited_for_and_said(tmp_path):
+    with pytest.warns(RuntimeWarning, match=r"a checkpoint is still being written on rank.* after 0 s; training waits"):
+        state, _ = fit_on(SlowDisk(), tmp_path, {}, timeout_s=0.03)
+    assert equal_bits(state, fit("data(2)", epochs=2)[0])
+    assert Checkpoint.open(tmp_path).step == 8
+
+
+class Fills(FailsAt):
+    """Fills a real disk after some steps, and frees it."""
+
+    def __init__(self, folder):
+        super().__init__(Disk(), {})
+        self.filler = folder / "filler"
+
+    def on_step(self, event):
+        if event.step == 2:
+            with self.filler.open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+        if event.step == 6:
+            self.filler.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Yield a disk of half a megabyte."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
+    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root mounts disks, and not in every container")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_run_on_a_real_disk_that_fills_up_and_is_freed_ends_trained_and_saved(small_disk):
+    told = Fills(small_disk)
+    options = {"checkpoint_dir": small_disk / "a", "save_every": 2, "keep_last": 1}
+    state, history = fit("data(2)", epochs=2, callbacks=[told], fit_options=options)
+    assert [event.step if isinstance(event, CheckpointFailed) else event for event in told.events] == [2, 4, 6, 8]
+    assert [isinstance(event, CheckpointFailed) for event in told.events] == [False, True, True, False]
+    assert len(history.losses) == 8
+    assert equal_bits(fit("data(2)", fit_options={"resume": small_disk / "a"}, epochs=2)[0], state)

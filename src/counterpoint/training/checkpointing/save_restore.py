@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -28,6 +30,7 @@ from counterpoint.checkpoint import (
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.fabric.fabric import Fabric, Json
+from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -194,7 +197,6 @@ def _save_rank(
     contents: tuple[TrainProgress, Mapping[str, Any], int | None],
 ) -> list[str]:
     """Return the checkpoint's folder, and the kind and text of a failure, if any; the same on all ranks."""
-    all_ranks = tuple(range(fabric.num_ranks))
     rank = local_ranks.ranks[fabric.rank]
     shard_map = local_ranks.shard_map()
     slices, scalars = collect_state_slices(shard_map, rank)
@@ -203,30 +205,56 @@ def _save_rank(
     if fabric.rank == 0:
         slices += [whole_tensor(f"buffer:{name}", tensor) for name, tensor in saved_buffers(local_ranks, rank)]
         slices += collect_frozen_params(local_ranks)
-    draft, failure = None, NO_FAILURE
-    if fabric.rank == 0:
+    draft: list[CheckpointDraft] = []
+
+    def begin_draft() -> list[str]:
+        if fabric.rank == 0:
+            try:
+                target.require_held()
+                draft.append(begin(target.path, contents[0].step, files=target.files))
+            except CheckpointError as error:
+                return ["", *describe_failure(error)]
+        return [str(draft[0].folder) if draft else "", *NO_FAILURE]
+
+    def write_own_shard() -> list[Any]:
         try:
-            target.require_held()
-            draft = begin(target.path, contents[0].step, files=target.files)
+            require_finite_weights(slices)
+            record = write_shard(Path(folder), fabric.rank, slices, files=target.files)
         except CheckpointError as error:
-            failure = describe_failure(error)
-    gathered = fabric.gather_values("checkpoint folder", [str(draft.folder) if draft else "", *failure], all_ranks)
-    folder, *failure = cast("list[list[str]]", gathered)[0]
+            return ["", scalars, *describe_failure(error)]
+        return [record.to_json(), scalars, *NO_FAILURE]
+
+    folder, *failure = gather_when_done(fabric, "checkpoint folder", begin_draft)[0]
     if failure != NO_FAILURE:
         return ["", *failure]
-    record = None
-    try:
-        require_finite_weights(slices)
-        record = write_shard(Path(folder), fabric.rank, slices, files=target.files)
-    except CheckpointError as error:
-        failure = describe_failure(error)
-    reports = fabric.gather_values(
-        "shards", [record.to_json() if record else "", cast("dict[str, Json]", scalars), *failure], all_ranks
+    reports = gather_when_done(fabric, "shards", write_own_shard)
+    outcomes = gather_when_done(
+        fabric,
+        "checkpoint",
+        lambda: _commit_checkpoint(local_ranks, draft[0], reports, contents, target) if draft else ["", *NO_FAILURE],
     )
-    outcome = ["", *NO_FAILURE]
-    if draft is not None:
-        outcome = _commit_checkpoint(local_ranks, draft, reports, contents, target)
-    return cast("list[list[str]]", fabric.gather_values("checkpoint", outcome, all_ranks))[0]
+    return cast("list[str]", outcomes[0])
+
+
+def gather_when_done(fabric: Fabric, label: str, work: Callable[[], list[Any]]) -> list[Any]:
+    """Do something on every rank, and return what came of it by rank; a slow disk may take longer than ``timeout_s``.
+
+    Ranks that are done hear from the others that they are still at it; a rank that is gone is an error as ever.
+    """
+    everyone, start_s, has_warned = tuple(range(fabric.num_ranks)), time.monotonic(), False
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        while True:
+            is_done = bool(wait([future], fabric.timeout_s / 3).done)
+            own = [is_done, future.result() if is_done else []]
+            gathered = cast("list[Any]", fabric.gather_values(label, own, everyone))
+            slow = [rank for rank, (has_ended, _) in enumerate(gathered) if not has_ended]
+            if not slow:
+                return [value for _, value in gathered]
+            if fabric.rank == 0 and not has_warned:
+                has_warned, seconds = True, time.monotonic() - start_s
+                text = f"a checkpoint is still being written on {format_ranks(slow)} after {seconds:.0f} s"
+                warn(f"{text}; training waits for it", RuntimeWarning)
 
 
 NO_FAILURE = ["", ""]
