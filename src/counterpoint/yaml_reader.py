@@ -51,7 +51,7 @@ class _Loader(yaml.SafeLoader):
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:  # noqa: ANN401 - as in yaml
         """Return the tag of a node that has none."""
         is_text = kind is yaml.ScalarNode and implicit[0] and len(value) > MAX_TYPED_CHARACTERS
-        tag: str = super().resolve(kind, value, (False, True) if is_text else implicit)
+        tag: str = super().resolve(kind, value, (False, True) if is_text else implicit)  # type: ignore[no-untyped-call]
         return tag
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002 - as in yaml

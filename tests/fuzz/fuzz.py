@@ -141,6 +141,7 @@ def fuzz_guided(name: str, seconds: float, runs: int, seed: int) -> None:
     """Let atheris choose the inputs by the coverage that they add; it ends the process."""
     import atheris
 
+    stop = time.monotonic() + seconds
     with atheris.instrument_imports(include=["counterpoint", "json", "yaml"]):
         from tests.fuzz import readers  # noqa: F401 - instrumented while it is imported
     watch, new = Watch(), CORPUS.parent / "new" / name.replace(" ", "_")
@@ -155,7 +156,7 @@ def fuzz_guided(name: str, seconds: float, runs: int, seed: int) -> None:
             keep(name, raw)
             raise RuntimeError(problem)
 
-    options = [f"-max_total_time={int(seconds)}", f"-max_len={MAX_INPUT_BYTES}", f"-seed={seed or 1}", "-timeout=10",
+    options = [f"-max_total_time={max(1, int(stop - time.monotonic()))}", f"-max_len={MAX_INPUT_BYTES}", f"-seed={seed or 1}", "-timeout=10",
                "-rss_limit_mb=4096", "-print_final_stats=1", f"-runs={runs if runs < sys.maxsize else -1}"]  # fmt: skip
     atheris.Setup([sys.argv[0], *options, str(new)], read)
     atheris.Fuzz()

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
+from isal.isal_zlib import crc32
 from torch import nn
 
 from counterpoint.checkpoint import load, save
@@ -23,7 +25,6 @@ from counterpoint.fabric.frames import (
     FrameHeader,
     FrameKind,
     as_memoryview,
-    crc32,
     decode,
     encode,
 )
@@ -54,9 +55,9 @@ from counterpoint.rpc.records import CrcRecordWriter
 from counterpoint.spark.module_codec import decode_module, encode_module
 from counterpoint.strategies.options import option_types
 from counterpoint.training.callbacks.run_folder import read_lines_until
-from counterpoint.value_codec import decode_value, encode_value, format_json, parse_json
+from counterpoint.value_codec import JsonValue, decode_value, encode_value, format_json, parse_json
 from counterpoint.world.cluster_file import parse_cluster
-from tests.ps.message_examples import MESSAGES
+from tests.ps.message_examples import MESSAGES, PUSH
 from tests.rpc.frame_mutations import (
     LIMITS,
     MESSAGES as RPC_MESSAGES,
@@ -138,9 +139,11 @@ def read_handshake(raw: bytes) -> None:
 
 
 def read_message(raw: bytes) -> object:
-    kind, fields, count = "", {}, 0
+    kind, fields, count = "", cast("dict[str, JsonValue]", {}), 0
     match parse_or_none(raw):
         case [str(kind), dict(fields), int(count)]:
+            pass
+        case _:
             pass
     return decode_message(kind, fields, [torch.arange(4.0), torch.tensor([2, 40]), torch.ones(2, 2)][: max(count, 0)])
 
@@ -242,7 +245,7 @@ READERS = {
     "job file": Reader(file_reader("job.yaml", file_layer), lambda: [b"training:\n  seed: 3\n", PLAN.encode()]),
     "json": Reader(read_json, lambda: [b'{"a": [1, -2.5e3, "\\u00e9", null, true, {}]}']),
     "key": Reader(file_reader("key", read_key), lambda: [b"0f" * 32 + b"\n"]),
-    "log": Reader(lambda raw: decode_log(sealed(raw)), lambda: [encode_record(one) for one in MESSAGES[3:4]]),
+    "log": Reader(lambda raw: decode_log(sealed(raw)), lambda: [encode_record(PUSH)]),
     "manifest": Reader(read_manifest, lambda: [next(saved().glob("manifest*")).read_bytes()]),
     "message": Reader(
         read_message,

@@ -81,7 +81,7 @@ def decode_module(data: bytes, *, trust: Trust = False) -> Any:  # noqa: ANN401 
         (3, 'ReLU')
     """
     decoder = _ModuleDecoder(trust)
-    kinds = {
+    kinds: dict[str, Callable[..., Any]] = {
         "module": decoder.module,
         "tensor_of_module": decoder.tensor,
         "shared": decoder.shared,
