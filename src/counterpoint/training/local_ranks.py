@@ -21,7 +21,7 @@ from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - 
 from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.partitioning.dry_run import (
-    PlainAttributes,
+    ModuleAttributes,
     assign_values,
     explain_input_errors,
     preserve_state,
@@ -684,7 +684,7 @@ class LocalRanks:
         self.has_grads = False
         self.attribute_check.require_unchanged(
             self.plan,
-            lambda: self.run_forward(batch.inputs(self.example_micro(batch)), PlainAttributes(self.model)),
+            lambda: self.run_forward(batch.inputs(self.example_micro(batch)), ModuleAttributes(self.model)),
         )
         if self.step_facts is not None:
             self.step_facts.begin_step(batch)
@@ -845,7 +845,7 @@ class LocalRanks:
         if is_new:
             scatter_optimizer_state(self.shard_map(), self.ranks.values(), states)
 
-    def run_forward(self, inputs: Any, attributes: PlainAttributes | None = None) -> None:  # noqa: ANN401
+    def run_forward(self, inputs: Any, attributes: ModuleAttributes | None = None) -> None:  # noqa: ANN401
         """Run the user's model once in training; its state is preserved, with ``attributes`` except for these."""
         args, kwargs = split_call_args(as_call_args(inputs))
         with preserve_state(self.model, attributes=attributes):
