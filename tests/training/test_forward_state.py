@@ -9,7 +9,7 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.dry_run import PlainAttributes
+from counterpoint.partitioning.dry_run import ModuleAttributes
 from tests.training.trainers import max_difference, params_of
 
 
@@ -126,7 +126,7 @@ def test_python_s_generator_is_refused_in_a_trace_and_named_elsewhere():
 def test_attributes_are_restored_also_where_a_collection_was_changed():
     model = build(Counter)
     model.entries, model.names = [torch.zeros(1)], {"a": 1}
-    attributes = PlainAttributes(model)
+    attributes = ModuleAttributes(model)
     model.entries.append(torch.ones(1))
     model.names["b"], model.new, model.calls = 2, True, 5
     assert sorted(attributes.find_changed()) == ["calls", "entries", "names", "new"]

@@ -227,7 +227,7 @@ def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def preserve_state(
-    model: nn.Module, *, training: bool = True, attributes: PlainAttributes | None = None
+    model: nn.Module, *, training: bool = True, attributes: ModuleAttributes | None = None
 ) -> Iterator[None]:
     """Restore the model's buffers, plain attributes, training flags and the random state afterwards.
 
@@ -236,7 +236,7 @@ def preserve_state(
         training: the mode that it is in inside.
         attributes: restores the attributes instead, whenever the caller wants it.
     """
-    slots, own_attributes = BufferSlots(model), PlainAttributes(model) if attributes is None else None
+    slots, own_attributes = BufferSlots(model), ModuleAttributes(model) if attributes is None else None
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer, _ in saved} | {parameter.device for parameter in model.parameters()}
     cuda_devices = [device for device in devices if device.type == "cuda"]
@@ -329,7 +329,7 @@ class BufferSlots:
             buffers[name] = buffer
 
 
-class PlainAttributes:
+class ModuleAttributes:
     """The plain attributes of a model's modules at one moment, such as a counter that its forward increments.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.dry_run import Inputs, PlainAttributes, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 
 
 def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
@@ -180,7 +180,7 @@ def _resize_batch(inputs: Inputs, count: int) -> Inputs:
 def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
     """Return the output tensors of the model, whose plain attributes are then as before."""
     args, kwargs = split_call_args(inputs)
-    attributes = PlainAttributes(model)
+    attributes = ModuleAttributes(model)
     try:
         return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
     finally:

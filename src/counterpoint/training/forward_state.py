@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.dry_run import Inputs, PlainAttributes, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.runtime.draw_sites import other_rng_state
 
 
@@ -37,7 +37,7 @@ class ForwardState:
             model: the module; its state is preserved.
             inputs: those of a microbatch.
         """
-        attributes = PlainAttributes(model)
+        attributes = ModuleAttributes(model)
         try:
             first, uses_other_generators = _run(model, inputs, attributes)
             changed = attributes.find_changed()
@@ -83,7 +83,7 @@ class ForwardState:
             )
 
 
-def _run(model: nn.Module, inputs: Inputs, attributes: PlainAttributes) -> tuple[list[Tensor], bool]:
+def _run(model: nn.Module, inputs: Inputs, attributes: ModuleAttributes) -> tuple[list[Tensor], bool]:
     """Return the output tensors, and whether other generators than torch's were used; attributes stay changed."""
     args, kwargs = split_call_args(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
     with preserve_rng(), preserve_state(model, attributes=attributes), torch.enable_grad():

@@ -21,7 +21,7 @@ from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - 
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.partitioning.dry_run import (
-    PlainAttributes,
+    ModuleAttributes,
     assign_values,
     explain_input_errors,
     preserve_state,
@@ -662,7 +662,20 @@ class LocalRanks:
         skips = options.cross_sample == "accept" or options.batch_dims or options.shared
         if self.global_num_microbatches > 1 and options.loss_reduction != "batch" and not skips:
             is_sum = options.loss_reduction == "sum"
-            require_model_loss_adds_up(self.model, self.loss, batch, str(self.plan), is_sum=is_sum)
+            micros = self.own_micros(batch)
+            require_model_loss_adds_up(self.model, self.loss, batch, micros, str(self.plan), is_sum=is_sum)
+
+    def example_micro(self, batch: MicrobatchSource) -> int:
+        """Return a microbatch that this process can read; one with samples, if it computes any."""
+        return min(self.own_micros(batch), default=min(batch.sizes))
+
+    def own_micros(self, batch: MicrobatchSource) -> list[int]:
+        """Return the microbatches with samples that ranks of this process compute; others it may be unable to read."""
+        assert self.compiled is not None, "built"
+        rank_programs = self.compiled.step_variants[-1].program.rank_programs
+        instructions = [instruction for rank in self.ranks for instruction in rank_programs[rank].body]
+        own = {instruction.micro for instruction in instructions if isinstance(instruction, Forward)}
+        return [micro for micro, size in batch.sizes.items() if size and (micro in own or self.in_flight.lookahead)]
 
     def prepare_step(self, batch: MicrobatchSource) -> None:
         """Check what the user may have changed since the last step, and give the ranks what they can take over."""
@@ -674,7 +687,7 @@ class LocalRanks:
         self.has_grads = False
         self.attribute_check.require_unchanged(
             self.plan,
-            lambda: self.run_forward(batch.inputs(min(batch.sizes)), PlainAttributes(self.model)),
+            lambda: self.run_forward(batch.inputs(self.example_micro(batch)), ModuleAttributes(self.model)),
         )
         if self.step_facts is not None:
             self.step_facts.begin_step(batch)
@@ -787,12 +800,12 @@ class LocalRanks:
             )
         if not self.optimizer_spec.has_new_state:
             self.optimizer_spec.put_state(self.gather_optimizer_state(), is_new=True)
+        micro = self.example_micro(batch)
         self.export_weights()
         self.optimizer_spec.update_groups()
         self.remove_hooks()
         self.ranks, self.eval_models, self.compiled, self.mutation_check = {}, {}, None, None
         self.attribute_check = AttributeCheck()
-        micro = min(batch.sizes)
         self.build(batch.inputs(micro), batch.sizes[micro])
 
     def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
@@ -835,7 +848,7 @@ class LocalRanks:
         if is_new:
             scatter_optimizer_state(self.shard_map(), self.ranks.values(), states)
 
-    def run_forward(self, inputs: Any, attributes: PlainAttributes | None = None) -> None:  # noqa: ANN401
+    def run_forward(self, inputs: Any, attributes: ModuleAttributes | None = None) -> None:  # noqa: ANN401
         """Run the user's model once in training; its state is preserved, with ``attributes`` except for these."""
         args, kwargs = split_call_args(as_call_args(inputs))
         with preserve_state(self.model, attributes=attributes):

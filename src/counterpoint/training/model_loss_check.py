@@ -7,6 +7,7 @@ only be computed again by the model, which before the first step is still whole 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,7 +59,7 @@ class LossOfSamples(NamedTuple):
 
 
 def require_model_loss_adds_up(
-    model: nn.Module, loss: LossFunction, batch: MicrobatchSource, plan: str, *, is_sum: bool
+    model: nn.Module, loss: LossFunction, batch: MicrobatchSource, micros: Sequence[int], plan: str, *, is_sum: bool
 ) -> None:
     """Check that the loss of two microbatches is what their losses add up to.
 
@@ -70,13 +71,14 @@ def require_model_loss_adds_up(
         model: the user's; its state is preserved.
         loss: the user's.
         batch: of the first step.
+        micros: the microbatches of this process.
         plan: as text, for the error.
         is_sum: whether the loss is a sum over samples.
 
     Raises:
         DataError: it is not.
     """
-    parts = _two_parts(batch)
+    parts = _two_parts(batch, micros)
     if parts is None or any(map(uses_batch_statistics, model.modules())):
         return
     whole = _concatenate(*parts)
@@ -107,10 +109,9 @@ def require_model_loss_adds_up(
         )
 
 
-def _two_parts(batch: MicrobatchSource) -> tuple[Samples, Samples] | None:
+def _two_parts(batch: MicrobatchSource, micros: Sequence[int]) -> tuple[Samples, Samples] | None:
     """Return the first two microbatches with samples, or the halves of the only one; None if there is one sample."""
-    micros = [micro for micro, size in sorted(batch.sizes.items()) if size][:2]
-    found = [Samples(batch.inputs(micro), batch.targets(micro), batch.sizes[micro]) for micro in micros]
+    found = [Samples(batch.inputs(micro), batch.targets(micro), batch.sizes[micro]) for micro in micros[:2]]
     if len(found) == 2:
         return found[0], found[1]
     if not found or found[0].count < 2:

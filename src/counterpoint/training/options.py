@@ -81,9 +81,9 @@ class TrainingOptions:
             ``microbatch``: they change after every microbatch, and replicas average them; ``sync``: like ``deferred``,
             but microbatches that replicas run concurrently are normalized together; ``error``: normalizing less than
             the whole batch is an error. By default ``deferred``, with a warning if a replica has several microbatches.
-        cross_sample: what happens if a loss is not what the losses of its samples' halves add up to, or, under a
-            pipeline, if a model's output for a sample depends on other samples of its microbatch: ``error``, or
-            ``accept`` for microbatches that are batches of their own.
+        cross_sample: what happens if a loss is not what the losses of its samples' halves add up to, or if a model's
+            output for a sample depends on other samples of its microbatch: ``error``, or ``accept`` for microbatches
+            that are batches of their own.
         profile: measured times of the model's layers, by which stages are balanced and ``auto`` chooses; the same on
             all ranks. Without it, counted FLOPs are used.
         retain_freed_memory: whether memory that a step frees stays with the process for the next one; glibc only.
