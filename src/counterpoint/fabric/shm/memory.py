@@ -23,7 +23,7 @@ from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.gloo.connections import wait_for_keys
 from counterpoint.fabric.peer_liveness import PeerProcesses, describe_early_exit, open_peer_processes
-from counterpoint.fabric.shm.segments import COOKIE_BYTES, SegmentMapping, allocate_pages, create_segment, open_segment
+from counterpoint.rpc.segments import COOKIE_BYTES, SegmentMapping, allocate_pages, create_segment, open_segment
 
 CHUNK_BYTES = 256 << 10
 TENSOR_TAG = 0  # tag of segments for tensors; groups have other tags
