@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.c10d import PrefixStore
+from counterpoint.fabric.c10d import Store
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.gloo.connections import wait_for_keys
@@ -41,7 +41,7 @@ class RankContext:
         timeout_s: the longest that it waits for another.
     """
 
-    store: PrefixStore
+    store: Store
     rank: int
     num_ranks: int
     local_ranks: Group
