@@ -32,6 +32,7 @@ from counterpoint.fabric.c10d import ProcessGroupGloo, Store, TCPStore
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, format_ranks
 from counterpoint.fabric.gloo.connections import Rendezvous, StoreLostError, gloo_connection_factory, wait_for_keys
+from counterpoint.fabric.gloo.pair_proof import share_secret
 from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueStore, RemoteTable, StoreServer, with_prefix
@@ -39,7 +40,7 @@ from counterpoint.fabric.mpi import MpiFabric, mpi_address
 from counterpoint.fabric.shm.memory import RankContext
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
-from counterpoint.rpc.address import RpcAddress, TcpAddress, UnixAddress, resolve_address
+from counterpoint.rpc.address import RpcAddress, TcpAddress, UnixAddress, parse_address, resolve_address
 from counterpoint.rpc.connection import ConnectionLostError, NoListenerError
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.job_key import JobKey
@@ -79,6 +80,7 @@ def check_ranks_match(address: str, attributes: Sequence[Mapping[str, object]]) 
 
 NUM_TRIES = 3  # torch's store connects up to three times, each with the full timeout
 POLL_S = 0.02
+STORE_ADDRESS = "counterpoint/store"  # key of torchrun's store: where rank 0 serves the one that it trusts
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
 
@@ -225,7 +227,9 @@ def make_fabric(
         return MpiFabric(context, job, generation)
     if shares_memory(host_infos, transport):
         return ShmFabric(context, job, generation)
-    rendezvous = Rendezvous(context.store, gloo_connection_factory(device()), job, generation)
+    rendezvous = Rendezvous(
+        context.store, gloo_connection_factory(device()), job, generation, share_secret(context.store)
+    )
     gloo = GlooFabric(rank, num_ranks, context.timeout_s, rendezvous)
     hosts = host_ids(host_infos)
     if transport == "gloo" or len(set(hosts)) == num_ranks:
@@ -260,29 +264,66 @@ def connect_store(
         PeerError: no process serves it within the timeout, or it is not this job's.
     """
     if address.store_owner == "launcher":
-        return connect_launchers_store(rank, address, timeout_s, should_cancel)
+        agents_store = connect_launchers_store(rank, address, timeout_s, should_cancel)
+        return agents_store if key is None else connect_announced_store(rank, address, key, timeout_s, agents_store)
     if rank == 0 and address.store_owner == "rank 0":
         server = serve_store(address, key)
         return KeyValueStore(server.table, timeout_s, server=server)
+    target = store_address(address, key)
+    return wait_for_store(rank, address, key, timeout_s, should_cancel, lambda: target)
+
+
+def wait_for_store(
+    rank: int,
+    address: Address,
+    key: JobKey | None,
+    timeout_s: float,
+    should_cancel: Callable[[], bool],
+    find_address: Callable[[], RpcAddress],
+) -> KeyValueStore:
+    """Return a client of the store, once a process serves it.
+
+    Raises:
+        PeerError: no process serves it within the timeout, or it is not this job's.
+    """
     end = time.monotonic() + timeout_s
-    target, credentials = store_address(address, key), JobCredentials(key, STORE_JOB)
 
     def is_over() -> bool:
         return time.monotonic() >= end or should_cancel()
 
     while True:
         try:
-            return KeyValueStore(RemoteTable(target, credentials, timeout_s, is_over), timeout_s)
+            values = RemoteTable(find_address(), JobCredentials(key, STORE_JOB), timeout_s, is_over)
+            return KeyValueStore(values, timeout_s)
         except ConnectionLostError as error:
             if is_over():
-                is_silent = isinstance(error, NoListenerError)
-                raise no_store_error(rank, address, timeout_s, "" if is_silent else str(error)) from error
+                is_absent = isinstance(error, NoListenerError)
+                raise no_store_error(rank, address, timeout_s, "" if is_absent else str(error)) from error
         except PeerError as error:
             raise PeerError(
                 f"rank {rank} was answered at {address.host}:{address.port}, but not by this job's rendezvous store, "
                 f"which {address.store_owner} serves: {error}"
             ) from error
         time.sleep(POLL_S)
+
+
+def connect_announced_store(
+    rank: int, address: Address, key: JobKey, timeout_s: float, agents_store: TCPStore
+) -> KeyValueStore:
+    """Return a store that rank 0 serves to ranks with the key; only its address is in the store of torchrun's agent.
+
+    Raises:
+        PeerError: rank 0 does not serve it within the timeout, or another job does.
+    """
+    if rank == 0:
+        server = serve_store(Address(local_address_towards(address), 0), key)
+        agents_store.set(STORE_ADDRESS, str(server.address))
+        return KeyValueStore(server.table, timeout_s, server=server)
+
+    def find_address() -> RpcAddress:  # again for each attempt: the ranks before a restart have left theirs
+        return parse_address(agents_store.get(STORE_ADDRESS).decode())
+
+    return wait_for_store(rank, replace(address, store_owner="rank 0"), key, timeout_s, never_cancel, find_address)
 
 
 def no_store_error(rank: int, address: Address, timeout_s: float, answer: str = "") -> PeerError:

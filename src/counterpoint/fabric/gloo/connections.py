@@ -13,6 +13,7 @@ import torch
 from counterpoint.errors import PeerError
 from counterpoint.fabric.c10d import GlooProcessGroup, PrefixStore, ProcessGroupGloo, Store
 from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.fabric.gloo.pair_proof import prove_pairs
 
 MAX_PAUSE_S = 0.02  # between two reads of the store
 
@@ -29,12 +30,14 @@ class Rendezvous:
         connect: opens a connection among some ranks.
         job: the job's number.
         generation: of its ranks.
+        secret: with which the ends of a connection prove that they are ranks of the job; None where none is shared.
     """
 
     store: Store
     connect: ConnectionFactory
     job: int
     generation: int
+    secret: bytes | None = None
 
 
 def gloo_connection_factory(device: ProcessGroupGloo.Device) -> ConnectionFactory:
@@ -68,7 +71,7 @@ class Connections:
         """Return a new connection among the ranks of the group; all of them call it.
 
         Raises:
-            PeerError: members are missing at the timeout.
+            PeerError: members are missing at the timeout, or have not proved that they are of the job.
             RuntimeError: the fabric is closed, or a member is gone.
         """
         meeting = self._rendezvous
@@ -78,6 +81,9 @@ class Connections:
         self._barrier_on_store(meeting.store, f"{key}/came", group)
         gloo = meeting.connect(meeting.store, key, tuple(group), self._rank, self._timeout_s)
         self._open.append(gloo)
+        if meeting.secret is not None:
+            connection = f"{meeting.job}/{meeting.generation}/{key}"
+            prove_pairs(gloo, meeting.secret, connection, tuple(group), self._rank, self._timeout_s)
         self._barrier_on_store(
             meeting.store, f"{key}/joined", group
         )  # a member that left before all have connected would break the others' connections
