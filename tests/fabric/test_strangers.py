@@ -8,21 +8,25 @@ import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
+from unittest.mock import ANY
 
 import pytest
+import torch
 from torch.distributed import DistError
 
 from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric.c10d import TCPStore
 from counterpoint.fabric.gloo.pair_proof import make_proof, prove_pairs
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueTable, RemoteTable
-from counterpoint.fabric.rendezvous import Address, RendezvousStore, connect_store
+from counterpoint.fabric.rendezvous import Address, RendezvousStore, connect_store, store_address
 from counterpoint.rpc.handshake import DIGEST_BYTES, HELLO, JobCredentials
 from counterpoint.rpc.job_key import JobKey, read_key
 from tests.fabric.run_ranks import on_gloo
 
 KEY, OTHER_KEY = JobKey(bytes(32)), JobKey(bytes([1] * 32))
+PYTHON = next((path for path in ("/usr/bin/python3",) if Path(path).exists()), sys.executable)  # for other users
 
 
 @pytest.fixture
@@ -188,3 +192,47 @@ def test_a_proof_is_for_one_direction_of_one_connection():
         for nonces in (bytes(64), bytes([1] * 64))
     }
     assert len(proofs) == 8
+
+
+STRANGER = """
+import os, re, socket
+ports = {int(row.split()[1].rpartition(":")[2], 16) for row in open("/proc/net/tcp").readlines()[1:] if row.split()[3] == "0A"}
+names = re.findall(r"@(counterpoint/\\S+)", open("/proc/net/unix").read())
+received, connected = b"", 0
+places = [(socket.AF_INET, ("127.0.0.1", port)) for port in ports]
+for family, place in places + [(socket.AF_UNIX, "\\0" + name) for name in names]:
+    with socket.socket(family) as stranger:
+        stranger.settimeout(0.2)
+        try:
+            stranger.connect(place)
+            connected += 1
+            stranger.sendall(b"CPWS" + bytes(60))
+            received += stranger.recv(1000)
+        except OSError:
+            pass
+print(os.getuid(), connected > 0, b"here" in received or b"pid" in received)
+"""
+
+
+def is_visited(fabric):
+    """Another user connects to every port of the host while the ranks are connected."""
+    answer = ""
+    if fabric.rank == 0:
+        answer = subprocess.run(
+            [PYTHON, "-c", STRANGER], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
+            check=False, cwd="/",
+        ).stdout  # fmt: skip
+    fabric.barrier((0, 1))
+    values = torch.arange(1000, dtype=torch.float64).sqrt() / (fabric.rank + 3)
+    fabric.all_reduce("values", values, (0, 1)).wait()
+    expected = torch.arange(1000, dtype=torch.float64).sqrt()
+    return [answer, torch.equal(values, expected / 3 + expected / 4), fabric.abort_reason()]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_at_all_ports_of_a_job_changes_no_bit_of_it(local_processes):
+    first, second = local_processes(is_visited, 2)
+    assert first == [ANY, True, None]
+    assert first[0] in {"65534 True False\n", "65534 False False\n"}
+    assert second == ["", True, None]
