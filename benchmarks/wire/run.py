@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.job_key import JobKey
 from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
-from counterpoint.testing.rpc_client import RpcClient
 
 ROUNDS, NUM_BYTES, DEADLINE_S = 12, 64 << 20, 60.0
 TRANSPORTS = ("tcp, key", "tcp, no key", "unix, key", "unix, no key")

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.fabric.shm import segments
 from counterpoint.fabric.torch_backend.ddp_buckets import MIN_BYTES
+from counterpoint.rpc import segments
 
 WIDTH = 300
 BUCKET_BYTES = 4 * WIDTH * (WIDTH + 1)

@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric import frames
-from counterpoint.fabric.frames import DTYPE_CODES, Frame, FrameHeader, FrameKind, decode, encode
+from counterpoint.fabric.frames import Frame, FrameHeader, FrameKind, decode, encode
+from counterpoint.rpc.tensor_codec import DTYPE_CODES
 
 STAMP = FrameHeader(FrameKind.MESSAGE, job=7, generation=2, source=1, sequence=9, fingerprint=bytes(range(16)))
 stamps = st.builds(

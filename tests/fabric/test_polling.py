@@ -4,7 +4,10 @@ import torch
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.shared_store import SharedStore
+from counterpoint.rpc.job_key import JobKey
 from tests.fabric.run_ranks import on_local
+
+KEY = JobKey(bytes(32))
 
 
 def asks(fabric):
@@ -48,8 +51,8 @@ def test_polling_raises_a_mismatch(processes):
 
 
 def test_values_in_a_shared_store_are_readable_until_they_are_deleted():
-    server = SharedStore.serve("127.0.0.1", 5.0)
-    client = SharedStore.connect("127.0.0.1", server.port, 5.0)
+    server = SharedStore.serve("127.0.0.1", KEY)
+    client = SharedStore.connect("127.0.0.1", server.port, KEY, 5.0)
     client.set("here", "ü")
     assert (server.get("here"), server.get("there"), server.increment("n"), client.increment("n")) == ("ü", None, 1, 2)
     server.delete("here")

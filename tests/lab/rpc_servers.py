@@ -5,12 +5,12 @@ import sys
 import torch
 
 from counterpoint.rpc.address import TcpAddress, UnixAddress
+from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.job_key import new_key
 from counterpoint.rpc.listener import listen, request_handler
-from counterpoint.testing.rpc_client import RpcClient
 
 secret = JobCredentials(new_key())
 with EventLoop() as loop:

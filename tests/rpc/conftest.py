@@ -7,13 +7,13 @@ from contextlib import suppress
 import pytest
 
 from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.connection import connect
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.job_key import new_key
 from counterpoint.rpc.listener import listen, request_handler
-from counterpoint.testing.rpc_client import RpcClient
 
 PLACES = {"unix": f"unix:test-{os.getpid()}", "tcp": "tcp:127.0.0.1:0"}
 

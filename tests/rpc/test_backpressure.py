@@ -14,12 +14,12 @@ import torch
 
 from counterpoint.rpc import connection as connection_module
 from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.connection import ConnectionLostError
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.listener import listen, request_handler
-from counterpoint.testing.rpc_client import RpcClient
 from tests.other_user import STRANGER, as_root, as_user
 from tests.rpc.conftest import Records, Relay, connect_and_record, echo, run_loop
 

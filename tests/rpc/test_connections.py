@@ -9,13 +9,13 @@ import torch
 
 from counterpoint.errors import LaunchError, PeerError, ProtocolError
 from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.connection import ConnectionLostError
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import HELLO, REFUSAL, JobCredentials, SecurityMode, client_handshake
 from counterpoint.rpc.job_key import new_key
 from counterpoint.rpc.listener import listen, request_handler
-from counterpoint.testing.rpc_client import RpcClient
 from tests.other_user import STRANGER, as_root, as_user
 from tests.rpc.conftest import Records, connect_and_record, echo, run_loop
 

@@ -9,9 +9,9 @@ import torch
 from counterpoint.errors import ProtocolError
 from counterpoint.rpc import buffers as buffers
 from counterpoint.rpc.buffers import OwnedBuffers, PeerBuffers
+from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.frame import RpcMessage
 from counterpoint.rpc.listener import listen, request_handler
-from counterpoint.testing.rpc_client import RpcClient
 from tests.rpc.conftest import Records, connect_and_record, echo, run_loop
 
 SIZE = 1 << 20

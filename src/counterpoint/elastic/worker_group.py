@@ -103,6 +103,7 @@ def form_group(
             names.index(session.name),
             len(members),
             rendezvous_address(members),
+            key=session.job_key,
             job=f"{session.job.digest()}/{attempt}",
             generation=view.generation,
             timeout_s=session.job.timeouts.lease_s,

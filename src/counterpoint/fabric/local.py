@@ -24,9 +24,9 @@ from counterpoint.fabric.fingerprint import (
     ranges_signature,
     tensor_signature,
 )  # fmt: skip
-from counterpoint.fabric.frames import encode_tensor_meta
 from counterpoint.fabric.local_collective import CollectiveInput, LocalCollective
 from counterpoint.fabric.rank_scheduler import RankScheduler
+from counterpoint.rpc.tensor_codec import encode_tensor_meta
 
 T = TypeVar("T")
 COMPLETED: Final = CompletedWork()

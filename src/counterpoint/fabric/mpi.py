@@ -27,12 +27,13 @@ from counterpoint.fabric.c10d import (
     AllToAllOptions,
     BroadcastOptions,
     GlooWork,
-    PrefixStore,
     ReduceOp,
+    Store,
 )  # fmt: skip
 from counterpoint.fabric.gloo.connections import Rendezvous, read_abort_reason
 from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.shm.memory import RankContext
+from counterpoint.rpc.job_key import JobKey, new_key
 
 NUM_TAGS = 1 << 15  # the least that the MPI standard guarantees
 ADDRESS_BYTES = 256
@@ -75,9 +76,7 @@ class MpiWorld:
         self.mpi = mpi
         self.connections: list[MpiConnection] = []
 
-    def connect(
-        self, store: PrefixStore, place: str, group: tuple[int, ...], rank: int, timeout_s: float
-    ) -> MpiConnection:
+    def connect(self, store: Store, place: str, group: tuple[int, ...], rank: int, timeout_s: float) -> MpiConnection:
         """Return a connection among the members, all of which call it."""
         del rank, timeout_s
         world = self.mpi.COMM_WORLD
@@ -304,8 +303,8 @@ def check_same_rank(world: MpiWorld, rank: int, num_ranks: int) -> None:
         )
 
 
-def mpi_address(rank: int, num_ranks: int, host: str, timeout_s: float) -> tuple[str, int, int | None]:
-    """Return the rendezvous address, which rank 0 broadcasts over MPI, and on rank 0 a socket that listens there.
+def mpi_address(rank: int, num_ranks: int, host: str, timeout_s: float) -> tuple[str, int, int | None, JobKey]:
+    """Return the rendezvous address, on rank 0 a socket that listens there, and a key; rank 0 broadcasts them over MPI.
 
     Args:
         rank: the own rank.
@@ -328,12 +327,13 @@ def mpi_address(rank: int, num_ranks: int, host: str, timeout_s: float) -> tuple
                 f"rank 0 cannot listen on its host {host or socket.gethostname()}: {error}; make that name resolve to "
                 "one of its addresses, or set MASTER_ADDR"
             ) from error
-        text = f"{listener.getsockname()[0]} {listener.getsockname()[1]}".encode()
+        text = f"{listener.getsockname()[0]} {listener.getsockname()[1]} {new_key().secret.hex()}".encode()
         message[: len(text)] = text
     request, end_s = world.mpi.COMM_WORLD.Ibcast(message, 0), time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > end_s:
             raise PeerError(f"rank {rank} waited {timeout_s:.1f} s for {num_ranks} ranks of MPI; look at the others")
         time.sleep(MAX_PAUSE_S)
-    host_address, port = message.rstrip(b"\0").decode().split()
-    return host_address, int(port), None if listener is None else listener.detach()
+    host_address, port, key = message.rstrip(b"\0").decode().split()
+    listen_fd = None if listener is None else listener.detach()
+    return host_address, int(port), listen_fd, JobKey(bytes.fromhex(key))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.c10d import PrefixStore
+from counterpoint.fabric.c10d import Store
 from counterpoint.world.process_stat import PROC, STOPPED_BY, read_process_stat
 
 
@@ -58,7 +58,7 @@ def _pid_of(pidfd: int) -> int | None:
     return None if pid is None else int(pid[1])
 
 
-def open_peer_processes(store: PrefixStore, ranks: Iterable[int], rank: int, num_ranks: int) -> PeerProcesses:
+def open_peer_processes(store: Store, ranks: Iterable[int], rank: int, num_ranks: int) -> PeerProcesses:
     """Return the processes of these ranks, which are on this host and have announced themselves in the store.
 
     Raises:
@@ -75,7 +75,7 @@ def open_peer_processes(store: PrefixStore, ranks: Iterable[int], rank: int, num
     return processes
 
 
-def local_ranks(store: PrefixStore, rank: int, num_ranks: int) -> list[int]:
+def local_ranks(store: Store, rank: int, num_ranks: int) -> list[int]:
     """Return the ranks of this host, the own one included."""
     hosts = [json.loads(store.get(f"here/{other}"))["place"][0] for other in range(num_ranks)]
     return [other for other, host in enumerate(hosts) if host == hosts[rank]]

@@ -1,9 +1,9 @@
-r"""Rendezvous of the ranks of a job through a TCP store, and the choice of their transport.
+r"""Rendezvous of the ranks of a job through a key-value store, and the choice of their transport.
 
 ::
 
     rank 0 ----\                     exchange_host_info        make_fabric
-    rank 1 ------> store (TCPStore): versions, host, pid  -->  shm | gloo | hierarchical | mpi
+    rank 1 ------> KeyValueStore: versions, host, pid     -->  shm | gloo | hierarchical | mpi
     rank 2 ----/
 
 The store carries only who has arrived, and why a rank aborted; no data of a training step passes through it.
@@ -11,6 +11,7 @@ The store carries only who has arrived, and why a rank aborted; no data of a tra
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -27,16 +28,22 @@ import torch
 from torch.distributed import DistError
 
 from counterpoint.errors import LaunchError, PeerError
-from counterpoint.fabric.c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from counterpoint.fabric.c10d import ProcessGroupGloo, Store, TCPStore
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, format_ranks
 from counterpoint.fabric.gloo.connections import Rendezvous, StoreLostError, gloo_connection_factory, wait_for_keys
+from counterpoint.fabric.gloo.pair_proof import share_secret
 from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
+from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueStore, RemoteTable, StoreServer, with_prefix
 from counterpoint.fabric.mpi import MpiFabric, mpi_address
 from counterpoint.fabric.shm.memory import RankContext
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
+from counterpoint.rpc.address import RpcAddress, TcpAddress, UnixAddress, parse_address, resolve_address
+from counterpoint.rpc.connection import ConnectionLostError, NoListenerError
+from counterpoint.rpc.handshake import JobCredentials
+from counterpoint.rpc.job_key import JobKey
 
 
 def package_versions() -> dict[str, str]:
@@ -67,14 +74,13 @@ def check_ranks_match(address: str, attributes: Sequence[Mapping[str, object]]) 
             )
             raise PeerError(
                 f"the ranks at {address} differ: {differences}; all ranks of a job must be started with one number of "
-                "ranks, "
-                "one set of versions (install them from one constraints file) and one job key (copy it to every host)"
+                "ranks and one set of versions (install them from one constraints file)"
             )
 
 
 NUM_TRIES = 3  # torch's store connects up to three times, each with the full timeout
-MEMBER_TIMEOUT_S = 2.0  # the oldest member was just seen to listen, and may have died since
 POLL_S = 0.02
+STORE_ADDRESS = "counterpoint/store"  # key of torchrun's store: where rank 0 serves the one that it trusts
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
 
@@ -107,12 +113,12 @@ def connect(  # noqa: PLR0913 - the description of a rank
     num_ranks: int,
     address: Address,
     *,
+    key: JobKey | None = None,
     job: str = "job",
     generation: int = 0,
     timeout_s: float = 30.0,
     transport: Transport = "auto",
     host: str | None = None,
-    attributes: Mapping[str, str] | None = None,
     should_cancel: Callable[[], bool] = never_cancel,
 ) -> Fabric:
     """Return this rank's fabric when all ranks have arrived; otherwise raise a PeerError that names the missing ones.
@@ -121,6 +127,7 @@ def connect(  # noqa: PLR0913 - the description of a rank
         rank: the own rank.
         num_ranks: the world size.
         address: where they meet.
+        key: the job's, which ranks prove to each other; None for ranks of one host and user.
         job: distinguishes jobs that use one address.
         generation: distinguishes the ranks of one job before and after a restart.
         timeout_s: the longest that any wait may last.
@@ -128,21 +135,22 @@ def connect(  # noqa: PLR0913 - the description of a rank
             possible, and sockets between hosts; ``mpi`` for ranks started by mpirun.
         host: ranks with equal names share memory; detected by default. Different names make ranks of one host behave
             like ranks of several.
-        attributes: what else must be the same on all ranks, by name, in addition to versions.
         should_cancel: polled while waiting for others; whether to stop waiting, because they will not arrive.
 
     Raises:
-        LaunchError: shared memory or MPI was requested and is unavailable on some rank.
+        LaunchError: shared memory or MPI was requested and is unavailable on some rank; or the address is unknown, or
+            beyond loopback without a key.
     """
     if num_ranks == 1:
         return GlooFabric(rank, num_ranks, timeout_s, None)
     if transport == "mpi":
-        address = Address(*mpi_address(rank, num_ranks, address.host, timeout_s))
-    store = PrefixStore(f"counterpoint/{job}/{generation}", connect_store(rank, address, timeout_s, should_cancel))
+        host_address, port, listen_fd, key = mpi_address(rank, num_ranks, address.host, timeout_s)
+        address = Address(host_address, port, listen_fd)
+    store = with_prefix(connect_store(rank, address, key, timeout_s, should_cancel), f"counterpoint/{job}/{generation}")
     context = RankContext(store, rank, num_ranks, tuple(range(num_ranks)), timeout_s)
     where, job_number = f"{address.host}:{address.port}", int.from_bytes(digest(job)[:8], "little")
     with translate_store_errors(where, rank, address.store_owner):
-        host_infos = exchange_host_info(context, where, host or host_key(), attributes or {}, should_cancel)
+        host_infos = exchange_host_info(context, where, host or host_key(), should_cancel)
         return make_fabric(
             context, host_infos, transport, job_number, generation,
             lambda: ProcessGroupGloo.create_device(hostname=local_address_towards(address)),
@@ -170,10 +178,10 @@ def connect_over_store(
         return GlooFabric(rank, num_ranks, timeout_s, None)
     where, job_number = "the store of their process group", int.from_bytes(digest("torch")[:8], "little")
     with translate_store_errors(where, rank, "its creator"):
-        attempt = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
+        attempt = with_prefix(store, "counterpoint").add(f"times/{rank}", 1)
         all_ranks = tuple(range(num_ranks))
-        context = RankContext(PrefixStore(f"counterpoint/{attempt}", store), rank, num_ranks, all_ranks, timeout_s)
-        host_infos = exchange_host_info(context, where, host_key(), {})
+        context = RankContext(with_prefix(store, f"counterpoint/{attempt}"), rank, num_ranks, all_ranks, timeout_s)
+        host_infos = exchange_host_info(context, where, host_key())
         return make_fabric(context, host_infos, transport, job_number, attempt, ProcessGroupGloo.create_default_device)
 
 
@@ -219,7 +227,9 @@ def make_fabric(
         return MpiFabric(context, job, generation)
     if shares_memory(host_infos, transport):
         return ShmFabric(context, job, generation)
-    rendezvous = Rendezvous(context.store, gloo_connection_factory(device()), job, generation)
+    rendezvous = Rendezvous(
+        context.store, gloo_connection_factory(device()), job, generation, share_secret(context.store)
+    )
     gloo = GlooFabric(rank, num_ranks, context.timeout_s, rendezvous)
     hosts = host_ids(host_infos)
     if transport == "gloo" or len(set(hosts)) == num_ranks:
@@ -241,29 +251,154 @@ def host_ids(host_infos: Sequence[tuple[str, str]]) -> list[int]:
 
 
 def connect_store(
+    rank: int,
+    address: Address,
+    key: JobKey | None,
+    timeout_s: float,
+    should_cancel: Callable[[], bool] = never_cancel,
+) -> KeyValueStore | TCPStore:
+    """Return the store, which this rank serves if it owns it; otherwise wait until another process serves it.
+
+    Raises:
+        LaunchError: the host name is unknown, cannot be listened at, or is beyond loopback without a key.
+        PeerError: no process serves it within the timeout, or it is not this job's.
+    """
+    if address.store_owner == "launcher":
+        agents_store = connect_launchers_store(rank, address, timeout_s, should_cancel)
+        return agents_store if key is None else connect_announced_store(rank, address, key, timeout_s, agents_store)
+    if rank == 0 and address.store_owner == "rank 0":
+        server = serve_store(address, key)
+        return KeyValueStore(server.table, timeout_s, server=server)
+    target = store_address(address, key)
+    return wait_for_store(rank, address, key, timeout_s, should_cancel, lambda: target)
+
+
+def wait_for_store(
+    rank: int,
+    address: Address,
+    key: JobKey | None,
+    timeout_s: float,
+    should_cancel: Callable[[], bool],
+    find_address: Callable[[], RpcAddress],
+) -> KeyValueStore:
+    """Return a client of the store, once a process serves it.
+
+    Raises:
+        PeerError: no process serves it within the timeout, or it is not this job's.
+    """
+    end = time.monotonic() + timeout_s
+
+    def is_over() -> bool:
+        return time.monotonic() >= end or should_cancel()
+
+    while True:
+        try:
+            values = RemoteTable(find_address(), JobCredentials(key, STORE_JOB), timeout_s, is_over)
+            return KeyValueStore(values, timeout_s)
+        except ConnectionLostError as error:
+            if is_over():
+                is_absent = isinstance(error, NoListenerError)
+                raise no_store_error(rank, address, timeout_s, "" if is_absent else str(error)) from error
+        except PeerError as error:
+            raise PeerError(
+                f"rank {rank} was answered at {address.host}:{address.port}, but not by this job's rendezvous store, "
+                f"which {address.store_owner} serves: {error}"
+            ) from error
+        time.sleep(POLL_S)
+
+
+def connect_announced_store(
+    rank: int, address: Address, key: JobKey, timeout_s: float, agents_store: TCPStore
+) -> KeyValueStore:
+    """Return a store that rank 0 serves to ranks with the key; only its address is in the store of torchrun's agent.
+
+    Raises:
+        PeerError: rank 0 does not serve it within the timeout, or another job does.
+    """
+    if rank == 0:
+        server = serve_store(Address(local_address_towards(address), 0), key)
+        agents_store.set(STORE_ADDRESS, str(server.address))
+        return KeyValueStore(server.table, timeout_s, server=server)
+
+    def find_address() -> RpcAddress:  # again for each attempt: the ranks before a restart have left theirs
+        return parse_address(agents_store.get(STORE_ADDRESS).decode())
+
+    return wait_for_store(rank, replace(address, store_owner="rank 0"), key, timeout_s, never_cancel, find_address)
+
+
+def no_store_error(rank: int, address: Address, timeout_s: float, answer: str = "") -> PeerError:
+    """Return the error for a store that does not answer.
+
+    Args:
+        rank: this rank.
+        address: of the store.
+        timeout_s: how long it has waited.
+        answer: what happened to a connection that was accepted; empty if none was.
+    """
+    where, owner = f"{address.host}:{address.port}", address.store_owner
+    if answer:
+        return PeerError(
+            f"rank {rank} was answered at {where}, but not by this job's rendezvous store within {timeout_s} s: "
+            f"{answer}; {owner} serves it there: check whether {owner} is stopped, or another program has that port"
+        )
+    return PeerError(
+        f"rank {rank} could not connect to {where} within {timeout_s} s; {owner} serves the rendezvous store there: "
+        "check why it has not started, or give its address"
+    )
+
+
+def store_address(address: Address, key: JobKey | None) -> RpcAddress:
+    """Return where the store of this rendezvous address listens: without a key, a UNIX socket named after the port.
+
+    Raises:
+        LaunchError: the host name is unknown, or is beyond loopback and there is no key.
+    """
+    try:
+        number = resolve_address(TcpAddress(address.host, address.port), is_keyed=True)[1][0]
+    except LaunchError as error:
+        raise LaunchError(f"the host of the rendezvous store is unknown here: {error}") from error
+    if key is not None:
+        return TcpAddress(address.host, address.port)
+    if not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
+        raise LaunchError(
+            f"this rank has no job key, and {address.host}:{address.port} is beyond loopback, where anybody could "
+            "join the job; write one (openssl rand -hex 32 > job.key; chmod 600 job.key), copy it to every host, and "
+            "give it by --key-file or COUNTERPOINT_KEY_FILE"
+        )
+    return UnixAddress(f"rendezvous-{os.getuid()}-{address.port}")
+
+
+def serve_store(address: Address, key: JobKey | None) -> StoreServer:
+    """Return a store that this process serves at the rendezvous address, and at no other.
+
+    Raises:
+        LaunchError: the port is taken, the host is unknown, or beyond loopback and there is no key.
+    """
+    target = store_address(address, key)
+    bound_socket = bind_port(address) if address.listen_fd is None else socket.socket(fileno=address.listen_fd)
+    try:
+        return StoreServer(target, JobCredentials(key, STORE_JOB), bound_socket)
+    except BaseException:
+        bound_socket.close()
+        raise
+
+
+def connect_launchers_store(
     rank: int, address: Address, timeout_s: float, should_cancel: Callable[[], bool] = never_cancel
 ) -> TCPStore:
-    """Return a client of the store, which this rank starts if it owns it; raise a PeerError if no process serves it."""
+    """Return a client of the store of torchrun's agent.
+
+    Raises:
+        PeerError: no process serves it.
+    """
     timeout = timedelta(seconds=timeout_s)
-    if rank == 0 and address.store_owner == "rank 0":
-        listen_fd = open_listener(address) if address.listen_fd is None else address.listen_fd
-        return TCPStore(
-            address.host, address.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-        )
     try:
         wait_for_listener(address, timeout_s, should_cancel)
-        connect_timeout = timeout / NUM_TRIES
-        if address.store_owner == "the oldest member":
-            connect_timeout = min(connect_timeout, timedelta(seconds=MEMBER_TIMEOUT_S))
-        store = TCPStore(address.host, address.port, None, False, connect_timeout, wait_for_workers=False)
+        store = TCPStore(address.host, address.port, None, False, timeout / NUM_TRIES, wait_for_workers=False)
         store.set_timeout(timeout)
         return store
     except (DistError, OSError) as error:
-        raise PeerError(
-            f"rank {rank} could not connect to {address.host}:{address.port} within {timeout_s} s; "
-            f"{address.store_owner} serves the rendezvous store there: check why it has not started, or give its "
-            "address"
-        ) from error
+        raise no_store_error(rank, address, timeout_s) from error
 
 
 def wait_for_listener(address: Address, timeout_s: float, should_cancel: Callable[[], bool] = never_cancel) -> None:
@@ -285,14 +420,14 @@ def wait_for_listener(address: Address, timeout_s: float, should_cancel: Callabl
             return
 
 
-def open_listener(address: Address) -> int:
-    """Return a socket that listens at the address and on no other interface.
+def bind_port(address: Address) -> socket.socket:
+    """Return a socket that is bound to the address and to no other interface.
 
     Raises:
         LaunchError: the port is taken.
     """
     try:
-        return socket.create_server((address.host, address.port), backlog=1024).detach()
+        return socket.create_server((address.host, address.port), backlog=1024)
     except OSError as error:
         raise LaunchError(
             f"rank 0 cannot listen on {address.host}:{address.port}: {os.strerror(error.errno or 0).lower()}; every "
@@ -357,7 +492,6 @@ def exchange_host_info(
     context: RankContext,
     place: str,
     host: str,
-    attributes: Mapping[str, str],
     should_cancel: Callable[[], bool] = never_cancel,
 ) -> list[tuple[str, str]]:
     """Wait for all ranks; return each rank's host, and why it cannot share memory.
@@ -366,7 +500,6 @@ def exchange_host_info(
         context: this rank.
         place: the rendezvous address, for errors.
         host: this rank's; ranks of one host could share memory.
-        attributes: what else must be the same on all ranks, by name.
         should_cancel: whether to stop waiting.
 
     Raises:
@@ -379,7 +512,7 @@ def exchange_host_info(
             "name of its own, or raise its generation after a restart"
         )
     own_info = {
-        "facts": {"ranks": num_ranks, **package_versions(), **attributes},
+        "facts": {"ranks": num_ranks, **package_versions()},
         "place": [host, native().reason],
         "pid": os.getpid(),
     }
@@ -403,14 +536,12 @@ def exchange_host_info(
     return [(str(host), str(reason)) for host, reason in (info["place"] for info in infos)]
 
 
-STORE_TIMEOUT_S = 30.0
-
-
 class RendezvousStore:
     """A store served by this process, at which ranks meet in one generation after the other; close it.
 
     Args:
         host: the interface to listen on; loopback for ranks of one machine.
+        key: of the job; None for ranks of one machine and user.
 
     Attributes:
         address: of the store; the port is a free one.
@@ -426,21 +557,11 @@ class RendezvousStore:
         >>> store.close()
     """
 
-    def __init__(self, host: str) -> None:
-        listen_fd = open_listener(Address(host, 0))
-        with socket.socket(fileno=os.dup(listen_fd)) as known:
-            port = int(known.getsockname()[1])
-        self.address = Address(host, port, store_owner="the oldest member")
-        self._store: TCPStore | None = TCPStore(
-            host,
-            port,
-            None,
-            True,
-            timedelta(seconds=STORE_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+    def __init__(self, host: str, key: JobKey | None = None) -> None:
+        bound_socket = bind_port(Address(host, 0))
+        self.address = Address(host, int(bound_socket.getsockname()[1]), store_owner="the oldest member")
+        self._server = serve_store(replace(self.address, listen_fd=bound_socket.detach()), key)
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
-        self._store = None
+        self._server.close()

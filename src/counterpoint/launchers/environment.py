@@ -5,8 +5,6 @@ One table, ``LAUNCHERS``, has each launcher's variables and the function that pa
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import itertools
 import math
 import os
@@ -20,7 +18,7 @@ from pathlib import Path
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.ports import LOOPBACK
 from counterpoint.optim.validation import parse_digits, renamed_hint, shorten
-from counterpoint.rpc.job_key import read_key
+from counterpoint.rpc.job_key import JobKey, read_key
 from counterpoint.value_codec import parse_json
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
@@ -526,30 +524,15 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-NO_KEY = "none"
-FINGERPRINT_DIGITS = 12
-
-
-def key_fingerprint(key_file: str | None) -> str:
-    """Return a short hash of this host's job key, or that it has none, or why; equal on hosts with equal keys.
-
-    Args:
-        key_file: where the launcher says that the key is; None for a job without a key.
-    """
-    if key_file is None:
-        return NO_KEY
-    try:
-        key = read_key(Path(key_file))
-    except LaunchError as error:
-        return f"missing on {socket.gethostname()} ({error})"
-    return hmac.new(key.secret, b"counterpoint: which key is this", hashlib.sha256).hexdigest()[:FINGERPRINT_DIGITS]
-
-
-def check_key(key_file: str | None) -> None:
-    """Check that this host has the job's key, if the job has one.
+def read_job_key(environment: RankEnvironment) -> JobKey | None:
+    """Return the job's key; None if its launcher gave none.
 
     Raises:
-        LaunchError: it has not.
+        LaunchError: this host does not have it; the message names the rank and the host.
     """
-    if key_file is not None:
-        read_key(Path(key_file))
+    if environment.key_file is None:
+        return None
+    try:
+        return read_key(Path(environment.key_file))
+    except LaunchError as error:
+        raise LaunchError(f"rank {environment.rank} on {socket.gethostname()}: {error}") from error

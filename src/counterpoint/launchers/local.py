@@ -23,6 +23,7 @@ from counterpoint.launchers.child_process import GRACE_S, ChildProcess, kill_pro
 from counterpoint.launchers.environment import (
     ERROR_FILE,
     EXITED_FILE,
+    KEY_FILE,
     STORE_FD,
     TIMEOUT_S,
     RankEnvironment,
@@ -44,6 +45,7 @@ from counterpoint.launchers.ports import LOOPBACK, reserve_port
 from counterpoint.launchers.rank_activity import RankActivity, StopTimer, read_activity
 from counterpoint.launchers.signals import ENDING_SIGNALS, collect_signals
 from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
+from counterpoint.rpc.job_key import new_key, write_key
 from counterpoint.terminal_text import escape_output
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, RankPlacement
 
@@ -225,10 +227,23 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         stack.callback(supervisor.kill_all)
         with reserve_port(port) as port_socket:
             job, bound_port = f"counterpoint-{secrets.token_hex(6)}", port_socket.getsockname()[1]
+            key_file = os.environ.get(KEY_FILE) or str(folder / "job.key")
+            if KEY_FILE not in os.environ:
+                write_key(new_key(), Path(key_file))
             for rank in range(ranks):
                 store_fd = port_socket.fileno() if rank == 0 else None
                 environment = RankEnvironment(
-                    rank, ranks, rank, ranks, LOOPBACK, bound_port, job, timeout_s, store_fd, transport=transport
+                    rank,
+                    ranks,
+                    rank,
+                    ranks,
+                    LOOPBACK,
+                    bound_port,
+                    job,
+                    timeout_s,
+                    store_fd,
+                    transport=transport,
+                    key_file=key_file,
                 )
                 supervisor.start(argv, environment, folder / f"rank-{rank}.json", placement.ranks[rank])
         return supervisor.run()

@@ -17,6 +17,7 @@ from counterpoint.launchers.exit_report import ErrorRecord, RankExit
 from counterpoint.launchers.local import rank_environ
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
 from counterpoint.launchers.variables import THREADS_VARIABLE
+from counterpoint.rpc.job_key import JobKey, write_key
 
 
 class RankExitInfo(TypedDict):
@@ -56,7 +57,11 @@ class RankAgent:
         return host, int(self._port_socket.getsockname()[1])
 
     def run(
-        self, argv: Sequence[str], environment: RankEnvironment, extra_variables: Mapping[str, str]
+        self,
+        argv: Sequence[str],
+        environment: RankEnvironment,
+        extra_variables: Mapping[str, str],
+        secret: bytes | None = None,
     ) -> RankExitInfo:
         """Run the rank until it ends, tied to the life of this process.
 
@@ -64,11 +69,15 @@ class RankAgent:
             argv: its command; ``python`` is replaced by this interpreter.
             environment: its rank.
             extra_variables: further environment variables.
+            secret: of the job's key, which the rank finds in a file; None if it has a key file already, or needs none.
         """
         command = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
             error_file = Path(folder) / "error.json"
+            if secret is not None:
+                environment = replace(environment, key_file=str(Path(folder) / "job.key"))
+                write_key(JobKey(secret), Path(folder) / "job.key")
             store_fd = None if self._port_socket is None else self._port_socket.fileno()
             variables = rank_environ(replace(environment, store_fd=store_fd), error_file, extra_variables)
             self._child = ChildProcess(command, variables, inherited_fd=store_fd)

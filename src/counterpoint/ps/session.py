@@ -20,6 +20,7 @@ from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.messages import DataTask, MembershipView, TaskOutcome
 from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.update_rules import ConstantInit, Initializer, UpdateRule
+from counterpoint.rpc.job_key import JobKey
 
 Versions: TypeAlias = tuple[int, ...]
 """Versions of a key, one per part, in shard order: one per shard, or a single one for a small key."""
@@ -107,6 +108,7 @@ class Session(Protocol):
 
     job: JobConfig
     name: str
+    job_key: JobKey | None
 
     @property
     def view(self) -> MembershipView:

@@ -52,6 +52,7 @@ from counterpoint.ps.placement import place_key
 from counterpoint.ps.row_pooling import RowPooling
 from counterpoint.ps.session import NO_TASK_YET, InitialRows, NoTaskYet, PullResult, PushResult, Versions
 from counterpoint.ps.update_rules import Assign, Initializer, UpdateRule
+from counterpoint.rpc.job_key import JobKey
 
 
 def error_from_rejection(rejected: Rejected, values: Tensor | None = None) -> CounterpointError:
@@ -290,10 +291,11 @@ class WorkerSession:
     Args:
         client: protocol state machine of the worker.
         transport: of its messages.
+        job_key: which workers prove to each other; None among processes of one host and user.
     """
 
-    def __init__(self, client: PsClient, transport: MessageTransport) -> None:
-        self.job, self.name = client.job, client.name
+    def __init__(self, client: PsClient, transport: MessageTransport, job_key: JobKey | None = None) -> None:
+        self.job, self.name, self.job_key = client.job, client.name, job_key
         self._client, self._transport = client, transport
         self._keys: dict[str, PartitionedKey] = {}
         self._read_versions: dict[str, Versions] = {}

@@ -14,18 +14,10 @@ from msgspec import Struct
 from torch import Tensor
 
 from counterpoint.errors import CheckpointError, PeerError
-from counterpoint.fabric.frames import (
-    HEADER_BYTES,
-    MAGIC,
-    FrameHeader,
-    FrameKind,
-    as_memoryview,
-    decode,
-    encode_parts,
-    read_header,
-)
+from counterpoint.fabric.frames import HEADER_BYTES, MAGIC, FrameHeader, FrameKind, decode, encode_parts, read_header
 from counterpoint.ps.message_codec import decode_as, encode_message, malformed_message
 from counterpoint.ps.messages import DataTask, JournalEntry, Role, ShardReplicas, TaskOutcome
+from counterpoint.rpc.tensor_codec import as_memoryview
 from counterpoint.value_codec import format_json, parse_json
 
 

@@ -62,22 +62,27 @@ def parse_address(text: str) -> RpcAddress:
     raise LaunchError(f"{text[:120]!r} is not an address; write unix:NAME or tcp:HOST:PORT, such as tcp:10.0.0.1:4000")
 
 
-def open_listen_socket(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.socket, RpcAddress]:
+def open_listen_socket(
+    address: RpcAddress, *, is_keyed: bool, bound_socket: socket.socket | None = None
+) -> tuple[socket.socket, RpcAddress]:
     """Return a socket that listens at this address only, and the address with the actual port.
 
     Args:
         address: to listen at.
         is_keyed: whether peers must prove that they have the job key.
+        bound_socket: bound to the address already, if it is TCP.
 
     Raises:
         LaunchError: the address is in use, not of this host, or of TCP without a key.
     """
     family, target = resolve_address(address, is_keyed=is_keyed)
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    listener = bound_socket or socket.socket(family, socket.SOCK_STREAM)
+    listener.setblocking(False)
     try:
-        if isinstance(address, TcpAddress):
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
+        if bound_socket is None:
+            if isinstance(address, TcpAddress):
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

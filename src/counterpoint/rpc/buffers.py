@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError, ProtocolError
-from counterpoint.fabric.frames import padded_size
-from counterpoint.fabric.shm.segments import SegmentMapping, create_segment, open_segment
+from counterpoint.rpc.segments import SegmentMapping, create_segment, open_segment
+from counterpoint.rpc.tensor_codec import padded_size
 
 LARGE_BYTES = 1 << 18
 UNHELD_REFCOUNT = (
@@ -118,7 +118,7 @@ class SharedBuffer:
     """Shared memory of this process, on loan to the peer one message at a time.
 
     Args:
-        mapping: what :func:`counterpoint.fabric.shm.segments.create` returned.
+        mapping: what :func:`counterpoint.rpc.segments.create` returned.
     """
 
     def __init__(self, mapping: SegmentMapping) -> None:

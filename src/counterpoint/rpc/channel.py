@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from counterpoint.errors import PeerError, ProtocolError
-from counterpoint.fabric.frames import payload_bytes
 from counterpoint.rpc.buffers import (
     MIN_SHARED_BYTES,
     PeerBuffers,
@@ -40,6 +39,7 @@ from counterpoint.rpc.frame import (
 )
 from counterpoint.rpc.handshake import Handshake, HandshakeStep, SecureSession
 from counterpoint.rpc.records import RECORD_BYTES, SMALL_BYTES, RecordReader, RecordWriter
+from counterpoint.rpc.tensor_codec import payload_bytes
 
 MAX_RECORDS_PER_SEND = 16  # records per send call, if they are small or were not copied
 

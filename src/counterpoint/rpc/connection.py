@@ -36,6 +36,10 @@ class ConnectionLostError(PeerError):
     """The connection was lost; whether the peer has received the last messages is unknown. The caller may reconnect."""
 
 
+class NoListenerError(ConnectionLostError):
+    """No process listens at the address, or its host is unreachable."""
+
+
 class ConnectionState(Enum):
     """Phase of a connection."""
 
@@ -195,9 +199,8 @@ class Connection:
             (self._limits.handshake_s, "did not complete the handshake") if is_greeting else
             (self._limits.idle_timeout_s, f"neither received one of {self.unsent_bytes} bytes nor continued its frame")
         )  # fmt: skip
-        self._end(
-            ConnectionLostError(f"{self.name} {what} within {limit_s} s; check what it is doing, and the network")
-        )
+        kind = NoListenerError if self._state is ConnectionState.CONNECTING else ConnectionLostError
+        self._end(kind(f"{self.name} {what} within {limit_s} s; check what it is doing, and the network"))
 
     def on_ready(self, events: int) -> None:
         """Read from or write to the socket."""
@@ -220,7 +223,7 @@ class Connection:
     def _on_connected(self) -> None:
         """Check the outcome of connecting, and the peer's user if the kernel knows it."""
         if number := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._end(self._lost_error(OSError(number, os.strerror(number))))
+            self._end(NoListenerError(str(self._lost_error(OSError(number, os.strerror(number))))))
             return
         try:
             check_peer_credentials(self._socket)
@@ -374,14 +377,12 @@ def connect(
 
     Raises:
         LaunchError: the address cannot be resolved, or is of TCP without a key.
-        ConnectionLostError: no process listens there.
+        NoListenerError: no process listens there.
     """
     try:
         peer = start_connect(address, is_keyed=credentials.key is not None)
     except OSError as error:
-        raise ConnectionLostError(
-            f"no process listens at {address}; check that the server runs, then reconnect"
-        ) from error
+        raise NoListenerError(f"no process listens at {address}; check that the server runs, then reconnect") from error
     set_socket_options(peer, limits)
     handshake = client_handshake(credentials, credentials.security_mode(address), secrets.token_bytes(NONCE_BYTES))
     channel = RpcChannel(handshake, limits, ReceiveBufferPool(), shared_memory_with(peer))

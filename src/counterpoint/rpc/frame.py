@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError, ProtocolError
-from counterpoint.fabric.frames import (
+from counterpoint.rpc.buffers import PeerBuffers, ReceiveBuffer
+from counterpoint.rpc.tensor_codec import (
     ALIGNMENT,
     as_memoryview,
     decode_tensor_meta,
@@ -24,7 +25,6 @@ from counterpoint.fabric.frames import (
     padded_size,
     payload_bytes,
 )
-from counterpoint.rpc.buffers import PeerBuffers, ReceiveBuffer
 from counterpoint.value_codec import JsonValue, format_json, parse_json
 
 

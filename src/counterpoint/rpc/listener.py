@@ -32,7 +32,7 @@ OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 ReplyFunction: TypeAlias = Callable[[RpcMessage], RpcMessage]
 
 
-def listen(
+def listen(  # noqa: PLR0913 - most by keyword
     loop: EventLoop,
     address: RpcAddress,
     credentials: JobCredentials,
@@ -40,6 +40,7 @@ def listen(
     *,
     on_end: OnEnd | None = None,
     limits: RpcLimits = DEFAULT_LIMITS,
+    bound_socket: socket.socket | None = None,
 ) -> Listener:
     """Return a listener; its ``address`` has the actual port.
 
@@ -51,11 +52,14 @@ def listen(
         on_end: called with each connection that ends, unauthenticated ones included, and the reason; None after a
             graceful close.
         limits: for each connection.
+        bound_socket: a TCP socket that is bound to the address already, taken over; None to bind one.
 
     Raises:
         LaunchError: the address is in use, or of TCP without a key.
     """
-    listener, actual_address = open_listen_socket(address, is_keyed=credentials.key is not None)
+    listener, actual_address = open_listen_socket(
+        address, is_keyed=credentials.key is not None, bound_socket=bound_socket
+    )
     with loop.lock:
         server = Listener(loop, listener, actual_address, credentials, limits)
         server.on_message, server.on_end = on_message, on_end

@@ -19,8 +19,9 @@ from counterpoint.errors import LaunchError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.fabric.rendezvous import Address, connect, parse_transport
-from counterpoint.launchers.environment import RankEnvironment, check_key, key_fingerprint
+from counterpoint.launchers.environment import RankEnvironment, read_job_key
 from counterpoint.launchers.machine import read_topology
+from counterpoint.launchers.ports import LOOPBACK
 from counterpoint.launchers.rank_main import has_exited_rank
 from counterpoint.launchers.variables import requested_threads
 from counterpoint.world.cpu_affinity import place_ranks
@@ -208,24 +209,24 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, timeout_s: f
     if fabrics:
         return DistributedWorld(fabrics[0], failures)
     timeout_s = environment.timeout_s if environment.timeout_s is not None else timeout_s
+    key, is_one_host = read_job_key(environment), environment.local_world_size == environment.world_size
     address = Address(
-        environment.master_addr,
+        LOOPBACK if is_one_host and key is None else environment.master_addr,
         environment.master_port,
         environment.store_fd,
-        store_owner="launcher" if environment.agent_keeps_store else "rank 0",
+        store_owner="launcher" if environment.agent_keeps_store and not is_one_host else "rank 0",
     )
     fabric = connect(
         environment.rank,
         environment.world_size,
         address,
+        key=key,
         job=environment.job,
         timeout_s=timeout_s,
         transport=parse_transport(environment.transport),
-        attributes={"job key": key_fingerprint(environment.key_file)},
         should_cancel=has_exited_rank,
     )
     atexit.register(fabric.close)
-    check_key(environment.key_file)  # after connecting: if only some hosts have the key, all ranks know which
     fabrics.append(fabric)
     configure_threads(fabric, is_placed=environment.is_placed)
     return DistributedWorld(fabric, failures)

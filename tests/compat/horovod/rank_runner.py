@@ -12,9 +12,11 @@ from counterpoint.errors import CounterpointError
 from counterpoint.fabric import Address, connect
 from counterpoint.fabric.shared_store import SharedStore
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
+from counterpoint.rpc.job_key import JobKey
 from tests.fabric.run_ranks import run_processes
 
 SMALL_BUCKET_BYTES = 600
+KEY = JobKey(bytes(32))
 
 
 def on_ranks(scenarios, num_ranks, transport="auto", deadline_s=20.0):
@@ -42,10 +44,10 @@ def run_rank(pipe, scenarios, identity, listener, port):
         fabric = connect(
             rank, num_ranks, Address("127.0.0.1", port, listen_fd), timeout_s=deadline_s, transport=transport
         )
-        kept = SharedStore.serve("127.0.0.1", deadline_s) if rank == 0 else None
+        kept = SharedStore.serve("127.0.0.1", KEY) if rank == 0 else None
         store_port, *_ = fabric.gather_values("kv_store", kept.port if kept else 0, tuple(range(num_ranks)))
         assert isinstance(store_port, int)
-        kv_store = kept or SharedStore.connect("127.0.0.1", store_port, deadline_s)
+        kv_store = kept or SharedStore.connect("127.0.0.1", store_port, KEY, deadline_s)
         places = RankTopology(tuple(range(num_ranks)), (num_ranks,) * num_ranks, rank)
         PROCESS.world = HorovodWorld(fabric, places, SMALL_BUCKET_BYTES, lambda: kv_store)
         reset_process_sets(PROCESS.world, ())

@@ -17,9 +17,9 @@ import torch
 
 from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric import rendezvous as meeting
-from counterpoint.fabric.shm import segments
 from counterpoint.fabric.shm.memory import RankContext, map_tensor
 from counterpoint.fabric.shm.native import native
+from counterpoint.rpc import segments
 from tests.fabric.run_ranks import on_shm
 from tests.other_user import STRANGER, as_user
 

@@ -13,7 +13,7 @@ from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_
 from counterpoint.compat.horovod.synchronize import wait_tensor
 from counterpoint.compat.horovod.world import current_world
 from counterpoint.errors import DataError
-from counterpoint.fabric.frames import as_memoryview
+from counterpoint.rpc.tensor_codec import as_memoryview
 from counterpoint.value_codec import decode_value, encode_parts
 
 

@@ -14,11 +14,12 @@ from counterpoint.compat.horovod.errors import translate_peer_errors
 from counterpoint.compat.horovod.handles import HandleTable, HorovodHandle, JoinableCollective, OpRequest, Result
 from counterpoint.compat.horovod.join import JoinState
 from counterpoint.compat.horovod.timeline import HorovodTimeline
-from counterpoint.errors import LaunchError, PlanError
+from counterpoint.errors import LaunchError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.shared_store import SharedStore
-from counterpoint.launchers.environment import detect
+from counterpoint.launchers.environment import detect, read_job_key
 from counterpoint.launchers.variables import horovod_variables
+from counterpoint.rpc.job_key import JobKey, new_key
 from counterpoint.training.distributed_world import open_world
 
 TIMEOUT_S = 600.0  # Horovod has no timeout; scripts may save or evaluate on one rank for a while
@@ -173,17 +174,24 @@ def open_process_world() -> HorovodWorld:
     if size == 1 or environment is None:
         world = HorovodWorld(fabric, RankTopology((0,), (1,), 0), variables.fusion_bytes)
     else:
-        host, served_store = environment.master_addr, None
+        host, key, served_store = environment.master_addr, read_job_key(environment), None
         if fabric.rank == 0:
-            served_store = _serve_store(host, fabric.timeout_s)
+            key = key or new_key()
+            served_store = _serve_store(host, key)
             local = (*local[:2], served_store.port if served_store is not None else 0)
+        own_key = "" if environment.key_file is not None or key is None else key.secret.hex()
         gathered: list[Any] = fabric.gather_values(
-            "topology of ranks", [*local, variables.fusion_bytes], tuple(range(size))
+            "topology of ranks", [*local, variables.fusion_bytes, own_key], tuple(range(size))
         )
-        local_ranks, local_sizes, ports, fusion = zip(*gathered, strict=True)
+        local_ranks, local_sizes, ports, fusion, keys = zip(*gathered, strict=True)
+        store_key = key or JobKey(bytes.fromhex(keys[0]))
         topology = RankTopology(local_ranks, local_sizes, fabric.rank)
         open_store = functools.cache(
-            lambda: served_store if served_store is not None else _connect_store(host, ports[0], fabric.timeout_s)
+            lambda: (
+                served_store
+                if served_store is not None
+                else _connect_store(host, ports[0], store_key, fabric.timeout_s)
+            )
         )
         world = HorovodWorld(fabric, topology, fusion[0], open_store)
     if variables.timeline is not None and fabric.rank == 0:
@@ -191,21 +199,21 @@ def open_process_world() -> HorovodWorld:
     return world
 
 
-def _serve_store(host: str, timeout_s: float) -> SharedStore | None:
+def _serve_store(host: str, key: JobKey) -> SharedStore | None:
     """Return a new store; None if this host cannot listen at its advertised address."""
     try:
-        return SharedStore.serve(host, timeout_s)
+        return SharedStore.serve(host, key)
     except LaunchError:
         return None
 
 
-def _connect_store(host: str, port: int, timeout_s: float) -> SharedStore | None:
+def _connect_store(host: str, port: int, key: JobKey, timeout_s: float) -> SharedStore | None:
     """Return rank 0's store; None if there is none, or rank 0 has exited, which the fabric reports."""
     if port == 0:
         return None
     try:
-        return SharedStore.connect(host, port, timeout_s)
-    except RuntimeError:
+        return SharedStore.connect(host, port, key, timeout_s)
+    except PeerError:
         return None
 
 

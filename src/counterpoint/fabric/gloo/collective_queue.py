@@ -34,10 +34,10 @@ from counterpoint.fabric.frames import (
     decode,
     encode,
     encode_into,
-    padded_size,
     read_header,
-)  # fmt: skip
+)
 from counterpoint.fabric.gloo.ops import StartedOps
+from counterpoint.rpc.tensor_codec import padded_size  # fmt: skip
 
 ANNOUNCEMENT_BYTES = 512
 VALUE_BYTES = 128  # a value up to this long is sent inside the announcement

@@ -11,12 +11,13 @@ from datetime import timedelta
 import torch
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.c10d import GlooProcessGroup, PrefixStore, ProcessGroupGloo
+from counterpoint.fabric.c10d import GlooProcessGroup, PrefixStore, ProcessGroupGloo, Store
 from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.fabric.gloo.pair_proof import prove_pairs
 
 MAX_PAUSE_S = 0.02  # between two reads of the store
 
-ConnectionFactory = Callable[[PrefixStore, str, tuple[int, ...], int, float], GlooProcessGroup]
+ConnectionFactory = Callable[[Store, str, tuple[int, ...], int, float], GlooProcessGroup]
 """Opens a connection, given the store, its name, its members, this rank, and a timeout in seconds."""
 
 
@@ -29,18 +30,20 @@ class Rendezvous:
         connect: opens a connection among some ranks.
         job: the job's number.
         generation: of its ranks.
+        secret: with which the ends of a connection prove that they are ranks of the job; None where none is shared.
     """
 
-    store: PrefixStore
+    store: Store
     connect: ConnectionFactory
     job: int
     generation: int
+    secret: bytes | None = None
 
 
 def gloo_connection_factory(device: ProcessGroupGloo.Device) -> ConnectionFactory:
     """Return a factory of gloo process groups that listen on this device."""
 
-    def connect(store: PrefixStore, name: str, group: tuple[int, ...], rank: int, timeout_s: float) -> GlooProcessGroup:
+    def connect(store: Store, name: str, group: tuple[int, ...], rank: int, timeout_s: float) -> GlooProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
         options._devices = [device]  # noqa: SLF001
         options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
@@ -68,7 +71,7 @@ class Connections:
         """Return a new connection among the ranks of the group; all of them call it.
 
         Raises:
-            PeerError: members are missing at the timeout.
+            PeerError: members are missing at the timeout, or have not proved that they are of the job.
             RuntimeError: the fabric is closed, or a member is gone.
         """
         meeting = self._rendezvous
@@ -78,12 +81,15 @@ class Connections:
         self._barrier_on_store(meeting.store, f"{key}/came", group)
         gloo = meeting.connect(meeting.store, key, tuple(group), self._rank, self._timeout_s)
         self._open.append(gloo)
+        if meeting.secret is not None:
+            connection = f"{meeting.job}/{meeting.generation}/{key}"
+            prove_pairs(gloo, meeting.secret, connection, tuple(group), self._rank, self._timeout_s)
         self._barrier_on_store(
             meeting.store, f"{key}/joined", group
         )  # a member that left before all have connected would break the others' connections
         return gloo
 
-    def _barrier_on_store(self, store: PrefixStore, key: str, group: Sequence[int]) -> None:
+    def _barrier_on_store(self, store: Store, key: str, group: Sequence[int]) -> None:
         """Wait until all members have set the key.
 
         Raises:
@@ -150,7 +156,7 @@ def abort_connections(connections: Sequence[GlooProcessGroup]) -> None:
 
 
 def wait_for_keys(
-    store: PrefixStore, keys: Sequence[str], timeout_s: float, should_cancel: Callable[[], bool] = lambda: False
+    store: Store, keys: Sequence[str], timeout_s: float, should_cancel: Callable[[], bool] = lambda: False
 ) -> list[int]:
     """Wait until all keys are set; return the indices of those that are missing at the timeout.
 
@@ -178,7 +184,7 @@ def wait_for_keys(
         pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
-def try_post_abort_reason(store: PrefixStore, reason: str) -> None:
+def try_post_abort_reason(store: Store, reason: str) -> None:
     """Store the reason, unless one is stored already or the store is gone."""
     try:
         store.compare_set("stopped", "", reason)
@@ -186,7 +192,7 @@ def try_post_abort_reason(store: PrefixStore, reason: str) -> None:
         return
 
 
-def read_abort_reason(store: PrefixStore) -> str | None:
+def read_abort_reason(store: Store) -> str | None:
     """Return the first reason that was posted; None if there is none, or the store is gone."""
     try:
         return store.get("stopped").decode() if store.check(["stopped"]) else None

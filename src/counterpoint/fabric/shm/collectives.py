@@ -13,7 +13,7 @@ from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import CollectiveSignature, check_group, digest, fingerprint, signature_text
 from counterpoint.fabric.shm.memory import CHUNK_BYTES, int_array
 from counterpoint.fabric.shm.native import BYTES, DTYPES, REDUCTIONS, SIGNATURE_BYTES, CollectiveKind, CollectiveRequest
-from counterpoint.fabric.shm.segments import SegmentMapping, create_segment
+from counterpoint.rpc.segments import SegmentMapping, create_segment
 
 PollUntil = Callable[[Callable[[], int]], int]
 

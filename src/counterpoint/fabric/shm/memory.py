@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.c10d import PrefixStore
+from counterpoint.fabric.c10d import Store
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.gloo.connections import wait_for_keys
 from counterpoint.fabric.peer_liveness import PeerProcesses, describe_early_exit, open_peer_processes
-from counterpoint.fabric.shm.segments import COOKIE_BYTES, SegmentMapping, allocate_pages, create_segment, open_segment
+from counterpoint.rpc.segments import COOKIE_BYTES, SegmentMapping, allocate_pages, create_segment, open_segment
 
 CHUNK_BYTES = 256 << 10
 TENSOR_TAG = 0  # tag of segments for tensors; groups have other tags
@@ -41,7 +41,7 @@ class RankContext:
         timeout_s: the longest that it waits for another.
     """
 
-    store: PrefixStore
+    store: Store
     rank: int
     num_ranks: int
     local_ranks: Group

@@ -27,6 +27,7 @@ from counterpoint.launchers.exit_report import (
 )
 from counterpoint.launchers.rank_agent import RankAgent, thread_variables, to_rank_exit
 from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, rank_command
+from counterpoint.rpc.job_key import new_key
 from counterpoint.terminal_text import warn
 
 PLACEMENT_TIMEOUT_S = 60.0  # for the cluster to have room for all ranks
@@ -193,12 +194,13 @@ class RayAttempt:
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
             "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
         }
+        secret = None if launch.key_file is not None else new_key().secret  # through Ray, whose own users can read it
         script = Path(launch.script)
         command = rank_command(replace(launch, script=str(script.absolute() if script.exists() else script)))
         for rank, agent in enumerate(agents):
             local_rank = rank % launch.ranks_per_host
             environment = RankEnvironment(rank, launch.num_ranks, local_rank, launch.ranks_per_host, host, port, job)
-            self.running[agent.run.remote(command, environment, extra_variables)] = rank
+            self.running[agent.run.remote(command, environment, extra_variables, secret)] = rank
 
     def _collect_exits(self, began: float) -> None:
         """Record ranks that have ended, and those whose host is lost."""

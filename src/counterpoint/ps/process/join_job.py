@@ -39,12 +39,12 @@ def join(
     Raises:
         LaunchError: the name is taken, the job is another one, or no reply in time; the error says why.
     """
-    rendezvous = None if endpoint.job.num_servers else RendezvousStore(local_address_for(endpoint.coordinator))
+    rendezvous = None if endpoint.job.num_servers else RendezvousStore(local_address_for(endpoint.coordinator), key)
     loop = EventLoop()
     host = NodeRunner(endpoint.job, loop, JobCredentials(key, endpoint.job.name), endpoint.coordinator)
     address = "" if rendezvous is None else str(TcpAddress(rendezvous.address.host, rendezvous.address.port))
     client = PsClient(endpoint.job, name, secrets.randbits(TOKEN_BITS), address)
-    session = WorkerSession(client, SocketTransport(loop, host, rendezvous))
+    session = WorkerSession(client, SocketTransport(loop, host, rendezvous), key)
     loop.start()
     try:
         host.run(session)

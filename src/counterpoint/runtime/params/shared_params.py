@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.reductions import reduce_in_order
-from counterpoint.fabric.shm.segments import discard_shared_pages
 from counterpoint.program.instruction import Collective
+from counterpoint.rpc.segments import discard_shared_pages
 from counterpoint.runtime.params.flat_grads import GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.grad_check import GradCheck

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import PlanError
-from counterpoint.fabric.shm.segments import available_bytes
 from counterpoint.program.step_variants import StepVariant
+from counterpoint.rpc.segments import available_bytes
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource
 from counterpoint.training.options import TrainingOptions
 

@@ -1,8 +1,9 @@
-"""Blocking client of a server that replies to every message in order, for tests and benchmarks."""
+"""Blocking client of a server that replies to every message in order."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -58,10 +59,14 @@ class RpcClient:
         """Whether the connection is established and authenticated."""
         return self._connection.state is ConnectionState.OPEN
 
-    def wait_open(self) -> None:
-        """Wait until the connection is open; raise PeerError if it fails."""
+    def wait_open(self, should_cancel: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the connection is open; raise PeerError if it fails or the wait is cancelled."""
         what = f"the handshake with {self._connection.name}"
-        self._loop.wait_for(lambda: self.is_open or self._connection.is_ended, 2 * self._limits.handshake_s, what)
+        self._loop.wait_for(
+            lambda: self.is_open or self._connection.is_ended or should_cancel(), 2 * self._limits.handshake_s, what
+        )
+        if not self.is_open and not self._connection.is_ended:
+            self._connection.abort()
         if self._connection.is_ended:
             raise self._end_reason("during the handshake")
 
