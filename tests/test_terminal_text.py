@@ -32,7 +32,7 @@ def printed(command):
 
 
 def report(kind="ValueError", message="too wide", location="job.py:3"):
-    return format_report([RankExit(1, 7, 1, 2.0, 9.0, error=ErrorRecord(kind, message, location, False, 1.0))])
+    return format_report([RankExit(1, 7, 1, 2.0, 9.0, record=ErrorRecord(kind, message, location, False, 1.0))])
 
 
 def raise_error():

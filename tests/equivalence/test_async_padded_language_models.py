@@ -65,6 +65,7 @@ def train(strategy, optimizer, *, loss=causal_loss, num_microbatches=None, model
         step.export_weights()
         ranks = list(step.local_ranks.ranks.values())
         journals = [[(entry.unit, entry.worker) for entry in rank.interpreter.state.push_log] for rank in ranks]
+        assert step.local_ranks.compiled is not None
         units = step.local_ranks.compiled.model.units
         stages = count_stages(step, model)
     params = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from counterpoint.errors import PeerError
 from counterpoint.fabric import frames
 from counterpoint.fabric.frames import Frame, FrameHeader, FrameKind, decode, encode
-from counterpoint.rpc.tensor_codec import DTYPE_CODES
+from counterpoint.rpc.tensor_codec import ALIGNMENT, DTYPE_CODES
 
 STAMP = FrameHeader(FrameKind.MESSAGE, job=7, generation=2, source=1, sequence=9, fingerprint=bytes(range(16)))
 stamps = st.builds(
@@ -71,7 +71,7 @@ def test_a_frame_of_another_length_is_refused(length):
 
 def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, kind=1):
     """A frame with right checksums and wrong content."""
-    head += bytes(-(frames.HEADER_BYTES + len(head)) % frames.ALIGNMENT)
+    head += bytes(-(frames.HEADER_BYTES + len(head)) % ALIGNMENT)
     body = head + payload
     prefix = frames.FIXED_HEADER.pack(
         frames.MAGIC, version, kind, 0, 0, 0, 0, 0, bytes(16), label_bytes, num_tensors, len(head), len(payload),

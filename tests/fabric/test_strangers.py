@@ -21,8 +21,9 @@ from counterpoint.fabric.c10d import TCPStore
 from counterpoint.fabric.gloo.pair_proof import make_proof, prove_pairs
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueTable, RemoteTable
 from counterpoint.fabric.rendezvous import Address, RendezvousStore, connect_store, store_address
-from counterpoint.rpc.handshake import DIGEST_BYTES, HELLO, JobCredentials
+from counterpoint.rpc.handshake import HELLO, JobCredentials
 from counterpoint.rpc.job_key import JobKey, read_key
+from counterpoint.rpc.records import DIGEST_BYTES
 from tests.fabric.run_ranks import on_gloo
 
 KEY, OTHER_KEY = JobKey(bytes(32)), JobKey(bytes([1] * 32))

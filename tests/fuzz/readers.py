@@ -24,7 +24,6 @@ from counterpoint.fabric.frames import (
     HEADER_BYTES,
     FrameHeader,
     FrameKind,
-    as_memoryview,
     decode,
     encode,
 )
@@ -52,6 +51,7 @@ from counterpoint.rpc import frame as rpc_frame
 from counterpoint.rpc.channel import FrameWriter
 from counterpoint.rpc.job_key import read_key
 from counterpoint.rpc.records import CrcRecordWriter
+from counterpoint.rpc.tensor_codec import as_memoryview
 from counterpoint.spark.module_codec import decode_module, encode_module
 from counterpoint.strategies.options import option_types
 from counterpoint.training.callbacks.run_folder import read_lines_until

@@ -6,6 +6,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -44,7 +45,7 @@ def allocate_too_much():
     torch.zeros(MEMORY_LIMIT_BYTES)
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[], object]] = {
     **{name: partial(os.kill, os.getpid(), signal.Signals[name])
        for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGSTOP")},
     "raise": fail,
@@ -75,7 +76,7 @@ class Trap:
 trap = Trap()
 
 
-class Samples(Dataset):
+class Samples(Dataset[tuple[torch.Tensor, int]]):
     """Forty-eight samples of six values; a worker's process has another place than the rank's own."""
 
     def __len__(self):
@@ -135,6 +136,8 @@ def train_in_own_loop(model, strategy):
                         continue
                     case "export":
                         step.export_weights()
+                    case _:
+                        pass
             trap("between")
             step(inputs, targets)
 

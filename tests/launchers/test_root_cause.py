@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launchers import run_command, script_command
+from counterpoint.launchers.local import OutputLine
 
 pytestmark = pytest.mark.process
 JOB = Path(__file__).with_name("fault_job.py")
@@ -109,7 +110,7 @@ SCENARIOS = [
 )
 def test_the_first_line_names_the_rank_at_fault(scenario):
     command = script_command(JOB, [scenario.loop, scenario.strategy, scenario.place, scenario.fault])
-    lines = []
+    lines: list[OutputLine] = []
     result = run_command(
         command,
         scenario.ranks,

@@ -318,10 +318,8 @@ def _has_attributes(value: object) -> bool:
     kind = type(value)
     return (
         hasattr(value, "__dict__")
-        and not isinstance(value, type | Tensor | nn.Module | Callable)
-        and (  # type: ignore[arg-type]
-            kind.__module__.partition(".")[0] not in {"torch", "counterpoint"}
-        )
+        and not (isinstance(value, type | Tensor | nn.Module) or callable(value))
+        and kind.__module__.partition(".")[0] not in {"torch", "counterpoint"}
     )
 
 

@@ -36,12 +36,12 @@ class Samples(NamedTuple):
     Args:
         inputs: of the model.
         targets: of the loss.
-        count: how many there are.
+        num_samples: how many there are.
     """
 
     inputs: Any
     targets: Any
-    count: int
+    num_samples: int
 
 
 class LossOfSamples(NamedTuple):
@@ -93,15 +93,14 @@ def require_model_loss_adds_up(
     if None in found:
         return
     first, second, total = cast("list[LossOfSamples]", found)
-    losses = LossOfParts(
-        total.mean, (first.mean, second.mean), (first.weight, second.weight), (parts[0].count, parts[1].count)
-    )
+    counts = (parts[0].num_samples, parts[1].num_samples)
+    losses = LossOfParts(total.mean, (first.mean, second.mean), (first.weight, second.weight), counts)
     expected = losses.sum if is_sum else losses.mean
     if abs(losses.total - expected) > RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude:
         raise DataError(
             f"the loss that {type(model).__name__} computes from its samples is {losses.total:.6g} for "
-            f"{whole.count} samples, but {first.mean:.6g} for the first {parts[0].count} and {second.mean:.6g} for the "
-            f"other {parts[1].count}, of which the {'sum' if is_sum else 'mean'} is {expected:.6g}, so under {plan} "
+            f"{whole.num_samples} samples, but {first.mean:.6g} for the first {counts[0]} and {second.mean:.6g} for "
+            f"the other {counts[1]}, of which the {'sum' if is_sum else 'mean'} is {expected:.6g}, so under {plan} "
             "the losses of microbatches do not add up to that of the batch; if it is a mean over tokens, return from "
             "the forward what it is computed from, and cp.WeightedMean(total, weight) from the loss; if it compares "
             "samples (a load balance, a contrast), compute it in the loss function and pass loss_reduction='batch'; "
@@ -114,10 +113,10 @@ def _two_parts(batch: MicrobatchSource, micros: Sequence[int]) -> tuple[Samples,
     found = [Samples(batch.inputs(micro), batch.targets(micro), batch.sizes[micro]) for micro in micros[:2]]
     if len(found) == 2:
         return found[0], found[1]
-    if not found or found[0].count < 2:
+    if not found or found[0].num_samples < 2:
         return None
-    middle = found[0].count // 2
-    return _take(found[0], 0, middle), _take(found[0], middle, found[0].count)
+    middle = found[0].num_samples // 2
+    return _take(found[0], 0, middle), _take(found[0], middle, found[0].num_samples)
 
 
 def _take(samples: Samples, start: int, stop: int) -> Samples:
@@ -127,7 +126,8 @@ def _take(samples: Samples, start: int, stop: int) -> Samples:
 
 def _concatenate(first: Samples, second: Samples) -> Samples | None:
     """Return the samples of both; None if their tensors are not rows of samples, or have different lengths."""
-    counts, pairs = (first.count, second.count), []
+    counts = first.num_samples, second.num_samples
+    pairs: list[tuple[Any, Any]] = []
     for one, other in zip(first[:2], second[:2], strict=True):
         leaves, others = tree_leaves(one), tree_leaves(other)
         if any(find_tensor_lists(one)) or len(leaves) != len(others):
@@ -158,9 +158,9 @@ def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: 
         with InterceptFunctions(recorder.replacements):
             output = model(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if all(leaf.dim() and len(leaf) == samples.count for leaf in leaves):
+        if all(leaf.dim() and len(leaf) == samples.num_samples for leaf in leaves):
             return None
         mean, weight, _ = compute_mean_loss(loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum)
         if not torch.equal(torch.get_rng_state(), state):
             return None
-    return LossOfSamples(float(mean), samples.count if weight is None else float(weight), mean.dtype)
+    return LossOfSamples(float(mean), samples.num_samples if weight is None else float(weight), mean.dtype)
