@@ -246,7 +246,7 @@ def gather_when_done(fabric: Fabric, label: str, work: Callable[[], list[Any]]) 
         future = pool.submit(work)
         while True:
             is_done = bool(wait([future], fabric.timeout_s / 3).done)
-            own: Json = [is_done, future.result() if is_done else []]
+            own: list[Json] = [is_done, future.result() if is_done else []]
             gathered = cast("list[Any]", fabric.gather_values(label, own, everyone))
             slow = [rank for rank, (has_ended, _) in enumerate(gathered) if not has_ended]
             if not slow:
