@@ -119,7 +119,8 @@ class KeyValueTable:
         """
         match request.kind, list(request.fields.values()):
             case "set", [str(key), str(value)]:
-                result: JsonValue = self.set(key, from_text(value))
+                self.set(key, from_text(value))
+                result: JsonValue = None
             case "get", [str(key)]:
                 found = self.get(key)
                 result = None if found is None else to_text(found)
