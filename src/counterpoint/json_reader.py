@@ -1,10 +1,18 @@
-"""JSON of files that may come from elsewhere: what its values take in memory is bounded before any of them is built."""
+"""Read JSON that may come from anybody: its size, its depth and what its values take in memory are bounded."""
 
 from __future__ import annotations
 
-from typing import Final
+import json
+from itertools import chain
+from math import isfinite
+from typing import Any, Final, NoReturn, TypeAlias
 
-from counterpoint.value_codec import JsonValue, parse_json
+JsonValue: TypeAlias = Any
+"""None, a bool, an int, a float, a string, or a list or a mapping of these."""
+
+MAX_BYTES: Final = 1 << 40
+MAX_JSON_DEPTH: Final = 200
+"""How deeply lists and mappings of JSON may be nested."""
 
 MAX_RATIO: Final = 4
 """How many times its own size a text may take as values."""
@@ -44,3 +52,68 @@ def parse_json_file(data: bytes) -> JsonValue:
     """
     check_json_density(data)
     return parse_json(data)
+
+
+def parse_json(text: bytes | str, max_bytes: int = MAX_BYTES) -> JsonValue:
+    """Return the value of JSON that may come from anybody.
+
+    Args:
+        text: one value, in UTF-8 if it is bytes.
+        max_bytes: the largest size.
+
+    Raises:
+        ValueError: it is too long, not JSON in UTF-8, a name occurs twice, a number is not finite or has more than
+            4300 digits, or it is nested more than ``MAX_JSON_DEPTH`` levels deep. The message is short.
+
+    Example:
+        >>> parse_json(b'{"loss": NaN}')
+        Traceback (most recent call last):
+        ...
+        ValueError: NaN is not a JSON number
+    """
+    if len(text) > max_bytes:
+        raise ValueError(f"it has {len(text)} bytes, but at most {max_bytes} are read")
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        value: JsonValue = _JSON_DECODER.decode(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half of a surrogate pair
+        _check_depth(text, value)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def _check_depth(text: str, value: JsonValue) -> None:
+    """Raise ValueError if a value is nested too deeply; texts with few brackets need no look at the value."""
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    level, depth = [value] if type(value) in {dict, list} else [], 0
+    while level:
+        items = chain.from_iterable(item.values() if type(item) is dict else item for item in level)
+        level, depth = [item for item in items if type(item) in {dict, list}], depth + 1
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond the range of a float")
+    return number
+
+
+def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields
+
+
+_JSON_DECODER = json.JSONDecoder(
+    parse_float=_parse_float, parse_constant=_refuse_constant, object_pairs_hook=_reject_duplicates
+)

@@ -19,18 +19,15 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import chain
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from counterpoint.errors import CounterpointError, DataError, ProtocolError
+from counterpoint.json_reader import MAX_BYTES, JsonValue, parse_json
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-JsonValue: TypeAlias = Any
-"""None, a bool, an int, a float, a string, or a list or a mapping of these."""
 
 UnsupportedValue: TypeAlias = Callable[[str, object], CounterpointError]
 """Makes the error for a part of a value that cannot be encoded, from the part's name and the part."""
@@ -38,11 +35,8 @@ UnsupportedValue: TypeAlias = Callable[[str, object], CounterpointError]
 ALIGNMENT: Final = 64
 HEADER_SIZE = struct.Struct("<Q")
 MAX_DIMS: Final = 32
-MAX_BYTES: Final = 1 << 40
 SEQUENCES: Final[Mapping[str, type]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPINGS: Final[Mapping[str, type]] = {"dict": dict, "ordered": OrderedDict}
-MAX_JSON_DEPTH: Final = 200
-"""How deeply lists and mappings of JSON may be nested."""
 DTYPES: Final = frozenset({
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float8_e4m3fn", "float8_e5m2",
     "float8_e4m3fnuz", "float8_e5m2fnuz", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
@@ -328,70 +322,7 @@ def format_json(value: JsonValue) -> str:
         raise ValueError("it is nested too deeply") from error
 
 
-def parse_json(text: bytes | str, max_bytes: int = MAX_BYTES) -> JsonValue:
-    """Return the value of JSON that may come from anybody.
-
-    Args:
-        text: one value, in UTF-8 if it is bytes.
-        max_bytes: the largest size.
-
-    Raises:
-        ValueError: it is too long, not JSON in UTF-8, a name occurs twice, a number is not finite or has more than
-            4300 digits, or it is nested more than ``MAX_JSON_DEPTH`` levels deep. The message is short.
-
-    Example:
-        >>> parse_json(b'{"loss": NaN}')
-        Traceback (most recent call last):
-        ...
-        ValueError: NaN is not a JSON number
-    """
-    if len(text) > max_bytes:
-        raise ValueError(f"it has {len(text)} bytes, but at most {max_bytes} are read")
-    try:
-        text = text if isinstance(text, str) else text.decode()
-        value: JsonValue = _JSON_DECODER.decode(text)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half of a surrogate pair
-        _check_depth(text, value)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return value
-
-
-def _check_depth(text: str, value: JsonValue) -> None:
-    """Raise ValueError if a value is nested too deeply; texts with few brackets need no look at the value."""
-    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
-        return
-    level, depth = [value] if type(value) in {dict, list} else [], 0
-    while level:
-        items = chain.from_iterable(item.values() if type(item) is dict else item for item in level)
-        level, depth = [item for item in items if type(item) in {dict, list}], depth + 1
-        if depth > MAX_JSON_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _parse_float(text: str) -> float:
-    number = float(text)
-    if not isfinite(number):
-        raise ValueError(f"{text[:40]} is beyond the range of a float")
-    return number
-
-
-def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return fields
-
-
 _JSON_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_JSON_DECODER = json.JSONDecoder(
-    parse_float=_parse_float, parse_constant=_refuse_constant, object_pairs_hook=_reject_duplicates
-)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

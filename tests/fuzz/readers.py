@@ -27,6 +27,7 @@ from counterpoint.fabric.frames import (
     decode,
     encode,
 )
+from counterpoint.json_reader import JsonValue, parse_json
 from counterpoint.launchers.exit_report import ErrorRecord
 from counterpoint.model.model_profile import (
     BatchSizeProfile,
@@ -55,7 +56,7 @@ from counterpoint.rpc.tensor_codec import as_memoryview
 from counterpoint.spark.module_codec import decode_module, encode_module
 from counterpoint.strategies.options import option_types
 from counterpoint.training.callbacks.run_folder import read_lines_until
-from counterpoint.value_codec import JsonValue, decode_value, encode_value, format_json, parse_json
+from counterpoint.value_codec import decode_value, encode_value, format_json
 from counterpoint.world.cluster_file import parse_cluster
 from tests.ps.message_examples import MESSAGES, PUSH
 from tests.rpc.frame_mutations import (

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from counterpoint.elastic.remote_parameters import NamedParameter
 from counterpoint.elastic.row_ids import validate_table_module
 from counterpoint.errors import PlanError
+from counterpoint.json_reader import parse_json
 from counterpoint.partitioning.sample_independence import modules_with_running_stats
 from counterpoint.ps.session import InitialRows, Session
 from counterpoint.ps.update_rules import ConstantInit, Sgd, UpdateRule
-from counterpoint.value_codec import parse_json
 
 FROZEN_RULE = Sgd(0.0)
 """Update rule of keys that are never pushed."""

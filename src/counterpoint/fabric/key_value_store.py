@@ -25,13 +25,13 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from counterpoint.errors import PeerError, ProtocolError
 from counterpoint.fabric.c10d import PrefixStore, Store
+from counterpoint.json_reader import JsonValue
 from counterpoint.rpc.address import RpcAddress, TcpAddress
 from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.listener import listen, request_handler
-from counterpoint.value_codec import JsonValue
 
 MAX_KEYS = 1 << 18
 MAX_KEY_CHARACTERS = 512

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
+from counterpoint.json_reader import parse_json
 from counterpoint.launchers.ports import LOOPBACK
 from counterpoint.optim.validation import parse_digits, renamed_hint, shorten
 from counterpoint.rpc.job_key import JobKey, read_key
-from counterpoint.value_codec import parse_json
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
 TASK_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")

@@ -11,9 +11,9 @@ from math import inf
 from pathlib import Path
 
 from counterpoint.errors import StoppedBySignal
+from counterpoint.json_reader import parse_json
 from counterpoint.launchers.rank_activity import RankActivity
 from counterpoint.terminal_text import escape_line, escape_text
-from counterpoint.value_codec import parse_json
 
 ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, once a rank has ended that only reports a lost peer
 RECORD_WAIT_S = 1.5  # likewise, from its record: under load its process needs seconds to end

@@ -13,8 +13,8 @@ import msgspec
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
+from counterpoint.json_reader import JsonValue
 from counterpoint.ps import messages
-from counterpoint.value_codec import JsonValue
 
 PsMessage: TypeAlias = (
     messages.InitRequest | messages.PushRequest | messages.PullRequest | messages.JoinClock | messages.LeaveClock

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from counterpoint.errors import CheckpointError, PeerError
 from counterpoint.fabric.frames import HEADER_BYTES, MAGIC, FrameHeader, FrameKind, decode, encode_parts, read_header
+from counterpoint.json_reader import parse_json
 from counterpoint.ps.message_codec import decode_as, encode_message, malformed_message
 from counterpoint.ps.messages import DataTask, JournalEntry, Role, ShardReplicas, TaskOutcome
 from counterpoint.rpc.tensor_codec import as_memoryview
-from counterpoint.value_codec import format_json, parse_json
+from counterpoint.value_codec import format_json
 
 
 class MemberJoined(Struct, frozen=True, forbid_unknown_fields=True):

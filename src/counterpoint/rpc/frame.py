@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError, ProtocolError
+from counterpoint.json_reader import JsonValue, parse_json
 from counterpoint.rpc.buffers import PeerBuffers, ReceiveBuffer
 from counterpoint.rpc.tensor_codec import (
     ALIGNMENT,
@@ -25,7 +26,7 @@ from counterpoint.rpc.tensor_codec import (
     padded_size,
     payload_bytes,
 )
-from counterpoint.value_codec import JsonValue, format_json, parse_json
+from counterpoint.value_codec import format_json
 
 
 @dataclass(frozen=True, slots=True)

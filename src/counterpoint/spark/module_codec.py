@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.json_reader import JsonValue
 from counterpoint.optim.validation import shorten
-from counterpoint.value_codec import JsonValue, ValueDecoder, ValueEncoder, decode_value, malformed_value
+from counterpoint.value_codec import ValueDecoder, ValueEncoder, decode_value, malformed_value
 
 Trust: TypeAlias = bool | Collection[str]
 """What data may import besides what is in ``TORCH``: everything, for True, or what these modules, and modules in them,

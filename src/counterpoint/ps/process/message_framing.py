@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
+from counterpoint.json_reader import JsonValue
 from counterpoint.ps.message_codec import PsMessage, decode_message, encode_message, malformed_message
 from counterpoint.ps.messages import Ack, InstallSnapshot, PullReply, PullRequest, PushReply, PushRequest
 from counterpoint.ps.write_ahead_log import decode_one, encode_chunks
 from counterpoint.rpc.frame import RpcMessage, int_fields
 from counterpoint.rpc.tensor_codec import payload_bytes
-from counterpoint.value_codec import JsonValue
 
 BATCH_KIND: Final = "batch"
 BATCH_BYTES: Final = 1 << 19

@@ -18,6 +18,7 @@ from typing import IO, Any
 from counterpoint.checkpoint.folder_lock import FolderLock, lock_folder
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import open_regular_file
+from counterpoint.json_reader import parse_json
 from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choice_report import build_comparison
@@ -37,7 +38,6 @@ from counterpoint.training.reporting.calibration import simulate_calibrated
 from counterpoint.training.reporting.progress_renderers import format_json
 from counterpoint.training.reporting.run_report import RunSummary, render_report
 from counterpoint.training.reporting.tensorboard import TensorBoardWriter
-from counterpoint.value_codec import parse_json
 from counterpoint.viz.perfetto import format_perfetto
 
 METRICS = "metrics.jsonl"
