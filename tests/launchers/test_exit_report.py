@@ -168,7 +168,7 @@ def test_a_rank_that_a_signal_has_stopped_is_the_cause_of_a_timeout():
     waited = "rank 0 waited 8.0 s for barrier of grad0 with ranks 1, 2, 3: the timeout of 8.0 s has passed"
     outcomes = [
         ended(0, record=raised("PeerError", 9.0, peer=True, text=waited)),
-        ended(1, -9, stopped_s=10.0, activity=RankActivity("SIGSTOP", 7.6)),
+        ended(1, stopped_s=10.0, activity=RankActivity("SIGSTOP", 7.6), record=raised("PeerError", 11.0, peer=True)),
         ended(2, -15, stopped_s=10.0, activity=RankActivity(location="wait at fabric.py:3", is_waiting=True)),
         ended(3, -15, stopped_s=10.0, activity=RankActivity(location="read at job.py:7")),
     ]

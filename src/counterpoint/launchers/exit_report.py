@@ -210,7 +210,7 @@ def format_report(exits: Sequence[RankExit]) -> str:
         lines.append(", ".join(f"{_format_ranks(numbers)} at {location}" for location, numbers in locations.items()))
         folded = [rank for rank in folded if not any(rank in numbers for numbers in locations.values())]
     if folded:
-        wait = _describe_wait(others) if root_cause.error is None else ""
+        wait = "" if severity(root_cause) < 3 and root_cause.error is not None else _describe_wait(others)
         lines.append(f"{_format_ranks(folded)} stopped because of {_format_cause(root_cause)}{wait}")
     return escape_text("\n".join(lines))
 
@@ -297,6 +297,8 @@ def _format_cause(rank_exit: RankExit) -> str:
 def _format_exit(rank_exit: RankExit) -> str:
     who, host = _format_cause(rank_exit), f" on {rank_exit.host}" if rank_exit.host else ""
     run = f"(pid {rank_exit.pid}{host}, after {rank_exit.seconds:.1f} s)"
+    if rank_exit.activity is not None:  # a record that it has written since then is a consequence of the stop
+        return _format_activity(f"{who} was", rank_exit.activity, run)
     if rank_exit.error is not None:
         first, *rest = rank_exit.error.message.splitlines() or [""]
         kind = escape_line(rank_exit.error.kind)
@@ -312,8 +314,6 @@ def _format_exit(rank_exit: RankExit) -> str:
             f"{who} ended with exit code 0{location} {run}, but others waited for it; every rank has to do all of the "
             "steps"
         )
-    if rank_exit.activity is not None:
-        return _format_activity(f"{who} was", rank_exit.activity, run)
     if rank_exit.returncode < 0:
         name, remedy = _describe_signal(-rank_exit.returncode)
         return f"{who} was killed by {name} {run}; {remedy}"
