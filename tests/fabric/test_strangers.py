@@ -1,7 +1,5 @@
 """Strangers at the ports of a job: another user, another key, torch's own client, a slow one, and many at once."""
 
-import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from counterpoint.rpc.handshake import HELLO, JobCredentials
 from counterpoint.rpc.job_key import JobKey, read_key
 from counterpoint.rpc.records import DIGEST_BYTES
 from tests.fabric.run_ranks import on_gloo
+from tests.other_user import as_root
 
 KEY, OTHER_KEY = JobKey(bytes(32)), JobKey(bytes([1] * 32))
 PYTHON = next((path for path in ("/usr/bin/python3",) if Path(path).exists()), sys.executable)  # for other users
@@ -90,7 +89,8 @@ def test_a_store_beyond_loopback_needs_a_key():
         connect_store(0, Address("192.0.2.1", 1234), None, 1.0)
 
 
-def test_a_recorded_handshake_is_of_no_use(store):
+def record_handshake(store):
+    """Return what a rank sends to the store, seen by a program in between."""
     sent = []
     with socket.create_server(("127.0.0.1", 0)) as middle:
 
@@ -105,13 +105,17 @@ def test_a_recorded_handshake_is_of_no_use(store):
 
         thread = Thread(target=forward)
         thread.start()
-        address = Address("127.0.0.1", middle.getsockname()[1])
-        connect_store(1, address, KEY, 5.0)
+        connect_store(1, Address("127.0.0.1", middle.getsockname()[1]), KEY, 5.0)
         thread.join()
+    return sent
+
+
+def test_a_recorded_handshake_is_of_no_use(store):
+    hello, proof = record_handshake(store)
     with socket.create_connection(("127.0.0.1", store.address.port), 5.0) as replay:
-        replay.sendall(sent[0])
+        replay.sendall(hello)
         replay.recv(HELLO.size, socket.MSG_WAITALL)
-        replay.sendall(sent[1])
+        replay.sendall(proof)
         assert replay.recv(1000) == bytes(32)
         assert replay.recv(1000) == b""
 
@@ -123,14 +127,10 @@ def test_a_rank_joins_during_a_flood_of_connections_that_say_nothing(store):
         assert client(store).add("n", 1) == 1
 
 
-def test_another_user_cannot_use_a_store_without_a_key():
-    if os.getuid():
-        pytest.skip("only root can become another user")
-    store = RendezvousStore("127.0.0.1")
-    script = f"""
-import socket
+CALLER = """
+import socket, sys
 with socket.socket(socket.AF_UNIX) as stranger:
-    stranger.connect("\\0counterpoint/rendezvous-0-{store.address.port}")
+    stranger.connect("\\0counterpoint/rendezvous-0-" + sys.argv[1])
     stranger.settimeout(5)
     try:
         stranger.sendall(b"CPWS" + bytes(36))
@@ -138,10 +138,19 @@ with socket.socket(socket.AF_UNIX) as stranger:
     except ConnectionError:
         print(b"")
 """
-    answer = subprocess.run(
-        ["/usr/bin/python3" if pathlib.Path("/usr/bin/python3").exists() else sys.executable, "-c", script],
-        user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=False, cwd="/",
+
+
+def run_as_nobody(script, *arguments):
+    return subprocess.run(
+        [PYTHON, "-c", script, *arguments], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
+        check=False, cwd="/",
     )  # fmt: skip
+
+
+@as_root
+def test_another_user_cannot_use_a_store_without_a_key():
+    store = RendezvousStore("127.0.0.1")
+    answer = run_as_nobody(CALLER, str(store.address.port))
     assert answer.stdout == "b''\n", answer.stderr
     assert connect_store(1, store.address, None, 5.0).add("n", 1) == 1
     store.close()
@@ -219,10 +228,7 @@ def is_visited(fabric):
     """Another user connects to every port of the host while the ranks are connected."""
     answer = ""
     if fabric.rank == 0:
-        answer = subprocess.run(
-            [PYTHON, "-c", STRANGER], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
-            check=False, cwd="/",
-        ).stdout  # fmt: skip
+        answer = run_as_nobody(STRANGER).stdout
     fabric.barrier((0, 1))
     values = torch.arange(1000, dtype=torch.float64).sqrt() / (fabric.rank + 3)
     fabric.all_reduce("values", values, (0, 1)).wait()
@@ -231,7 +237,7 @@ def is_visited(fabric):
 
 
 @pytest.mark.process
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@as_root
 def test_another_user_at_all_ports_of_a_job_changes_no_bit_of_it(local_processes):
     first, second = local_processes(is_visited, 2)
     assert first == [ANY, True, None]
