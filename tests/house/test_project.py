@@ -82,3 +82,13 @@ def test_every_source_file_that_a_page_names_is_there():
     assert named_files
     missing = [(page, name) for page, name in named_files if not any((root / name).is_file() for root in roots)]
     assert not [f"{name_of(page)}: {name}" for page, name in missing]
+
+
+def test_every_promise_of_the_security_page_has_its_test():
+    rows = [line for line in (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if re.search(r"[^|] \| (A\d ?)+\|", row)]
+    assert len(promises) > 10
+    assert not [row for row in promises if "`test_" not in row]
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", "\n".join(rows))
+    assert not [name for name in named if f"def {name}(" not in tests]
