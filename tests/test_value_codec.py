@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import DataError, ProtocolError
-from counterpoint.json_reader import parse_json
-from counterpoint.value_codec import ALIGNMENT, DTYPES, MAX_BYTES, decode_value, encode_parts, encode_value
+from counterpoint.json_reader import MAX_BYTES, parse_json
+from counterpoint.value_codec import ALIGNMENT, DTYPES, decode_value, encode_parts, encode_value
 
 
 class Priority(IntEnum):
