@@ -131,9 +131,8 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_trained(tmp_pat
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained():
     result = train("digits", "--steps", 1, "--folder", "/proc/nope", *SHORT)
     assert result.exit_code == 1
-    assert (
-        "PlanError: the folder /proc/nope cannot be created: No such file or directory; give another" in result.output
-    )
+    what = "CheckpointError: the folder /proc/nope/checkpoints for checkpoints cannot be created: No such file or directory"
+    assert f"{what}; choose another path" in result.output
     assert "step 1/1" not in result.output
 
 

@@ -84,7 +84,8 @@ def test_a_killed_rank_ends_the_run_and_the_report_begins_with_its_name(tmp_path
         os.kill(ranks[1], signal.SIGKILL)
         report, code, soon = check_run(run, began_s)
     assert report[0].startswith(f"rank 1 was killed by SIGKILL (pid {ranks[1]}, ")
-    assert report[1:] == ["rank 0 stopped because of rank 1", "report: run/report.html"]
+    assert report[1].startswith("rank 0 stopped because of rank 1: rank 0 waited ")
+    assert report[2:] == ["report: run/report.html"]
     assert (code, soon) == (137, True)
     assert not any(map(is_alive, ranks.values()))
     assert "ended early: " in (tmp_path / "run" / "report.html").read_text()

@@ -230,7 +230,8 @@ class StoreServer:
     Args:
         address: to listen at.
         credentials: of the job.
-        bound_socket: bound to the port, and taken over; beside a UNIX socket it only keeps the port from other jobs.
+        bound_socket: bound to the port, and taken over; beside a UNIX socket it only keeps the port from other jobs,
+            and may be None.
 
     Attributes:
         address: with the actual port.
@@ -240,7 +241,7 @@ class StoreServer:
         LaunchError: cannot listen there.
     """
 
-    def __init__(self, address: RpcAddress, credentials: JobCredentials, bound_socket: socket.socket) -> None:
+    def __init__(self, address: RpcAddress, credentials: JobCredentials, bound_socket: socket.socket | None) -> None:
         loop = EventLoop()
         self._finalize = weakref.finalize(self, close_server, loop, bound_socket)
         self.table = KeyValueTable()
@@ -259,10 +260,11 @@ class StoreServer:
         self._finalize()
 
 
-def close_server(loop: EventLoop, bound_socket: socket.socket) -> None:
+def close_server(loop: EventLoop, bound_socket: socket.socket | None) -> None:
     """Close all connections of a server, and what it listens on."""
     loop.close()
-    bound_socket.close()
+    if bound_socket is not None:
+        bound_socket.close()
 
 
 StoreValues: TypeAlias = KeyValueTable | RemoteTable

@@ -95,12 +95,15 @@ class Address:
         listen_fd: a socket that already listens there, taken over by the rank that owns the store.
         store_owner: who serves the store: rank 0, the launcher (torchrun's agent), or a process that outlives the
             rendezvous; unless it is rank 0, all ranks are clients.
+        reserves_port: whether rank 0 keeps the port from other jobs while it listens at a UNIX socket; not where
+            torchrun's agent has it.
     """
 
     host: str
     port: int
     listen_fd: int | None = None
     store_owner: Literal["rank 0", "launcher", "the oldest member"] = "rank 0"
+    reserves_port: bool = True
 
 
 def never_cancel() -> bool:
@@ -375,11 +378,16 @@ def serve_store(address: Address, key: JobKey | None) -> StoreServer:
         LaunchError: the port is taken, the host is unknown, or beyond loopback and there is no key.
     """
     target = store_address(address, key)
-    bound_socket = bind_port(address) if address.listen_fd is None else socket.socket(fileno=address.listen_fd)
+    bound_socket = None
+    if address.listen_fd is not None:
+        bound_socket = socket.socket(fileno=address.listen_fd)
+    elif address.reserves_port or isinstance(target, TcpAddress):
+        bound_socket = bind_port(address)
     try:
         return StoreServer(target, JobCredentials(key, STORE_JOB), bound_socket)
     except BaseException:
-        bound_socket.close()
+        if bound_socket is not None:
+            bound_socket.close()
         raise
 
 

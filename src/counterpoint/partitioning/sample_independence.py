@@ -48,12 +48,13 @@ def require_sample_independence(model: nn.Module, inputs: Inputs, plan: str, num
     with preserve_state(model, training=False):
         rng_state = torch.get_rng_state()
         try:
-            full_outputs, half_outputs = (
-                _run_model(model, _resize_batch(inputs, count)) for count in (batch_size, half)
+            full_outputs, half_outputs, again = (
+                _run_model(model, _resize_batch(inputs, count)) for count in (batch_size, half, batch_size)
             )
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             return
-        if not torch.equal(torch.get_rng_state(), rng_state):
+        draws = not torch.equal(torch.get_rng_state(), rng_state)
+        if draws or not all(map(torch.equal, full_outputs, again)):  # the latter with a generator of its own
             return
     pairs = zip(full_outputs, half_outputs, strict=False)
     error = max(

@@ -210,11 +210,13 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, timeout_s: f
         return DistributedWorld(fabrics[0], failures)
     timeout_s = environment.timeout_s if environment.timeout_s is not None else timeout_s
     key, is_one_host = read_job_key(environment), environment.local_world_size == environment.world_size
+    is_private = is_one_host and key is None  # ranks meet at a UNIX socket of their user
     address = Address(
-        LOOPBACK if is_one_host and key is None else environment.master_addr,
+        LOOPBACK if is_private else environment.master_addr,
         environment.master_port,
         environment.store_fd,
-        store_owner="launcher" if environment.agent_keeps_store and not is_one_host else "rank 0",
+        store_owner="launcher" if environment.agent_keeps_store and not is_private else "rank 0",
+        reserves_port=not environment.agent_keeps_store,
     )
     fabric = connect(
         environment.rank,

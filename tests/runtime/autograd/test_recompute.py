@@ -80,7 +80,12 @@ def test_an_in_place_change_by_a_later_block_is_found_in_recomputation():
 
 
 def test_random_numbers_from_python_are_found_by_the_results():
-    with pytest.raises(DataError) as caught:
+    with (
+        pytest.warns(
+            UserWarning, match=r"\(PythonNoise\) come from the generator of Python or numpy, which are not keyed"
+        ),
+        pytest.raises(DataError) as caught,
+    ):
         losses(layers(PythonNoise()), "solo", ("recompute",))
     assert documented_messages(PAGE)[0] == f"DataError: {caught.value}"
 
