@@ -42,8 +42,9 @@ from counterpoint.training.checkpointing.per_stage import (
 )
 from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
-from counterpoint.training.local_ranks import LocalRanks, trace_step
+from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.optimizer_state import apply_group_options, from_json, get_group_options, to_json
+from counterpoint.training.step_trace import trace_step
 from counterpoint.training.validation import require_directory_path
 from counterpoint.value_codec import decode_value, encode_value
 
