@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.runtime.full_state import gather_grad_norms, gather_grads
-from counterpoint.training.stale_weights import StaleGrads, StaleWeights
+from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights
 from tests.training.trainers import build_seeded, make_generator, max_difference, params_of
 
 PLANS = ["solo", "data(2)", "zero1(2)", "zero2(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2)", "tree(2)"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
-from counterpoint.training.stale_weights import StaleTensor, StaleWeights
+from counterpoint.training.between_steps.stale_weights import StaleTensor, StaleWeights
 from tests.training.trainers import build_seeded, equal_bits, make_generator, max_difference, state_of
 
 PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2)", "tree(2)"]

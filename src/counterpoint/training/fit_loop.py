@@ -49,7 +49,7 @@ from counterpoint.training.checkpointing.per_stage import (
 from counterpoint.training.checkpointing.train_state import decode_position, find_scalar_flaw
 from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
-from counterpoint.training.local_ranks import LocalRanks, trace_step
+from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.optimizer_state import (
     apply_group_options,
     find_form_flaw,
@@ -58,6 +58,7 @@ from counterpoint.training.optimizer_state import (
     get_group_options,
     to_json,
 )
+from counterpoint.training.step_trace import trace_step
 from counterpoint.training.validation import require_directory_path
 from counterpoint.value_codec import encode_value
 

@@ -6,65 +6,29 @@ All ranks are here on the local transport; with a launcher there is one rank in 
 from __future__ import annotations
 
 import copy
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
-from counterpoint.fabric.fabric import Fabric, Json
-from counterpoint.partitioning.dry_run import (
-    ModuleAttributes,
-    assign_values,
-    explain_input_errors,
-    preserve_state,
-    split_call_args,
-)
-from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
-from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
+from counterpoint.partitioning.partitioned_model import PartitionedModel
 from counterpoint.partitioning.traced import TracedPartition
-from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice
-from counterpoint.program.instruction import (
-    ApplyPushes,
-    Backward,
-    Collective,
-    Commit,
-    Forward,
-    Free,
-    Instruction,
-    Pull,
-    Push,
-    Recompute,
-    Recv,
-    Send,
-    SwapGradBuffers,
-    Update,
-)
-from counterpoint.program.program import Program
+from counterpoint.program.instruction import ApplyPushes, Forward, Free
 from counterpoint.program.step_variants import StepVariant
-from counterpoint.program.text import format_instruction
-from counterpoint.program.trace import Lane, Trace, TraceEvent
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
-from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
-from counterpoint.runtime.full_state import (
-    gather_grad_norms,
-    gather_grads,
-    gather_optimizer_state,
-    scatter_optimizer_state,
-)
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_parameters import LossParameters, find_trained_modules, model_of
+from counterpoint.runtime.loss_parameters import find_trained_modules, model_of
 from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -75,13 +39,10 @@ from counterpoint.runtime.rank_builder import (
     build_rank,
     commits_together,
     communication_groups,
-    independent_replicas,
     load_values,
-    require_no_grad_hooks,
     sliced_params,
     take_slice,
 )
-from counterpoint.runtime.rank_state import CallTiming
 from counterpoint.runtime.state_dict import (
     ShardMap,
     average_buffers,
@@ -92,38 +53,23 @@ from counterpoint.runtime.state_dict import (
 )
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
-from counterpoint.training.batches.in_flight import InFlightBatches, require_known_grad_norm, require_version_memory
+from counterpoint.training.batches.in_flight import InFlightBatches
+from counterpoint.training.between_steps.model_changes import ModelChanges, require_same_changes
+from counterpoint.training.between_steps.optimizer_exchange import OptimizerExchange
+from counterpoint.training.between_steps.shared_models import SharedModel
+from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights
+from counterpoint.training.between_steps.step_gradients import StepGradients
+from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
-from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
-from counterpoint.training.forward_state import ForwardState
-from counterpoint.training.model_consistency import (
-    AttributeCheck,
-    BufferChanges,
-    ParameterMutationCheck,
-    broadcast_initial_values,
-)
+from counterpoint.training.initial_values import broadcast_initial_values
 from counterpoint.training.model_loss_check import require_model_loss_adds_up
-from counterpoint.training.model_partition import (
-    build_model_spec,
-    partition_for_plan,
-    plan_fingerprint,
-    use_plan_profile,
-    with_loss_pass,
-    with_partition,
-)
-from counterpoint.training.options import TrainingOptions, build_step_guard
+from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
+from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
-from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_mode, describe_structure, first_difference
-from counterpoint.training.shared_models import SharedModel
-from counterpoint.training.stale_weights import StaleGrads, StaleWeights, without_stale_reads
-from counterpoint.training.step_facts import StepFacts
-from counterpoint.training.validation import (
-    check_batch_norm,
-    require_no_shared_memory,
-    require_values,
-    uses_sync_batch_norm,
-)
+from counterpoint.training.rank_facts import CallFacts
+from counterpoint.training.run_compiler import RunCompiler
+from counterpoint.training.validation import require_values, uses_sync_batch_norm
 
 
 @contextmanager
@@ -224,6 +170,7 @@ class LocalRanks:
         self.can_share_params = options.share_params_on_host and self.device.type == "cpu"
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
+        self.compiler = RunCompiler(model, self.trained, loss, optimizer_spec, self.options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)
         self.compiled: CompiledPlan | None = None
         self.global_num_microbatches = 0  # microbatches in one step of all ranks, once built
@@ -234,17 +181,14 @@ class LocalRanks:
         self.has_delayed_grads = False  # whether delayed gradients are still to be applied
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
-        self.mutation_check: ParameterMutationCheck | None = None
-        self.attribute_check = AttributeCheck()
-        self.buffer_changes = BufferChanges(nn.Module(), ())
-        self.step_facts: StepFacts | None = None  # what processes compare in every step
+        self.changes: ModelChanges | None = None  # between steps, once built
+        self.optimizer_exchange: OptimizerExchange | None = None  # once built
+        self.step_gradients = StepGradients()
+        self.stale_weights = StaleWeights({}, str(plan), None)
         self.stop_signals: list[int] = []  # that have asked this process to stop
         self.commits_together = True  # whether every commit is one of all ranks, once built
         self.is_in_step = False
         self.has_checked_loss = False  # whether a loss that the model computes adds up, in the first step
-        self.stale_weights = StaleWeights({}, str(plan), None)
-        self.has_grads = False  # whether the ranks have the gradients of the last step
-        self.grad_norm = math.nan  # of the last step, if its commit has computed it
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
@@ -278,7 +222,7 @@ class LocalRanks:
             PlanError: the model and the plan do not fit together.
         """
         require_grad_recording()
-        if self.compiled is None or self.mutation_check is None:
+        if self.compiled is None or self.changes is None:
             self.shared_model.find_partners()
             self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
         assert self.compiled is not None, "compiled"
@@ -294,72 +238,17 @@ class LocalRanks:
         Raises:
             PlanError: the model and the plan do not fit together.
         """
+        fabric = self.world.fabrics[0]
         if self.can_share_params and self.optimizer_spec.is_elementwise:
-            self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
+            self.plan = share_params_per_host(self.plan, fabric.hosts)
         self.sync_initial_values()
         require_values(inputs)
-        inputs = to_device(inputs, self.device)
-        with explain_input_errors(self.model, inputs):
-            partition = partition_for_plan(self.plan, self.model, inputs, self.options)
-        require_no_grad_hooks(self.trained, partition, self.plan)
-        require_no_shared_memory(self.trained, self.plan)
-        self.uses_rng, is_traced = partition.uses_rng, isinstance(partition, TracedPartition)
-        is_divided = is_traced or self.plan.num_ranks > 1 or self.plan.global_num_microbatches > 1
-        state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
-        if is_traced:
-            state.require_none(self.model, str(self.plan), "the operations of its first call")
-            state.require_no_traced_draws(self.model)
-        options, accepts = self.options, self.options.cross_sample == "accept"
-        if not (accepts or options.batch_dims or options.shared or state.uses_other_generators):
-            require_sample_independence(
-                self.model, as_call_args(inputs), str(self.plan), self.plan.global_num_microbatches
-            )
-        draws = self.uses_rng or state.uses_other_generators
-        draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
-        profile, microbatch_size = self.options.profile, max(num_samples, 1)
-        spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size, self.trained)
-        plan = with_partition(with_loss_pass(self.plan, options), spec, profile)
-        self.compiled = compile(plan, spec, samples_per_micro=microbatch_size)
-        self.global_num_microbatches = len(self.compiled.program.micros)
-        self.require_parts(partition, self.compiled, inputs, state)
+        run = self.compiler.compile(self.plan, self.buckets, to_device(inputs, self.device), num_samples, fabric)
+        self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
+        self.global_num_microbatches = len(run.compiled.program.micros)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
-        self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
-        require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
-        self.check_updates()
-        check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
-        if isinstance(partition, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
-            verify_tensor_parallel(partition, self.compiled.model, dict(self.model.named_parameters()))
-        if self.global_num_microbatches > 1 and self.world.fabrics[0].rank == 0:
-            warn_unkeyed(self.model, draw_sites, str(self.plan), self.global_num_microbatches)
-        compiled, guard = self.compiled, build_step_guard(self.options)
-        self.run_spec = RunSpec(
-            compiled.step_variants,
-            compiled.model,
-            self.loss,
-            self.optimizer_spec,
-            guard,
-            self.options.seed,
-            self.buckets,
-            self.options.batch_norm,
-            self.options.unused_parameters,
-            self.options.loss_reduction == "sum",
-            not (accepts or options.batch_dims),  # which may have outputs without samples along dim 0
-            draw_sites,
-            self.has_one_gradient(),
-            LossParameters.of(self.loss, self.trained),
-        )
-        return partition
-
-    def has_one_gradient(self) -> bool:
-        """Return whether each step applies one gradient, that of its own batch, to all weights."""
-        assert self.compiled is not None, "compiled"
-        variants = self.compiled.step_variants
-        return (
-            not (self.delays_grads or self.in_flight.lookahead)
-            and len(variants) == 1
-            and not independent_replicas(variants[-1])
-            and not any(isinstance(instruction, ApplyPushes) for _, instruction in variants[-1].program.instructions())
-        )
+        self.in_flight = InFlightBatches.for_variant(run.compiled.step_variants[-1])
+        return run.partition
 
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
         """Build this process's ranks from a partition of the model."""
@@ -378,18 +267,9 @@ class LocalRanks:
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
         copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
-        if copies_model:
-            self.require_copyable_model()
-        if isinstance(partition, WholeModel) and partition.kept_attributes and copies_model:
-            remedy = (
-                f", or start one process per rank: counterpoint run -n {num_local} script.py" if not keeps_own else ""
-            )
-            raise PlanError(
-                f"the forward of {type(self.model).__name__} keeps a differentiable value in its attribute "
-                f"{partition.kept_attributes[0]}, but under {self.plan} ranks run copies of the model, so a loss that "
-                "reads the attribute would see another value; return the value from forward together with the "
-                f"output{remedy}"
-            )
+        if isinstance(partition, WholeModel) and copies_model:
+            remedy = "" if keeps_own else f", or start one process per rank: counterpoint run -n {num_local} script.py"
+            require_copyable_model(self.model, partition, str(self.plan), remedy)
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
             own_partition, model = partition, self.trained
@@ -406,18 +286,24 @@ class LocalRanks:
             )
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
-        self.mutation_check = ParameterMutationCheck(self.trained, self.ranks.values(), self.world.fabrics[0].num_ranks)
-        self.buffer_changes = BufferChanges(self.model, self.ranks.values())
-        if copies_model or copies_norms or isinstance(partition, TracedPartition):
-            self.attribute_check.watch(self.model, is_traced=isinstance(partition, TracedPartition))
-        if has_remote_ranks(self.world):
-            loss = {"the loss": self.loss} if isinstance(self.loss, nn.Module) else {}
-            self.step_facts = StepFacts(self.optimizer_spec.optimizer, {"the model": self.model, **loss})
+        is_traced = isinstance(partition, TracedPartition)
+        built = BuiltRanks(
+            str(self.plan), self.world, self.ranks.values(), self.shard_map(), keeps_grads=self.run_spec.keeps_grads
+        )
+        self.changes = ModelChanges(
+            built,
+            self.model,
+            self.trained,
+            self.loss,
+            self.optimizer_spec,
+            runs="trace" if is_traced else "copies" if copies_model or copies_norms else "model",
+        )
+        self.step_gradients = StepGradients(built)
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
         self.released_params = ReleasedParameters.for_ranks(self.trained, self.ranks, self.run_spec.model_spec)
-        self.optimizer_spec.attach_ranks(self.export_optimizer_state)
-        self.import_optimizer_state()
+        self.optimizer_exchange = OptimizerExchange(self.optimizer_spec, built, self.in_flight)
+        self.optimizer_exchange.import_state()
         self.shared_model.open()
 
     @property
@@ -430,20 +316,6 @@ class LocalRanks:
         """Load the trained weights into the model if it is out of date."""
         if self.stale_weights.is_stale:
             self.export_weights()
-
-    def require_copyable_model(self) -> None:
-        """Check that ranks can train copies of the model.
-
-        Raises:
-            PlanError: it is a TorchScript module, whose copies have no parameters that can be trained.
-        """
-        scripts = [path for path, module in self.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-        if scripts:
-            raise PlanError(
-                f"{f'module {scripts[0]!r}' if scripts[0] else type(self.model).__name__} is a TorchScript module, but "
-                f"under {self.plan} ranks of one process train copies of the model, which TorchScript does not allow; "
-                "pass the module that it was made from, or train in a single process (solo)"
-            )
 
     def hook_stale_params(self) -> None:
         """Reject gradients that reach parameters of the user's model of which the ranks train copies."""
@@ -470,7 +342,7 @@ class LocalRanks:
             StaleGrads(
                 {name: param for name, param in self.trained.named_parameters() if id(param) not in own_grads},
                 str(self.plan),
-                self.gradients,
+                self.step_gradients.read,
                 is_single_process=self.is_single_process,
             ),
         )
@@ -478,7 +350,7 @@ class LocalRanks:
     def own_grad_ids(self) -> set[int]:
         """Return the parameters, by identity, in whose own ``grad`` the only rank has the gradient; and frozen ones."""
         frozen = {id(param) for param in self.trained.parameters() if not param.requires_grad}
-        if self.world.fabrics[0].num_ranks > 1 or not self.has_one_gradient():
+        if self.world.fabrics[0].num_ranks > 1 or self.run_spec is None or not self.run_spec.keeps_grads:
             return frozen
         units = self.ranks[0].interpreter.store.units.values()
         return frozen | {id(param) for unit in units for param in unit.own_params.values()}
@@ -503,81 +375,6 @@ class LocalRanks:
             for _, instruction in self.run_spec.program.instructions()
         )
 
-    def check_updates(self) -> None:
-        """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
-
-        Raises:
-            PlanError: they cannot.
-        """
-        assert self.compiled is not None, "compiled"
-        require_known_grad_norm(self.compiled, self.options)
-        self.require_elementwise_optimizer()
-        self.require_skippable_params()
-        if self.options.unused_parameters == "skip" or not self.optimizer_spec.has_mergeable_state():
-            self.optimizer_spec.update_apart()
-
-    def require_elementwise_optimizer(self) -> None:
-        """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
-
-        Raises:
-            PlanError: one is.
-        """
-        assert self.compiled is not None, "compiled"
-        names = [name for block in self.compiled.model.blocks if block.tp for name, _ in block.tp.sharded_dims]
-        if names and not self.optimizer_spec.is_elementwise:
-            raise PlanError(
-                f"{self.optimizer_spec.optimizer_class.__name__} may need whole tensors, but under {self.plan} a rank "
-                f"has only a shard of {names[0]} and {len(names) - 1} others, so its updates would differ from "
-                "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
-            )
-
-    def require_skippable_params(self) -> None:
-        """Check that a step can leave single parameters as they are, if it is to.
-
-        Raises:
-            PlanError: ranks have gradients of several steps, or compressed ones.
-        """
-        if self.options.unused_parameters != "skip":
-            return
-        assert self.compiled is not None, "compiled"
-        is_compressed = any(
-            getattr(instruction, "codec", "")
-            for variant in self.compiled.step_variants
-            for _, instruction in variant.program.instructions()
-        )
-        if is_compressed or not self.has_one_gradient():
-            raise PlanError(
-                "unused_parameters='skip' leaves a parameter without a gradient in a step as it is, but under "
-                f"{self.plan} ranks or servers apply gradients of several steps, or compressed ones, which are never "
-                "without it; use data, zero, pipeline or tensor without staleness and compression, or "
-                "unused_parameters='zero'"
-            )
-
-    def require_parts(
-        self,
-        partition: PartitionedModel,
-        compiled: CompiledPlan,
-        inputs: Any,  # noqa: ANN401 - as above
-        state: ForwardState,
-    ) -> None:
-        """Check that buffers, attributes and lookups are those of a plain loop, if forwards see parts of a batch.
-
-        Raises:
-            PlanError: a table limits the norm of its rows, or an attribute depends on the division.
-            DataError: a buffer depends on the division, or a table gets offsets of the batch.
-        """
-        options = self.options
-        if not (options.cross_sample == "accept" or options.batch_dims or options.shared):
-            num_micros = compiled.step_variants[-1].microbatches_per_batch or self.global_num_microbatches
-            runs_per_rank = min(max_forwards_per_rank(compiled.program), num_micros)
-            require_independent_buffers(self.model, as_call_args(inputs), str(self.plan), num_micros, runs_per_rank)
-            if runs_per_rank > 1:
-                state.require_none(self.model, str(self.plan), f"it {runs_per_rank} times on one rank in a step")
-        if self.plan.num_ranks > 1 or self.global_num_microbatches > 1 or isinstance(partition, TracedPartition):
-            require_no_max_norm(self.model, self.plan)
-        if self.global_num_microbatches > 1:
-            require_whole_bags(self.model, inputs, self.plan, partial(self.run_forward, inputs))
-
     def sync_initial_values(self) -> None:
         """Broadcast rank 0's values to all processes, which have chosen the same plan.
 
@@ -596,21 +393,20 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
-        self.prepare_step(batch)
+        changes = self.prepare_step(batch)
         if not self.has_checked_loss:
             self.require_model_loss(batch)
-        variant, is_single_process = self.variant_at(number), self.is_single_process
+        variant = self.variant_at(number)
 
         def work(fabric: Fabric) -> StepResult | None:
             """Take the step on one rank; return its result, None if it has none."""
             interpreter = self.ranks[fabric.rank].interpreter
-            if self.mutation_check is not None and not is_single_process:
-                self.mutation_check.require_unchanged(self.plan, f"on rank {fabric.rank} ")
+            changes.require_same_weights(fabric.rank)
             self.released_params.release()  # in the first step, and in the first one after export_weights
             with annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(number, batch, variant.name, self.step_facts, self.stop_signals)
+                return interpreter.step(number, batch, variant.name, changes.step_facts, self.stop_signals)
 
         self.is_in_step = True
         try:
@@ -619,18 +415,16 @@ class LocalRanks:
             self.stale_weights.mark()
             self.shared_model.record_step()
         except BaseException:
-            if is_single_process:  # elsewhere the other ranks end, too, and what a rank has is all there is
+            if self.is_single_process:  # elsewhere the other ranks end, too, and what a rank has is all there is
                 self.stale_weights.mark()
             raise
         finally:
             self.is_in_step = False
-        if self.step_facts is not None:
-            self.step_facts.end_step()
+        changes.end_step()
         self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.delays_grads
         result = first_result(results)
-        self.grad_norm = result.norm
-        self.has_grads = self.keeps_grads() and not result.skip_reason and not self.has_shared_rows()
+        self.step_gradients.record_step(result)
         return result
 
     def find_stop_signal(self, result: StepResult, *, may_exchange: bool) -> int:
@@ -658,11 +452,9 @@ class LocalRanks:
         Raises:
             DataError: it does not.
         """
-        self.has_checked_loss, options = True, self.options
-        skips = options.cross_sample == "accept" or options.batch_dims or options.shared
-        if self.global_num_microbatches > 1 and options.loss_reduction != "batch" and not skips:
-            is_sum = options.loss_reduction == "sum"
-            micros = self.own_micros(batch)
+        self.has_checked_loss, reduction = True, self.options.loss_reduction
+        if self.global_num_microbatches > 1 and reduction != "batch" and self.compiler.may_cut_batches():
+            micros, is_sum = self.own_micros(batch), reduction == "sum"
             require_model_loss_adds_up(self.model, self.loss, batch, micros, str(self.plan), is_sum=is_sum)
 
     def example_micro(self, batch: MicrobatchSource) -> int:
@@ -677,100 +469,43 @@ class LocalRanks:
         own = {instruction.micro for instruction in instructions if isinstance(instruction, Forward)}
         return [micro for micro, size in batch.sizes.items() if size and (micro in own or self.in_flight.lookahead)]
 
-    def prepare_step(self, batch: MicrobatchSource) -> None:
-        """Check what the user may have changed since the last step, and give the ranks what they can take over."""
+    def prepare_step(self, batch: MicrobatchSource) -> ModelChanges:
+        """Check what the user may have changed since the last step, and give the ranks what they can take over.
+
+        Modules in another mode, and parameters that were frozen, thawed or added to a group, need ranks that are built
+        again.
+
+        Returns:
+            What finds the changes.
+
+        Raises:
+            PlanError: the optimizer has got hooks that ranks cannot run, or tensors that are not the model's.
+            DataError: something was changed that ranks cannot take over.
+        """
+        assert self.changes is not None, "built"
+        assert self.optimizer_exchange is not None, "built"
         require_grad_recording()
         self.stale_weights.grads.drop()
         self.shared_model.catch_up()
-        self.follow_changes(batch)
+        self.changes.carry_over()
+        reason = self.changes.find_rebuild_reason()
+        if reason:
+            self.rebuild(batch, reason)
+        elif self.optimizer_spec.has_new_state:
+            self.optimizer_exchange.import_state()
         self.stale_weights.unmark()
-        self.has_grads = False
-        self.attribute_check.require_unchanged(
-            self.plan,
-            lambda: self.run_forward(batch.inputs(self.example_micro(batch)), ModuleAttributes(self.model)),
+        self.step_gradients.drop()
+        changes = self.changes
+        changes.begin_step(
+            batch,
+            lambda: self.compiler.run_forward(batch.inputs(self.example_micro(batch)), ModuleAttributes(self.model)),
         )
-        if self.step_facts is not None:
-            self.step_facts.begin_step(batch)
-        if self.mutation_check is not None and self.is_single_process:
-            self.mutation_check.require_unchanged(self.plan, "")
-
-    def keeps_grads(self) -> bool:
-        """Return whether ranks keep the gradient of each step until the next one."""
-        return self.run_spec is not None and self.run_spec.keeps_grads
-
-    def has_shared_rows(self) -> bool:
-        """Return whether replicas share rows of embedding tables, whose gradients are not kept after the update."""
-        units = [unit for rank in self.ranks.values() for unit in rank.interpreter.store.units.values()]
-        return any(unit.has_shared_rows() for unit in units)
-
-    def require_grads(self) -> None:
-        """Check that ranks have the gradients of the last step.
-
-        Raises:
-            DataError: they have not.
-        """
-        if self.has_grads:
-            return
-        if self.run_spec is not None and not self.keeps_grads():
-            raise DataError(
-                f"there is no gradient of the last step: under {self.plan} ranks or servers apply several, or those of "
-                "earlier batches; compute one from the model, by a backward inside `with step.full_weights() as model:`"
-            )
-        if self.has_shared_rows():
-            raise DataError(
-                "there is no gradient of the last step: replicas share the rows of embedding tables in memory, where "
-                "the next step overwrites them; pass share_params_on_host=False to keep them"
-            )
-        raise DataError(
-            "there is no gradient of a step: none was taken, it was skipped, or the weights were exported or imported "
-            "since; read gradients right after the step"
-        )
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the last step has applied, by parameter; a collective call."""
-        self.require_grads()
-        shard_map, ranks = self.shard_map(), self.ranks.values()
-        if self.is_single_process:
-            return gather_grads(shard_map, ranks, None)
-        return self.world.run(lambda fabric: gather_grads(shard_map, ranks, fabric))[0]
-
-    def grad_norms(self) -> dict[str, float]:
-        """Return the norm of each gradient that the last step has applied, by parameter; a collective call."""
-        self.require_grads()
-        shard_map, ranks = self.shard_map(), self.ranks.values()
-        if self.is_single_process:
-            return gather_grad_norms(shard_map, ranks, None)
-        return self.world.run(lambda fabric: gather_grad_norms(shard_map, ranks, fabric))[0]
+        return changes
 
     @property
     def is_single_process(self) -> bool:
         """Whether all ranks are in this process."""
         return len(self.world.fabrics) == self.world.fabrics[0].num_ranks
-
-    def follow_changes(self, batch: MicrobatchSource) -> None:
-        """Give the ranks what was changed since the last step: buffers, and the state or the groups of the optimizer.
-
-        Modules in another mode, and parameters that were frozen, thawed or added to a group, need ranks that are built
-        again.
-
-        Raises:
-            PlanError: the optimizer has got hooks that ranks cannot run, or tensors that are not the model's.
-            DataError: the plan has state that ranks that are built again could not take along.
-        """
-        optimizer_spec = self.optimizer_spec
-        optimizer_spec.require_no_step_hooks()
-        self.buffer_changes.carry_over()
-        with without_stale_reads():
-            has_new_groups = optimizer_spec.has_new_groups()
-        if has_new_groups:
-            self.rebuild(batch, "parameters of the model were frozen, made trainable or added to the optimizer")
-        elif self.attribute_check.has_new_modes():
-            self.rebuild(batch, "modules of the model were put into training or evaluation mode")
-        elif optimizer_spec.has_new_state:
-            if optimizer_spec.merges_params and not optimizer_spec.has_mergeable_state():
-                self.rebuild(batch, "optimizer state was loaded in which step counts differ")
-            else:
-                self.import_optimizer_state()
 
     def rebuild(self, batch: MicrobatchSource, change: str) -> None:
         """Build the ranks again for the model and the optimizer as they are now; weights, buffers and state stay.
@@ -782,9 +517,9 @@ class LocalRanks:
         Raises:
             DataError: ranks have more state than that, or weights were changed, too.
         """
-        assert self.run_spec is not None, "built"
-        assert self.mutation_check is not None, "built"
-        self.mutation_check.require_unchanged(self.plan, "")
+        assert self.changes is not None, "built"
+        assert self.optimizer_exchange is not None, "built"
+        self.changes.weights.require_unchanged(str(self.plan))
         if has_remote_ranks(self.world):
             require_same_changes(self.world.fabrics[0], self.model, change)
         has_feedback = any(
@@ -798,61 +533,13 @@ class LocalRanks:
                 "weights of their own, which would be lost; do it before the first step, or close() and call "
                 "parallelize(...) again (or make a new Trainer)"
             )
-        if not self.optimizer_spec.has_new_state:
-            self.optimizer_spec.put_state(self.gather_optimizer_state(), is_new=True)
+        self.optimizer_exchange.keep_for_rebuild()
         micro = self.example_micro(batch)
         self.export_weights()
         self.optimizer_spec.update_groups()
         self.remove_hooks()
-        self.ranks, self.eval_models, self.compiled, self.mutation_check = {}, {}, None, None
-        self.attribute_check = AttributeCheck()
+        self.ranks, self.eval_models, self.compiled, self.changes = {}, {}, None, None
         self.build(batch.inputs(micro), batch.sizes[micro])
-
-    def gather_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of every trained parameter; a collective call."""
-        self.in_flight.require_flushed("state_dict()")
-        shard_map, ranks = self.shard_map(), self.ranks.values()
-        if self.is_single_process:
-            return gather_optimizer_state(shard_map, ranks, None)
-        return self.world.run(lambda fabric: gather_optimizer_state(shard_map, ranks, fabric))[0]
-
-    def full_optimizer_state(self) -> dict[str, Any]:
-        """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""
-        optimizer = self.optimizer_spec.optimizer
-        if self.mutation_check is None or self.optimizer_spec.has_new_state:
-            return optimizer.state_dict()
-        states = self.gather_optimizer_state()
-        self.optimizer_spec.attach_ranks(partial(self.optimizer_spec.put_state, states))
-        try:
-            return optimizer.state_dict()
-        finally:
-            self.optimizer_spec.attach_ranks(self.export_optimizer_state)
-
-    def export_optimizer_state(self) -> None:
-        """Give the user's optimizer the state of the ranks' optimizers.
-
-        Raises:
-            DataError: other processes would have to take part.
-        """
-        if not self.is_single_process:
-            raise DataError(
-                f"state_dict() of the optimizer was called, but under {self.plan} its state is on ranks in other "
-                "processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on all ranks, before "
-                "close()"
-            )
-        self.optimizer_spec.put_state(self.gather_optimizer_state())
-
-    def import_optimizer_state(self) -> None:
-        """Load the state of the user's optimizer into the optimizers of the ranks."""
-        is_new, states = self.optimizer_spec.has_new_state, self.optimizer_spec.take_state()
-        if is_new:
-            scatter_optimizer_state(self.shard_map(), self.ranks.values(), states)
-
-    def run_forward(self, inputs: Any, attributes: ModuleAttributes | None = None) -> None:  # noqa: ANN401
-        """Run the user's model once in training; its state is preserved, with ``attributes`` except for these."""
-        args, kwargs = split_call_args(as_call_args(inputs))
-        with preserve_state(self.model, attributes=attributes):
-            self.model(*args, **kwargs)
 
     def variant_at(self, number: int) -> StepVariant:
         """Return the step variant of the next step, given its number."""
@@ -935,23 +622,26 @@ class LocalRanks:
         assert self.run_spec is not None, "built"
         return ShardMap(self.run_spec, {name: param.dtype for name, param in self.trained.named_parameters()})
 
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""
+        if self.changes is None or self.optimizer_exchange is None:
+            return self.optimizer_spec.optimizer.state_dict()
+        return self.optimizer_exchange.full_state_dict()
+
     def export_weights(self) -> None:
         """Load the trained weights and buffers into the user's model, on every rank."""
-        if self.mutation_check is None:  # build() did not finish
+        if self.changes is None:  # build() did not finish
             return
         self.shared_model.catch_up()
         self.in_flight.require_flushed("export_weights()")
-        self.buffer_changes.carry_over()
+        self.changes.buffers.carry_over()
         self.stale_weights.unmark()
         self.sync_state()
         shard_map, first = self.shard_map(), self.world.fabrics[0].rank
         params: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
         if not has_full_model(shard_map):
             params = self.world.run(lambda fabric: gather_weights(shard_map, self.ranks[fabric.rank], fabric))[0]
-        if self.has_grads and self.is_single_process:
-            self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.copy_shared_grads())
-        elif any(rank.interpreter.store.is_shared_on_host for rank in self.ranks.values()):
-            self.has_grads = False
+        self.step_gradients.keep_exported()
         self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.unshare(fabric))
         store = self.ranks[first].interpreter.store
         for flat_params in store.flat_params():
@@ -960,9 +650,7 @@ class LocalRanks:
             load_values(self.trained, params)
             load_values(self.trained, store.buffers)
         self.retained_memory.stop()
-        if self.mutation_check is not None:
-            self.mutation_check.record_values()
-        self.buffer_changes.record()
+        self.changes.record()
         self.stale_weights.mark_current()
 
     def import_weights(self) -> None:
@@ -987,7 +675,8 @@ class LocalRanks:
 
         self.world.run(work)
         self.has_delayed_grads = False
-        self.buffer_changes.record()
+        if self.changes is not None:
+            self.changes.buffers.record()
         self.import_frozen_params()
 
     def import_frozen_params(self) -> None:
@@ -1002,8 +691,8 @@ class LocalRanks:
                         named[name].detach(), sharded.get(name), (rank_program.tp_rank, rank_program.tp_degree)
                     )
                     param.data.copy_(value)
-        if self.mutation_check is not None:
-            self.mutation_check.record_values()
+        if self.changes is not None:
+            self.changes.weights.record_values()
 
     def close(self) -> None:
         """Release shared memory and close the world."""
@@ -1013,11 +702,8 @@ class LocalRanks:
         self.remove_hooks()
         self.released_params.poison()
         self.shared_model.close()
-        if self.mutation_check is not None and self.is_single_process:
-            self.in_flight.batches.clear()
-            if not self.optimizer_spec.has_new_state:
-                self.export_optimizer_state()
-            self.optimizer_spec.detach_ranks()
+        if self.changes is not None and self.optimizer_exchange is not None:
+            self.optimizer_exchange.close()
         self.world.close()
 
     def remove_hooks(self) -> None:
@@ -1026,26 +712,36 @@ class LocalRanks:
             hook.remove()
         self.stale_hooks.clear()
         self.stale_weights.unmark()
-        self.has_grads = False
+        self.step_gradients.drop()
 
 
-def require_same_changes(fabric: Fabric, model: nn.Module, change: str) -> None:
-    """Check that all processes have made the same change; a collective call.
+def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, remedy: str) -> None:
+    """Check that ranks can train copies of a model.
 
     Args:
-        fabric: this rank's fabric.
-        model: this rank's model.
-        change: what has changed, for the error of a process that waits for others.
+        model: the user's.
+        partition: of it.
+        plan: of the ranks, for errors.
+        remedy: another way to train a model with attributes that a loss reads.
 
     Raises:
-        PlanError: other parameters are trainable, or modules are in another mode.
+        PlanError: it is a TorchScript module, whose copies have no parameters that can be trained, or its forward keeps
+            a value that a loss may read.
     """
-    facts = [*describe_structure(model)[0], ["the model", describe_mode(model)]]
-    label = f"what all ranks do because {change}"
-    gathered = fabric.gather_values(label, cast("Json", facts), tuple(range(fabric.num_ranks)))
-    difference = first_difference(cast("list[NamedFacts]", gathered))
-    if difference:
-        raise PlanError(f"the ranks do not train the same model: {difference}")
+    scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripts:
+        raise PlanError(
+            f"{f'module {scripts[0]!r}' if scripts[0] else type(model).__name__} is a TorchScript module, but "
+            f"under {plan} ranks of one process train copies of the model, which TorchScript does not allow; "
+            "pass the module that it was made from, or train in a single process (solo)"
+        )
+    if partition.kept_attributes:
+        raise PlanError(
+            f"the forward of {type(model).__name__} keeps a differentiable value in its attribute "
+            f"{partition.kept_attributes[0]}, but under {plan} ranks run copies of the model, so a loss that "
+            "reads the attribute would see another value; return the value from forward together with the "
+            f"output{remedy}"
+        )
 
 
 def require_grad_recording() -> None:
@@ -1067,68 +763,3 @@ def first_result(results: Sequence[StepResult]) -> StepResult:
         return StepResult(float("nan"), 0, float("nan"), 1.0, "")
     parts = next((result.loss_parts for result in results if result.loss_parts), {})
     return replace(results[0], loss_parts=parts) if parts else results[0]
-
-
-def max_forwards_per_rank(program: Program) -> int:
-    """Return the largest number of microbatches in a step whose forward runs on the same rank."""
-    return max(
-        len({instruction.micro for instruction in rank_program.body if isinstance(instruction, Forward)})
-        for rank_program in program.rank_programs
-    )
-
-
-def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult, Trace]:
-    """Take a step with a clock on every rank and return its trace, the same on all of them.
-
-    Ranks of one process run one at a time, so their times are those of each rank, not of ranks that run concurrently.
-    """
-    assert local_ranks.compiled is not None, "built"
-    rank_programs = local_ranks.variant_at(number).program.rank_programs
-    for rank in local_ranks.ranks.values():
-        rank.interpreter.use_clock(time.perf_counter)
-    try:
-        result = local_ranks.step(number, batch)
-    finally:
-        for rank in local_ranks.ranks.values():
-            rank.interpreter.use_clock(None)
-    timings = {index: _to_floats(rank.interpreter.state.timings) for index, rank in local_ranks.ranks.items()}
-    first: Fabric = local_ranks.world.fabrics[0]
-    if len(local_ranks.world.fabrics) < first.num_ranks:
-        gathered = first.gather_values("trace", timings[first.rank], tuple(range(first.num_ranks)))
-        timings = dict(enumerate(gathered))  # type: ignore[arg-type]  # what every rank sends
-    events = [event for rank, times in timings.items() for event in _events(rank, rank_programs[rank].body, times)]
-    return result, Trace.from_events(events, len(rank_programs), "measured")
-
-
-def _to_floats(timings: list[CallTiming]) -> list[list[float]]:
-    """Return timings as numbers, relative to the first one."""
-    origin_s = timings[0].start_s if timings else 0.0
-    return [
-        [timing.start, timing.stop, timing.start_s - origin_s, timing.stop_s - origin_s, float(timing.is_transfer)]
-        for timing in timings
-    ]
-
-
-def _events(rank: int, instructions: tuple[Instruction, ...], times: list[list[float]]) -> list[TraceEvent]:
-    return [
-        TraceEvent(
-            rank,
-            int(start),
-            " ".join(map(format_instruction, instructions[int(start) : int(stop)])),
-            began,
-            ended,
-            "link" if is_transfer else trace_lane(instructions[int(start)]),
-        )
-        for start, stop, began, ended, is_transfer in times
-    ]
-
-
-def trace_lane(instruction: Instruction) -> Lane:
-    """Return the lane of the trace that an instruction belongs to."""
-    match instruction:
-        case Forward() | Recompute() | Backward() | Update():
-            return "compute"
-        case Send() | Push() | Free() | ApplyPushes() | SwapGradBuffers():
-            return "link"
-        case Recv() | Pull() | Commit() | Collective():
-            return "wait"

@@ -478,11 +478,11 @@ class TrainStep:
         Raises:
             DataError: the plan has no gradient of one step, or there is none since the weights were exported.
         """
-        return self.local_ranks.gradients()
+        return self.local_ranks.step_gradients.read()
 
     def grad_norms(self) -> dict[str, float]:
         """Return the norms of :meth:`gradients` by parameter, without gathering these; a collective call."""
-        return self.local_ranks.grad_norms()
+        return self.local_ranks.step_gradients.read_norms()
 
     @property
     def grad_norm(self) -> float:
@@ -492,15 +492,15 @@ class TrainStep:
             DataError: ranks in other processes would have to take part, or there is no gradient.
         """
         local_ranks = self.local_ranks
-        if not math.isnan(local_ranks.grad_norm):
-            return local_ranks.grad_norm
+        if not math.isnan(local_ranks.step_gradients.norm):
+            return local_ranks.step_gradients.norm
         if not local_ranks.is_single_process:
             raise DataError(
                 f"grad_norm was read, but under {local_ranks.plan} ranks in other processes have a part of the "
                 "gradients; pass clip_norm=math.inf, so that every step computes it and clips nothing, or call "
                 "step.grad_norms() on all ranks"
             )
-        return math.hypot(*local_ranks.grad_norms().values())
+        return math.hypot(*local_ranks.step_gradients.read_norms().values())
 
     @contextmanager
     def full_weights(self, *, writeback: bool = False) -> Iterator[nn.Module]:

@@ -29,9 +29,10 @@ from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.training.distributed_world import FabricWorld
-from counterpoint.training.local_ranks import LocalRanks, trace_step
+from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import AutoStrategy
+from counterpoint.training.step_trace import trace_step
 
 WARM_STEPS = 2
 """Uncounted steps of each plan; the last one estimates how long the others will take."""

@@ -1,4 +1,12 @@
-"""Check that processes start with the same model, and find what is changed between steps: an error, or carried over."""
+"""What the user changes in model and optimizer between two steps: taken over by the ranks, or refused.
+
+::
+
+    buffers                                             loaded into the ranks
+    frozen, thawed or added parameters, modes           ranks are built again
+    weights, and attributes that ranks have copies of   an error, with the remedy
+    options, attributes, batch                          a digest in the commit, which is the same on all ranks
+"""
 
 from __future__ import annotations
 
@@ -7,60 +15,118 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError, PlanError
-from counterpoint.fabric.fabric import Fabric
-from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
-from counterpoint.plan.plan import Plan
+from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.microbatches import MicrobatchSource
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RankRuntime
-from counterpoint.terminal_text import warn
-from counterpoint.training.stale_weights import without_stale_reads
+from counterpoint.training.between_steps.stale_weights import without_stale_reads
+from counterpoint.training.built_ranks import BuiltRanks
+from counterpoint.training.rank_facts import NamedFacts, describe_mode, describe_structure, first_difference
+from counterpoint.training.step_facts import StepFacts
 
 
-def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -> None:
-    """Broadcast rank 0's parameters and buffers to all ranks; a collective call.
+class ModelChanges:
+    """Finds what was changed since the last step.
 
     Args:
-        fabric: this rank's fabric.
-        model: this rank's model.
-        init_sync: ``broadcast`` warns if a rank had other values, ``verify`` raises.
+        built: the ranks.
+        model: the user's model.
+        trained: the model with the parameters of its loss.
+        loss: the user's loss.
+        optimizer_spec: the user's optimizer.
+        runs: what ranks run; copies of the model and a trace of it have the attributes of the first step.
 
-    Raises:
-        PlanError: a rank had other values, and ``init_sync`` is ``verify``.
+    Attributes:
+        step_facts: what processes compare in every step; None if all ranks are in this process.
     """
-    everyone = tuple(range(fabric.num_ranks))
-    differing: list[str] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local = tensor.detach()
-        values = local.contiguous() if fabric.rank == 0 else local.clone(memory_format=torch.contiguous_format)
-        fabric.broadcast(f"first {name}", values, everyone, 0).wait()
-        if fabric.rank and not torch.equal(values, local):
-            differing.append(name)
-            if init_sync != "verify":
-                assign_values(local, values)
-    names_by_rank = cast("list[list[str]]", fabric.gather_values("first values", differing[:1], everyone))
-    differing_ranks = [rank for rank, names in enumerate(names_by_rank) if names]
-    if not differing_ranks:
-        return
-    message = (
-        f"{format_ranks(differing_ranks)} started with other values than rank 0, the first in "
-        f"{names_by_rank[differing_ranks[0]][0]}; all ranks train one model"
-    )
-    if init_sync == "verify":
-        raise PlanError(
-            f"{message}; call torch.manual_seed(0) before the model is built, or load one checkpoint, on all"
-        )
-    if fabric.rank == 0:
-        warn(
-            f"{message} and now have rank 0's values; call torch.manual_seed(0) before the model is built, on all "
-            "ranks, or pass init_sync='verify' to make this an error",
-            stacklevel=2,
-        )
+
+    def __init__(
+        self,
+        built: BuiltRanks,
+        model: nn.Module,
+        trained: nn.Module,
+        loss: LossFunction,
+        optimizer_spec: OptimizerSpec,
+        *,
+        runs: Literal["model", "copies", "trace"],
+    ) -> None:
+        self.built = built
+        self.optimizer_spec = optimizer_spec
+        self.weights = ParameterMutationCheck(trained, built.ranks, built.world.fabrics[0].num_ranks)
+        self.buffers = BufferChanges(model, built.ranks)
+        self.attributes = AttributeCheck()
+        if runs != "model":
+            self.attributes.watch(model, is_traced=runs == "trace")
+        self.step_facts: StepFacts | None = None
+        if not built.is_single_process:
+            losses = {"the loss": loss} if isinstance(loss, nn.Module) else {}
+            self.step_facts = StepFacts(optimizer_spec.optimizer, {"the model": model, **losses})
+
+    def record(self) -> None:
+        """Take the present weights and buffers as those that the ranks have."""
+        self.weights.record_values()
+        self.buffers.record()
+
+    def carry_over(self) -> None:
+        """Load buffers that were changed into the ranks.
+
+        Raises:
+            PlanError: the optimizer has got hooks that ranks cannot run.
+            DataError: a buffer was replaced by one of another shape or dtype.
+        """
+        self.optimizer_spec.require_no_step_hooks()
+        self.buffers.carry_over()
+
+    def find_rebuild_reason(self) -> str:
+        """Return the change for which ranks must be built again; empty if there is none."""
+        spec = self.optimizer_spec
+        with without_stale_reads():
+            has_new_groups = spec.has_new_groups()
+        if has_new_groups:
+            return "parameters of the model were frozen, made trainable or added to the optimizer"
+        if self.attributes.has_new_modes():
+            return "modules of the model were put into training or evaluation mode"
+        if spec.has_new_state and spec.merges_params and not spec.has_mergeable_state():
+            return "optimizer state was loaded in which step counts differ"
+        return ""
+
+    def begin_step(self, batch: MicrobatchSource, run_forward: Callable[[], object]) -> None:
+        """Check what ranks cannot take over, and note what all ranks are to be given alike.
+
+        Args:
+            batch: of the step.
+            run_forward: runs the model once.
+
+        Raises:
+            DataError: weights or attributes were changed.
+        """
+        self.attributes.require_unchanged(self.built.plan, run_forward)
+        if self.step_facts is not None:
+            self.step_facts.begin_step(batch)
+        else:
+            self.weights.require_unchanged(self.built.plan)
+
+    def require_same_weights(self, rank: int) -> None:
+        """Check a rank's weights in its step, where an error tells the other processes.
+
+        Raises:
+            DataError: weights were changed.
+        """
+        if not self.built.is_single_process:
+            self.weights.require_unchanged(self.built.plan, f"on rank {rank} ")
+
+    def end_step(self) -> None:
+        """Take note of a step that was taken."""
+        if self.step_facts is not None:
+            self.step_facts.end_step()
 
 
 class ParameterMutationCheck:
@@ -107,7 +173,7 @@ class ParameterMutationCheck:
         """Return the sum and the norm of the values of each checked parameter; as text, because nan equals no nan."""
         return [_sum_and_norm(param.detach()) for _, param in self.params]
 
-    def require_unchanged(self, plan: Plan, location: str) -> None:
+    def require_unchanged(self, plan: str, location: str = "") -> None:
         """Check that the model's weights were not changed since the ranks got them.
 
         Args:
@@ -139,7 +205,7 @@ class ParameterMutationCheck:
             "between two calls"
         )
 
-    def _require_same_params(self, plan: Plan) -> None:
+    def _require_same_params(self, plan: str) -> None:
         """Check that the model has the parameters that it had.
 
         Raises:
@@ -193,7 +259,7 @@ class AttributeCheck:
             and any(module.training is not training for module, training in self.modes)
         )
 
-    def require_unchanged(self, plan: Plan, run_forward: Callable[[], object]) -> None:
+    def require_unchanged(self, plan: str, run_forward: Callable[[], object]) -> None:
         """Check that the attributes have the values of the first step.
 
         Args:
@@ -392,3 +458,22 @@ class BufferChanges:
 
     def _read_versions(self) -> list[int]:
         return [buffer._version for _, buffer in self.buffers]  # noqa: SLF001 - there is no other way to see changes
+
+
+def require_same_changes(fabric: Fabric, model: nn.Module, change: str) -> None:
+    """Check that all processes have made the same change; a collective call.
+
+    Args:
+        fabric: this rank's fabric.
+        model: this rank's model.
+        change: what has changed, for the error of a process that waits for others.
+
+    Raises:
+        PlanError: other parameters are trainable, or modules are in another mode.
+    """
+    facts = [*describe_structure(model)[0], ["the model", describe_mode(model)]]
+    label = f"what all ranks do because {change}"
+    gathered = fabric.gather_values(label, cast("Json", facts), tuple(range(fabric.num_ranks)))
+    difference = first_difference(cast("list[NamedFacts]", gathered))
+    if difference:
+        raise PlanError(f"the ranks do not train the same model: {difference}")

@@ -1,0 +1,76 @@
+"""The state of the user's optimizer, to and from the optimizers of the ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from counterpoint.errors import DataError
+from counterpoint.runtime.full_state import gather_optimizer_state, scatter_optimizer_state
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.training.batches.in_flight import InFlightBatches
+from counterpoint.training.built_ranks import BuiltRanks
+
+
+class OptimizerExchange:
+    """Exchanges optimizer state between the user's optimizer, which has it in torch's layout, and the ranks.
+
+    Args:
+        optimizer_spec: the user's optimizer.
+        built: the ranks.
+        in_flight: batches that must be flushed before state is read.
+    """
+
+    def __init__(self, optimizer_spec: OptimizerSpec, built: BuiltRanks, in_flight: InFlightBatches) -> None:
+        self.optimizer_spec, self.built, self.in_flight = optimizer_spec, built, in_flight
+        optimizer_spec.attach_ranks(self.export_state)
+
+    def gather(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer state of every trained parameter; a collective call."""
+        self.in_flight.require_flushed("state_dict()")
+        return self.built.gather(gather_optimizer_state)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""
+        optimizer = self.optimizer_spec.optimizer
+        if self.optimizer_spec.has_new_state:
+            return optimizer.state_dict()
+        states = self.gather()
+        self.optimizer_spec.attach_ranks(partial(self.optimizer_spec.put_state, states))
+        try:
+            return optimizer.state_dict()
+        finally:
+            self.optimizer_spec.attach_ranks(self.export_state)
+
+    def export_state(self) -> None:
+        """Give the user's optimizer the state of the ranks' optimizers.
+
+        Raises:
+            DataError: other processes would have to take part.
+        """
+        if not self.built.is_single_process:
+            raise DataError(
+                f"state_dict() of the optimizer was called, but under {self.built.plan} its state is on ranks in other "
+                "processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on all ranks, before "
+                "close()"
+            )
+        self.optimizer_spec.put_state(self.gather())
+
+    def import_state(self) -> None:
+        """Load the state of the user's optimizer into the optimizers of the ranks."""
+        is_new, states = self.optimizer_spec.has_new_state, self.optimizer_spec.take_state()
+        if is_new:
+            scatter_optimizer_state(self.built.shard_map, self.built.ranks, states)
+
+    def keep_for_rebuild(self) -> None:
+        """Give the user's optimizer the state of the ranks, for ranks that are built next; a collective call."""
+        if not self.optimizer_spec.has_new_state:
+            self.optimizer_spec.put_state(self.gather(), is_new=True)
+
+    def close(self) -> None:
+        """Make the user's optimizer an ordinary one, with the state of the ranks if all are in this process."""
+        if self.built.is_single_process:
+            self.in_flight.batches.clear()
+            if not self.optimizer_spec.has_new_state:
+                self.export_state()
+            self.optimizer_spec.detach_ranks()

@@ -1,0 +1,260 @@
+"""Compile a plan for a model, its loss and its optimizer: what ranks are built of, checked before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
+from counterpoint.errors import PlanError
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.partitioning.dry_run import (
+    ModuleAttributes,
+    explain_input_errors,
+    preserve_state,
+    split_call_args,
+)
+from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
+from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
+from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import ApplyPushes, Forward
+from counterpoint.program.program import Program
+from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
+from counterpoint.runtime.loss_parameters import LossParameters
+from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.rank_builder import RunSpec, independent_replicas, require_no_grad_hooks
+from counterpoint.strategies.buckets import BucketConfig
+from counterpoint.training.batches.in_flight import require_known_grad_norm, require_version_memory
+from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
+from counterpoint.training.forward_state import ForwardState
+from counterpoint.training.model_partition import (
+    build_model_spec,
+    partition_for_plan,
+    with_loss_pass,
+    with_partition,
+)
+from counterpoint.training.options import TrainingOptions, build_step_guard
+from counterpoint.training.validation import check_batch_norm, require_no_shared_memory
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRun:
+    """A plan compiled for a run.
+
+    Args:
+        partition: the model, as its ranks run it.
+        compiled: the plan and its program.
+        run_spec: what each rank is built of.
+        uses_rng: whether the model draws random numbers.
+    """
+
+    partition: PartitionedModel
+    compiled: CompiledPlan
+    run_spec: RunSpec
+    uses_rng: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunCompiler:
+    """Compiles plans for a model, its loss and its optimizer.
+
+    Args:
+        model: the user's model.
+        trained: the model with the parameters of its loss.
+        loss: the user's loss.
+        optimizer_spec: the user's optimizer.
+        options: the training options.
+    """
+
+    model: nn.Module
+    trained: nn.Module
+    loss: LossFunction
+    optimizer_spec: OptimizerSpec
+    options: TrainingOptions
+
+    def compile(
+        self,
+        plan: Plan,
+        buckets: BucketConfig,
+        inputs: Any,  # noqa: ANN401 - whatever the model takes
+        num_samples: int,
+        fabric: Fabric,
+    ) -> CompiledRun:
+        """Partition the model and compile a plan for it.
+
+        Args:
+            plan: the plan.
+            buckets: how gradients are grouped for reductions during the backward.
+            inputs: the model's inputs for one microbatch, on its device.
+            num_samples: the number of samples in them.
+            fabric: of the first rank of this process.
+
+        Raises:
+            PlanError: the model and the plan do not fit together.
+        """
+        partition, state = self.partition_model(plan, inputs)
+        uses_rng = partition.uses_rng
+        draws = uses_rng or state.uses_other_generators
+        draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
+        options, microbatch_size = self.options, max(num_samples, 1)
+        spec = build_model_spec(partition, self.optimizer_spec, plan, options.profile, microbatch_size, self.trained)
+        full_plan = with_partition(with_loss_pass(plan, options), spec, options.profile)
+        compiled = compile(full_plan, spec, samples_per_micro=microbatch_size)
+        num_microbatches = len(compiled.program.micros)
+        self.require_parts(plan, partition, compiled, inputs, state)
+        require_version_memory(compiled, fabric.hosts, fabric.rank)
+        keeps_grads = applies_one_gradient(plan, compiled)
+        self.check_updates(plan, compiled, applies_one_gradient=keeps_grads)
+        check_batch_norm(self.model, compiled, num_samples, options.batch_norm, fabric.rank)
+        if isinstance(partition, TracedPartition) and any(block.tp is not None for block in compiled.model.blocks):
+            verify_tensor_parallel(partition, compiled.model, dict(self.model.named_parameters()))
+        if num_microbatches > 1 and fabric.rank == 0:
+            warn_unkeyed(self.model, draw_sites, str(plan), num_microbatches)
+        run_spec = RunSpec(
+            compiled.step_variants,
+            compiled.model,
+            self.loss,
+            self.optimizer_spec,
+            build_step_guard(options),
+            options.seed,
+            buckets,
+            options.batch_norm,
+            options.unused_parameters,
+            options.loss_reduction == "sum",
+            not (options.cross_sample == "accept" or options.batch_dims),  # which may have outputs without samples
+            draw_sites,
+            keeps_grads,
+            LossParameters.of(self.loss, self.trained),
+        )
+        return CompiledRun(partition, compiled, run_spec, uses_rng)
+
+    def partition_model(self, plan: Plan, inputs: Any) -> tuple[PartitionedModel, ForwardState]:  # noqa: ANN401 - as above
+        """Partition the model as a plan needs; return also what its forward leaves behind, if it sees parts of a batch.
+
+        Raises:
+            PlanError: ranks cannot train it so.
+        """
+        with explain_input_errors(self.model, inputs):
+            partition = partition_for_plan(plan, self.model, inputs, self.options)
+        require_no_grad_hooks(self.trained, partition, plan)
+        require_no_shared_memory(self.trained, plan)
+        is_traced = isinstance(partition, TracedPartition)
+        is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
+        state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
+        if is_traced:
+            state.require_none(self.model, str(plan), "the operations of its first call")
+            state.require_no_traced_draws(self.model)
+        if self.may_cut_batches() and not state.uses_other_generators:
+            require_sample_independence(self.model, as_call_args(inputs), str(plan), plan.global_num_microbatches)
+        return partition, state
+
+    def may_cut_batches(self) -> bool:
+        """Return whether samples are independent and along dim 0 as far as the user says, so that it can be checked."""
+        options = self.options
+        return not (options.cross_sample == "accept" or options.batch_dims or options.shared)
+
+    def run_forward(self, inputs: Any, attributes: ModuleAttributes | None = None) -> None:  # noqa: ANN401
+        """Run the user's model once in training; its state is preserved, with ``attributes`` except for these."""
+        args, kwargs = split_call_args(as_call_args(inputs))
+        with preserve_state(self.model, attributes=attributes):
+            self.model(*args, **kwargs)
+
+    def require_parts(
+        self,
+        plan: Plan,
+        partition: PartitionedModel,
+        compiled: CompiledPlan,
+        inputs: Any,  # noqa: ANN401 - as above
+        state: ForwardState,
+    ) -> None:
+        """Check that buffers, attributes and lookups are those of a plain loop, if forwards see parts of a batch.
+
+        Raises:
+            PlanError: a table limits the norm of its rows, or an attribute depends on the division.
+            DataError: a buffer depends on the division, or a table gets offsets of the batch.
+        """
+        num_microbatches = len(compiled.program.micros)
+        if self.may_cut_batches():
+            num_micros = compiled.step_variants[-1].microbatches_per_batch or num_microbatches
+            runs_per_rank = min(max_forwards_per_rank(compiled.program), num_micros)
+            require_independent_buffers(self.model, as_call_args(inputs), str(plan), num_micros, runs_per_rank)
+            if runs_per_rank > 1:
+                state.require_none(self.model, str(plan), f"it {runs_per_rank} times on one rank in a step")
+        if plan.num_ranks > 1 or num_microbatches > 1 or isinstance(partition, TracedPartition):
+            require_no_max_norm(self.model, plan)
+        if num_microbatches > 1:
+            require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
+
+    def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
+        """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
+
+        Raises:
+            PlanError: they cannot.
+        """
+        require_known_grad_norm(compiled, self.options)
+        require_elementwise_optimizer(plan, compiled, self.optimizer_spec)
+        skips_unused = self.options.unused_parameters == "skip"
+        if skips_unused:
+            require_skippable_params(plan, compiled, applies_one_gradient=applies_one_gradient)
+        if skips_unused or not self.optimizer_spec.has_mergeable_state():
+            self.optimizer_spec.update_apart()
+
+
+def applies_one_gradient(plan: Plan, compiled: CompiledPlan) -> bool:
+    """Return whether each step applies one gradient, that of its own batch, to all weights."""
+    variants = compiled.step_variants
+    return (
+        not (plan.sync_schedule.staleness > 0 or variants[-1].lookahead)
+        and len(variants) == 1
+        and not independent_replicas(variants[-1])
+        and not any(isinstance(instruction, ApplyPushes) for _, instruction in variants[-1].program.instructions())
+    )
+
+
+def require_elementwise_optimizer(plan: Plan, compiled: CompiledPlan, optimizer_spec: OptimizerSpec) -> None:
+    """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
+
+    Raises:
+        PlanError: one is.
+    """
+    names = [name for block in compiled.model.blocks if block.tp for name, _ in block.tp.sharded_dims]
+    if names and not optimizer_spec.is_elementwise:
+        raise PlanError(
+            f"{optimizer_spec.optimizer_class.__name__} may need whole tensors, but under {plan} a rank "
+            f"has only a shard of {names[0]} and {len(names) - 1} others, so its updates would differ from "
+            "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
+        )
+
+
+def require_skippable_params(plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
+    """Check that a step can leave single parameters as they are.
+
+    Raises:
+        PlanError: ranks have gradients of several steps, or compressed ones.
+    """
+    is_compressed = any(
+        getattr(instruction, "codec", "")
+        for variant in compiled.step_variants
+        for _, instruction in variant.program.instructions()
+    )
+    if is_compressed or not applies_one_gradient:
+        raise PlanError(
+            "unused_parameters='skip' leaves a parameter without a gradient in a step as it is, but under "
+            f"{plan} ranks or servers apply gradients of several steps, or compressed ones, which are never "
+            "without it; use data, zero, pipeline or tensor without staleness and compression, or "
+            "unused_parameters='zero'"
+        )
+
+
+def max_forwards_per_rank(program: Program) -> int:
+    """Return the largest number of microbatches in a step whose forward runs on the same rank."""
+    return max(
+        len({instruction.micro for instruction in rank_program.body if isinstance(instruction, Forward)})
+        for rank_program in program.rank_programs
+    )
