@@ -462,12 +462,18 @@ class LocalRanks:
         return min(self.own_micros(batch), default=min(batch.sizes))
 
     def own_micros(self, batch: MicrobatchSource) -> list[int]:
-        """Return the microbatches with samples that ranks of this process compute; others it may be unable to read."""
+        """Return the microbatches with samples that ranks of this process read, for the first or the last block."""
         assert self.compiled is not None, "built"
         rank_programs = self.compiled.step_variants[-1].program.rank_programs
         instructions = [instruction for rank in self.ranks for instruction in rank_programs[rank].body]
-        own = {instruction.micro for instruction in instructions if isinstance(instruction, Forward)}
-        return [micro for micro, size in batch.sizes.items() if size and (micro in own or self.in_flight.lookahead)]
+        ends = {0, len(self.compiled.model.blocks) - 1}
+        own = {
+            instruction.micro
+            for instruction in instructions
+            if isinstance(instruction, Forward) and instruction.block in ends
+        }
+        reads_all = own and self.in_flight.lookahead  # then micro is counted from a later batch
+        return [micro for micro, size in batch.sizes.items() if size and (micro in own or reads_all)]
 
     def prepare_step(self, batch: MicrobatchSource) -> ModelChanges:
         """Check what the user may have changed since the last step, and give the ranks what they can take over.
