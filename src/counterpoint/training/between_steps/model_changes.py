@@ -133,7 +133,8 @@ class ParameterMutationCheck:
     """Detects changes of the user's parameters, which ranks would not see.
 
     Changes in place are found by torch's version counters. These do not count changes through ``.data`` or numpy, so
-    that sums and norms are compared, too, in steps before which the trained values were loaded into the model.
+    that sums of values and of squares are compared, too, in steps before which the trained values were loaded into the
+    model.
 
     Args:
         model: the user's model.
@@ -170,8 +171,8 @@ class ParameterMutationCheck:
         self.versions, self.measures = self.version_counters(), self.measure_values()
 
     def measure_values(self) -> list[str]:
-        """Return the sum and the norm of the values of each checked parameter; as text, because nan equals no nan."""
-        return [_sum_and_norm(param.detach()) for _, param in self.params]
+        """Return the sums of each checked parameter's values and squares; as text, because nan equals no nan."""
+        return [_sum_and_squares(param.detach()) for _, param in self.params]
 
     def require_unchanged(self, plan: str, location: str = "") -> None:
         """Check that the model's weights were not changed since the ranks got them.
@@ -220,9 +221,17 @@ class ParameterMutationCheck:
                 )
 
 
-def _sum_and_norm(value: Tensor) -> str:
+CHUNK_VALUES = 1 << 16  # measured at once, so that no copy of a whole parameter in float64 is made
+
+
+def _sum_and_squares(value: Tensor) -> str:
     values = torch.view_as_real(value) if value.is_complex() else value
-    return f"{float(values.sum(dtype=torch.float64))!r} {float(torch.linalg.vector_norm(values.double()))!r}"
+    total, squares = 0.0, 0.0
+    for chunk in torch.split(values.reshape(-1), CHUNK_VALUES):
+        in_double = chunk.double()
+        total += float(in_double.sum())
+        squares += float(in_double.square().sum())
+    return f"{total!r} {squares!r}"
 
 
 class AttributeCheck:
