@@ -53,7 +53,7 @@ def process(proc, pid, parent, state, environ):
     folder = proc / str(pid)
     folder.mkdir()
     (folder / "environ").write_bytes(environ)
-    (folder / "stat").write_text(f"{pid} (a (b) c) {state} {parent} 1 1")
+    (folder / "stat").write_text(f"{pid} (a (b) c) {state} {parent} {'1 ' * 48}")
 
 
 def test_ranks_live_that_have_neither_ended_nor_been_stopped(tmp_path):

@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias
 
 from counterpoint.errors import CheckpointError
 from counterpoint.terminal_text import warn
+from counterpoint.world.process_stat import PROC, read_process_stat
 
 LOCK = "run.lock"
 OWNER_MAX_BYTES = 4096
@@ -217,8 +218,5 @@ def kernel_id() -> str:
 
 def read_start_ticks(pid: int) -> int:
     """Return when a process has started, in ticks since the start of the kernel; 0 if there is none or it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if state in {b"Z", b"X"} else int(fields[18])
+    found = read_process_stat(PROC / str(pid))
+    return 0 if found is None or found.letter in {"Z", "X"} else found.start_ticks

@@ -12,10 +12,17 @@ STOPPED_BY = {"T": "a signal", "t": "a debugger"}
 
 
 class ProcessStat(NamedTuple):
-    """The letter of a process's state, and the process id of its parent."""
+    """What the kernel tells of a process.
+
+    Args:
+        letter: of its state.
+        parent: process id of its parent.
+        start_ticks: when it has started, in ticks since the start of the kernel; another process may get its id later.
+    """
 
     letter: str
     parent: int
+    start_ticks: int
 
 
 def read_process_stat(folder: Path) -> ProcessStat | None:
@@ -25,7 +32,7 @@ def read_process_stat(folder: Path) -> ProcessStat | None:
         folder: ``/proc/PID``, or a copy of it.
     """
     try:
-        letter, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
+    except (OSError, ValueError, IndexError):
         return None
-    return ProcessStat(letter, int(parent))

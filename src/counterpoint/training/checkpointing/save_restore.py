@@ -237,9 +237,10 @@ def _save_rank(
 
 
 def gather_when_done(fabric: Fabric, label: str, work: Callable[[], list[Any]]) -> list[Any]:
-    """Do something on every rank, and return what came of it by rank; a slow disk may take longer than ``timeout_s``.
+    """Run a function on every rank and return its results by rank; it may take longer than ``timeout_s``.
 
-    Ranks that are done hear from the others that they are still at it; a rank that is gone is an error as ever.
+    Ranks whose disks are slow report at every third of ``timeout_s`` that they have not finished, so that the others
+    wait on. A rank that has ended is an error, as in every exchange.
     """
     everyone, start_s, has_warned = tuple(range(fabric.num_ranks)), time.monotonic(), False
     with ThreadPoolExecutor(1) as pool:
