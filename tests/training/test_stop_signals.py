@@ -10,6 +10,7 @@ import counterpoint as cp
 from counterpoint.checkpoint import step_folders
 from counterpoint.errors import StoppedBySignal
 from counterpoint.runtime.step_commit import StepGuard, StepReport, decide_step, decode_report, encode_report
+from counterpoint.training.fit_loop import SIGNAL_PERIOD_S, SignalExchange
 from tests.training.trainers import ADAMW, StopAt, batch_norm_mlp, dataset, equal_bits, fit, mlp
 
 PLANS = ["data(2)", "zero(2, level=3)", "pipeline(2)", "server(2)", "pipedream(2)"]
@@ -47,6 +48,31 @@ def test_a_stopped_run_continues_bit_for_bit_and_loses_no_step(strategy, tmp_pat
     )
     rest, _ = fit(strategy, batch_norm_mlp(), epochs=2, fit_options={"resume": tmp_path / "a"})
     assert equal_bits(rest, whole)
+
+
+@pytest.mark.parametrize("strategy", ["server(2, consistency=asp)", "easgd(2)", "pipedream(3)", "pipedream_2bw(2)"])
+def test_asynchronous_plans_stop_in_mid_epoch_when_their_batches_in_flight_are_done(strategy, tmp_path):
+    whole, _ = fit(strategy, epochs=2, fit_options={"checkpoint_dir": tmp_path / "w"})
+    with pytest.raises(StoppedBySignal):
+        fit(strategy, epochs=2, callbacks=[Raises(0)], fit_options={"checkpoint_dir": tmp_path / "a"})
+    (saved,) = step_folders(tmp_path / "a")
+    assert 1 <= int(saved.name[5:]) <= 4
+    rest, history = fit(strategy, epochs=2, fit_options={"resume": tmp_path / "a"})
+    assert len(history.losses) == 8 - int(saved.name[5:])
+    assert rest.keys() == whole.keys()
+
+
+def test_ranks_that_commit_alone_exchange_signals_soon_and_then_once_in_a_period():
+    exchange, steps = SignalExchange(), []
+    exchange.start(100)
+    for step in range(101, 2000):
+        if exchange.is_due(step):
+            exchange.plan_next(step, 0.01 * (step - (steps or [100])[-1]))
+            steps.append(step)
+    assert steps[:5] == [101, 103, 107, 115, 131]
+    assert max(after - before for before, after in zip(steps, steps[1:])) == SIGNAL_PERIOD_S / 0.01
+    exchange.plan_next(2000, 100.0)
+    assert exchange.is_due(2001)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])

@@ -22,6 +22,7 @@ from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
 from counterpoint.training.batches.batch_source import BatchSource
 from counterpoint.training.batches.global_batch import (
@@ -148,6 +149,45 @@ class FitConfig:
         )
 
 
+SIGNAL_PERIOD_S = 2.0
+"""How often ranks that commit on their own tell each other of signals; a step that takes longer delays it."""
+
+
+class SignalExchange:
+    """When ranks that commit on their own exchange signals: after the first step, then about once in a period.
+
+    The steps are the same on all ranks, because all know how long the slowest one has taken.
+    """
+
+    def __init__(self) -> None:
+        self._last_step = self._next_step = 0
+        self._last_s = 0.0
+
+    def start(self, step: int) -> None:
+        """Start to count at a step."""
+        self._last_step, self._next_step, self._last_s = step, step + 1, time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to exchange signals after so many steps."""
+        return step >= self._next_step
+
+    def waited_s(self) -> float:
+        """Return the seconds since the last exchange."""
+        return time.monotonic() - self._last_s
+
+    def plan_next(self, step: int, seconds: float) -> None:
+        """Plan the next exchange.
+
+        Args:
+            step: steps taken by now.
+            seconds: since the last exchange, of the slowest rank.
+        """
+        num_steps = max(step - self._last_step, 1)
+        factor = min(SIGNAL_PERIOD_S / max(seconds, 1e-9), 2.0)  # the next steps may be slower than the last ones
+        self._last_step, self._last_s = step, time.monotonic()
+        self._next_step = step + max(int(num_steps * factor), 1)
+
+
 class FitLoop:
     """One fit of the local ranks.
 
@@ -188,7 +228,9 @@ class FitLoop:
         self.saved_step = -1  # of the newest checkpoint
         self.num_failed_saves = 0
         self.saved_path: Path | None = None
-        self.stop_signal = 0  # that has ended the fit before its last step
+        self.stop_signal = 0  # that ends the fit before its last step
+        self.stop_step: int | None = None  # at which it ends then
+        self.signal_exchange = SignalExchange()
         self.stage_checkpointer: StageCheckpointer | None = None
         self.committed_microbatches: list[int] = []  # if other processes have ranks, too
 
@@ -243,10 +285,11 @@ class FitLoop:
             callback.on_start(event)
         self.start_reading()
         first_step, num_steps = self.progress.step, self.num_steps
+        self.signal_exchange.start(first_step)
         traced_step = first_step + TRACED_STEP if num_steps is None else min(first_step + TRACED_STEP, num_steps - 1)
         while not self.is_finished:
             self.step(traced=self.progress.step == traced_step or self.reporter.is_trace_due)
-            if self.stop_signal:
+            if self.progress.step == self.stop_step:
                 self.save_last()
                 self.local_ranks.export_weights()
                 raise StoppedBySignal(self.describe_stop(), self.stop_signal)
@@ -324,7 +367,19 @@ class FitLoop:
             options=self.local_ranks.optimizer_spec.options(0),
             trace=trace,
         )
-        self.stop_signal = self.local_ranks.find_stop_signal(result, may_exchange=self.is_at_period_end())
+        if not self.stop_signal:
+            self.find_stop_signal(result)
+
+    def find_stop_signal(self, result: StepResult) -> None:
+        """Find out whether a signal has asked the ranks to stop, and after which step they will, the same on all."""
+        step, ranks = self.progress.step, self.local_ranks
+        if ranks.knows_stop_signal:
+            self.stop_signal = ranks.stop_signal_of(result)
+        elif self.signal_exchange.is_due(step) or self.is_at_period_end():
+            self.stop_signal, waited_s = ranks.exchange_stop_signals(self.signal_exchange.waited_s())
+            self.signal_exchange.plan_next(step, waited_s)
+        if self.stop_signal:
+            self.stop_step = self.next_flush() if ranks.in_flight.batches else step
 
     def is_at_period_end(self) -> bool:
         """Tell whether all ranks wait for each other now anyway: for an evaluation, a checkpoint or a new epoch."""
@@ -348,6 +403,8 @@ class FitLoop:
         step, cursor = self.progress.step, self.progress.cursor
         next_times = [step - step % period + period for period in self.periods()]
         next_times += [] if self.num_steps is None else [self.num_steps]
+        if self.stop_signal:
+            next_times.append(step + len(self.local_ranks.in_flight.batches))
         num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1)
         return min([step + num_left, *next_times])
 

@@ -427,24 +427,25 @@ class LocalRanks:
         self.step_gradients.record_step(result)
         return result
 
-    def find_stop_signal(self, result: StepResult, *, may_exchange: bool) -> int:
-        """Return the signal that has asked the ranks to stop after a step, the same on all of them; 0 for none.
+    @property
+    def knows_stop_signal(self) -> bool:
+        """Whether the result of a step tells of a signal to any rank: one process, or commits of all ranks."""
+        return self.commits_together or not has_remote_ranks(self.world)
 
-        Args:
-            result: of the step, whose commit has told all its members.
-            may_exchange: whether ranks that commit in several groups may exchange it, in a collective call; they do not
-                know it otherwise.
+    def stop_signal_of(self, result: StepResult) -> int:
+        """Return the signal that has asked any rank to stop, which the step's commit has told all; 0 for none."""
+        return result.stop_signal if has_remote_ranks(self.world) else next(iter(self.stop_signals), 0)
+
+    def exchange_stop_signals(self, seconds: float = 0.0) -> tuple[int, float]:
+        """Return the signal that has asked any rank to stop, 0 for none, and the largest of all ranks' seconds.
+
+        A collective call of all ranks.
         """
-        own = next(iter(self.stop_signals), 0)
-        if not has_remote_ranks(self.world):
-            return own
-        if self.commits_together:
-            return result.stop_signal
-        if not may_exchange:
-            return 0
         everyone = tuple(range(self.world.fabrics[0].num_ranks))
-        gathered = self.world.run(lambda fabric: fabric.gather_values("signals", own, everyone))[0]
-        return max(cast("list[int]", gathered))
+        own: Any = [next(iter(self.stop_signals), 0), seconds]
+        gathered: Any = self.world.run(lambda fabric: fabric.gather_values("signals", own, everyone))[0]
+        numbers, durations_s = zip(*gathered, strict=True)
+        return max(numbers), max(durations_s)
 
     def require_model_loss(self, batch: MicrobatchSource) -> None:
         """Check that a loss that the model computes adds up over microbatches, before the first step.

@@ -315,7 +315,8 @@ class TrainStep:
             self.open_contexts.enter_context(
                 collect_signals(STOP_SIGNALS, self.local_ranks.stop_signals, replaced="defaults")
             )
-        return bool(self.local_ranks.find_stop_signal(self.result, may_exchange=True))
+        ranks = self.local_ranks
+        return bool(ranks.stop_signal_of(self.result) if ranks.knows_stop_signal else ranks.exchange_stop_signals()[0])
 
     def finish(self) -> None:
         """Take part, without samples, in the steps of ranks that have some left, until all ranks have called this.
