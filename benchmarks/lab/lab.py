@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.lab.commands import FinishedCommand, RunningCommand, start, wait
 from benchmarks.lab.host import LabError, LabHost, open_host
 from benchmarks.lab.network import Traffic
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
+from counterpoint.rpc.job_key import new_key, write_key
 
 HERE = Path(__file__).parent
 MASTER_PORT = 29500  # hosts have separate port spaces
@@ -57,6 +59,7 @@ class Lab:
         self._delays: dict[Link, tuple[float, float]] = {}
         self._proxies: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
         self._running: list[RunningCommand] = []
+        self._key_file = Path()
         self._open = contextlib.ExitStack()
 
     @staticmethod
@@ -75,6 +78,9 @@ class Lab:
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.addresses.items())]
         hosts_file = "".join(f"{line}\n" for line in lines)
         with contextlib.ExitStack() as opening:
+            folder = opening.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-lab-"))
+            self._key_file = Path(folder, "job.key")
+            write_key(new_key(), self._key_file)
             self._switch = open_host("switch", hosts_file)
             opening.callback(self._switch.close)
             for name in self.names:
@@ -113,7 +119,7 @@ class Lab:
     def start_ranks(
         self, command: Sequence[str], place: Iterable[str], environ: Mapping[str, str] | None = None
     ) -> list[RunningCommand]:
-        """Start one command on every rank, told who it is by the variables that torchrun sets.
+        """Start one command on every rank, told who it is by the variables that torchrun sets, with the lab's job key.
 
         Args:
             command: the same for all.
@@ -132,6 +138,7 @@ class Lab:
                 master_addr=hosts[0],
                 master_port=MASTER_PORT,
                 job=job,
+                key_file=str(self._key_file),
             )
             group = {"GROUP_RANK": str(groups.index(host)), "GROUP_WORLD_SIZE": str(len(groups))}
             variables = {**rank_variables(told), **group, **(environ or {})}

@@ -16,7 +16,7 @@ from tests.lab.server_job import COUNTERPOINT, PORT, READY_S, FarJob, says_nothi
 from tests.ps.process.conftest import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
-SCAN = Path(__file__).with_name("scan.py")
+SCAN = Path(__file__).with_name("scan_ports.py")
 LONG_S = 150.0
 
 
