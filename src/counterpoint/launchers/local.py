@@ -360,6 +360,7 @@ class _RankSupervisor:
         if not any(severity(rank_exit) < 2 for rank_exit in self.exits):
             for child in self.running:
                 if not child.error_file.exists():  # its script has not ended
+                    child.stopped_s = child.stopped_s or time.monotonic()  # being asked may end what it waits for
                     child.activity = child.read_activity(now_s)
 
     def _report_stopped(self, now_s: float) -> None:
