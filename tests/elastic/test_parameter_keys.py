@@ -1,11 +1,22 @@
 """The first worker decides which parameters form a key; later workers use these keys, or get an error that says why not."""
 
+import tracemalloc
+import zlib
+
 import pytest
 import torch
 from torch import nn, optim
 
-from counterpoint.elastic.parameter_keys import BYTES_PER_ROW, agree_on_layout, rows_to_text, text_to_rows
-from counterpoint.errors import PlanError
+from counterpoint.elastic.parameter_keys import (
+    BYTES_PER_ROW,
+    LENGTH_BYTES,
+    MAX_LAYOUT_CHARACTERS,
+    agree_on_layout,
+    parse_layout,
+    rows_to_text,
+    text_to_rows,
+)
+from counterpoint.errors import PlanError, ProtocolError
 from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.in_process import LocalJob
 from counterpoint.ps.job_config import JobConfig
@@ -95,3 +106,35 @@ def test_a_text_is_what_its_rows_say(length):
     draw = torch.Generator().manual_seed(length)
     text = "".join(map(chr, torch.randint(32, 127, (length,), generator=draw).tolist()))
     assert rows_to_text(text_to_rows(text)) == text
+
+
+def rows_of(packed):
+    """Return rows as a member writes them that does not use text_to_rows."""
+    padded = len(packed).to_bytes(LENGTH_BYTES, "big") + packed
+    padded = padded.ljust(-(-len(padded) // BYTES_PER_ROW) * BYTES_PER_ROW, b"\0")
+    return torch.tensor(list(padded), dtype=torch.float16).view(-1, BYTES_PER_ROW)
+
+
+def test_few_rows_that_say_much_take_little_memory():
+    bomb = rows_of(zlib.compress(bytes(2 * MAX_LAYOUT_CHARACTERS), 1))
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="ends early, or has more than 16777216 characters"):
+        rows_to_text(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * MAX_LAYOUT_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [rows_of(b"no stream"), rows_of(zlib.compress(b"{}")[:-3]), rows_of(zlib.compress(b"\xff")), rows_of(b"")],
+)
+def test_rows_that_are_no_text_are_refused(rows):
+    with pytest.raises(ProtocolError, match="form that cannot be read: .*; use one version of counterpoint"):
+        rows_to_text(rows)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": "b"}', '{"a": []}', '{"a": [1]}', '{"a": ["b"], "a": ["c"]}', "{"])
+def test_a_text_that_is_no_layout_is_refused(text):
+    with pytest.raises(ProtocolError, match="form that cannot be read: "):
+        parse_layout(text)

@@ -10,15 +10,15 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.elastic.remote_parameters import NamedParameter
 from counterpoint.elastic.row_ids import validate_table_module
-from counterpoint.errors import PlanError
-from counterpoint.json_reader import parse_json
+from counterpoint.errors import PlanError, ProtocolError
+from counterpoint.json_reader import parse_json_file
 from counterpoint.partitioning.sample_independence import modules_with_running_stats
 from counterpoint.ps.session import InitialRows, Session
 from counterpoint.ps.update_rules import ConstantInit, Sgd, UpdateRule
@@ -209,6 +209,7 @@ KeyLayout: TypeAlias = dict[str, list[str]]
 LAYOUT_KEY: Final = "which parameters are one key"
 BYTES_PER_ROW: Final = 256
 MAX_LAYOUT_ROWS: Final = 1 << 12
+MAX_LAYOUT_CHARACTERS: Final = 1 << 24
 LENGTH_BYTES: Final = 4
 MAX_NAMES_SHOWN: Final = 3
 
@@ -274,6 +275,10 @@ def agree_on_layout(session: Session, own_layout: KeyLayout) -> KeyLayout:
     """Return the layout of the job's first worker, which is the given one if this worker is the first.
 
     All rows are on one shard, so that they are written by one worker.
+
+    Raises:
+        ProtocolError: what the first worker has written is no layout.
+        PlanError: the given one is too long.
     """
     rows = text_to_rows(json.dumps(own_layout))
     step = session.job.num_shards
@@ -284,8 +289,33 @@ def agree_on_layout(session: Session, own_layout: KeyLayout) -> KeyLayout:
     num_rows = _num_rows(_num_bytes(values))
     if num_rows > 1:
         values = session.pull(LAYOUT_KEY, rows=row_ids[:num_rows]).wait().values
-    layout: KeyLayout = parse_json(rows_to_text(values))
-    return layout
+    return parse_layout(rows_to_text(values))
+
+
+def parse_layout(text: str) -> KeyLayout:
+    """Return the layout that another worker has written.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        layout = parse_json_file(text.encode())
+    except ValueError as error:
+        raise malformed_layout_error(str(error)) from error
+    is_layout = isinstance(layout, dict) and all(
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in layout.values()
+    )
+    if not is_layout:
+        raise malformed_layout_error("a key has no list of names")
+    return cast("KeyLayout", layout)
+
+
+def malformed_layout_error(reason: str) -> ProtocolError:
+    """Return the error for a layout that cannot be read."""
+    return ProtocolError(
+        f"the first worker of the job has named its keys in a form that cannot be read: {reason}; use one version of "
+        "counterpoint in the whole job"
+    )
 
 
 def text_to_rows(text: str) -> Tensor:
@@ -297,7 +327,7 @@ def text_to_rows(text: str) -> Tensor:
     """
     packed = zlib.compress(text.encode("ascii"))
     num_rows = _num_rows(len(packed))
-    if num_rows > MAX_LAYOUT_ROWS:
+    if num_rows > MAX_LAYOUT_ROWS or len(text) > MAX_LAYOUT_CHARACTERS:
         raise PlanError(
             f"the names of the model's parameters have {len(text)} characters; give its modules shorter names"
         )
@@ -306,9 +336,20 @@ def text_to_rows(text: str) -> Tensor:
 
 
 def rows_to_text(rows: Tensor) -> str:
-    """Return the text that rows of bytes encode."""
+    """Return the text that rows of bytes encode.
+
+    Raises:
+        ProtocolError: they encode none, or a longer one than any model needs.
+    """
     padded = bytes(rows.reshape(-1).to(torch.uint8).tolist())
-    return zlib.decompress(padded[LENGTH_BYTES : LENGTH_BYTES + _num_bytes(rows)]).decode("ascii")
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(padded[LENGTH_BYTES : LENGTH_BYTES + _num_bytes(rows)], MAX_LAYOUT_CHARACTERS)
+        if not stream.eof:
+            raise malformed_layout_error(f"it ends early, or has more than {MAX_LAYOUT_CHARACTERS} characters")
+        return text.decode("ascii")
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise malformed_layout_error(str(error)) from error
 
 
 def _num_bytes(rows: Tensor) -> int:
