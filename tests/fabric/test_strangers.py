@@ -1,10 +1,12 @@
 """Strangers at the ports of a job: another user, another key, torch's own client, a slow one, and many at once."""
 
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -18,7 +20,7 @@ from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric.c10d import TCPStore
 from counterpoint.fabric.gloo.pair_proof import make_proof, prove_pairs
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueTable, RemoteTable
-from counterpoint.fabric.rendezvous import Address, RendezvousStore, connect_store, store_address
+from counterpoint.fabric.rendezvous import Address, RendezvousStore, connect, connect_store, store_address
 from counterpoint.rpc.handshake import HELLO, JobCredentials
 from counterpoint.rpc.job_key import JobKey, read_key
 from counterpoint.rpc.records import DIGEST_BYTES
@@ -71,6 +73,37 @@ def test_a_rank_with_another_key_is_told_at_once(store):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("key", [OTHER_KEY, None])
+def test_a_rank_with_another_key_is_named_to_those_that_wait_for_it(store, key):
+    with pytest.raises(PeerError):
+        client(store, key, 30.0)
+    with pytest.raises(PeerError) as caught:
+        connect(0, 2, store.address, key=KEY, timeout_s=0.2)
+    assert re.search(
+        r"rank 0 waited 0\.\d s at .* for rank 1 of 2; .*; refused meanwhile: client 127\.0\.0\.1:\d+: "
+        r"(the handshake failed: .*give both the key of one job|this side has a job key and the peer has none; give all )",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "text"),
+    [(None, KEY, "but rank 0 has a job key and this rank has none"), (KEY, None, "but this rank has a job key and rank 0")],
+)
+def test_a_rank_learns_soon_that_only_one_side_has_a_key(own, other, text):
+    served = RendezvousStore("127.0.0.1", other)
+    address = replace(served.address, store_owner="rank 0")
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=rf"^rank 1 was answered at .*, {text}.*; give all ranks the key of one job by"):
+        connect_store(1, address, own, 30.0)
+    assert time.monotonic() - began < 9
+    end = time.monotonic() + 5
+    while not served._server.table.refusals and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(served._server.table.refusals) == 1
+    served.close()
+
+
 def test_a_host_that_does_not_exist_is_told_at_once():
     with pytest.raises(LaunchError, match=r"store is unknown here: tcp:no-such-host\.invalid:1234 cannot be resolved"):
         connect_store(1, Address("no-such-host.invalid", 1234), KEY, 30.0)
@@ -85,7 +118,7 @@ def test_a_program_that_never_answers_is_not_called_absent():
 
 
 def test_a_store_beyond_loopback_needs_a_key():
-    with pytest.raises(LaunchError, match=r"no job key, and 192\.0\.2\.1:1234 is beyond loopback.*--key-file"):
+    with pytest.raises(LaunchError, match=r"this rank, on .*, has no job key, and 192\.0\.2\.1:1234 is beyond loopback.*--key-file"):
         connect_store(0, Address("192.0.2.1", 1234), None, 1.0)
 
 

@@ -1,5 +1,8 @@
 """What each target would start: reviewed texts, and manifests that match the published schemas."""
 
+import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +10,9 @@ import pytest
 import yaml
 
 from counterpoint.errors import LaunchError
+from counterpoint.launchers.targets.commands import batch_script
 from counterpoint.launchers.targets.registry import TARGETS, format_artifacts, render_launch, run_commands
-from counterpoint.launchers.targets.spec import LaunchSpec, ResourceRequest
+from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, ResourceRequest
 from counterpoint.rpc.job_key import new_key, write_key
 from tests.launchers.json_schema import faults_of
 
@@ -121,6 +125,8 @@ REFUSED = [
         replace(PLAIN, num_hosts=2),
         "`counterpoint run` starts ranks once, on this host, and cannot do 2 hosts and 0 restarts",
     ),
+    ("slurm", replace(PLAIN, num_hosts=2), "Slurm is to start ranks on 2 hosts, .* no job key: .* give --key-file job.key"),
+    ("mpi", replace(PLAIN, num_hosts=2, host_names=("a", "b")), "mpirun is to start ranks on 2 hosts, .* no job key: "),
     ("ray", replace(PLAIN, host_names=("a",)), "Ray chooses the hosts"),
     ("kubernetes", PLAIN, "a pod needs an image that has this package and the script"),
     ("kubeflow", replace(POD, host_names=("a",)), "Kubernetes chooses the hosts itself, and a are named"),
@@ -143,6 +149,28 @@ def test_a_command_that_is_not_installed_is_named():
 def test_commands_for_other_hosts_are_not_run_here():
     with pytest.raises(LaunchError, match="torchrun starts the ranks of its own host only, but the launch has 2 hosts"):
         run_commands(NAMED, TARGETS["torchrun"].render(NAMED))
+
+
+STOPS = "trap 'exit 7' USR1; kill -USR1 $PPID; while :; do sleep 0.05; done"
+
+
+def test_a_signal_to_the_launch_reaches_the_command_that_it_has_started():
+    before = signal.getsignal(signal.SIGUSR1)
+    assert run_commands(PLAIN, LaunchArtifacts(commands=(("sh", "-c", STOPS),))) == 7
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(("code", "num_starts", "result"), [(138, 1, 138), (143, 1, 143), (1, 3, 1), (0, 1, 0)])
+def test_a_batch_script_starts_ranks_again_unless_a_signal_has_stopped_them(code, num_starts, result, tmp_path):
+    fake = tmp_path / "srun"
+    fake.write_text(f"#!/bin/sh\necho start >> {tmp_path}/starts\nexit {code}\n")
+    fake.chmod(0o755)
+    (tmp_path / "job").write_text(batch_script(replace(PLAIN, max_restarts=2)))
+    ended = subprocess.run(
+        ["bash", str(tmp_path / "job")], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False, cwd=tmp_path
+    )
+    assert ended.returncode == result
+    assert (tmp_path / "starts").read_text().split() == ["start"] * num_starts
 
 
 def test_commands_are_run_one_after_the_other_with_the_files_until_one_fails(tmp_path):

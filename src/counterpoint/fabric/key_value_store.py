@@ -18,6 +18,7 @@ import weakref
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from threading import RLock
 from typing import TypeAlias
 
@@ -28,9 +29,10 @@ from counterpoint.fabric.c10d import PrefixStore, Store
 from counterpoint.json_reader import JsonValue
 from counterpoint.rpc.address import RpcAddress, TcpAddress
 from counterpoint.rpc.client import RpcClient
+from counterpoint.rpc.connection import Connection
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import RpcLimits, RpcMessage
-from counterpoint.rpc.handshake import JobCredentials
+from counterpoint.rpc.handshake import JobCredentials, KeyMismatchError
 from counterpoint.rpc.listener import listen, request_handler
 
 MAX_KEYS = 1 << 18
@@ -38,15 +40,21 @@ MAX_KEY_CHARACTERS = 512
 MAX_VALUE_BYTES = 1 << 19
 MAX_TOTAL_BYTES = 1 << 28
 MAX_AMOUNT = 1 << 62
+MAX_REFUSALS = 4
 STORE_LIMITS = RpcLimits(payload_bytes=0, max_connections=4096, max_unauthenticated=256)
 STORE_JOB = "rendezvous"
 POLL_S = 0.002
 
 
 class KeyValueTable:
-    """Keys and values of a store; its methods may be called from several threads."""
+    """Keys and values of a store; its methods may be called from several threads.
+
+    Attributes:
+        refusals: who was not admitted because of its key, and why; the first few.
+    """
 
     def __init__(self) -> None:
+        self.refusals: list[str] = []
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._lock = RLock()
@@ -132,6 +140,8 @@ class KeyValueTable:
                 result = to_text(self.compare_set(key, from_text(expected), from_text(desired)))
             case "delete", [str(key)]:
                 result = self.delete(key)
+            case "refusals", []:
+                result = list(self.refusals)
             case _:
                 raise ProtocolError(f"{request.kind!r} is no request to a store; check the client's version")
         return RpcMessage("done", {"result": result})
@@ -211,6 +221,11 @@ class RemoteTable:
         """Delete the key; return whether it was set."""
         return bool(self._request("delete", key=key))
 
+    @property
+    def refusals(self) -> list[str]:
+        """Who was not admitted because of its key, and why; the first few."""
+        return [str(refusal) for refusal in self._request("refusals")]
+
     def _request(self, kind: str, **fields: JsonValue) -> JsonValue:
         """Return the server's result.
 
@@ -250,6 +265,7 @@ class StoreServer:
             address,
             credentials,
             request_handler(self.table.reply),
+            on_end=partial(note_refusal, self.table),
             limits=STORE_LIMITS,
             bound_socket=bound_socket if isinstance(address, TcpAddress) else None,
         ).address
@@ -258,6 +274,13 @@ class StoreServer:
     def close(self) -> None:
         """Stop serving. Idempotent."""
         self._finalize()
+
+
+def note_refusal(table: KeyValueTable, connection: Connection, error: PeerError | None) -> None:
+    """Note who has ended because of its key: it may be a rank that the others wait for."""
+    del connection
+    if error is not None and isinstance(error.__cause__, KeyMismatchError) and len(table.refusals) < MAX_REFUSALS:
+        table.refusals.append(str(error))
 
 
 def close_server(loop: EventLoop, bound_socket: socket.socket | None) -> None:
@@ -317,6 +340,10 @@ class KeyValueStore(Store):
     def delete_key(self, key: str) -> bool:
         """Delete the key; return whether it was set."""
         return self._values.delete(self._prefix + key)
+
+    def refusals(self) -> list[str]:
+        """Return who was not admitted because of its key, and why; the first few."""
+        return self._values.refusals
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set; raise DistStoreError if they are not in time."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,9 +41,24 @@ from counterpoint.fabric.mpi import MpiFabric, mpi_address
 from counterpoint.fabric.shm.memory import RankContext
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
-from counterpoint.rpc.address import RpcAddress, TcpAddress, UnixAddress, parse_address, resolve_address
+from counterpoint.rpc.address import (
+    RpcAddress,
+    TcpAddress,
+    UnixAddress,
+    parse_address,
+    resolve_address,
+    start_connect,
+)
 from counterpoint.rpc.connection import ConnectionLostError, NoListenerError
-from counterpoint.rpc.handshake import JobCredentials
+from counterpoint.rpc.handshake import (
+    HELLO,
+    MAGIC,
+    NONCE_BYTES,
+    REFUSAL,
+    JobCredentials,
+    SecurityMode,
+    hello_message,
+)
 from counterpoint.rpc.job_key import JobKey
 
 
@@ -80,6 +96,7 @@ def check_ranks_match(address: str, attributes: Sequence[Mapping[str, object]]) 
 
 NUM_TRIES = 3  # torch's store connects up to three times, each with the full timeout
 POLL_S = 0.02
+PROBE_S = 1.0
 STORE_ADDRESS = "counterpoint/store"  # key of torchrun's store: where rank 0 serves the one that it trusts
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
@@ -289,7 +306,7 @@ def wait_for_store(
     Raises:
         PeerError: no process serves it within the timeout, or it is not this job's.
     """
-    end = time.monotonic() + timeout_s
+    end, probe_s = time.monotonic() + timeout_s, time.monotonic() + PROBE_S
 
     def is_over() -> bool:
         return time.monotonic() >= end or should_cancel()
@@ -299,6 +316,9 @@ def wait_for_store(
             values = RemoteTable(find_address(), JobCredentials(key, STORE_JOB), timeout_s, is_over)
             return KeyValueStore(values, timeout_s)
         except ConnectionLostError as error:
+            if time.monotonic() > probe_s:
+                require_same_kind(rank, address, has_key=key is not None)
+                probe_s = time.monotonic() + PROBE_S
             if is_over():
                 is_absent = isinstance(error, NoListenerError)
                 raise no_store_error(rank, address, timeout_s, "" if is_absent else str(error)) from error
@@ -308,6 +328,33 @@ def wait_for_store(
                 f"which {address.store_owner} serves: {error}"
             ) from error
         time.sleep(POLL_S)
+
+
+def require_same_kind(rank: int, address: Address, *, has_key: bool) -> None:
+    """Check that the store does not listen on this host as those do that have no key, if this rank has one, or reversed.
+
+    A rank without a key looks for a UNIX socket, one with a key for a TCP port: each would take the other for absent.
+
+    Raises:
+        PeerError: it does; the store notes this rank.
+    """
+    unkeyed = UnixAddress(f"rendezvous-{os.getuid()}-{address.port}")
+    other: RpcAddress = unkeyed if has_key else TcpAddress(address.host, address.port)
+    mode = SecurityMode.PEERCRED if has_key else SecurityMode.NONE
+    try:
+        with start_connect(other, is_keyed=True) as probe:
+            probe.settimeout(PROBE_S)
+            probe.sendall(hello_message(mode, secrets.token_bytes(NONCE_BYTES)) + REFUSAL)
+            answer = probe.recv(HELLO.size, socket.MSG_WAITALL)
+            probe.recv(1)  # until the store has refused it
+    except (OSError, LaunchError):
+        return
+    if answer.startswith(MAGIC):
+        has, lacks = ("this rank", address.store_owner) if has_key else (address.store_owner, "this rank")
+        raise PeerError(
+            f"rank {rank} was answered at {address.host}:{address.port}, but {has} has a job key and {lacks} has none; "
+            "give all ranks the key of one job by --key-file or COUNTERPOINT_KEY_FILE"
+        )
 
 
 def connect_announced_store(
@@ -364,8 +411,8 @@ def store_address(address: Address, key: JobKey | None) -> RpcAddress:
         return TcpAddress(address.host, address.port)
     if not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
         raise LaunchError(
-            f"this rank has no job key, and {address.host}:{address.port} is beyond loopback, where anybody could "
-            "join the job; write one (openssl rand -hex 32 > job.key; chmod 600 job.key), copy it to every host, and "
+            f"this rank, on {socket.gethostname()}, has no job key, and {address.host}:{address.port} is beyond loopback, "
+            "where anybody could join the job; write one (openssl rand -hex 32 > job.key; chmod 600 job.key), copy it to every host, and "
             "give it by --key-file or COUNTERPOINT_KEY_FILE"
         )
     return UnixAddress(f"rendezvous-{os.getuid()}-{address.port}")
@@ -538,10 +585,20 @@ def exchange_host_info(
         raise PeerError(
             f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {format_ranks(missing)} "
             f"of {num_ranks}; all ranks must arrive within the timeout: look at why they did not start{hint}"
+            f"{describe_refusals(store)}"
         )
     infos = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
     check_ranks_match(place, [info["facts"] for info in infos])
     return [(str(host), str(reason)) for host, reason in (info["place"] for info in infos)]
+
+
+def describe_refusals(store: Store) -> str:
+    """Return who was refused at the store because of its key, which may be a missing rank; empty if nobody was."""
+    try:
+        refusals = store.refusals() if isinstance(store, KeyValueStore) else []
+    except DistError:  # it is gone
+        refusals = []
+    return f"; refused meanwhile: {'; '.join(refusals)}" if refusals else ""
 
 
 class RendezvousStore:

@@ -162,16 +162,20 @@ def check_hello(peer_hello: bytes, mode: SecurityMode) -> None:
         )
     if (other == SecurityMode.NONE) != (mode == SecurityMode.NONE):
         has, lacks = ("the peer", "this side") if mode == SecurityMode.NONE else ("this side", "the peer")
-        raise ProtocolError(f"{has} has a job key and {lacks} has none; give all processes of the job the same key")
+        raise KeyMismatchError(f"{has} has a job key and {lacks} has none; give all processes of the job the same key")
     if other != mode:
         raise ProtocolError(
             f"the peer sees a connection of mode {other}, this side {mode}; check for a proxy in between"
         )
 
 
-def handshake_error() -> ProtocolError:
+class KeyMismatchError(ProtocolError):
+    """The peer speaks this protocol, and has another key, or none where this side has one."""
+
+
+def handshake_error() -> KeyMismatchError:
     """Return the error for keys that do not match."""
-    return ProtocolError(
+    return KeyMismatchError(
         "the handshake failed: the two sides have different job keys, or belong to different jobs or generations; give "
         "both the key of one job"
     )

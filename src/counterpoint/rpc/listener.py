@@ -10,7 +10,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from counterpoint.errors import PeerError
-from counterpoint.rpc.address import RpcAddress, UnixAddress, open_listen_socket, shared_memory_with
+from counterpoint.rpc.address import RpcAddress, UnixAddress, open_listen_socket, peer_credentials, shared_memory_with
 from counterpoint.rpc.buffers import ReceiveBufferPool
 from counterpoint.rpc.channel import RpcChannel
 from counterpoint.rpc.connection import (
@@ -172,7 +172,7 @@ class Listener:
             ).abort()
         self._count += 1
         name = (
-            f"client {self._count} at {self.address}"
+            f"client {self._count} (pid {peer_credentials(peer)[0]}) at {self.address}"
             if isinstance(self.address, UnixAddress)
             else f"client {_format_address(address)}"
         )

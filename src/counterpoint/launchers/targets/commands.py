@@ -12,12 +12,13 @@ def render_mpi(spec: LaunchSpec) -> LaunchArtifacts:
     """Render Open MPI's mpirun command for all ranks.
 
     Raises:
-        LaunchError: several hosts without names, or restarts.
+        LaunchError: several hosts without names or without a key, or restarts.
     """
     if spec.max_restarts:
         raise LaunchError(f"mpirun ends with the first rank that fails, and cannot do {spec.max_restarts} restarts; "
                           "omit --restarts, or use another launcher")  # fmt: skip
     check_host_names(spec, "mpirun")
+    require_key_between_hosts(spec, "mpirun")
     host_slots = [f"{host}:{spec.ranks_per_host}" for host in spec.host_names]
     command = ["mpirun", "-np", str(spec.num_ranks), "--bind-to", "none"]
     command += ["--host", ",".join(host_slots)] if host_slots else []
@@ -62,6 +63,7 @@ def render_local(spec: LaunchSpec) -> LaunchArtifacts:
             f"{spec.max_restarts} restarts; use --on torchrun, mpi, slurm, ray or kubernetes"
         )
     command = (spec.python, "-m", "counterpoint", "run", "--ranks", str(spec.num_ranks))
+    command += ("--grace", str(spec.resources.grace_s))
     variables = tuple(f"{name}={value}" for name, value in spec.env_variables().items())
     prefix = ("env", *variables) if variables else ()
     return LaunchArtifacts(commands=((*prefix, *command, spec.script, *spec.arguments),))
@@ -77,14 +79,31 @@ def check_host_names(spec: LaunchSpec, name: str) -> None:
         raise LaunchError(f"{name} cannot choose {spec.num_hosts} hosts itself; name them: --host-names a,b")
 
 
-EXIT_IF_TERMINATED = "  [ $? -ne 143 ] || exit 143  # SIGTERM: end the job, without a restart"
+def require_key_between_hosts(spec: LaunchSpec, name: str) -> None:
+    """Check that ranks of several hosts are given the job's key: without it each of them would end, once it has started.
+
+    Raises:
+        LaunchError: they are not.
+    """
+    if spec.num_hosts > 1 and spec.key_file is None and spec.transport != "mpi":
+        raise LaunchError(
+            f"{name} is to start ranks on {spec.num_hosts} hosts, which meet over TCP, and there is no job key: make one "
+            "with `counterpoint key job.key`, copy it to every host, and give --key-file job.key"
+        )
+
+
+EXIT_IF_STOPPED = '  code=$?; case $code in 138 | 143) exit $code ;; esac  # SIGUSR1, SIGTERM: end the job, without a restart'
 
 
 def render_slurm(spec: LaunchSpec) -> LaunchArtifacts:
     """Render a batch script whose ranks are the tasks of one srun, and the sbatch command.
 
     A failed rank ends the others. Slurm asks all to end before the time limit, and waits for the grace period.
+
+    Raises:
+        LaunchError: several hosts without a key.
     """
+    require_key_between_hosts(spec, "Slurm")
     file = f"{spec.name}.sbatch"
     return LaunchArtifacts(((file, batch_script(spec)),), (("sbatch", file),))
 
@@ -114,7 +133,7 @@ def batch_script(spec: LaunchSpec) -> str:
     again = [
         f"for start in $(seq 0 {spec.max_restarts}); do",
         f"  {shlex.join(ranks)} && exit 0",
-        EXIT_IF_TERMINATED,
+        EXIT_IF_STOPPED,
         "done",
         "exit 1",
     ]
