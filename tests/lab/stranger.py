@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -107,6 +108,12 @@ class Stranger:
                         self.got.append(f"{kind}: {client.request(RpcMessage(kind, fields)).wait(1.0)}")
 
     def use_torchs_store(self, host, port):
+        """Read, list and write by torch's own client, which waits for ever where nobody answers."""
+        trial = threading.Thread(target=self.try_torchs_store, args=(host, port), daemon=True)
+        trial.start()
+        trial.join(PATIENCE_S)
+
+    def try_torchs_store(self, host, port):
         """Read, list and write by torch's own client."""
         with contextlib.suppress(Exception):
             store = dist.TCPStore(host, port, None, False, timedelta(seconds=0.5), wait_for_workers=False)
@@ -145,7 +152,7 @@ class Stranger:
             self.try_to(f"open {path} for writing", lambda path=path: os.close(os.open(path, os.O_WRONLY)))
             self.try_to(f"change {path}", lambda path=path: path.chmod(0o777))
             self.try_to(f"remove {path}", path.unlink)
-            self.try_to(f"read {path}", lambda path=path: self.read_some(path))
+            self.try_to_read(path)
 
     def attack_process(self, pid):
         """Read and change a process through /proc and by system calls."""
@@ -155,7 +162,7 @@ class Stranger:
             self.try_to(f"open descriptor {number} of {pid}", lambda at=number: (process / f"fd/{at}").open("rb"))
             self.try_to(f"map descriptor {number} of {pid}", lambda at=number: (process / f"fd/{at}").open("r+b"))
         for name in ("environ", "mem", "maps", "auxv", "stack", "cwd", "root", "map_files"):
-            self.try_to(f"read {name} of {pid}", lambda name=name: self.read_some(process / name))
+            self.try_to_read(process / name)
         self.try_to(f"trace {pid}", lambda: self.call(libc.ptrace, 16, pid, 0, 0))
         self.try_to(f"signal {pid}", lambda: os.kill(pid, signal.SIGCONT))
         with contextlib.suppress(OSError):
@@ -164,13 +171,12 @@ class Stranger:
                 self.try_to(f"take {number} of {pid}", lambda at=number: self.call(libc.syscall, 438, descriptor, at, 0))
             os.close(descriptor)
 
-    @staticmethod
-    def read_some(path):
-        """Read a file, or list a folder."""
-        if path.is_dir():
-            return os.listdir(path)
-        with path.open("rb") as file:
-            return file.read(16)
+    def try_to_read(self, path):
+        """Read a file or list a folder; note what is in it."""
+        with contextlib.suppress(OSError):
+            content = os.listdir(path) if path.is_dir() else path.open("rb").read(16)
+            if content:
+                self.got.append(f"read {content!r} from {path}")
 
     @staticmethod
     def call(function, *arguments):
@@ -206,6 +212,8 @@ def main(user, targets, folders="", pids=""):
         one.close()
     result = {"uid": os.getuid(), "connected": stranger.num_connected, "answers": stranger.answers, "got": stranger.got}
     sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch's client may still wait
 
 
 if __name__ == "__main__":

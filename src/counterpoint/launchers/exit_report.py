@@ -235,6 +235,11 @@ def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], g
     return "\n".join(lines)
 
 
+def was_stopped(exits: Sequence[RankExit]) -> bool:
+    """Return whether a signal has asked the ranks to stop, and they have; then they are not started again."""
+    return any(rank_exit.error is not None and rank_exit.error.kind == STOPPED for rank_exit in exits)
+
+
 def exit_code(exits: Sequence[RankExit]) -> int:
     """Return the exit code of the run: 0, that of the rank at fault, or 128 + the signal that killed it."""
     root_cause = find_root_cause(exits)

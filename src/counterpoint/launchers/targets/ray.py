@@ -24,6 +24,7 @@ from counterpoint.launchers.exit_report import (
     exit_code,
     format_report,
     wait_for_others_s,
+    was_stopped,
 )
 from counterpoint.launchers.rank_agent import RankAgent, thread_variables, to_rank_exit
 from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, rank_command
@@ -116,6 +117,8 @@ def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
             if exit_code(exits) == 0:
                 return 0
             sys.stderr.write(f"{format_report(exits)}\n")
+            if was_stopped(exits):
+                return exit_code(exits)
             if attempt < spec.max_restarts:
                 sys.stderr.write(f"counterpoint: restart {attempt + 1} of {spec.max_restarts}\n")
         return exit_code(exits)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
+from counterpoint.launchers.signals import ENDING_SIGNALS, collect_signals
 from counterpoint.launchers.targets.commands import render_local, render_mpi, render_slurm, render_torchrun
 from counterpoint.launchers.targets.kubernetes import render_jobset, render_kubeflow, render_kubernetes
 from counterpoint.launchers.targets.ray import render_ray, run_on_ray
 from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, validate_spec
+
+SIGNAL_POLL_S = 0.1
 
 
 def render_sagemaker(spec: LaunchSpec) -> LaunchArtifacts:
@@ -51,10 +56,26 @@ def run_commands(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
             (Path(folder) / name).write_text(text, encoding="utf-8")
         names = {name: str(Path(folder) / name) for name, _ in artifacts.files}
         for argv in artifacts.commands:
-            code = subprocess.run([names.get(argument, argument) for argument in argv], check=False).returncode
+            code = run_and_forward([names.get(argument, argument) for argument in argv])
             if code != 0:
                 return code if code > 0 else 128 - code
     return 0
+
+
+def run_and_forward(argv: Sequence[str]) -> int:
+    """Run a command until it ends, and pass signals to this process on to it; return its exit code.
+
+    SIGINT is not passed on: the terminal sends it to the command as well, and a second one would kill the ranks.
+    """
+    with collect_signals((*ENDING_SIGNALS, signal.SIGUSR1)) as received:
+        process, num_passed = subprocess.Popen(argv), 0
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(SIGNAL_POLL_S)
+            pending, num_passed = received[num_passed:], len(received)
+            for number in pending:
+                if number != signal.SIGINT:
+                    process.send_signal(number)
 
 
 @dataclass(frozen=True, slots=True)
