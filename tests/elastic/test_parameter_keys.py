@@ -130,7 +130,7 @@ def test_few_rows_that_say_much_take_little_memory():
     [rows_of(b"no stream"), rows_of(zlib.compress(b"{}")[:-3]), rows_of(zlib.compress(b"\xff")), rows_of(b"")],
 )
 def test_rows_that_are_no_text_are_refused(rows):
-    with pytest.raises(ProtocolError, match="form that cannot be read: .*; use one version of counterpoint"):
+    with pytest.raises(ProtocolError, match=r"form that cannot be read: .*; use one version of counterpoint"):
         rows_to_text(rows)
 
 

@@ -26,6 +26,7 @@ from counterpoint.rpc.job_key import JobKey, read_key
 from counterpoint.rpc.records import DIGEST_BYTES
 from tests.fabric.run_ranks import on_gloo
 from tests.other_user import as_root
+from tests.ps.process.conftest import wait_until
 
 KEY, OTHER_KEY = JobKey(bytes(32)), JobKey(bytes([1] * 32))
 PYTHON = next((path for path in ("/usr/bin/python3",) if Path(path).exists()), sys.executable)  # for other users
@@ -88,7 +89,10 @@ def test_a_rank_with_another_key_is_named_to_those_that_wait_for_it(store, key):
 
 @pytest.mark.parametrize(
     ("own", "other", "text"),
-    [(None, KEY, "but rank 0 has a job key and this rank has none"), (KEY, None, "but this rank has a job key and rank 0")],
+    [
+        (None, KEY, "but rank 0 has a job key and this rank has none"),
+        (KEY, None, "but this rank has a job key and rank 0"),
+    ],
 )
 def test_a_rank_learns_soon_that_only_one_side_has_a_key(own, other, text):
     served = RendezvousStore("127.0.0.1", other)
@@ -97,10 +101,7 @@ def test_a_rank_learns_soon_that_only_one_side_has_a_key(own, other, text):
     with pytest.raises(PeerError, match=rf"^rank 1 was answered at .*, {text}.*; give all ranks the key of one job by"):
         connect_store(1, address, own, 30.0)
     assert time.monotonic() - began < 9
-    end = time.monotonic() + 5
-    while not served._server.table.refusals and time.monotonic() < end:
-        time.sleep(0.01)
-    assert len(served._server.table.refusals) == 1
+    wait_until(lambda: len(served._server.table.refusals) == 1, 5.0)
     served.close()
 
 
@@ -118,7 +119,9 @@ def test_a_program_that_never_answers_is_not_called_absent():
 
 
 def test_a_store_beyond_loopback_needs_a_key():
-    with pytest.raises(LaunchError, match=r"this rank, on .*, has no job key, and 192\.0\.2\.1:1234 is beyond loopback.*--key-file"):
+    with pytest.raises(
+        LaunchError, match=r"this rank, on .*, has no job key, and 192\.0\.2\.1:1234 is beyond loopback.*--key-file"
+    ):
         connect_store(0, Address("192.0.2.1", 1234), None, 1.0)
 
 

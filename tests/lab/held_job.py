@@ -38,7 +38,7 @@ class Hold:
 
     def __call__(self):
         self.count += 1
-        time.sleep(STEP_S)
+        threading.Event().wait(STEP_S)
         if self.count == 3:
             say("training")
         if self.count == HELD_STEP // 2:
@@ -96,4 +96,7 @@ def train_worker(num_servers, job, key, name, gate):
 
 
 if __name__ == "__main__":
-    {"ranks": train_rank, "worker": train_worker}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "ranks":
+        train_rank(*sys.argv[2:])
+    else:
+        train_worker(*sys.argv[2:])

@@ -16,13 +16,11 @@ import signal
 import socket
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from counterpoint.errors import CounterpointError
+from counterpoint.fabric.c10d import TCPStore
 from counterpoint.fabric.key_value_store import STORE_JOB
 from counterpoint.rpc.address import TcpAddress, UnixAddress
 from counterpoint.rpc.client import RpcClient
@@ -60,9 +58,7 @@ class Stranger:
     def attack_port(self, host, port):
         """Say everything to a port, and keep what it answers."""
         place = f"{host}:{port}"
-        self.answers[place] = {
-            name: self.exchange((host, port), request).hex() for name, request in REQUESTS.items()
-        }
+        self.answers[place] = {name: self.exchange((host, port), request).hex() for name, request in REQUESTS.items()}
         self.reflect((host, port))
         self.join(TcpAddress(host, port))
         self.use_torchs_store(host, port)
@@ -116,13 +112,14 @@ class Stranger:
     def try_torchs_store(self, host, port):
         """Read, list and write by torch's own client."""
         with contextlib.suppress(Exception):
-            store = dist.TCPStore(host, port, None, False, timedelta(seconds=0.5), wait_for_workers=False)
+            store = TCPStore(host, port, None, False, timedelta(seconds=0.5), wait_for_workers=False)
             store.set("stopped", "1: FORGED")
             self.got.append(f"{host}:{port} is an open store: {store.num_keys()} keys, {store.get('stopped')!r}")
 
     def keep_busy(self, targets):
         """Leave connections half open, and send one byte now and then on others."""
-        silent, slow = [], []
+        silent: list[socket.socket] = []
+        slow: list[socket.socket] = []
         for target in targets:
             for connections, number in ((silent, NUM_HALF_OPEN), (slow, NUM_SLOW)):
                 for _ in range(number):
@@ -133,7 +130,7 @@ class Stranger:
             for one in slow:
                 with contextlib.suppress(OSError):
                     one.sendall(HELLO[at : at + 1])
-            time.sleep(0.05)
+            threading.Event().wait(0.05)
         return silent + slow
 
     def attack_sockets(self):
@@ -157,7 +154,7 @@ class Stranger:
     def attack_process(self, pid):
         """Read and change a process through /proc and by system calls."""
         process, libc = Path(f"/proc/{pid}"), ctypes.CDLL(None, use_errno=True)
-        self.try_to(f"list the descriptors of {pid}", lambda: os.listdir(process / "fd"))
+        self.try_to(f"list the descriptors of {pid}", lambda: list((process / "fd").iterdir()))
         for number in range(64):
             self.try_to(f"open descriptor {number} of {pid}", lambda at=number: (process / f"fd/{at}").open("rb"))
             self.try_to(f"map descriptor {number} of {pid}", lambda at=number: (process / f"fd/{at}").open("r+b"))
@@ -168,13 +165,15 @@ class Stranger:
         with contextlib.suppress(OSError):
             descriptor = os.pidfd_open(pid)
             for number in range(16):
-                self.try_to(f"take {number} of {pid}", lambda at=number: self.call(libc.syscall, 438, descriptor, at, 0))
+                self.try_to(
+                    f"take {number} of {pid}", lambda at=number: self.call(libc.syscall, 438, descriptor, at, 0)
+                )
             os.close(descriptor)
 
     def try_to_read(self, path):
         """Read a file or list a folder; note what is in it."""
         with contextlib.suppress(OSError):
-            content = os.listdir(path) if path.is_dir() else path.open("rb").read(16)
+            content = [*path.iterdir()] if path.is_dir() else path.open("rb").read(16)
             if content:
                 self.got.append(f"read {content!r} from {path}")
 

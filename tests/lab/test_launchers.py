@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from counterpoint.rpc.job_key import new_key, write_key
-
 from tests.lab.launch_systems import (
     AS_ROOT,
     RAY,

@@ -50,7 +50,7 @@ class HeldJob:
                 self.trainers = self.lab.start_ranks(command, ["h0", "h1"], self.variables)
             case "elastic":
                 self.serve(num_servers=0)
-            case "server" | "coordinator":
+            case _:
                 self.serve(num_servers=2)
         if self.kind in {"elastic", "server"}:
             self.start_workers()
@@ -59,9 +59,7 @@ class HeldJob:
 
     def serve(self, num_servers):
         self.num_servers, self.path = num_servers, self.home / "job.json"
-        write_job_file(
-            JobEndpoint(elastic(num_servers).job, TcpAddress(self.lab.addresses["h0"], PORT)), self.path
-        )
+        write_job_file(JobEndpoint(elastic(num_servers).job, TcpAddress(self.lab.addresses["h0"], PORT)), self.path)
         common = ["--job", str(self.path), "--key-file", str(self.key), "--folder", str(self.home / "run")]
         self.members = [self.lab.start("h0", [*COUNTERPOINT, "serve", "coordinator", *common], self.variables)]
         for at in range(num_servers):
@@ -101,7 +99,10 @@ class HeldJob:
         return self.lab.run({host: command})[host].text().split()
 
     def remove(self):
-        shutil.rmtree(self.folder)
+        """End it, and remove its files."""
+        for member in self.members:
+            member.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def attack(job):
@@ -120,6 +121,24 @@ def attack(job):
     return targets, [json.loads(ended.text().splitlines()[-1]) for ended in wait_all(running, LONG_S)]
 
 
+def train_undisturbed(lab, kind):
+    """Return the bits of a job of the same kind that nobody attacks."""
+    job = HeldJob(lab, kind)
+    try:
+        job.gate.touch()
+        job.start()
+        return job.finish()
+    finally:
+        job.remove()
+
+
+def require_greetings_only(answers, places):
+    """Every place was tried, and none has said more than a greeting and a refusal."""
+    assert set(answers) == {f"{host}:{port}" for host, port in places}
+    found = [bytes.fromhex(text) for said in answers.values() for text in said.values()]
+    assert all(is_greeting(answer) for answer in found), found
+
+
 def is_greeting(answer):
     """Whether a port has said nothing, or no more than its own greeting and a refusal of zeros."""
     return not answer or (
@@ -134,8 +153,6 @@ def held(permitted, request):
     with Lab(hosts=3) as lab:
         job = HeldJob(lab, request.param)
         yield job
-        for member in job.members:
-            member.kill()
         job.remove()
 
 
@@ -148,20 +165,10 @@ def test_strangers_get_nothing_of_a_job_and_change_no_bit_of_it(held):
     assert [result["got"] for result in results] == [[], []]
     assert [result["uid"] for result in results] == [STRANGER] * 2
     for places, result in zip(targets.values(), results, strict=True):
-        assert set(result["answers"]) == {f"{host}:{port}" for host, port in places}
-        answers = [bytes.fromhex(text) for said in result["answers"].values() for text in said.values()]
-        assert all(is_greeting(answer) for answer in answers), answers
+        require_greetings_only(result["answers"], places)
     if held.kind != "shm":
         assert all(result["connected"] for result in results)
-    calm = HeldJob(held.lab, held.kind)
-    calm.gate.touch()
-    for member in held.members:
-        member.kill()
-    calm.start()
-    expected = calm.finish()
-    for member in calm.members:
-        member.kill()
-    calm.remove()
-    assert len(attacked) == len(expected) == 2
-    assert {*attacked} == {*expected}
-    assert len({*attacked}) == 1
+    held.remove()
+    expected = train_undisturbed(held.lab, held.kind)
+    assert len(attacked) == 2
+    assert attacked == expected == [attacked[0]] * 2

@@ -125,7 +125,11 @@ REFUSED = [
         replace(PLAIN, num_hosts=2),
         "`counterpoint run` starts ranks once, on this host, and cannot do 2 hosts and 0 restarts",
     ),
-    ("slurm", replace(PLAIN, num_hosts=2), "Slurm is to start ranks on 2 hosts, .* no job key: .* give --key-file job.key"),
+    (
+        "slurm",
+        replace(PLAIN, num_hosts=2),
+        "Slurm is to start ranks on 2 hosts, .* no job key: .* give --key-file job.key",
+    ),
     ("mpi", replace(PLAIN, num_hosts=2, host_names=("a", "b")), "mpirun is to start ranks on 2 hosts, .* no job key: "),
     ("ray", replace(PLAIN, host_names=("a",)), "Ray chooses the hosts"),
     ("kubernetes", PLAIN, "a pod needs an image that has this package and the script"),

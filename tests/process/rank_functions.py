@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import torch
@@ -161,7 +162,7 @@ def stop_alone(folder, texts):
                 one.fit(dataset(480), batch_size=12, epochs=1, checkpoint_dir=f"{folder}/{at}")
             except StoppedBySignal as stop:
                 code = int(str(stop.code))
-        found.append([code, later.num_steps, Checkpoint.open(f"{folder}/{at}").step])
+        found.append([code, later.num_steps, Checkpoint.open(Path(folder, str(at))).step])
     return found
 
 

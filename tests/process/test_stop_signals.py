@@ -27,7 +27,10 @@ def test_a_signal_to_one_rank_at_any_moment_loses_no_step_on_any_rank(rows, num_
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_commit_alone_stop_in_mid_epoch_after_one_step_of_all(num_ranks, tmp_path):
-    plans = {2: ["server(1, consistency=asp)", "pipedream(2)"], 3: ["server(2, consistency=ssp, staleness=1)", "easgd(2)"]}
+    plans = {
+        2: ["server(1, consistency=asp)", "pipedream(2)"],
+        3: ["server(2, consistency=ssp, staleness=1)", "easgd(2)"],
+    }
     runs = run_forked(ranks.stop_alone, ranks=num_ranks, args=[str(tmp_path), plans[num_ranks]])
     assert runs == [runs[0]] * num_ranks
     assert [(code, steps == saved, 2 < steps < 20) for code, steps, saved in runs[0]] == [(143, True, True)] * 2

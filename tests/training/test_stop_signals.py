@@ -1,6 +1,7 @@
 """A signal that asks a run to stop is answered after the step: saved, said, with an exit code, and continued exactly."""
 
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -63,14 +64,15 @@ def test_asynchronous_plans_stop_in_mid_epoch_when_their_batches_in_flight_are_d
 
 
 def test_ranks_that_commit_alone_exchange_signals_soon_and_then_once_in_a_period():
-    exchange, steps = SignalExchange(), []
+    exchange = SignalExchange()
+    steps: list[int] = []
     exchange.start(100)
     for step in range(101, 2000):
         if exchange.is_due(step):
             exchange.plan_next(step, 0.01 * (step - (steps or [100])[-1]))
             steps.append(step)
     assert steps[:5] == [101, 103, 107, 115, 131]
-    assert max(after - before for before, after in zip(steps, steps[1:])) == SIGNAL_PERIOD_S / 0.01
+    assert max(after - before for before, after in pairwise(steps)) == SIGNAL_PERIOD_S / 0.01
     exchange.plan_next(2000, 100.0)
     assert exchange.is_due(2001)
 

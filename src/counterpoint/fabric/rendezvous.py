@@ -331,7 +331,7 @@ def wait_for_store(
 
 
 def require_same_kind(rank: int, address: Address, *, has_key: bool) -> None:
-    """Check that the store does not listen on this host as those do that have no key, if this rank has one, or reversed.
+    """Check that the store of this rendezvous does not listen as one with a key if this rank has none, or reversed.
 
     A rank without a key looks for a UNIX socket, one with a key for a TCP port: each would take the other for absent.
 
@@ -411,9 +411,9 @@ def store_address(address: Address, key: JobKey | None) -> RpcAddress:
         return TcpAddress(address.host, address.port)
     if not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
         raise LaunchError(
-            f"this rank, on {socket.gethostname()}, has no job key, and {address.host}:{address.port} is beyond loopback, "
-            "where anybody could join the job; write one (openssl rand -hex 32 > job.key; chmod 600 job.key), copy it to every host, and "
-            "give it by --key-file or COUNTERPOINT_KEY_FILE"
+            f"this rank, on {socket.gethostname()}, has no job key, and {address.host}:{address.port} is beyond "
+            "loopback, where anybody could join the job; write one (openssl rand -hex 32 > job.key; chmod 600 "
+            "job.key), copy it to every host, and give it by --key-file or COUNTERPOINT_KEY_FILE"
         )
     return UnixAddress(f"rendezvous-{os.getuid()}-{address.port}")
 

@@ -62,8 +62,8 @@ def render_local(spec: LaunchSpec) -> LaunchArtifacts:
             f"`counterpoint run` starts ranks once, on this host, and cannot do {spec.num_hosts} hosts and "
             f"{spec.max_restarts} restarts; use --on torchrun, mpi, slurm, ray or kubernetes"
         )
-    command = (spec.python, "-m", "counterpoint", "run", "--ranks", str(spec.num_ranks))
-    command += ("--grace", str(spec.resources.grace_s))
+    grace = ("--grace", str(spec.resources.grace_s))
+    command = (spec.python, "-m", "counterpoint", "run", "--ranks", str(spec.num_ranks), *grace)
     variables = tuple(f"{name}={value}" for name, value in spec.env_variables().items())
     prefix = ("env", *variables) if variables else ()
     return LaunchArtifacts(commands=((*prefix, *command, spec.script, *spec.arguments),))
@@ -80,19 +80,21 @@ def check_host_names(spec: LaunchSpec, name: str) -> None:
 
 
 def require_key_between_hosts(spec: LaunchSpec, name: str) -> None:
-    """Check that ranks of several hosts are given the job's key: without it each of them would end, once it has started.
+    """Check that ranks of several hosts are given the job's key, without which each of them would end later.
 
     Raises:
         LaunchError: they are not.
     """
     if spec.num_hosts > 1 and spec.key_file is None and spec.transport != "mpi":
         raise LaunchError(
-            f"{name} is to start ranks on {spec.num_hosts} hosts, which meet over TCP, and there is no job key: make one "
-            "with `counterpoint key job.key`, copy it to every host, and give --key-file job.key"
+            f"{name} is to start ranks on {spec.num_hosts} hosts, which meet over TCP, and there is no job key: make "
+            "one with `counterpoint key job.key`, copy it to every host, and give --key-file job.key"
         )
 
 
-EXIT_IF_STOPPED = '  code=$?; case $code in 138 | 143) exit $code ;; esac  # SIGUSR1, SIGTERM: end the job, without a restart'
+EXIT_IF_STOPPED = (
+    "  code=$?; case $code in 138 | 143) exit $code ;; esac  # SIGUSR1, SIGTERM: end the job, without a restart"
+)
 
 
 def render_slurm(spec: LaunchSpec) -> LaunchArtifacts:

@@ -106,28 +106,36 @@ def run_on_ray(spec: LaunchSpec, artifacts: LaunchArtifacts) -> int:
         warn(OPEN_RAY, stacklevel=2)
     group = placement_group(resource_bundles(spec), strategy=placement_strategy(spec))
     try:
-        for attempt in range(spec.max_restarts + 1):
-            if not group.wait(PLACEMENT_TIMEOUT_S):
-                raise LaunchError(
-                    f"Ray had no room for {spec.num_hosts} hosts with {resource_bundles(spec)[0]} in "
-                    f"{PLACEMENT_TIMEOUT_S:.0f} s; "
-                    f"the cluster has {ray.cluster_resources()}: add hosts, or ask for less"
-                )
-            exits = RayAttempt(ray, group, spec, attempt).run()
-            if exit_code(exits) == 0:
-                return 0
-            sys.stderr.write(f"{format_report(exits)}\n")
-            if was_stopped(exits):
-                return exit_code(exits)
-            if attempt < spec.max_restarts:
-                sys.stderr.write(f"counterpoint: restart {attempt + 1} of {spec.max_restarts}\n")
-        return exit_code(exits)
+        return run_attempts(ray, group, spec)
     except ray.exceptions.RayError as error:
         raise LaunchError(f"Ray could not start the ranks: {error}; look at its logs, and at its hosts") from error
     finally:
         remove_placement_group(group)
         if initialized_here:
             ray.shutdown()
+
+
+def run_attempts(ray: Any, group: Any, spec: LaunchSpec) -> int:  # noqa: ANN401 - Ray is not imported here
+    """Start all ranks, and again after a failure; return the last exit code.
+
+    Raises:
+        LaunchError: Ray has no room.
+    """
+    for attempt in range(spec.max_restarts + 1):
+        if not group.wait(PLACEMENT_TIMEOUT_S):
+            raise LaunchError(
+                f"Ray had no room for {spec.num_hosts} hosts with {resource_bundles(spec)[0]} in "
+                f"{PLACEMENT_TIMEOUT_S:.0f} s; the cluster has {ray.cluster_resources()}: add hosts, or ask for less"
+            )
+        exits = RayAttempt(ray, group, spec, attempt).run()
+        if exit_code(exits) == 0:
+            return 0
+        sys.stderr.write(f"{format_report(exits)}\n")
+        if was_stopped(exits):
+            break
+        if attempt < spec.max_restarts:
+            sys.stderr.write(f"counterpoint: restart {attempt + 1} of {spec.max_restarts}\n")
+    return exit_code(exits)
 
 
 @dataclass(slots=True)
