@@ -16,6 +16,7 @@ from counterpoint.fabric import Address, connect
 from counterpoint.fabric.collectives import execute, rank_schedule
 from counterpoint.fabric.collectives.algorithms import halving_doubling, hierarchical, ring
 from counterpoint.fabric.collectives.gloo_channel import GlooChannel
+from counterpoint.rpc.job_key import read_key
 
 MB = 1 << 20
 EAGER_BYTES = 3 * MB // 2
@@ -93,8 +94,9 @@ def main(kind, megabytes, rounds):
     torch.set_num_threads(1)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    auto = connect(rank, count, Address(host, port), job="auto")
-    gloo = connect(rank, count, Address(host, port + 1), job="gloo", transport="gloo")
+    key = read_key(Path(os.environ["COUNTERPOINT_KEY_FILE"]))
+    auto = connect(rank, count, Address(host, port), key=key, job="auto")
+    gloo = connect(rank, count, Address(host, port + 1), key=key, job="gloo", transport="gloo")
     everybody, num_elements = tuple(range(count)), megabytes * MB // 4
     found = {"plain transfer": []}
     compared = make_contenders(kind, auto, gloo)
