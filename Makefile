@@ -26,7 +26,7 @@ check: $(READY)  ## format, lint, types, import contracts, rules of names and co
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
 test: $(READY)  ## every test except the slow ones, those that need a GPU, and the rules that `make check` checks
 	$(BIN)/pytest $(PARALLEL) --ignore tests/house -m "not slow and not gpu and not serial"
-	$(BIN)/pytest -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
+	$(BIN)/pytest -n 2 --dist loadfile -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
 test-all: $(READY)  ## every test, with new random plans
 	$(BIN)/pytest --hypothesis-profile=explore
 soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores (SEEDS=40000:100000 continues from there); 10 minutes of fuzzing

@@ -6,6 +6,7 @@ from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.traced import TracedPartition
+from tests.covering import each_value_once
 from tests.partitioning.models import ALL
 from tests.partitioning.segment_runs import worst_of
 
@@ -93,8 +94,7 @@ def test_after_the_third_shape_nothing_is_traced_again(kind):
     assert partitioned.num_traces == 3
 
 
-@pytest.mark.parametrize("prefer", ["blocks", "pairs"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "prefer"), each_value_once([*ALL], ["blocks", "pairs"]))
 def test_one_trace_serves_every_number_of_samples(name, prefer):
     model, inputs = ALL[name]()
     partitioned = TracedPartition(model, inputs, prefer=prefer)

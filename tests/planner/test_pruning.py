@@ -19,6 +19,7 @@ from counterpoint.planner.ranking import (
     rank_with_simulator,
 )
 from counterpoint.world.cluster import Cluster, Level, Link
+from tests.covering import each_value_once
 from tests.planner.search.spaces import COPIES, FLAT, HOSTS, MODELS, WIRE
 
 UNLIKE = Cluster(link=WIRE, speeds=(1.0, 0.5))
@@ -36,9 +37,8 @@ def problem(name, cluster):
     return PlanningProblem(MODELS[name], CLUSTERS[cluster], 48)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("name", MODELS)
-def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(cluster, name):
+@pytest.mark.parametrize(("name", "cluster"), each_value_once([*MODELS], [*CLUSTERS]))
+def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(name, cluster):
     asked, plans = problem(name, cluster), listed(name)
     every, near = (rank_and_choose(plans, asked, within) for within in (None, PREDICTED_TOLERANCE))
     assert near.plan == every.plan
@@ -48,9 +48,8 @@ def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(cluster, name):
     assert all(seconds[plan] > PREDICTED_TOLERANCE * best_s for plan in near.ranking.pruned if plan in seconds)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_lower_bound_never_exceeds_the_step(cluster, name):
+@pytest.mark.parametrize(("name", "cluster"), each_value_once([*MODELS], [*CLUSTERS]))
+def test_the_lower_bound_never_exceeds_the_step(name, cluster):
     simulator = build_simulator(MODELS[name], CLUSTERS[cluster], 48)
     for plan in listed(name)[::2]:
         try:

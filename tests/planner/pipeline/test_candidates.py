@@ -10,6 +10,7 @@ from counterpoint.planner.pipeline.candidates import find_pipeline_plans, rank_g
 from counterpoint.planner.ranking import rank_plans
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.world.cluster import Cluster, Link
+from tests.covering import each_value_once
 from tests.planner.models import layers
 from tests.planner.pipeline.released_optimizer import CASES, case_cluster, read_published
 
@@ -39,8 +40,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4, 6])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "num_ranks"), each_value_once([*MODELS], [3, 4, 6]))
 def test_they_are_no_slower_than_two_stages_with_any_replicas(model, num_ranks):
     model, size = MODELS[model], 24 * num_ranks
     for is_synchronous in (True, False):

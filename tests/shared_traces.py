@@ -1,9 +1,11 @@
 """Traces of models that tests build again and again: models of one description are traced once per process."""
 
+import sys
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
@@ -13,6 +15,14 @@ from counterpoint.partitioning.export_trace import TracedGraph, export_graph
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, FunctionType)
 TRACES: dict[Any, TracedGraph] = {}
+MAX_TRACES = 200
+
+
+@pytest.fixture(autouse=True)
+def _share_traces(monkeypatch):
+    """A model that many tests train under many plans is traced once; a conftest imports this for its folder."""
+    if (traced := sys.modules.get("counterpoint.partitioning.traced")) is not None:
+        monkeypatch.setattr(traced, "export_graph", export_or_share)
 
 
 class UnknownValueError(Exception):
@@ -26,6 +36,8 @@ def export_or_share(model, inputs, *, training, varying_dims=()):
     except UnknownValueError:
         return export_graph(model, inputs, training=training, varying_dims=varying_dims)
     if key not in TRACES:
+        if len(TRACES) == MAX_TRACES:
+            del TRACES[next(iter(TRACES))]
         TRACES[key] = export_graph(model, inputs, training=training, varying_dims=varying_dims)
     return copy_trace(TRACES[key])
 
@@ -51,7 +63,9 @@ def of_attributes(module):
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise UnknownValueError
     own = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
-    return (module.training, of_value({name: value for name, value in own.items() if not isinstance(value, nn.Module)}))
+    of_class = {name: value for name, value in vars(type(module)).items() if isinstance(value, PLAIN)}
+    plain = {name: value for name, value in own.items() if not isinstance(value, nn.Module)}
+    return module.training, of_value(plain), of_value(of_class)
 
 
 def of_value(value):
