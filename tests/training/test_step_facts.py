@@ -50,6 +50,10 @@ def set_scale(one):
     one.model.scale = 2.0
 
 
+def freeze_statistics(one):
+    one.model.layer.eval()
+
+
 CHANGES = {
     "lr": (set_option("lr", 0.2), "lr of the optimizer's group 0 is 0.1 on rank 0, 0.2 on rank 1"),
     "lr as a tensor": (set_option("lr", torch.tensor(0.2)), "lr of the optimizer's group 0 is 0.1 on rank 0, float32"),
@@ -57,6 +61,7 @@ CHANGES = {
     "maximize": (set_option("maximize", True), "maximize of the optimizer's group 0 is False on rank 0, True on rank 1"),
     "text": (set_option("note", "x"), "at index .* rank 0 has .*, rank 1 has note of the optimizer's group 0"),
     "attribute": (set_scale, "scale of the model is 1.0 on rank 0, 2.0 on rank 1"),
+    "mode": (freeze_statistics, "layer.training of the model is True on rank 0, False on rank 1"),
     "content": (set_batch(X + 1, Y), r"the content of the batch is digest \w+ \w+ on rank 0, digest .*global batch"),
     "shape": (set_batch(X[:, :1], Y), r"the form of the batch is float32 \(12, 2\), .* on rank 0, float32 \(12, 1\), "),
     "dtype": (set_batch(X, Y.int()), r"the form of the batch is .*int64 \(12,\) .*on rank 0, .*int32"),
@@ -111,6 +116,18 @@ def test_what_steps_change_themselves_is_left_out_and_so_are_names_of_ranks():
         rank.facts.end_step()
     one.model.calls = 7
     one.model.rank = 1
+    assert compare(one, other) == ""
+
+
+def test_the_mode_of_a_whole_model_and_modes_that_forwards_set_are_left_out():
+    """A step trains a model that was evaluated in the modes that it had."""
+    one, other = Rank(), Rank()
+    one.model.eval()
+    assert compare(one, other) == ""
+    one.model.train()
+    one.begin_step()
+    one.model.layer.eval()  # in a forward, on the rank that has the layer
+    one.facts.end_step()
     assert compare(one, other) == ""
 
 

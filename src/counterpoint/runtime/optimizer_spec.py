@@ -171,9 +171,22 @@ class OptimizerSpec:
             [param.requires_grad for param in self.params.values()],
         )
 
-    def has_new_groups(self) -> bool:
-        """Return whether parameters were frozen, thawed or added to groups since ranks were built."""
-        return self._group_structure != self._read_group_structure()
+    def find_new_groups(self) -> str:
+        """Return which parameters were frozen, thawed or added to groups since ranks were built; empty for none."""
+        before, now = self._group_structure, self._read_group_structure()
+        if before == now:
+            return ""
+        flags = zip(self.params, before[1], now[1], strict=True)
+        changed = [(name, is_trained) for name, was_trained, is_trained in flags if was_trained is not is_trained]
+        if changed:
+            (name, is_trained), num_others = changed[0], len(changed) - 1
+            more = f" and {num_others} other parameter{'s' if num_others > 1 else ''} were" if num_others else " was"
+            return f"{name}{more} {'made trainable' if is_trained else 'frozen'}"
+        lengths, old_lengths = now[0], before[0]
+        if len(lengths) != len(old_lengths):
+            return f"the optimizer has {len(lengths)} groups of parameters instead of {len(old_lengths)}"
+        index = next(index for index, pair in enumerate(zip(old_lengths, lengths, strict=True)) if len({*pair}) > 1)
+        return f"group {index} of the optimizer has {lengths[index]} parameters instead of {old_lengths[index]}"
 
     def update_groups(self) -> None:
         """Read again which parameters are trainable, and the groups that they are in.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
-from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
 from counterpoint.partitioning.partitioned_model import PartitionedModel
 from counterpoint.partitioning.traced import TracedPartition
@@ -54,7 +54,8 @@ from counterpoint.runtime.state_dict import (
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import InFlightBatches
-from counterpoint.training.between_steps.model_changes import ModelChanges, require_same_changes
+from counterpoint.training.between_steps.common_changes import explain_announcement, require_same_changes
+from counterpoint.training.between_steps.model_changes import ModelChanges
 from counterpoint.training.between_steps.optimizer_exchange import OptimizerExchange
 from counterpoint.training.between_steps.shared_models import SharedModel
 from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights
@@ -78,12 +79,26 @@ def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
     try:
         yield
     except PeerError as error:
-        error.add_note(f"in step {interpreter.rng.step}")
-        raise
+        explained = explain_announcement(error)
+        explained.add_note(f"in step {interpreter.rng.step}")
+        if explained is error:
+            raise
+        raise explained from error
     except CounterpointError:
         raise
     except Exception as error:
         error.add_note(f"in step {interpreter.rng.step} on rank {rank}, microbatch {interpreter.rng.micro}")
+        raise
+
+
+@contextmanager
+def stop_others_on_error(world: FabricWorld) -> Iterator[None]:
+    """Tell ranks in other processes of an error of this one, for which they would wait in the step."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(world, DistributedWorld):
+            world.stop(error)
         raise
 
 
@@ -186,6 +201,7 @@ class LocalRanks:
         self.step_gradients = StepGradients()
         self.stale_weights = StaleWeights({}, str(plan), None)
         self.stop_signals: list[int] = []  # that have asked this process to stop
+        self.groups: Sequence[Group] = ()  # of ranks that communicate, once built
         self.commits_together = True  # whether every commit is one of all ranks, once built
         self.is_in_step = False
         self.has_checked_loss = False  # whether a loss that the model computes adds up, in the first step
@@ -256,7 +272,7 @@ class LocalRanks:
         assert self.compiled is not None, "compiled"
         first = self.world.fabrics[0].rank
         programs = [variant.program for variant in self.compiled.step_variants]
-        groups, self.commits_together = communication_groups(programs), commits_together(programs)
+        self.groups, self.commits_together = communication_groups(programs), commits_together(programs)
         free_instructions = [
             instruction for _, instruction in self.compiled.program.instructions() if isinstance(instruction, Free)
         ]
@@ -271,7 +287,7 @@ class LocalRanks:
             remedy = "" if keeps_own else f", or start one process per rank: counterpoint run -n {num_local} script.py"
             require_copyable_model(self.model, partition, str(self.plan), remedy)
         for fabric in self.world.fabrics:
-            fabric.connect_groups(groups)
+            fabric.connect_groups(self.groups)
             own_partition, model = partition, self.trained
             if copies_model or (copies_norms and fabric.rank != first):
                 model = copy.deepcopy(self.trained)  # the user's model keeps its memory
@@ -393,7 +409,8 @@ class LocalRanks:
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
-        changes = self.prepare_step(batch)
+        with stop_others_on_error(self.world):
+            changes = self.prepare_step(batch)
         if not self.has_checked_loss:
             self.require_model_loss(batch)
         variant = self.variant_at(number)
@@ -527,8 +544,6 @@ class LocalRanks:
         assert self.changes is not None, "built"
         assert self.optimizer_exchange is not None, "built"
         self.changes.weights.require_unchanged(str(self.plan))
-        if has_remote_ranks(self.world):
-            require_same_changes(self.world.fabrics[0], self.model, change)
         has_feedback = any(
             flat_params.error_feedbacks
             for rank in self.ranks.values()
@@ -540,6 +555,8 @@ class LocalRanks:
                 "weights of their own, which would be lost; do it before the first step, or close() and call "
                 "parallelize(...) again (or make a new Trainer)"
             )
+        if has_remote_ranks(self.world):
+            require_same_changes(self.world.fabrics[0], self.groups, self.model, change)
         self.optimizer_exchange.keep_for_rebuild()
         micro = self.example_micro(batch)
         self.export_weights()

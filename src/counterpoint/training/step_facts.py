@@ -1,8 +1,9 @@
 """What ranks are given for a step and must be the same on all of them, although it may change between steps.
 
 Every commit carries a digest of it: the options of the optimizer, such as the learning rate; the batch, where each rank
-passes all of it, by its form and some of its values; the autocast; and the plain attributes of model and loss that were
-changed between steps. Only where digests differ, the values are exchanged, and the error names ranks and values.
+passes all of it, by its form and some of its values; the autocast; and the plain attributes and modes of model and loss
+that were changed between steps. Only where digests differ, the values are exchanged, and the error names ranks and
+values.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class StepFacts:
     def __init__(self, optimizer: optim.Optimizer, modules: Mapping[str, nn.Module]) -> None:
         self.optimizer = optimizer
         self.attributes = PlainAttributes(modules)
+        self.modes = ModuleModes(modules)
         self.batch: MicrobatchSource | None = None
         self.digest = 0
 
@@ -64,12 +66,14 @@ class StepFacts:
         self.batch, self.digest = batch, 0
         if any(batch.sizes.values()):
             options = [digest_option(value) for value in self.option_values()]
-            parts = (*options, *digest_batch(batch), *digest_autocasts(), *self.attributes.find_changes())
+            changes = (*self.attributes.find_changes(), *self.modes.find_changes())
+            parts = (*options, *digest_batch(batch), *digest_autocasts(), *changes)
             self.digest = (hash(parts) & ((1 << DIGEST_BITS) - 1)) or 1
 
     def end_step(self) -> None:
-        """Take note of the attributes that the step itself has changed, which are not compared."""
+        """Take note of the attributes and modes that the step itself has changed, which are not compared."""
         self.attributes.end_step()
+        self.modes.end_step()
 
     def option_values(self) -> Iterator[object]:
         """Yield the options of all groups, without parameters and their names."""
@@ -104,6 +108,7 @@ class StepFacts:
             *facts,
             ["the autocast of the call", ", ".join(autocasts) or "none"],
             *self.attributes.describe(),
+            *self.modes.describe(),
             *describe_batch(self.batch),
         ]
 
@@ -153,6 +158,52 @@ class PlainAttributes:
             kept = [index for index, value in enumerate(after) if value == self.before[index]]
             self.entries = [self.entries[index] for index in kept]
             self.first, self.before = ([values[index] for index in kept] for values in (self.first, self.before))
+
+
+class ModuleModes:
+    """The modes, training or evaluation, of modules, and which of them the user changes between steps.
+
+    A root that is in evaluation mode as a whole is put back by the step into the modes that it had at first. What a
+    step itself has changed otherwise is left out from then on.
+
+    Args:
+        modules: roots, by a name for errors.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        named = [(what, path) for what, root in modules.items() for path, _ in root.named_modules()]
+        self.names = [f"{path}.training".lstrip(".") + f" of {what}" for what, path in named]
+        self.roots = [
+            (root, list(map(vars, root.modules())), [one.training or not root.training for one in root.modules()])
+            for root in modules.values()
+        ]
+        self.first = self.before = [flag for _, _, flags in self.roots for flag in flags]
+        self.left_out: set[int] = set()
+
+    def read(self) -> list[bool]:
+        """Return the modes in which the next step runs the modules."""
+        flags: list[bool] = []
+        for root, attributes, first in self.roots:
+            flags += [module["training"] for module in attributes] if root.training else first
+        return flags
+
+    def find_changes(self) -> Iterator[int]:
+        """Yield a digest of each module that is in another mode than at first."""
+        self.before = self.read()
+        if self.before != self.first:
+            for index, (name, first, value) in enumerate(zip(self.names, self.first, self.before, strict=True)):
+                if value is not first and index not in self.left_out:
+                    yield crc32(f"{name}={value}".encode())
+
+    def describe(self) -> list[list[str]]:
+        """Return the modes by name."""
+        return [[name, str(value)] for name, value in zip(self.names, self.before, strict=True)]
+
+    def end_step(self) -> None:
+        """Leave out what has changed since :meth:`find_changes`."""
+        after = self.read()
+        if after != self.before:
+            self.left_out |= {index for index, value in enumerate(after) if value is not self.before[index]}
 
 
 def digest_option(value: object) -> object:

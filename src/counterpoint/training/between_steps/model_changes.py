@@ -15,13 +15,12 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from counterpoint.errors import DataError, PlanError
-from counterpoint.fabric.fabric import Fabric, Json
+from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
@@ -29,7 +28,6 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
-from counterpoint.training.rank_facts import NamedFacts, describe_mode, describe_structure, first_difference
 from counterpoint.training.step_facts import StepFacts
 
 
@@ -89,11 +87,10 @@ class ModelChanges:
         """Return the change for which ranks must be built again; empty if there is none."""
         spec = self.optimizer_spec
         with without_stale_reads():
-            has_new_groups = spec.has_new_groups()
-        if has_new_groups:
-            return "parameters of the model were frozen, made trainable or added to the optimizer"
-        if self.attributes.has_new_modes():
-            return "modules of the model were put into training or evaluation mode"
+            change = spec.find_new_groups()
+        change = change or self.attributes.find_new_modes()
+        if change:
+            return change
         if spec.has_new_state and spec.merges_params and not spec.has_mergeable_state():
             return "optimizer state was loaded in which step counts differ"
         return ""
@@ -248,6 +245,7 @@ class AttributeCheck:
         self.watched: list[WatchedValue] = []
         self.tensors: list[tuple[WatchedValue, int]] = []  # with their version counters; -1 if a trace has the tensor
         self.modes: list[tuple[nn.Module, bool]] = []  # of the model and its submodules
+        self.names: list[str] = []  # of the modules
 
     def watch(self, model: nn.Module, *, is_traced: bool) -> None:
         """Compare the attributes of a model with their present values from now on."""
@@ -259,14 +257,18 @@ class AttributeCheck:
         if is_traced:
             self.watched += [value.copy() for value in _values_of_code(model)]
         self.modes = TrainingModes(model).flags
+        self.names = [name for name, _ in model.named_modules()]
 
-    def has_new_modes(self) -> bool:
-        """Return whether submodules of a model in training were put into another mode than they had."""
-        return (
-            bool(self.modes)
-            and self.modes[0][0].training
-            and any(module.training is not training for module, training in self.modes)
-        )
+    def find_new_modes(self) -> str:
+        """Return which submodules of a model in training were put into another mode than they had; else empty."""
+        if not self.modes or not self.modes[0][0].training:
+            return ""
+        changed = [index for index, (module, training) in enumerate(self.modes) if module.training is not training]
+        if not changed:
+            return ""
+        name, training = self.names[changed[0]], self.modes[changed[0]][0].training
+        more = f" and {len(changed) - 1} other modules were" if changed[1:] else " was"
+        return f"{name or 'the model'}{more} put into {'training' if training else 'evaluation'} mode"
 
     def require_unchanged(self, plan: str, run_forward: Callable[[], object]) -> None:
         """Check that the attributes have the values of the first step.
@@ -467,22 +469,3 @@ class BufferChanges:
 
     def _read_versions(self) -> list[int]:
         return [buffer._version for _, buffer in self.buffers]  # noqa: SLF001 - there is no other way to see changes
-
-
-def require_same_changes(fabric: Fabric, model: nn.Module, change: str) -> None:
-    """Check that all processes have made the same change; a collective call.
-
-    Args:
-        fabric: this rank's fabric.
-        model: this rank's model.
-        change: what has changed, for the error of a process that waits for others.
-
-    Raises:
-        PlanError: other parameters are trainable, or modules are in another mode.
-    """
-    facts = [*describe_structure(model)[0], ["the model", describe_mode(model)]]
-    label = f"what all ranks do because {change}"
-    gathered = fabric.gather_values(label, cast("Json", facts), tuple(range(fabric.num_ranks)))
-    difference = first_difference(cast("list[NamedFacts]", gathered))
-    if difference:
-        raise PlanError(f"the ranks do not train the same model: {difference}")

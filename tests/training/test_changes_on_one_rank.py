@@ -1,0 +1,114 @@
+"""A rank that alone changes something between two steps: an error on all ranks in that step, with ranks and values."""
+
+import re
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from tests.training.rank_threads import run_in_threads
+from tests.training.trainers import dataset, mlp
+
+X, Y = dataset(12).tensors
+PLANS = {"pipeline(2)": 2, "data(2)": 2, "zero3(2)": 2, "pipeline(2) * data(2)": 4}
+MODEL = mlp()
+
+
+def copy_of_model():
+    """The same values in each thread, without its random numbers; the second layer is frozen."""
+    model = nn.Sequential(*(nn.Linear(m.in_features, m.out_features).double() if isinstance(m, nn.Linear) else m
+                            for m in mlp()))  # fmt: skip
+    model.load_state_dict(MODEL.state_dict())
+    model[2].requires_grad_(False)
+    return model
+
+
+def freeze(model, optimizer):
+    model[0].bias.requires_grad_(False)
+
+
+def freeze_other(model, optimizer):
+    model[0].weight.requires_grad_(False)
+
+
+def thaw(model, optimizer):
+    model[2].requires_grad_(True)
+    optimizer.add_param_group({"params": [*model[2].parameters()]})
+
+
+def add_group(model, optimizer):
+    optimizer.add_param_group({"params": [*model[2].parameters()]})
+
+
+def set_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.2
+
+
+def set_mode(model, optimizer):
+    model[1].eval()
+
+
+CHANGES = {
+    freeze: "PlanError: between two steps 0.bias was frozen on rank {rank}, but not on all ranks; all ranks train one",
+    thaw: "PlanError: between two steps 2.weight and 1 other parameter were made trainable on rank {rank}, but not on all",
+    add_group: "PlanError: between two steps the optimizer has 2 groups of parameters instead of 1 on rank {rank}, but not",
+    set_rate: "DataError: the ranks were given different values for step 1: lr of the optimizer's group 0 is .* on rank {rank}",
+    set_mode: "DataError: the ranks were given different values for step 1: 1.training of the model is .* on rank {rank}",
+}
+
+
+def train(rank, plan, changes):
+    """Take two steps; a rank has made its change before the second one. Return the losses, or the error and seconds."""
+    model = copy_of_model()
+    optimizer = optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    step = cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan)
+    losses = [step(X, Y)]
+    if rank in changes:
+        changes[rank](model, optimizer)
+    began = time.perf_counter()
+    try:
+        return [*losses, step(X, Y), step(X, Y)]
+    except cp.CounterpointError as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - began
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_change_on_one_rank_is_named_on_all_of_them_at_once(plan, change, monkeypatch):
+    """Under a pipeline it was a wait until the timeout; a mode that only one rank had changed was no error."""
+    num_ranks = PLANS[plan]
+    changed = (list(PLANS).index(plan) + list(CHANGES).index(change)) % num_ranks
+    answers = run_in_threads(partial(train, plan=plan, changes={changed: change}), num_ranks, monkeypatch)
+    texts, seconds = zip(*answers, strict=True)
+    assert len(set(texts)) == 1
+    assert re.match(CHANGES[change].format(rank=changed), texts[0])
+    assert max(seconds) < 2
+
+
+def test_different_changes_on_two_ranks_are_both_named(monkeypatch):
+    answers = run_in_threads(partial(train, plan="pipeline(2)", changes={0: freeze, 1: freeze_other}), 2, monkeypatch)
+    assert {text for text, _ in answers} == {answers[0][0]}
+    assert "0.bias was frozen on rank 0 and 0.weight was frozen on rank 1, but not on all" in answers[0][0]
+
+
+@pytest.mark.parametrize("plan", ["pipeline(2)", "data(2)"])
+def test_a_change_on_all_ranks_is_made(plan, monkeypatch):
+    everyone = dict.fromkeys(range(PLANS[plan]), thaw)
+    answers = run_in_threads(partial(train, plan=plan, changes=everyone), PLANS[plan], monkeypatch)
+    model = copy_of_model()
+    optimizer = optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    expected = []
+    for number in range(3):
+        if number == 1:
+            thaw(model, optimizer)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in answers:
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
