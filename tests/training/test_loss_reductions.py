@@ -269,6 +269,25 @@ def test_losses_of_single_samples_are_compared_with_that_of_two(loss):
         train(loss, "solo", SAMPLES)
 
 
+@pytest.mark.parametrize(
+    ("plan", "num_microbatches"), [("solo", 2), ("data(2)", 2), ("pipeline(2)", 2), ("solo", SAMPLES)], ids=str
+)
+def test_a_mean_over_tokens_is_refused_in_the_step_with_the_first_padding(plan, num_microbatches):
+    """The loss was looked at after 1, 2, 4, 8, ... steps alone."""
+    model, plain = build(), []
+    with cp.parallelize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), masked_scalar, strategy=plan,
+        num_microbatches=num_microbatches,
+    ) as step:  # fmt: skip
+        for number, (tokens, targets) in enumerate(batches(7)):
+            if number == 6:
+                with pytest.raises(DataError, match=r"if it is a mean over tokens, .* return cp.WeightedMean"):
+                    step(tokens, targets)
+            else:
+                plain.append(step(tokens, targets.clamp(min=0)))
+    assert len(plain) == 6
+
+
 @pytest.mark.parametrize("loss", [F.cross_entropy, masked_mean])
 def test_losses_of_single_samples_add_up(loss):
     expected_losses, expected = train_plain(loss)

@@ -7,6 +7,8 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
+from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.training.model_loss_check import ModelLossCheck
 from tests.training.trainers import max_difference, params_of
 
 SAMPLES, LENGTH, TOKENS = 8, 6, 13
@@ -104,6 +106,33 @@ def test_a_mean_by_a_mask_is_refused_with_numbers(plan, num_microbatches):
     )
     with pytest.raises(DataError, match=message):
         train(build(LanguageModel, "mask"), own, token_batches(), plan, num_microbatches)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+def test_a_mean_by_a_mask_is_refused_in_the_step_with_the_first_padding(plan, num_microbatches):
+    """Only the first batch was looked at."""
+    model = build(LanguageModel, "mask")
+    batch, zeros = next(token_batches())
+    full = {**batch, "labels": batch["labels"].clamp(min=0)}
+    with cp.parallelize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), own, strategy=plan, num_microbatches=num_microbatches
+    ) as step:
+        for _ in range(2):
+            step(full, zeros)
+        with pytest.raises(DataError, match="the loss that LanguageModel computes from its samples is"):
+            step(batch, zeros)
+        step(full, zeros)
+
+
+def test_a_later_batch_is_not_checked_without_all_weights():
+    """As in a pipeline of several processes: the model has zeros there, and a warning names it."""
+    batch, zeros = next(token_batches())
+    check = ModelLossCheck(build(LanguageModel, "mask"), own, "pipeline(2)", is_sum=False)
+    full = {**batch, "labels": batch["labels"].clamp(min=0)}
+    check.check(SlicedBatch((full, zeros), ((0, 4), (4, 8))), [0, 1], has_weights=True)
+    with pytest.warns(UserWarning, match="LanguageModel have values that none before had, such as padding"):
+        check.check(SlicedBatch((batch, zeros), ((0, 4), (4, 8))), [0, 1], has_weights=False)
+    assert not check.is_watched
 
 
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)"])

@@ -32,6 +32,7 @@ from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
 from counterpoint.runtime.loss_parameters import find_loss_module
+from counterpoint.runtime.new_values import NewValues
 from counterpoint.runtime.sample_layout import find_tensor_lists
 
 MEAN, SUM = 1, 2
@@ -447,7 +448,10 @@ SUMS_REMEDY = (
 
 
 class LossCheck:
-    """Checks now and then that a loss of some samples is what the losses of their parts add up to.
+    """Checks that a loss of some samples is what the losses of their parts add up to.
+
+    It checks after 1, 2, 4, 8, ... steps, and, unless the loss is torch's own mean over class indices, where targets
+    have values that none before had, such as the first padding.
 
     Args:
         loss: the user's; a check calls it three times more, without gradients.
@@ -462,6 +466,22 @@ class LossCheck:
         self.next_step: float = 0  # after 1, 2, 4, 8, ... steps
         self.last_step = -1  # all microbatches of a step are checked, because one may have no targets that count
         self.single: tuple[Any, Any] | None = None  # output and targets of a microbatch of one sample
+        self.new_values = NewValues()
+
+    def is_due(self, step: int, targets: Any, num_samples: int, weight: Tensor | float | None) -> bool:  # noqa: ANN401
+        """Return whether it is time to check the loss of a microbatch.
+
+        Args:
+            step: the number of the step.
+            targets: of the samples.
+            num_samples: how many there are.
+            weight: of a mean over class indices that torch has computed; None for another loss.
+        """
+        if self.next_step == math.inf:
+            return False
+        leaves = () if weight is not None else (leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+        has_new_values = self.new_values.find(leaves, num_samples)
+        return has_new_values or step >= self.next_step or step == self.last_step
 
     def check(  # noqa: PLR0913 - what a loss was computed from
         self,
@@ -473,7 +493,7 @@ class LossCheck:
         num_samples: int,
         what: str,
     ) -> None:
-        """Check the loss of a microbatch if it is time to; one of a single sample together with the next such one.
+        """Check the loss of a microbatch, of a single sample together with the next such one.
 
         Nothing is checked if outputs have no samples along dim 0, or lists that may have an entry for each sample, or
         if the loss differs when it is computed again.
@@ -491,7 +511,7 @@ class LossCheck:
             DataError: it is not what the losses of two parts add up to.
         """
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if (step < self.next_step and step != self.last_step) or self.next_step == math.inf or not leaves:
+        if not leaves:
             return
         has_list = any(len(values) == num_samples for values in find_tensor_lists((output, targets)))
         if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
@@ -516,7 +536,7 @@ class LossCheck:
             return
         if not abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance:
             raise DataError(self._explain(losses, what, tolerance))
-        if self.single is None:
+        if self.single is None and step >= self.next_step:
             self.next_step, self.last_step = max(1, 2 * step), step
 
     def _compute_pair(self, loss_function: LossFunction, sample: tuple[Any, Any], what: str) -> LossOfParts | None:

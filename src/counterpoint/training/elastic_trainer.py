@@ -233,8 +233,9 @@ class ElasticTrainer:
                 (len(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()), 0
             )
             if not is_whole and num_samples:
-                value = float(mean.detach())
-                loss_check.check(loss, next(steps), output, targets, value, num_samples, "a minibatch")
+                step = next(steps)
+                if loss_check.is_due(step, targets, num_samples, None):
+                    loss_check.check(loss, step, output, targets, float(mean.detach()), num_samples, "a minibatch")
             return mean
 
         return compute

@@ -63,7 +63,7 @@ from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.initial_values import broadcast_initial_values
-from counterpoint.training.model_loss_check import require_model_loss_adds_up
+from counterpoint.training.model_loss_check import ModelLossCheck
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import share_params_per_host
@@ -204,7 +204,7 @@ class LocalRanks:
         self.groups: Sequence[Group] = ()  # of ranks that communicate, once built
         self.commits_together = True  # whether every commit is one of all ranks, once built
         self.is_in_step = False
-        self.has_checked_loss = False  # whether a loss that the model computes adds up, in the first step
+        self.model_loss_check: ModelLossCheck | None = None  # of a loss that the model computes, once built
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
         self.released_params = ReleasedParameters({})
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
@@ -317,6 +317,11 @@ class LocalRanks:
         self.step_gradients = StepGradients(built)
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
+        reduction = self.options.loss_reduction
+        if self.global_num_microbatches > 1 and reduction != "batch" and self.compiler.may_cut_batches():
+            self.model_loss_check = self.model_loss_check or ModelLossCheck(
+                self.model, self.loss, str(self.plan), is_sum=reduction == "sum"
+            )
         self.released_params = ReleasedParameters.for_ranks(self.trained, self.ranks, self.run_spec.model_spec)
         self.optimizer_exchange = OptimizerExchange(self.optimizer_spec, built, self.in_flight)
         self.optimizer_exchange.import_state()
@@ -411,8 +416,8 @@ class LocalRanks:
             return replaced
         with stop_others_on_error(self.world):
             changes = self.prepare_step(batch)
-        if not self.has_checked_loss:
-            self.require_model_loss(batch)
+        if self.model_loss_check is not None:
+            self.require_model_loss(self.model_loss_check, batch)
         variant = self.variant_at(number)
 
         def work(fabric: Fabric) -> StepResult | None:
@@ -464,16 +469,14 @@ class LocalRanks:
         numbers, durations_s = zip(*gathered, strict=True)
         return max(numbers), max(durations_s)
 
-    def require_model_loss(self, batch: MicrobatchSource) -> None:
-        """Check that a loss that the model computes adds up over microbatches, before the first step.
+    def require_model_loss(self, check: ModelLossCheck, batch: MicrobatchSource) -> None:
+        """Check that a loss that the model computes adds up over microbatches.
 
         Raises:
             DataError: it does not.
         """
-        self.has_checked_loss, reduction = True, self.options.loss_reduction
-        if self.global_num_microbatches > 1 and reduction != "batch" and self.compiler.may_cut_batches():
-            micros, is_sum = self.own_micros(batch), reduction == "sum"
-            require_model_loss_adds_up(self.model, self.loss, batch, micros, str(self.plan), is_sum=is_sum)
+        if check.is_watched:
+            check.check(batch, self.own_micros(batch), has_weights=not self.released_params.versions)
 
     def example_micro(self, batch: MicrobatchSource) -> int:
         """Return a microbatch that this process can read; one with samples, if it computes any."""

@@ -1,14 +1,15 @@
-"""Check before the first step that a loss that the model itself computes adds up over microbatches.
+"""Check that a loss that the model itself computes adds up over microbatches.
 
 Ranks check losses of outputs that have a sample in each row, by evaluating them again on some of the rows
 (:class:`counterpoint.runtime.loss_reduction.LossCheck`). A scalar that a forward has computed from all its samples can
-only be computed again by the model, which before the first step is still whole on every process.
+only be computed again by the model, which before the first step is still whole on every process. Later batches are
+checked where they have values that none before had, such as the first padding; any weights will do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,10 @@ from counterpoint.runtime.loss_reduction import (
     compute_mean_loss,
 )
 from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
+from counterpoint.runtime.new_values import NewValues
 from counterpoint.runtime.sample_layout import find_tensor_lists
+from counterpoint.terminal_text import warn
+from counterpoint.training.between_steps.stale_weights import without_stale_reads
 
 
 class Samples(NamedTuple):
@@ -51,16 +55,70 @@ class LossOfSamples(NamedTuple):
         mean: the loss; or the sum, if it is one.
         weight: what a mean was divided by.
         dtype: of the loss.
+        is_weighted: whether it is a weighted mean.
     """
 
     mean: float
     weight: float
     dtype: torch.dtype
+    is_weighted: bool
+
+
+class ModelLossCheck:
+    """Checks a loss that the model computes before the first step, and where a batch has values that are new.
+
+    Args:
+        model: the user's; its state is preserved.
+        loss: the user's.
+        plan: as text, for errors.
+        is_sum: whether the loss is a sum over samples.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction, plan: str, *, is_sum: bool) -> None:
+        self.model, self.loss, self.plan, self.is_sum = model, loss, plan, is_sum
+        self.has_checked = False
+        self.is_watched = True  # whether later batches are to be checked: not if torch's own mean was recognized
+        self.new_values = NewValues()
+
+    def check(self, batch: MicrobatchSource, micros: Sequence[int], *, has_weights: bool) -> None:
+        """Check the loss of a batch, unless it is like an earlier one.
+
+        Args:
+            batch: of the next step.
+            micros: the microbatches of this process.
+            has_weights: whether the model has weights here, those of any step.
+
+        Raises:
+            DataError: the losses of microbatches do not add up.
+        """
+        if not self.is_watched:
+            return
+        parts = [*micros[:2]] if not self.has_checked else []
+        for first in micros:
+            size = batch.sizes[first]
+            leaves = [leaf for values in (batch.inputs(first), batch.targets(first)) for leaf in tree_leaves(values)]
+            whole = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
+            if self.new_values.find(whole, size) and self.has_checked:
+                parts = [first] if size > 1 else [*{micros[max(0, micros.index(first) - 1)], first}]
+        if parts and not has_weights:
+            self.is_watched = False
+            warn(
+                f"inputs or targets of {type(self.model).__name__} have values that none before had, such as padding, "
+                f"with which the loss that it computes cannot be checked under {self.plan}, where no process has all "
+                "weights; if it is a mean over tokens, return from the forward what it is computed from, and "
+                "cp.WeightedMean(total, weight) from the loss",
+                stacklevel=2,
+            )
+        elif parts:
+            self.has_checked = True
+            with without_stale_reads():
+                kind = require_model_loss_adds_up(self.model, self.loss, batch, parts, self.plan, is_sum=self.is_sum)
+            self.is_watched = kind != "other"
 
 
 def require_model_loss_adds_up(
     model: nn.Module, loss: LossFunction, batch: MicrobatchSource, micros: Sequence[int], plan: str, *, is_sum: bool
-) -> None:
+) -> Literal["model", "other", "unknown"]:
     """Check that the loss of two microbatches is what their losses add up to.
 
     The model runs on the first two microbatches of this process (or on the halves of its only one), and on both
@@ -75,23 +133,29 @@ def require_model_loss_adds_up(
         plan: as text, for the error.
         is_sum: whether the loss is a sum over samples.
 
+    Returns:
+        ``model`` if the loss is one that the model computes, and no mean that was recognized; ``other`` if it is
+        another; ``unknown`` if nothing was checked.
+
     Raises:
         DataError: it is not.
     """
     parts = _two_parts(batch, micros)
-    if parts is None or any(map(uses_batch_statistics, model.modules())):
-        return
+    if parts is None:
+        return "unknown"
+    if any(map(uses_batch_statistics, model.modules())):
+        return "other"
     whole = _concatenate(*parts)
     if whole is None:
-        return
+        return "unknown"
     try:
         found = [_compute(model, loss, parts[0], is_sum=is_sum)]
         if found[0] is not None:
             found += [_compute(model, loss, samples, is_sum=is_sum) for samples in (parts[1], whole)]
     except Exception:  # noqa: BLE001 - training raises it again, with its location
-        return
+        return "unknown"
     if None in found:
-        return
+        return "other"
     first, second, total = cast("list[LossOfSamples]", found)
     counts = (parts[0].num_samples, parts[1].num_samples)
     losses = LossOfParts(total.mean, (first.mean, second.mean), (first.weight, second.weight), counts)
@@ -106,6 +170,7 @@ def require_model_loss_adds_up(
             "samples (a load balance, a contrast), compute it in the loss function and pass loss_reduction='batch'; "
             "pass cross_sample='accept' if each microbatch may be a batch of its own"
         )
+    return "other" if first.is_weighted else "model"
 
 
 def _two_parts(batch: MicrobatchSource, micros: Sequence[int]) -> tuple[Samples, Samples] | None:
@@ -163,4 +228,5 @@ def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: 
         mean, weight, _ = compute_mean_loss(loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum)
         if not torch.equal(torch.get_rng_state(), state):
             return None
-    return LossOfSamples(float(mean), samples.num_samples if weight is None else float(weight), mean.dtype)
+    divisor = samples.num_samples if weight is None else float(weight)
+    return LossOfSamples(float(mean), divisor, mean.dtype, is_weighted=weight is not None)

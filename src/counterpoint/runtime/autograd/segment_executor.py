@@ -509,7 +509,8 @@ class SegmentExecutor:
             )
             if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
                 step = self.step_and_micro(micro)[0]
-                self.loss_check.check(loss_function, step, output, targets, float(loss.detach()), size, what)
+                if self.loss_check.is_due(step, targets, size, weight):
+                    self.loss_check.check(loss_function, step, output, targets, float(loss.detach()), size, what)
         if model.loss_is_sum:
             loss = loss / size
         self.record_loss(micro, loss.detach(), weight, parts)
