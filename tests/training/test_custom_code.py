@@ -45,6 +45,40 @@ def test_gradient_hooks_are_refused_where_they_would_not_be_called(strategy, reg
     assert list_rank_threads() == []
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_hooks_that_are_registered_between_steps_are_refused_too(strategy, register):
+    """They were not called, without a word."""
+    with step_of(mlp(), strategy) as step:
+        step(*dataset(12).tensors)
+        hook = getattr(step.local_ranks.model[0].weight, register)(lambda _: None)
+        with pytest.raises(cp.PlanError, match=r"^0.weight has a gradient hook, which under"):
+            step(*dataset(12).tensors)
+        hook.remove()
+        step(*dataset(12).tensors)
+
+
+def test_gradient_hooks_on_microbatches_are_warned_of_once_or_refused():
+    with step_of(mlp(), "solo", num_microbatches=2) as step:
+        step(*dataset(12).tensors)
+        model = step.local_ranks.model
+        model[0].weight.register_hook(torch.zeros_like)
+        before = model[0].weight.detach().clone()
+        with pytest.warns(
+            UserWarning, match="0.weight has a gradient hook, which is called for each of 2 microbatches"
+        ):
+            step(*dataset(12).tensors)
+        step(*dataset(12).tensors)
+        assert torch.equal(model[0].weight, before)
+    model = mlp()
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with (
+        step_of(model, "solo", num_microbatches=2) as step,
+        pytest.raises(cp.PlanError, match=r"^0.weight has a hook that runs after its gradient .* num_microbatches=1"),
+    ):
+        step(*dataset(12).tensors)
+
+
 def test_gradient_hooks_are_called_under_solo():
     model = mlp()
     model[0].weight.register_hook(torch.zeros_like)

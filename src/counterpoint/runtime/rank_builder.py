@@ -57,6 +57,7 @@ from counterpoint.runtime.params.unit_roles import find_unit_roles
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
+from counterpoint.terminal_text import warn
 
 BatchNormRule: TypeAlias = Literal["deferred", "microbatch", "sync", "error"]
 """When running statistics change, and which values are normalized together; see :class:`Options`."""
@@ -229,23 +230,60 @@ class StaleGradientHook:
             )
 
 
-def require_no_grad_hooks(model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
-    """Raise if a parameter has gradient hooks but ranks compute with copies of it, or sum its gradient later.
+class GradHookCheck:
+    """Checks that gradient hooks of the user's, which may be registered between any two steps, see what is applied.
 
-    Raises:
-        PlanError: one has.
+    They do if one rank runs the whole model on the whole batch. On each of several microbatches they see a part of the
+    gradient, so that only a linear one is exact: a warning says so, once. One that runs after gradients are accumulated
+    would see sums over some microbatches, and is refused.
+
+    Args:
+        model: whose parameters may have hooks.
+        partition: of it.
+        plan: of the ranks.
     """
-    if plan.num_ranks == 1 and isinstance(partition, WholeModel):
-        return
-    for name, param in model.named_parameters():
-        hooks = (param._backward_hooks or {}).values()  # noqa: SLF001 - there is no other way to see them
-        has_own = any(not isinstance(hook, StaleGradientHook) for hook in hooks)
-        if has_own or param._post_accumulate_grad_hooks:  # noqa: SLF001 - as above
-            raise PlanError(
-                f"{name} has a gradient hook, which under {plan} would not see the gradient that is applied: ranks "
-                "have shards and copies of the parameter, and sum their gradients later; remove the hook and change "
-                "the loss or the model instead (clip_norm=... clips the summed gradient), or train in a single process"
+
+    def __init__(self, model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
+        self.params, self.plan = list(model.named_parameters()), plan
+        self.are_called = plan.num_ranks == 1 and isinstance(partition, WholeModel)
+        self.is_exact = self.are_called and plan.global_num_microbatches == 1
+
+    def require_none_unseen(self) -> None:
+        """Raise if a parameter has gradient hooks but ranks compute with copies of it, or sum its gradient later.
+
+        Raises:
+            PlanError: one has.
+        """
+        if self.is_exact:
+            return
+        for name, param in self.params:
+            # there is no other way to see them
+            hooks, post_hooks = param._backward_hooks, param._post_accumulate_grad_hooks  # noqa: SLF001
+            has_own = hooks and any(not isinstance(hook, StaleGradientHook) for hook in hooks.values())
+            if not has_own and not post_hooks:
+                continue
+            if not self.are_called:
+                raise PlanError(
+                    f"{name} has a gradient hook, which under {self.plan} would not see the gradient that is applied: "
+                    "ranks have shards and copies of the parameter, and sum their gradients later; remove the hook and "
+                    "change the loss or the model instead (clip_norm=... clips the summed gradient), or train in a "
+                    "single process"
+                )
+            num_microbatches = self.plan.global_num_microbatches
+            if post_hooks:
+                raise PlanError(
+                    f"{name} has a hook that runs after its gradient is accumulated, but under {self.plan} that is "
+                    f"done in {num_microbatches} microbatches, so that it would see sums over some of them; pass "
+                    "num_microbatches=1, or remove the hook and read step.gradients() after the step"
+                )
+            warn(
+                f"{name} has a gradient hook, which is called for each of {num_microbatches} microbatches, with a part "
+                "of the gradient of the batch; if it is not linear (a sign, a clipping, a norm), pass "
+                "num_microbatches=1",
+                stacklevel=2,
             )
+            self.is_exact = True  # as far as it is known
+            return
 
 
 def bind_segments(

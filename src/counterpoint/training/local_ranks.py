@@ -33,6 +33,7 @@ from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
+    GradHookCheck,
     RankRuntime,
     RunSpec,
     StaleGradientHook,
@@ -58,7 +59,7 @@ from counterpoint.training.between_steps.common_changes import explain_announcem
 from counterpoint.training.between_steps.model_changes import ModelChanges
 from counterpoint.training.between_steps.optimizer_exchange import OptimizerExchange
 from counterpoint.training.between_steps.shared_models import SharedModel
-from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights
+from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
@@ -197,6 +198,7 @@ class LocalRanks:
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
         self.changes: ModelChanges | None = None  # between steps, once built
+        self.grad_hooks: GradHookCheck | None = None  # likewise
         self.optimizer_exchange: OptimizerExchange | None = None  # once built
         self.step_gradients = StepGradients()
         self.stale_weights = StaleWeights({}, str(plan), None)
@@ -314,6 +316,7 @@ class LocalRanks:
             self.optimizer_spec,
             runs="trace" if is_traced else "copies" if copies_model or copies_norms else "model",
         )
+        self.grad_hooks = GradHookCheck(self.trained, partition, self.plan)
         self.step_gradients = StepGradients(built)
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
@@ -515,6 +518,9 @@ class LocalRanks:
         self.stale_weights.grads.drop()
         self.shared_model.catch_up()
         self.changes.carry_over()
+        if self.grad_hooks is not None:
+            with without_stale_reads():
+                self.grad_hooks.require_none_unseen()
         reason = self.changes.find_rebuild_reason()
         if reason:
             self.rebuild(batch, reason)

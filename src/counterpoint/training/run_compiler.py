@@ -28,7 +28,7 @@ from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unk
 from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.rank_builder import RunSpec, independent_replicas, require_no_grad_hooks
+from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, independent_replicas
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_grad_norm, require_version_memory
 from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
@@ -142,7 +142,7 @@ class RunCompiler:
         """
         with explain_input_errors(self.model, inputs):
             partition = partition_for_plan(plan, self.model, inputs, self.options)
-        require_no_grad_hooks(self.trained, partition, plan)
+        GradHookCheck(self.trained, partition, plan).require_none_unseen()
         require_no_shared_memory(self.trained, plan)
         is_traced = isinstance(partition, TracedPartition)
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
