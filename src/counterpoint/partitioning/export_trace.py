@@ -334,6 +334,10 @@ def _track_calls(
             hook.remove()
 
 
+FAKE_CONSTANT = "fake tensor in the exported program constant's list"
+"""In torch's error for a tensor that an operation outside of the trace has made."""
+
+
 def _explain_error(model: nn.Module, error: Exception, open_calls: list[str]) -> str:
     """Describe why tracing failed, with the module and the user's line of code."""
     path = open_calls[-1] if open_calls else ""
@@ -349,6 +353,13 @@ def _explain_error(model: nn.Module, error: Exception, open_calls: list[str]) ->
             f"tracing the model stopped in {location}{code_line}: torch compares the values of its mask with those of "
             "a causal one, but a model is split along operations that do not depend on values; state what the mask is: "
             "also pass is_causal=True or is_causal=False (tgt_is_causal= to a decoder)"
+        )
+    if FAKE_CONSTANT in reason[0]:
+        return (
+            f"tracing the model stopped in {location}: its forward writes to a tensor through .data, or keeps one, "
+            "where a trace does not see it; write to the buffer itself (self.buffer.copy_(...), mul_() or add_()), or "
+            "replace it (self.buffer = ...), or use a strategy that keeps the model whole (data, zero of level 1 or 2, "
+            "server)"
         )
     return (
         f"tracing the model stopped in {location}{code_line}: {reason[0].strip()}; "

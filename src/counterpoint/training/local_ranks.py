@@ -18,7 +18,7 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
-from counterpoint.partitioning.partitioned_model import PartitionedModel
+from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
@@ -63,6 +63,7 @@ from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleW
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
+from counterpoint.training.hook_stores import require_no_kept_outputs
 from counterpoint.training.initial_values import broadcast_initial_values
 from counterpoint.training.model_loss_check import ModelLossCheck
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
@@ -288,6 +289,9 @@ class LocalRanks:
         if isinstance(partition, WholeModel) and copies_model:
             remedy = "" if keeps_own else f", or start one process per rank: counterpoint run -n {num_local} script.py"
             require_copyable_model(self.model, partition, str(self.plan), remedy)
+        is_traced = isinstance(partition, TracedPartition)
+        if copies_model or is_traced or not (isinstance(partition, WholeModel) or self.plan.num_ranks == 1):
+            require_no_kept_outputs(self.model, as_call_args(inputs), str(self.plan), are_copied=copies_model)
         for fabric in self.world.fabrics:
             fabric.connect_groups(self.groups)
             own_partition, model = partition, self.trained
@@ -304,7 +308,6 @@ class LocalRanks:
             )
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
-        is_traced = isinstance(partition, TracedPartition)
         built = BuiltRanks(
             str(self.plan), self.world, self.ranks.values(), self.shard_map(), keeps_grads=self.run_spec.keeps_grads
         )

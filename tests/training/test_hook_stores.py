@@ -1,0 +1,155 @@
+"""Losses of what a forward hook keeps, and writes through .data: exact where the model itself runs, else refused."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import PlanError
+from tests.training.trainers import build_seeded, dataset, max_difference, params_of
+
+X, Y = dataset(12).tensors
+KEPT: dict[str, torch.Tensor] = {}
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Saver:
+    """An object that is a hook."""
+
+    def __init__(self):
+        self.out: Any = None
+
+    def __call__(self, _module, _inputs, output):
+        self.out = output
+
+    def save(self, module, inputs, output):
+        self(module, inputs, output)
+
+
+def save_globally(_module, _inputs, output):
+    KEPT["out"] = output
+
+
+def save_in(store, _module, _inputs, output):
+    store.append(output)
+
+
+def hook_and_reader(kind: str) -> tuple[Any, Callable[[], Any]]:
+    """Return a hook, and what reads the value that it has kept last."""
+    if kind == "global":
+        return save_globally, lambda: KEPT["out"]
+    if kind in {"object", "method"}:
+        saver = Saver()
+        return saver if kind == "object" else saver.save, lambda: saver.out
+    store: list[torch.Tensor] = []
+    if kind == "partial":
+        return partial(save_in, store), lambda: store[-1]
+    last: Any = None
+
+    def rebind(_module, _inputs, output):
+        nonlocal last
+        last = output
+
+    return rebind, lambda: last
+
+
+def train(kind, plan, num_microbatches=1, *, how="loss"):
+    model = build_seeded(Net)
+    hook, read = hook_and_reader(kind)
+    model.first.register_forward_hook(hook)
+
+    def loss(output, targets):
+        extra = read().square().mean() if how == "loss" else 0.0
+        return F.cross_entropy(output, targets) + extra
+
+    if plan == "plain":
+        optimizer = SGD(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model(X), Y).backward()
+            optimizer.step()
+        return params_of(model)
+    with cp.parallelize(model, SGD, loss, strategy=plan, num_microbatches=num_microbatches) as step:
+        for _ in range(2):
+            step(X, Y)
+    return params_of(model)
+
+
+KINDS = ["global", "object", "method", "partial", "rebind"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_hook_keeps_is_read_where_the_model_runs_and_refused_where_a_part_of_it_does(kind):
+    """Under zero3 and pipelines, losses and gradients were others, without a word."""
+    assert max_difference(train(kind, "solo", 2), train(kind, "plain")) < 1e-12
+    for plan in ("zero3(2)", "pipeline(2)"):
+        with pytest.raises(PlanError, match="a forward hook of module 'first' keeps a differentiable value, but under"):
+            train(kind, plan)
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "partial"])
+def test_objects_that_are_hooks_are_copied_with_the_model(kind):
+    with pytest.raises(
+        PlanError, match="a forward hook of module 'first' keeps a differentiable value, but under data"
+    ):
+        train(kind, "data(2)")
+
+
+@pytest.mark.parametrize("kind", ["global", "rebind"])
+def test_functions_are_not(kind):
+    assert max_difference(train(kind, "data(2)"), train(kind, "plain")) < 1e-12
+
+
+def test_a_value_that_is_only_looked_at_may_be_kept():
+    model, seen = build_seeded(Net), []
+    model.first.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
+    with cp.parallelize(model, SGD, F.cross_entropy, strategy="pipeline(2)") as step:
+        step(X, Y)
+
+
+class Decaying(Net):
+    """Writes to a buffer through ``.data``."""
+
+    scale: torch.Tensor
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        if self.how == "assign":
+            self.scale.data = self.scale.data * 0.9
+        else:
+            self.scale.data.copy_(self.scale * 0.9)
+        return self.second(torch.tanh(self.first(x)) * self.scale)
+
+
+@pytest.mark.parametrize("how", ["assign", "copy"])
+def test_a_write_through_data_is_exact_in_a_whole_model_and_refused_in_a_trace(how):
+    result = []
+    for plan in ("solo", "data(2)"):
+        model = build_seeded(partial(Decaying, how))
+        with cp.parallelize(model, SGD, F.cross_entropy, strategy=plan) as step:
+            losses = [step(X, Y) for _ in range(2)]
+        result.append({**params_of(model), "scale": model.scale, "losses": torch.tensor(losses)})
+    assert max_difference(*result) < 1e-12
+    with (
+        cp.parallelize(build_seeded(partial(Decaying, how)), SGD, F.cross_entropy, strategy="pipeline(2)") as step,
+        pytest.raises(PlanError, match=r"tracing the model stopped in .* writes to a tensor through .data, .*copy_"),
+    ):
+        step(X, Y)
