@@ -323,11 +323,7 @@ class LocalRanks:
         self.step_gradients = StepGradients(built)
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()
-        reduction = self.options.loss_reduction
-        if self.global_num_microbatches > 1 and reduction != "batch" and self.compiler.may_cut_batches():
-            self.model_loss_check = self.model_loss_check or ModelLossCheck(
-                self.model, self.loss, str(self.plan), is_sum=reduction == "sum"
-            )
+        self.model_loss_check = self.model_loss_check or self.make_model_loss_check()
         self.released_params = ReleasedParameters.for_ranks(self.trained, self.ranks, self.run_spec.model_spec)
         self.optimizer_exchange = OptimizerExchange(self.optimizer_spec, built, self.in_flight)
         self.optimizer_exchange.import_state()
@@ -474,6 +470,13 @@ class LocalRanks:
         gathered: Any = self.world.run(lambda fabric: fabric.gather_values("signals", own, everyone))[0]
         numbers, durations_s = zip(*gathered, strict=True)
         return max(numbers), max(durations_s)
+
+    def make_model_loss_check(self) -> ModelLossCheck | None:
+        """Return what checks a loss that the model computes; None if ranks do not add up losses of microbatches."""
+        reduction = self.options.loss_reduction
+        if self.global_num_microbatches == 1 or reduction == "batch" or not self.compiler.may_cut_batches():
+            return None
+        return ModelLossCheck(self.model, self.loss, str(self.plan), is_sum=reduction == "sum")
 
     def require_model_loss(self, check: ModelLossCheck, batch: MicrobatchSource) -> None:
         """Check that a loss that the model computes adds up over microbatches.
