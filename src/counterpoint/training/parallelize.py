@@ -290,9 +290,11 @@ class TrainStep:
         self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
         ranks.plan.require_batch(global_size)
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
-        batch_exchange.set_program(
-            ranks.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
-        )
+        part, own = slice_samples(batch[0], 0, min(*counts, size)), counts[ranks.world.fabrics[0].rank]
+        whole = make_global_batch(batch, own, 1)
+        with ranks.explain_build(part, min(*counts, size), partial(whole.undivided, 0)):
+            compiled = ranks.build(part, size)
+        batch_exchange.set_program(compiled.step_variants[-1].program)
 
     def should_stop(self) -> bool:
         """Return whether SIGTERM or SIGUSR1 has asked the last step to be the last one; the same on all ranks.
@@ -412,7 +414,9 @@ class TrainStep:
             local_ranks.use_plan(local_ranks.plan.with_microbatches_of(len(batches)))
         _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]
         start, stop = split_batch(count, max(share, 1))[0]
-        compiled = local_ranks.build(slice_samples(inputs, start, stop), stop - start)
+        part, whole = slice_samples(inputs, start, stop), make_global_batch(batches[0], count, 1)
+        with local_ranks.explain_build(part, stop - start, partial(whole.undivided, 0)):
+            compiled = local_ranks.build(part, stop - start)
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
 
     def resolve_plan(self, sample_inputs: Any, count: int, batch: tuple[Any, Any] = ((), ())) -> None:  # noqa: ANN401
