@@ -532,6 +532,7 @@ class LocalRanks:
         self.stale_weights.grads.drop()
         self.shared_model.catch_up()
         self.changes.carry_over()
+        self.optimizer_exchange.find_changes()
         reason = self.changes.find_rebuild_reason()
         if reason:
             self.rebuild(batch, reason)

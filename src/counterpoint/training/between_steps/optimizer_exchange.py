@@ -43,18 +43,22 @@ class OptimizerExchange:
             self.optimizer_spec.attach_ranks(self.export_state)
 
     def export_state(self) -> None:
-        """Give the user's optimizer the state of the ranks' optimizers.
+        """Give the user's optimizer the state of the ranks' optimizers, because it is used.
 
         Raises:
             DataError: other processes would have to take part.
         """
         if not self.built.is_single_process:
             raise DataError(
-                f"state_dict() of the optimizer was called, but under {self.built.plan} its state is on ranks in other "
-                "processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on all ranks, before "
-                "close()"
+                f"the optimizer's state was used, or its state_dict() called, but under {self.built.plan} its state is "
+                "on ranks in other processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on "
+                "all ranks, before close(), and optimizer.load_state_dict(...) on all ranks to change it"
             )
         self.optimizer_spec.put_state(self.gather())
+
+    def find_changes(self) -> None:
+        """Note before a step whether the state of the user's optimizer was changed, for the ranks to get it."""
+        self.optimizer_spec.find_changed_state(self.gather)
 
     def import_state(self) -> None:
         """Load the state of the user's optimizer into the optimizers of the ranks."""
@@ -71,6 +75,6 @@ class OptimizerExchange:
         """Make the user's optimizer an ordinary one, with the state of the ranks if all are in this process."""
         if self.built.is_single_process:
             self.in_flight.batches.clear()
-            if not self.optimizer_spec.has_new_state:
+            if not self.optimizer_spec.has_new_state and not self.optimizer_spec.is_state_loaded():
                 self.export_state()
             self.optimizer_spec.detach_ranks()
