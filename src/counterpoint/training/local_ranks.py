@@ -665,6 +665,21 @@ class LocalRanks:
         """Record whether the ranks have got delayed gradients, which the next step applies."""
         self.has_delayed_grads = exist
 
+    def restore_state(self, restore: Callable[[], object]) -> None:
+        """Let a function give the ranks other weights and optimizer state between two steps; the model gets them, too.
+
+        All ranks call it.
+        """
+        self.shared_model.catch_up()
+        self.stale_weights.unmark()
+        self.step_gradients.drop()
+        restore()
+        for rank in self.ranks.values():
+            for flat_params in rank.interpreter.store.flat_params():
+                flat_params.reshard_weights()  # gathered weights are stale now
+        self.optimizer_spec.take_state()  # which was read, or loaded, before
+        self.export_weights()
+
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
         assert self.run_spec is not None, "built"

@@ -60,6 +60,22 @@ class OptimizerExchange:
         """Note before a step whether the state of the user's optimizer was changed, for the ranks to get it."""
         self.optimizer_spec.find_changed_state(self.gather)
 
+    def hand_over_changes(self) -> None:
+        """Give the ranks the changes of the user's optimizer before its state is saved.
+
+        Raises:
+            DataError: ranks must be built again for them.
+        """
+        self.find_changes()
+        spec = self.optimizer_spec
+        if spec.has_new_state and spec.merges_params and not spec.has_mergeable_state():
+            raise DataError(
+                "the optimizer's state was changed for some parameters since the last step, and the ranks take it over "
+                "in the next one, for which they are built again; save after that step"
+            )
+        if spec.has_new_state:
+            self.import_state()
+
     def import_state(self) -> None:
         """Load the state of the user's optimizer into the optimizers of the ranks."""
         is_new, states = self.optimizer_spec.has_new_state, self.optimizer_spec.take_state()
