@@ -27,6 +27,8 @@ from counterpoint.runtime.state_of_ranks import StateOfRanks
 from counterpoint.world.topology import format_count
 
 DYNAMO = "torch._dynamo"
+PART = "optimizer"
+"""The option of a group that has the index of its optimizer, if several were given."""
 OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 DISABLE_CACHE_ATTRIBUTE = "__dynamo_disable"
 """Attribute in which a wrapper caches the function that it calls instead of the method."""
@@ -163,6 +165,12 @@ class OptimizerSpec:
     def merges_params(self) -> bool:
         """Whether parameters of a group may be updated as one tensor, with one step count."""
         return self.is_elementwise and not self._updates_apart
+
+    def class_of(self, name: str) -> type[optim.Optimizer]:
+        """Return the class of the optimizer that updates a parameter: one of a list, if several were given."""
+        group = self.optimizer.param_groups[self.group_index[name]]
+        parts = self.user_optimizers[1:]
+        return type(parts[group[PART]]) if parts else self.optimizer_class
 
     def update_apart(self) -> None:
         """Update each parameter as a tensor of its own from now on, because some may be skipped in a step."""
