@@ -1,6 +1,7 @@
 """One layer for query, key and value: exact under tensor parallelism, or refused with a remedy that runs."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def by_heads(*parts):
     return [part.view(*part.shape[:2], HEADS, SIZE).transpose(1, 2) for part in parts]
 
 
-FORMS = {
+FORMS: dict[str, Any] = {
     "chunk": lambda x: by_heads(*x.chunk(3, -1)),
     "split": lambda x: by_heads(*x.split(WIDTH, dim=2)),
     "slices": lambda x: by_heads(*(x[..., start : start + WIDTH] for start in range(0, 3 * WIDTH, WIDTH))),
@@ -54,8 +55,9 @@ class Block(nn.Module):
         self.out, self.wide, self.narrow = layer(WIDTH, WIDTH), layer(WIDTH, 16), layer(16, WIDTH)
 
     def forward(self, x):
-        fused = by_heads(*(part(x) for part in self.parts)) if self.fused is None else self.form(self.fused(x))
-        attended = F.scaled_dot_product_attention(*fused, is_causal=True)
+        separate = [part(x) for part in self.parts]
+        query, key, value = by_heads(*separate) if self.fused is None else self.form(self.fused(x))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.narrow(torch.tanh(self.wide(x)))
 
