@@ -104,8 +104,15 @@ def weights_changed_in_place():
     step(*dataset(12).tensors)
 
 
+def optimizer_state_read_in_a_loop():
+    model = mlp()
+    with step_of(model, optim.Adam(model.parameters())) as step:
+        step(*dataset(12).tensors)
+        step.optimizer.state[model[0].weight]["exp_avg"]
+
+
 CONTINUING_SCRIPTS = (
     more_threads_than_cores, workers_that_are_forked_late, noise_for_many_samples_at_once, an_optimizer_from_before,
-    the_same_samples_under_horovod, weights_changed_unseen,
+    the_same_samples_under_horovod, optimizer_state_read_in_a_loop, weights_changed_unseen,
 )  # fmt: skip
 """Scripts after which all ranks can continue, and a last one after which they cannot."""

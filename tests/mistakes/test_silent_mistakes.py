@@ -67,6 +67,12 @@ def test_replicas_that_differ_are_reported_in_the_next_step_on_all_ranks():
     assert seconds < 2
 
 
+def test_the_optimizers_state_is_refused_where_other_processes_have_it():
+    answers, seconds, _ = collect_answers(silent_mistakes.optimizer_state_read_in_a_loop)
+    assert answers == documented_messages("The optimizer's state read in a loop") * silent_mistakes.NUM_RANKS
+    assert seconds < 2
+
+
 def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
     answers, seconds, _ = collect_answers(silent_mistakes.weights_changed_in_place)
     expected_message = documented_messages("Weights changed in a loop")[0]

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -213,6 +214,100 @@ def test_a_group_may_be_added_between_steps(plan):
         return ADAMW([param for name, param in model.named_parameters() if not name.startswith("head")])
 
     compare(plan, make_optimizer, add, prepare=lambda model: model.head.requires_grad_(False))
+
+
+def halve_moments(number, _, optimizer):
+    for state in optimizer.state.values() if number else ():
+        state["exp_avg"].mul_(0.5)
+
+
+def halve_moments_unseen(number, _, optimizer):
+    for state in optimizer.state.values() if number else ():
+        state["exp_avg"].data.mul_(0.5)
+
+
+def replace_moments(number, model, optimizer):
+    if number == 2:
+        optimizer.state[model.first.weight] |= {"exp_avg": torch.ones_like(model.first.weight)}
+
+
+def forget_one_parameter(number, model, optimizer):
+    if number == 2:
+        del optimizer.state[model.first.weight]
+
+
+def forget_all(number, _, optimizer):
+    if number == 2:
+        optimizer.state.clear()
+
+
+def forget_all_by_a_new_mapping(number, _, optimizer):
+    if number == 2:
+        optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize("plan", KEEPS_GROUPS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        halve_moments,
+        halve_moments_unseen,
+        replace_moments,
+        forget_one_parameter,
+        forget_all,
+        forget_all_by_a_new_mapping,
+    ],
+)
+def test_a_change_of_the_optimizers_own_state_is_that_of_a_plain_loop(change, plan):
+    compare(plan, lambda model: ADAMW(model.parameters()), change, num=4)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_optimizers_own_state_is_read_as_in_a_plain_loop(plan):
+    model, expected = net(), net()
+    adam, plain = ADAMW(model.parameters()), ADAMW(expected.parameters())
+    with cp.parallelize(model, adam, F.cross_entropy, strategy=plan) as step:
+        for batch in batches(3):
+            step(*batch)
+            train_plain(expected, plain, [batch])
+            assert len(adam.state) == len(plain.state)
+            assert model.head.bias in adam.state
+            found, right = adam.state[model.head.bias], plain.state[expected.head.bias]
+            assert_equal_values({0: found}, {0: right})
+            assert_equal_values({0: copy.deepcopy(adam).state_dict()["state"][0]}, {0: plain.state_dict()["state"][0]})
+    assert type(adam.state) is defaultdict
+    require_equal_states(train_plain(model, adam, batches(1, 3)), train_plain(expected, plain, batches(1, 3)))
+
+
+def test_state_that_is_only_read_stays_with_the_ranks():
+    model = net()
+    adam = ADAMW(model.parameters())
+    with cp.parallelize(model, adam, F.cross_entropy, strategy="data(2, sync_every=2)") as step:
+        for batch in batches(3):
+            step(*batch)
+            own = [rank.interpreter.store.optimizers for rank in step.local_ranks.ranks.values()]
+            before = [id(optimizer) for optimizers in own for optimizer, _ in optimizers.values()]
+            assert float(adam.state[model.head.bias]["step"]) == step.number
+            assert step.local_ranks.optimizer_exchange is not None
+            step.local_ranks.optimizer_exchange.find_changes()
+            assert not step.local_ranks.optimizer_spec.has_new_state
+            assert not step.local_ranks.optimizer_spec.is_state_loaded()
+            assert before == [id(optimizer) for optimizers in own for optimizer, _ in optimizers.values()]
+
+
+def test_the_state_of_one_of_several_optimizers_may_be_replaced():
+    model, expected = net(), net()
+    of_model, of_expected = sgd_and_adagrad(model), sgd_and_adagrad(expected)
+    with cp.parallelize(model, list(of_model), F.cross_entropy, strategy="zero3(2)") as step:
+        for batch in batches(2):
+            step(*batch)
+        assert model.first.bias in of_model[0].state
+        of_model[0].state = defaultdict(dict)
+        step(*batches(1, 2)[0])
+    train_with_both(expected, of_expected, batches(2))
+    of_expected[0].state = defaultdict(dict)
+    train_with_both(expected, of_expected, batches(1, 2))
+    assert max_difference(state_of(model), state_of(expected)) < 1e-12
 
 
 @pytest.mark.parametrize("plan", ["easgd(2)", "data(2, staleness=1)"])

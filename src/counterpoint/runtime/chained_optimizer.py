@@ -9,10 +9,7 @@ from typing import Any
 from torch import Tensor, optim
 
 from counterpoint.errors import PlanError
-from counterpoint.runtime.optimizer_spec import argument_names
-
-PART = "optimizer"
-"""The option of a group that has the index of its optimizer."""
+from counterpoint.runtime.optimizer_spec import PART, argument_names
 
 
 class ChainedOptimizer(optim.Optimizer):

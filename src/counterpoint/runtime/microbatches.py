@@ -51,6 +51,10 @@ class MicrobatchSource(Protocol):
         """Return what the loss takes in addition to the model's output."""
         ...
 
+    def undivided(self, micro: int) -> tuple[Any, Any, int]:
+        """Return inputs, targets and number of samples of the batch of which this microbatch is a part."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SlicedBatch:
@@ -78,6 +82,11 @@ class SlicedBatch:
     def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
         """Return the targets of a microbatch."""
         return slice_samples(self.batch[1], *self.sample_ranges[micro])
+
+    def undivided(self, micro: int) -> tuple[Any, Any, int]:
+        """Return inputs, targets and number of samples of the batch."""
+        count = self.sample_ranges[-1][1]
+        return *(slice_samples(values, 0, count) for values in self.batch), count
 
 
 def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
@@ -123,6 +132,11 @@ class AccumulatedBatches:
         batch, part = self._parts[micro]
         return batch.targets(part)
 
+    def undivided(self, micro: int) -> tuple[Any, Any, int]:
+        """Return inputs, targets and number of samples of the batch of which a microbatch is a part."""
+        batch, part = self._parts[micro]
+        return batch.undivided(part)
+
 
 class AsyncPipelineBatches:
     """The batches in flight in an asynchronous pipeline, as one source.
@@ -155,6 +169,10 @@ class AsyncPipelineBatches:
     def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
         """Return the targets of a microbatch."""
         return self.batches[micro // self.microbatches_per_batch].targets(micro % self.microbatches_per_batch)
+
+    def undivided(self, micro: int) -> tuple[Any, Any, int]:
+        """Return inputs, targets and number of samples of the batch of which a microbatch is a part."""
+        return self.batches[micro // self.microbatches_per_batch].undivided(micro % self.microbatches_per_batch)
 
     def autocasts(self, micro: int) -> Autocasts | None:
         """Return the autocasts that a microbatch is computed under; None for the current ones."""

@@ -3,8 +3,8 @@
 The user's optimizer is built once on the model's own parameters and never steps: it is the template, whose
 ``param_groups`` hold the options that a scheduler may change. Ranks update with optimizers from the user's factory, or
 of the same class, over their own shards, and copy the template's options before every step. State that the template
-has, because it stepped before or has loaded a ``state_dict()``, goes to the ranks before the next step, and that of the
-ranks comes back when its ``state_dict()`` is called::
+has, because it stepped before, has loaded a ``state_dict()`` or was changed, goes to the ranks before the next step,
+and that of the ranks comes back when its ``state`` is used or its ``state_dict()`` is called::
 
     template.state --take_state--> ranks' optimizers --put_state--> template.state
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -22,9 +23,12 @@ import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.errors import PlanError
+from counterpoint.runtime.state_of_ranks import StateOfRanks
 from counterpoint.world.topology import format_count
 
 DYNAMO = "torch._dynamo"
+PART = "optimizer"
+"""The option of a group that has the index of its optimizer, if several were given."""
 OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 DISABLE_CACHE_ATTRIBUTE = "__dynamo_disable"
 """Attribute in which a wrapper caches the function that it calls instead of the method."""
@@ -155,11 +159,18 @@ class OptimizerSpec:
         self._idle_state: dict[str, dict[str, Any]] = {}  # of frozen parameters
         self._export_state: Callable[[], None] | None = None  # of ranks, if there are any
         self._has_hooks = False
+        self._is_for_state_dict = False  # whether the state was loaded for a state_dict()
 
     @property
     def merges_params(self) -> bool:
         """Whether parameters of a group may be updated as one tensor, with one step count."""
         return self.is_elementwise and not self._updates_apart
+
+    def class_of(self, name: str) -> type[optim.Optimizer]:
+        """Return the class of the optimizer that updates a parameter: one of a list, if several were given."""
+        group = self.optimizer.param_groups[self.group_index[name]]
+        parts = self.user_optimizers[1:]
+        return type(parts[group[PART]]) if parts else self.optimizer_class
 
     def update_apart(self) -> None:
         """Update each parameter as a tensor of its own from now on, because some may be skipped in a step."""
@@ -214,27 +225,76 @@ class OptimizerSpec:
     def detach_ranks(self) -> None:
         """Make the template an ordinary optimizer with its own state again, after the ranks have ended."""
         self._export_state = None
+        self._use_state(defaultdict(dict, self._own_state()))
         unlink_parts = getattr(self.optimizer, "unlink_parts", None)  # of several optimizers
         if unlink_parts is not None:
             unlink_parts()
 
+    def _use_state(self, state: defaultdict[Tensor, dict[str, Any]]) -> None:
+        for optimizer in self.user_optimizers:
+            optimizer.state = state
+
+    def _own_state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """Return the template's state, empty while ranks have it."""
+        state = self.optimizer.state
+        return {} if isinstance(state, StateOfRanks) and not state.is_loaded else state
+
+    def _load_state(self) -> None:
+        assert self._export_state is not None, "ranks have the state"
+        self._export_state()
+
+    def is_state_loaded(self) -> bool:
+        """Return whether the template has the state that ranks had after the last step, which may have been changed."""
+        return isinstance(self.optimizer.state, StateOfRanks) and self.optimizer.state.is_loaded
+
+    def find_changed_state(self, read_ranks: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
+        """Note whether the template's state was changed since it was read; if it was not, leave it to the ranks.
+
+        Args:
+            read_ranks: returns their state by parameter.
+        """
+        if self.has_new_state or self._export_state is None:
+            return
+        replaced = [one for one in self.user_optimizers if not isinstance(one.state, StateOfRanks)]
+        for optimizer in replaced:
+            self._after_load(optimizer)
+        if not replaced and self.is_state_loaded():
+            expected = {**self._idle_state, **read_ranks()}
+            found = {name: self.optimizer.state.get(param, {}) for name, param in self.params.items()}
+            self.has_new_state = any(not is_same_state(found[name], expected.get(name, {})) for name in found)
+            if not self.has_new_state:
+                self._drop_state()
+
+    def _drop_state(self) -> None:
+        if isinstance(self.optimizer.state, StateOfRanks):
+            self.optimizer.state.drop()
+
     def _before_state_dict(self, optimizer: optim.Optimizer) -> None:
-        if self._export_state is not None and not self.has_new_state:
-            self._export_state()
+        if self._export_state is None or self.has_new_state:
+            state = optimizer.state
+        else:
+            self._is_for_state_dict = not self.is_state_loaded()
+            if self._is_for_state_dict:
+                self._export_state()
+            state = self.optimizer.state
         if optimizer is not self.optimizer:
             own = {param for group in optimizer.param_groups for param in group["params"]}
-            for param in [param for param in optimizer.state if param not in own]:
-                del optimizer.state[param]
+            optimizer.state = defaultdict(dict, {param: value for param, value in state.items() if param in own})
 
     def _after_state_dict(self, optimizer: optim.Optimizer, _: object) -> None:
         if self._export_state is not None and not self.has_new_state:
-            optimizer.state.clear()
+            optimizer.state = self.optimizer.state
+            if self._is_for_state_dict:
+                self._drop_state()
 
     def _after_load(self, optimizer: optim.Optimizer) -> None:
         if optimizer is not self.optimizer:  # one of several: the others keep their state
             loaded = dict(optimizer.state)
-            if self._export_state is not None and not self.has_new_state:
+            if self._export_state is not None and not self.has_new_state and not self.is_state_loaded():
                 self._export_state()
+            own = {param for group in optimizer.param_groups for param in group["params"]}
+            for param in own & self.optimizer.state.keys():
+                del self.optimizer.state[param]
             self.optimizer.state.update(loaded)
         self.has_new_state = True
 
@@ -247,16 +307,18 @@ class OptimizerSpec:
         """
         self.has_new_state = is_new
         states = {**self._idle_state, **states}
-        for name, param in self.params.items():
-            if name in states:
-                self.optimizer.state[param] = dict(states[name])
+        own: dict[Tensor, dict[str, Any]] = {
+            param: dict(states[name]) for name, param in self.params.items() if name in states
+        }
+        state = self.optimizer.state
+        state.fill(own) if isinstance(state, StateOfRanks) else state.update(own)
 
     def take_state(self) -> dict[str, dict[str, Any]]:
         """Take the template's state of trained parameters, which ranks have from now on."""
-        state, self.has_new_state = self.optimizer.state, False
+        state, self.has_new_state = self._own_state(), False
         states = {name: state[param] for name, param in self.params.items() if state.get(param)}
         self._idle_state = {name: state for name, state in states.items() if name not in self.group_index}
-        state.clear()
+        self._use_state(StateOfRanks(self._load_state))
         return {name: state for name, state in states.items() if name in self.group_index}
 
     def has_mergeable_state(self) -> bool:
@@ -264,7 +326,7 @@ class OptimizerSpec:
         numbers: dict[int, set[object]] = {}
         for name, group in self.group_index.items():
             param = self.params[name]
-            state = self.optimizer.state.get(param, {})
+            state = self._own_state().get(param, {})
             scalars = [(key, str(value)) for key, value in state.items() if is_scalar_state(key, value, param)]
             numbers.setdefault(group, set()).add((*sorted(scalars), *sorted(state)))
         return all(len(distinct) == 1 for distinct in numbers.values())
@@ -381,6 +443,21 @@ class OptimizerSpec:
         for optimizer in self.user_optimizers if is_applied else ():
             for hook in tuple(optimizer._optimizer_step_post_hooks.values()):  # noqa: SLF001 - as above
                 hook(optimizer, (optimizer,), {})
+
+
+def is_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether the state of a parameter has the same entries with the same values.
+
+    Example:
+        >>> is_same_state({"step": 1, "buffer": torch.ones(2)}, {"step": 1, "buffer": torch.zeros(2)})
+        False
+    """
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key])
+        if isinstance(value, Tensor) and isinstance(other[key], Tensor)
+        else type(value) is type(other[key]) and bool(value == other[key])
+        for key, value in one.items()
+    )
 
 
 def require_trainable(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

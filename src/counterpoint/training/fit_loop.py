@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import optim
 
-from counterpoint.checkpoint import Checkpoint
 from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps
 from counterpoint.checkpoint.reader import state_error
 from counterpoint.data.fetch import is_same_dataset
@@ -47,18 +46,15 @@ from counterpoint.training.checkpointing.per_stage import (
     StageCheckpointer,
     require_checkpoint_mode,
 )
-from counterpoint.training.checkpointing.train_state import decode_position, find_scalar_flaw
+from counterpoint.training.checkpointing.restored_options import (
+    describe_options,
+    require_same_options,
+    restore_options,
+)
+from counterpoint.training.checkpointing.train_state import decode_position
 from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.local_ranks import LocalRanks
-from counterpoint.training.optimizer_state import (
-    apply_group_options,
-    find_form_flaw,
-    find_schedule_flaw,
-    from_json,
-    get_group_options,
-    to_json,
-)
 from counterpoint.training.step_trace import trace_step
 from counterpoint.training.validation import require_directory_path
 from counterpoint.value_codec import encode_value
@@ -489,13 +485,11 @@ class FitLoop:
     def checkpoint_metadata(self) -> dict[str, Any]:
         """Return the metadata of a checkpoint, in addition to tensors and cursor."""
         return {
-            "schedule": to_json(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
+            **describe_options(self.local_ranks.optimizer_spec, self.lr_scheduler),
             **self.batches.metadata(),
             "data": b64encode(
                 encode_value(self.batches.state_at(self.progress.cursor), "the data's position")
             ).decode(),
-            "optimizer": self.local_ranks.optimizer_spec.optimizer_class.__name__,
-            "options": [get_group_options(group) for group in self.local_ranks.optimizer_spec.optimizer.param_groups],
         }
 
     def resume(self, config: save_restore.ResumeConfig) -> None:
@@ -516,7 +510,7 @@ class FitLoop:
         is_new_size = config.batch_size == "new" and metadata.get("batch_size", size) != size
         self.require_same_config(path, metadata, is_new_size=is_new_size)
         position, cursor = decode_position(checkpoint), Cursor.from_dict(state["cursor"])
-        self.require_same_options(checkpoint)
+        require_same_options(self.local_ranks.optimizer_spec, self.lr_scheduler, checkpoint)
         if is_new_size:
             cursor = self.use_new_batch_size(checkpoint.folder, step, cursor, metadata, position)
         self.require_steps_left(path, step)
@@ -527,35 +521,13 @@ class FitLoop:
         save_restore.restore_checkpoint(self.local_ranks, checkpoint)
         self.progress, self.checkpoint_path = save_restore.TrainProgress(step, cursor), checkpoint.folder
         self.run_id = str(state.get("run_id", ""))
-        if self.lr_scheduler is not None and metadata.get("schedule") is not None:
-            self.lr_scheduler.load_state_dict(from_json(metadata["schedule"], self.lr_scheduler.state_dict()))
-        for group, options in zip(
-            self.local_ranks.optimizer_spec.optimizer.param_groups, metadata.get("options", ()), strict=False
-        ):
-            if self.local_ranks.world.fabrics[0].rank == 0:
+        spec = self.local_ranks.optimizer_spec
+        if self.local_ranks.world.fabrics[0].rank == 0:
+            for group, options in zip(spec.optimizer.param_groups, metadata.get("options", ()), strict=False):
                 self.warn_restored_lr(path, group, options)
-            apply_group_options(group, options)
+        restore_options(spec, self.lr_scheduler, metadata)
         if "data" in metadata and not is_new_size:
             self.batches.load_state(cursor, position)
-
-    def require_same_options(self, checkpoint: Checkpoint) -> None:
-        """Check that what a checkpoint has for the scheduler and the parameter groups has the form of theirs.
-
-        Raises:
-            CheckpointError: a value is none that this scheduler or optimizer could have saved.
-        """
-        metadata: Any = checkpoint.state["extra"]
-        flaw = ""
-        if self.lr_scheduler is not None and metadata.get("schedule") is not None:
-            flaw = find_schedule_flaw(metadata["schedule"], self.lr_scheduler, "state.extra.schedule")
-        groups = map(get_group_options, self.local_ranks.optimizer_spec.optimizer.param_groups)
-        for index, (own, options) in enumerate(zip(groups, metadata.get("options", ()), strict=False)):
-            flaw = flaw or find_form_flaw(options, own, f"state.extra.options[{index}]", lengths="same")
-        own_scalars = self.local_ranks.optimizer_spec.list_scalars()
-        if own_scalars is not None:
-            flaw = flaw or find_scalar_flaw(checkpoint, own_scalars)
-        if flaw:
-            raise state_error(checkpoint, flaw)
 
     def use_new_batch_size(
         self, path: Path, step: int, cursor: Cursor, metadata: Mapping[str, Any], position: Mapping[str, Any]

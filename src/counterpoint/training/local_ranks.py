@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,7 @@ from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleW
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
+from counterpoint.training.divided_batch import TrialBatch, explain_division
 from counterpoint.training.hook_stores import require_no_kept_outputs
 from counterpoint.training.initial_values import broadcast_initial_values
 from counterpoint.training.model_loss_check import ModelLossCheck
@@ -247,6 +249,27 @@ class LocalRanks:
         assert self.compiled is not None, "compiled"
         return self.compiled
 
+    def explain_build(
+        self,
+        inputs: Any,  # noqa: ANN401 - whatever the model takes
+        num_samples: int,
+        undivided: Callable[[], tuple[Any, Any, int]],
+    ) -> AbstractContextManager[None]:
+        """Explain an error of :meth:`build` whose cause is that its microbatch is a part of a batch.
+
+        Args:
+            inputs: of the microbatch.
+            num_samples: of the microbatch.
+            undivided: returns inputs, targets and number of samples of the batch.
+        """
+
+        def read() -> tuple[TrialBatch, TrialBatch, str]:
+            """Return the microbatch, and the batch."""
+            whole_inputs, _, count = undivided()
+            return TrialBatch(inputs, None, num_samples), TrialBatch(whole_inputs, None, count), "a microbatch"
+
+        return explain_division(self.model, None, self.plan, read)
+
     def compile_plan(self, inputs: Any, num_samples: int) -> PartitionedModel:  # noqa: ANN401 - what the model takes
         """Partition the model and compile the plan for it; return the partition.
 
@@ -427,7 +450,7 @@ class LocalRanks:
             interpreter = self.ranks[fabric.rank].interpreter
             changes.require_same_weights(fabric.rank)
             self.released_params.release()  # in the first step, and in the first one after export_weights
-            with annotate_errors(interpreter, fabric.rank):
+            with self.explain_division(batch, fabric.rank), annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
                 return interpreter.step(number, batch, variant.name, changes.step_facts, self.stop_signals)
@@ -450,6 +473,20 @@ class LocalRanks:
         result = first_result(results)
         self.step_gradients.record_step(result)
         return result
+
+    def explain_division(self, batch: MicrobatchSource, rank: int) -> AbstractContextManager[None]:
+        """Explain an error of a step or an evaluation inside whose cause is that a rank has a part of the batch."""
+        loss = None if self.options.loss_reduction == "batch" else self.loss
+        interpreter = self.ranks[rank].interpreter
+
+        def read() -> tuple[TrialBatch, TrialBatch, str]:
+            """Return what the rank has computed last, and the batch."""
+            rng, num_in_flight = interpreter.rng, interpreter.program.microbatches_per_batch
+            micro = rng.step * num_in_flight + rng.micro
+            part = TrialBatch(batch.inputs(micro), batch.targets(micro), batch.sizes[micro])
+            return part, TrialBatch(*batch.undivided(micro)), f"microbatch {rng.micro} on rank {rank}"
+
+        return explain_division(self.model, loss, self.plan, read)
 
     @property
     def knows_stop_signal(self) -> bool:
@@ -527,6 +564,7 @@ class LocalRanks:
         if self.grad_hooks is not None:
             with without_stale_reads():
                 self.grad_hooks.require_none_unseen()
+        self.optimizer_exchange.find_changes()
         reason = self.changes.find_rebuild_reason()
         if reason:
             self.rebuild(batch, reason)
@@ -578,7 +616,9 @@ class LocalRanks:
         self.optimizer_spec.update_groups()
         self.remove_hooks()
         self.ranks, self.eval_models, self.compiled, self.changes = {}, {}, None, None
-        self.build(batch.inputs(micro), batch.sizes[micro])
+        inputs, num_samples = batch.inputs(micro), batch.sizes[micro]
+        with self.explain_build(inputs, num_samples, partial(batch.undivided, micro)):
+            self.build(inputs, num_samples)
 
     def variant_at(self, number: int) -> StepVariant:
         """Return the step variant of the next step, given its number."""
@@ -627,7 +667,8 @@ class LocalRanks:
             if fabric.rank not in self.eval_models:
                 self.eval_models[fabric.rank] = self.ranks[fabric.rank].bind_for_evaluation()
             model = self.eval_models[fabric.rank]
-            losses = interpreter.evaluate(batch, model if metrics is None else replace(model, loss=record), number)
+            with self.explain_division(batch, fabric.rank):
+                losses = interpreter.evaluate(batch, model if metrics is None else replace(model, loss=record), number)
             measured.update({} if metrics is not None else losses)
 
         self.shared_model.catch_up()
@@ -655,6 +696,21 @@ class LocalRanks:
     def restore_delayed_grads(self, *, exist: bool) -> None:
         """Record whether the ranks have got delayed gradients, which the next step applies."""
         self.has_delayed_grads = exist
+
+    def restore_state(self, restore: Callable[[], object]) -> None:
+        """Let a function give the ranks other weights and optimizer state between two steps; the model gets them, too.
+
+        All ranks call it.
+        """
+        self.shared_model.catch_up()
+        self.stale_weights.unmark()
+        self.step_gradients.drop()
+        restore()
+        for rank in self.ranks.values():
+            for flat_params in rank.interpreter.store.flat_params():
+                flat_params.reshard_weights()  # gathered weights are stale now
+        self.optimizer_spec.take_state()  # which was read, or loaded, before
+        self.export_weights()
 
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""

@@ -37,6 +37,7 @@ from counterpoint.training.batches.global_batch import (
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
 from counterpoint.training.callbacks.loop_reporter import LoopReporter
 from counterpoint.training.callbacks.run_folder import RunFolder
+from counterpoint.training.checkpointing.loop_checkpoints import LoopCheckpoints
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.options import RENAMED_VALUES
@@ -113,6 +114,7 @@ class TrainStep:
         self.is_multi_process = False  # whether other processes have ranks, too
         self.committed_microbatches: list[int] = []
         self.accumulated: list[tuple[Any, Any]] = []  # batches for the next update()
+        self.checkpoints = LoopCheckpoints(local_ranks)
         self.known_pids: set[int] = set()  # child processes that were checked
         self.has_warned_of_fork = False  # of forked workers
 
@@ -290,9 +292,13 @@ class TrainStep:
         self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
         ranks.plan.require_batch(global_size)
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
-        batch_exchange.set_program(
-            ranks.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
-        )
+        part, own = slice_samples(batch[0], 0, min(*counts, size)), counts[ranks.world.fabrics[0].rank]
+        whole = make_global_batch(batch, own, 1)
+        self.checkpoints.before_build()
+        with ranks.explain_build(part, min(*counts, size), partial(whole.undivided, 0)):
+            compiled = ranks.build(part, size)
+        self.checkpoints.restore_pending()
+        batch_exchange.set_program(compiled.step_variants[-1].program)
 
     def should_stop(self) -> bool:
         """Return whether SIGTERM or SIGUSR1 has asked the last step to be the last one; the same on all ranks.
@@ -412,7 +418,11 @@ class TrainStep:
             local_ranks.use_plan(local_ranks.plan.with_microbatches_of(len(batches)))
         _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]
         start, stop = split_batch(count, max(share, 1))[0]
-        compiled = local_ranks.build(slice_samples(inputs, start, stop), stop - start)
+        part, whole = slice_samples(inputs, start, stop), make_global_batch(batches[0], count, 1)
+        self.checkpoints.before_build()
+        with local_ranks.explain_build(part, stop - start, partial(whole.undivided, 0)):
+            compiled = local_ranks.build(part, stop - start)
+        self.checkpoints.restore_pending()
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
 
     def resolve_plan(self, sample_inputs: Any, count: int, batch: tuple[Any, Any] = ((), ())) -> None:  # noqa: ANN401
@@ -539,6 +549,93 @@ class TrainStep:
             self.flush()
             self.local_ranks.import_weights()
 
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        scheduler: optim.lr_scheduler.LRScheduler | None = None,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Write a checkpoint from which any plan on any number of ranks continues; a collective call.
+
+        It has the weights, the buffers, the optimizer's state and options, the number of steps, the state of the
+        scheduler, and the states of the global random number generators of torch, Python and NumPy. Each rank writes
+        what it has. Batches in flight are finished first, as in :meth:`export_weights`.
+
+        Args:
+            folder: of all checkpoints; the first call holds it for this run until the step is closed.
+            scheduler: the learning rate scheduler.
+            keep_last: how many checkpoints of this run are kept; None keeps all.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            CheckpointError: there was no step yet, or the folder cannot be used or did not take the checkpoint.
+
+        Example:
+            >>> import tempfile, torch
+            >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
+            >>> with parallelize(model, optim.Adam(model.parameters()), loss, strategy="zero3(2)") as step:
+            ...     losses = [step(torch.ones(4, 2), torch.zeros(4, 1)) for _ in range(2)]
+            ...     folder = tempfile.mkdtemp()
+            ...     print(step.save(folder).name)
+            step-00000002
+            >>> with parallelize(model, optim.Adam(model.parameters()), loss, strategy="data(4)") as step:
+            ...     print(step.load(folder))
+            2
+        """
+        if self.local_ranks.observer is not None:
+            return Path(folder)
+        self.require_open("save()")
+        self.finish()
+        self.flush()
+        return self.checkpoints.save(Path(folder), self.number, scheduler, keep_last)
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        scheduler: optim.lr_scheduler.LRScheduler | None = None,
+        if_missing: Literal["error", "start"] = "error",
+    ) -> int:
+        """Continue from a checkpoint of :meth:`save`, or of a ``Trainer``; a collective call.
+
+        The model has the saved weights afterwards. Before the first step the ranks read the rest when they are built.
+        What :meth:`save` lists is restored; a position in the data is not: skip as many batches.
+
+        Args:
+            folder: the checkpoint, or a folder of some, of which the newest intact one is taken.
+            scheduler: the learning rate scheduler.
+            if_missing: ``start`` to do nothing if there is no checkpoint.
+
+        Returns:
+            The number of steps that are done, as :attr:`number` is from now on; 0 if there is no checkpoint.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model or optimizer.
+        """
+        if self.local_ranks.observer is not None:
+            return self.number
+        self.require_open("load()")
+        self.finish()
+        self.flush()
+        done = self.checkpoints.load(Path(folder), scheduler, if_missing)
+        self.number = done if done or self.checkpoints.run_id else self.number
+        return done
+
+    def require_open(self, call: str) -> None:
+        """Raise unless the step is open, without accumulated batches.
+
+        Raises:
+            PlanError: it is closed.
+            DataError: batches wait for ``update()``.
+        """
+        if self.is_closed:
+            raise PlanError(f"{call} was called after close(); call it before the step is closed")
+        if self.accumulated:
+            raise DataError(f"{call} was called with {len(self.accumulated)} accumulated batches; call update() before")
+
     def close(self) -> None:
         """Export the weights and close the connection to the other ranks; a second call does nothing."""
         if self.is_closed:
@@ -556,6 +653,7 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.open_contexts.close()
+            self.checkpoints.close()
             self.local_ranks.close()
             if self.reporter is not None:
                 self.reporter.end(None)
@@ -587,6 +685,7 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.open_contexts.close()
+            self.checkpoints.close()
             self.local_ranks.released_params.poison(error)
             self.local_ranks.close()
             if self.reporter is not None:

@@ -27,7 +27,7 @@ from counterpoint.program.program import Program
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
 from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, independent_replicas
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_grad_norm, require_version_memory
@@ -41,6 +41,7 @@ from counterpoint.training.model_partition import (
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
 from counterpoint.training.validation import check_batch_norm, require_no_shared_memory
+from counterpoint.world.topology import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +219,23 @@ def applies_one_gradient(plan: Plan, compiled: CompiledPlan) -> bool:
 
 
 def require_elementwise_optimizer(plan: Plan, compiled: CompiledPlan, optimizer_spec: OptimizerSpec) -> None:
-    """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
+    """Check that no parameter is sharded by tensor parallelism if its optimizer needs whole tensors.
 
     Raises:
         PlanError: one is.
     """
-    names = [name for block in compiled.model.blocks if block.tp for name, _ in block.tp.sharded_dims]
-    if names and not optimizer_spec.is_elementwise:
+    sharded = [name for block in compiled.model.blocks if block.tp for name, _ in block.tp.sharded_dims]
+    names = [
+        name
+        for name in sharded
+        if name in optimizer_spec.group_index and optimizer_spec.class_of(name) not in ELEMENTWISE_OPTIMIZERS
+    ]
+    if names:
+        others = f" and {format_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
         raise PlanError(
-            f"{optimizer_spec.optimizer_class.__name__} may need whole tensors, but under {plan} a rank "
-            f"has only a shard of {names[0]} and {len(names) - 1} others, so its updates would differ from "
-            "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
+            f"{optimizer_spec.class_of(names[0]).__name__} may need whole tensors, but under {plan} a rank "
+            f"has only a shard of {names[0]}{others}, so its updates would differ from "
+            "one-device training; use an elementwise optimizer (AdamW, SGD) for them, or data, zero or pipeline"
         )
 
 

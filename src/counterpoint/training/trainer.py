@@ -503,11 +503,13 @@ class Trainer:
     def build_ranks(self, local_ranks: LocalRanks, batches: BatchSource) -> None:
         """Build the ranks for microbatches of these batches; close everything if that fails."""
         try:
-            count = sum(batches.sample_batch(batches.batch_size).sizes.values())
+            whole = batches.sample_batch(batches.batch_size)
+            count = sum(whole.sizes.values())
             start, stop = split_batch(count, self.plan.global_num_microbatches)[0]
             feed = batches.sample_batch(stop - start)
             has_new_state = self.optimizer_spec.has_new_state  # which was loaded since
-            local_ranks.build(feed.inputs(0), feed.sizes[0])
+            with local_ranks.explain_build(feed.inputs(0), feed.sizes[0], partial(whole.undivided, 0)):
+                local_ranks.build(feed.inputs(0), feed.sizes[0])
             if self.optimizer_states is not None:
                 if not has_new_state:
                     restore_optimizer_states(local_ranks.ranks, self.optimizer_states)

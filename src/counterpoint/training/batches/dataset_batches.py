@@ -320,6 +320,12 @@ class DatasetBatch:
         """Return what the loss gets for a microbatch."""
         return self.microbatch(micro)[1]
 
+    def undivided(self, micro: int) -> tuple[Any, Any, int]:
+        """Return inputs, targets and number of samples of the batch, which this process reads if it has not yet."""
+        count = len(self.indices)
+        values = self.read_part(0) if self.is_whole else self.split(self.reader.read(self.epoch, self.indices))
+        return *(slice_samples(value, 0, count) for value in values), count
+
 
 def take_first_samples(dataset: MapDataset, count: int, num_microbatches: int = 1) -> DatasetBatch:
     """Return the first samples of a dataset, at least one, as one batch."""

@@ -63,6 +63,12 @@ class PerRankBatch:
         assert self.batch is not None, "only microbatches with samples are read"
         return slice_samples(self.batch[1], *self.sample_ranges[micro])
 
+    def undivided(self, micro: int) -> tuple[Any, Any, int]:
+        """Return inputs, targets and number of samples of this rank's batch."""
+        assert self.batch is not None, "only microbatches with samples are read"
+        count = max(stop for _, stop in self.sample_ranges.values())
+        return *(slice_samples(values, 0, count) for values in self.batch), count
+
 
 class PerRankBatchExchange:
     """Exchanges the sizes of the ranks' own batches, and checks that they can be trained on together.

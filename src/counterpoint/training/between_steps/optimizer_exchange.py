@@ -43,18 +43,38 @@ class OptimizerExchange:
             self.optimizer_spec.attach_ranks(self.export_state)
 
     def export_state(self) -> None:
-        """Give the user's optimizer the state of the ranks' optimizers.
+        """Give the user's optimizer the state of the ranks' optimizers, because it is used.
 
         Raises:
             DataError: other processes would have to take part.
         """
         if not self.built.is_single_process:
             raise DataError(
-                f"state_dict() of the optimizer was called, but under {self.built.plan} its state is on ranks in other "
-                "processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on all ranks, before "
-                "close()"
+                f"the optimizer's state was used, or its state_dict() called, but under {self.built.plan} its state is "
+                "on ranks in other processes; call step.full_optimizer_state(), or trainer.full_optimizer_state(), on "
+                "all ranks, before close(), and optimizer.load_state_dict(...) on all ranks to change it"
             )
         self.optimizer_spec.put_state(self.gather())
+
+    def find_changes(self) -> None:
+        """Note before a step whether the state of the user's optimizer was changed, for the ranks to get it."""
+        self.optimizer_spec.find_changed_state(self.gather)
+
+    def hand_over_changes(self) -> None:
+        """Give the ranks the changes of the user's optimizer before its state is saved.
+
+        Raises:
+            DataError: ranks must be built again for them.
+        """
+        self.find_changes()
+        spec = self.optimizer_spec
+        if spec.has_new_state and spec.merges_params and not spec.has_mergeable_state():
+            raise DataError(
+                "the optimizer's state was changed for some parameters since the last step, and the ranks take it over "
+                "in the next one, for which they are built again; save after that step"
+            )
+        if spec.has_new_state:
+            self.import_state()
 
     def import_state(self) -> None:
         """Load the state of the user's optimizer into the optimizers of the ranks."""
@@ -71,6 +91,6 @@ class OptimizerExchange:
         """Make the user's optimizer an ordinary one, with the state of the ranks if all are in this process."""
         if self.built.is_single_process:
             self.in_flight.batches.clear()
-            if not self.optimizer_spec.has_new_state:
+            if not self.optimizer_spec.has_new_state and not self.optimizer_spec.is_state_loaded():
                 self.export_state()
             self.optimizer_spec.detach_ranks()

@@ -477,8 +477,27 @@ def require_same_architecture(local_ranks: LocalRanks, checkpoint: Checkpoint) -
     )
 
 
-def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple[TrainProgress, dict[str, Any]]:
+def load_model(trained: nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the weights and the saved buffers of a checkpoint into a model."""
+    reader, saved_names = CheckpointReader.open(checkpoint), trained.state_dict().keys()
+    with torch.no_grad():
+        for name, param in trained.named_parameters():
+            param.copy_(reader.read("model", name) if param.requires_grad else checkpoint.read(f"frozen:{name}"))
+        for name, buffer in trained.named_buffers():
+            if name in saved_names:
+                assign_values(buffer, read_buffer(checkpoint, name))
+
+
+def restore_checkpoint(
+    local_ranks: LocalRanks, checkpoint: Checkpoint, *, has_weights: bool = False, has_optimizer_state: bool = False
+) -> tuple[TrainProgress, dict[str, Any]]:
     """Load a checkpoint, written under any plan, into all ranks.
+
+    Args:
+        local_ranks: the ranks.
+        checkpoint: the checkpoint.
+        has_weights: whether the ranks have its weights and buffers already.
+        has_optimizer_state: whether the ranks have got another state for their optimizers.
 
     Returns:
         The progress of the saved run, and its metadata.
@@ -501,11 +520,13 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
     def work(fabric: Fabric) -> None:
         rank = local_ranks.ranks[fabric.rank]
         replica_reader = reader.for_replica(shard_map.replica_of_rank(fabric.rank), shard_map.num_replicas)
-        load_weights(shard_map, rank, lambda name: replica_reader.read("model", name))
-        scalars = replica_reader.scalars(state["scalars"])
-        restore_optimizers(
-            shard_map, rank, keys, lambda key, name: replica_reader.read_optional(f"optimizer.{key}", name), scalars
-        )
+        if not has_weights:
+            load_weights(shard_map, rank, lambda name: replica_reader.read("model", name))
+        if not has_optimizer_state:
+            scalars = replica_reader.scalars(state["scalars"])
+            restore_optimizers(
+                shard_map, rank, keys, lambda key, name: replica_reader.read_optional(f"optimizer.{key}", name), scalars
+            )
         restore_error_feedback(rank, residuals, checkpoint.read)
         if local_ranks.has_delayed_grads:
             rank.interpreter.state.restore_delayed(
@@ -519,11 +540,11 @@ def restore_checkpoint(local_ranks: LocalRanks, checkpoint: Checkpoint) -> tuple
                 lambda name, replica: reader.read_unsharded("delayed_grad", name, f"~{replica}/{count}"),
             )
         with torch.no_grad():
-            for name, buffer in saved_buffers(local_ranks, rank):
+            for name, buffer in saved_buffers(local_ranks, rank) if not has_weights else ():
                 assign_values(buffer, read_buffer(checkpoint, name))
 
     with torch.no_grad():
-        for name, value in frozen_params(local_ranks.trained).items():
+        for name, value in frozen_params(local_ranks.trained).items() if not has_weights else ():
             value.copy_(checkpoint.read(f"frozen:{name}"))
     local_ranks.world.run(work)
     local_ranks.import_frozen_params()

@@ -106,6 +106,7 @@ TRAIN_STATE = mapping(
         seed=optional(SEED),
         optimizer=optional(TEXT),
         options=optional(list_of(GROUP_OPTIONS)),
+        rng=optional(mapping_of(list_of(TEXT))),
     ),
 )
 
