@@ -1,6 +1,7 @@
 """Traces of models that tests build again and again: models of one description are traced once per process."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -31,9 +32,10 @@ class UnknownValueError(Exception):
 
 def export_or_share(model, inputs, *, training, varying_dims=()):
     """Trace as ``export_graph`` does, or return a copy of the trace of a model that was described equally."""
-    try:
+    key: Any = None
+    with suppress(UnknownValueError):
         key = describe(model, inputs, training=training), frozenset(varying_dims)
-    except UnknownValueError:
+    if key is None:
         return export_graph(model, inputs, training=training, varying_dims=varying_dims)
     if key not in TRACES:
         if len(TRACES) == MAX_TRACES:
