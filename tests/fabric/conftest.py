@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.run_ranks import on_gloo, on_hosts, on_local, on_shm
+from tests.fabric.run_ranks import on_gloo, on_hosts, on_local, on_process_groups, on_shm
 from tests.forkserver import CONTEXT
 
 SHARED = [
@@ -13,6 +13,7 @@ SHARED = [
 PROCESSES = [
     pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
     pytest.param(on_shm, id="shm", marks=SHARED),
+    pytest.param(on_process_groups, id="process_group", marks=pytest.mark.process),
 ]
 HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=[*SHARED, pytest.mark.slow])
 

@@ -32,6 +32,10 @@ def on_shm(scenario, num_ranks, timeout_s=10.0, present=None):
     return on_processes("shm", scenario, num_ranks, timeout_s, present)
 
 
+def on_process_groups(scenario, num_ranks, timeout_s=10.0, present=None):
+    return on_processes("process_group", scenario, num_ranks, timeout_s, present)
+
+
 def on_hosts(hosts, scenario, num_ranks, timeout_s=10.0, present=None):
     """Run it in processes that behave as on several hosts, one host name per rank, repeated if there are more ranks."""
     names = [f"h{hosts[rank % len(hosts)]}" for rank in range(num_ranks)]

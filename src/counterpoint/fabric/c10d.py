@@ -32,6 +32,7 @@ __all__ = [
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
+    "DataProcessGroup",
     "GatherOptions",
     "GlooProcessGroup",
     "GlooWork",
@@ -102,6 +103,17 @@ class GlooProcessGroup(Protocol):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> GlooWork:
         """Start a broadcast."""
+
+
+class DataProcessGroup(GlooProcessGroup, Protocol):
+    """Any process group of c10d; ranks are indices in the group."""
+
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: AllgatherOptions, /) -> GlooWork: ...
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: ReduceScatterOptions, /) -> GlooWork: ...
+
+    def abort(self) -> None:
+        """End all that is pending with an error."""
 
 
 def is_available() -> bool:

@@ -187,6 +187,16 @@ class Fabric(ABC):
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Return every member's value, in group order, after a JSON round trip (a tuple becomes a list)."""
 
+    def check_same_order(self, group: Group) -> None:
+        """Check that the members have started the same collectives, also those of groups within this group.
+
+        A collective call. A transport that compares each collective before its data moves has nothing to check.
+
+        Raises:
+            PeerError: they have not.
+        """
+        del group
+
     def barrier(self, group: Group) -> None:
         """Block until all members have called it."""
         self.barrier_async("arrival", group).wait()

@@ -91,12 +91,15 @@ def _message_fingerprint(label: str, tensor_meta: tuple[tuple[torch.dtype, tuple
     return digest("send", label, tuple((dtype_name(dtype), shape) for dtype, shape in tensor_meta))
 
 
-def describe_mismatch(seen: Mapping[int, tuple[bytes, str]], index: int) -> str | None:
+def describe_mismatch(
+    seen: Mapping[int, tuple[bytes, str]], index: int, consequence: str = "no tensor was changed"
+) -> str | None:
     """Return an error text that names two members with different signatures; None if all agree.
 
     Args:
         seen: fingerprint and text of the signature, by rank.
         index: number of collectives that the group has started before.
+        consequence: what has become of the tensors.
     """
     first, *others = sorted(seen)
     for other in others:
@@ -104,7 +107,7 @@ def describe_mismatch(seen: Mapping[int, tuple[bytes, str]], index: int) -> str 
             return (
                 f"ranks {first} and {other} disagree on collective {index} of their group: "
                 f"rank {first} starts {seen[first][1]}; rank {other} starts {seen[other][1]}; "
-                "all members must start the same collectives in the same order; no tensor was changed: "
+                f"all members must start the same collectives in the same order; {consequence}: "
                 f"compare what ranks {first} and {other} ran before it, and look for a branch that depends on the rank"
             )
     return None

@@ -42,9 +42,9 @@ class ProcessFabric(Fabric, ABC):
         self.while_waiting: AbstractContextManager[None] = nullcontext()
         self._processes = PeerProcesses([])
 
-    def link_to(self, fabric: ProcessFabric) -> None:
-        """Fail together with another part of a hierarchical fabric."""
-        self.linked_fabrics = (fabric,)
+    def link_to(self, *fabrics: ProcessFabric) -> None:
+        """Fail together with the other parts of a hierarchical fabric."""
+        self.linked_fabrics = fabrics
 
     def become_subfabric(self, while_waiting: AbstractContextManager[None] | None = None) -> None:
         """Become a part of a hierarchical fabric; ``while_waiting`` is entered around every wait."""
@@ -108,6 +108,14 @@ class ProcessFabric(Fabric, ABC):
     def exited_peer(self) -> str | None:
         """Return a text that names a rank whose process has ended; None if the transport knows of none."""
         return None
+
+    def exited_rank(self) -> int | None:
+        """Return a rank of this host whose process has ended; None if the transport knows of none."""
+        return self._processes.exited_rank()
+
+    def describe_stopped(self) -> str:
+        """Return the error text for the first rank of this host that is stopped; empty if it knows of none."""
+        return self._processes.describe_stopped()
 
     @abstractmethod
     def abort_reason(self) -> str | None:

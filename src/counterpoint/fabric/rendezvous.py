@@ -38,6 +38,8 @@ from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueStore, RemoteTable, StoreServer, with_prefix
 from counterpoint.fabric.mpi import MpiFabric, mpi_address
+from counterpoint.fabric.process_group.backends import device_backend_name, gloo_backend, nccl_backend
+from counterpoint.fabric.process_group.transport import ProcessGroupFabric
 from counterpoint.fabric.shm.memory import RankContext
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
@@ -99,7 +101,7 @@ POLL_S = 0.02
 PROBE_S = 1.0
 STORE_ADDRESS = "counterpoint/store"  # key of torchrun's store: where rank 0 serves the one that it trusts
 
-Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
+Transport: TypeAlias = Literal["auto", "shm", "gloo", "process_group", "mpi"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,9 @@ def connect(  # noqa: PLR0913 - the description of a rank
         generation: distinguishes the ranks of one job before and after a restart.
         timeout_s: the longest that any wait may last.
         transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` uses shared memory within each host, where
-            possible, and sockets between hosts; ``mpi`` for ranks started by mpirun.
+            possible, and sockets between hosts, and NCCL for tensors on CUDA devices, where all ranks have some;
+            ``process_group`` for c10d process groups, of NCCL where all ranks have CUDA devices, and else of gloo;
+            ``mpi`` for ranks started by mpirun.
         host: ranks with equal names share memory; detected by default. Different names make ranks of one host behave
             like ranks of several.
         should_cancel: polled while waiting for others; whether to stop waiting, because they will not arrive.
@@ -242,21 +246,55 @@ def make_fabric(
     Raises:
         LaunchError: shared memory was requested and is unavailable.
     """
-    rank, num_ranks = context.rank, context.num_ranks
     if transport == "mpi":
         return MpiFabric(context, job, generation)
+    has_devices = transport in {"auto", "process_group"} and all_have_device_backend(context)
+    if transport != "process_group":
+        host = make_host_fabric(context, host_infos, transport, job, generation, device)
+        if not has_devices:
+            return host
+    rendezvous = gloo_rendezvous(context, job, generation, device)
+    backend = nccl_backend() if has_devices else gloo_backend(device())
+    control = GlooFabric(context.rank, context.num_ranks, context.timeout_s, rendezvous)
+    groups = Rendezvous(
+        context.store, backend.connect, job, generation, None if has_devices else rendezvous.secret, backend.abort
+    )
+    return ProcessGroupFabric(control if transport == "process_group" else host, control, groups, backend)
+
+
+def make_host_fabric(
+    context: RankContext,
+    host_infos: Sequence[tuple[str, str]],
+    transport: Transport,
+    job: int,
+    generation: int,
+    device: Callable[[], ProcessGroupGloo.Device],
+) -> Fabric:
+    """Return the fabric of tensors in host memory; the arguments are those of :func:`make_fabric`."""
+    rank, num_ranks = context.rank, context.num_ranks
     if shares_memory(host_infos, transport):
         return ShmFabric(context, job, generation)
-    rendezvous = Rendezvous(
-        context.store, gloo_connection_factory(device()), job, generation, share_secret(context.store)
-    )
-    gloo = GlooFabric(rank, num_ranks, context.timeout_s, rendezvous)
+    gloo = GlooFabric(rank, num_ranks, context.timeout_s, gloo_rendezvous(context, job, generation, device))
     hosts = host_ids(host_infos)
     if transport == "gloo" or len(set(hosts)) == num_ranks:
         return gloo
     members = tuple(other for other in range(num_ranks) if hosts[other] == hosts[rank])
     shm = ShmFabric(replace(context, local_ranks=members), job, generation) if len(members) > 1 else None
     return HierarchicalFabric(shm, gloo, hosts)
+
+
+def gloo_rendezvous(
+    context: RankContext, job: int, generation: int, device: Callable[[], ProcessGroupGloo.Device]
+) -> Rendezvous:
+    """Return the rendezvous of connections over gloo, whose ends prove that they are ranks of the job."""
+    return Rendezvous(context.store, gloo_connection_factory(device()), job, generation, share_secret(context.store))
+
+
+def all_have_device_backend(context: RankContext) -> bool:
+    """Return whether all ranks have devices between which tensors can move; all ranks have announced themselves."""
+    return bool(device_backend_name()) and all(
+        json.loads(context.store.get(f"here/{other}"))["devices"] for other in range(context.num_ranks)
+    )
 
 
 def host_ids(host_infos: Sequence[tuple[str, str]]) -> list[int]:
@@ -570,6 +608,7 @@ def exchange_host_info(
         "facts": {"ranks": num_ranks, **package_versions()},
         "place": [host, native().reason],
         "pid": os.getpid(),
+        "devices": device_backend_name(),
     }
     store.set(f"here/{rank}", json.dumps(own_info))
     began = time.monotonic()

@@ -21,6 +21,19 @@ ConnectionFactory = Callable[[Store, str, tuple[int, ...], int, float], GlooProc
 """Opens a connection, given the store, its name, its members, this rank, and a timeout in seconds."""
 
 
+def abort_connections(connections: Sequence[GlooProcessGroup]) -> None:
+    """Close all sockets of these process groups.
+
+    gloo has no call for this, but a receive that expires closes all sockets of its group.
+    """
+    for gloo in connections:
+        buffer = torch.empty(1, dtype=torch.uint8)
+        try:
+            gloo.recv([buffer], (gloo.rank() + 1) % gloo.size(), 1 << 20).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            continue  # expired, or closed before
+
+
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """State that ranks share before they are connected.
@@ -31,6 +44,7 @@ class Rendezvous:
         job: the job's number.
         generation: of its ranks.
         secret: with which the ends of a connection prove that they are ranks of the job; None where none is shared.
+        abort: ends all that is pending on some connections.
     """
 
     store: Store
@@ -38,6 +52,7 @@ class Rendezvous:
     job: int
     generation: int
     secret: bytes | None = None
+    abort: Callable[[Sequence[GlooProcessGroup]], None] = abort_connections
 
 
 def gloo_connection_factory(device: ProcessGroupGloo.Device) -> ConnectionFactory:
@@ -65,7 +80,8 @@ class Connections:
         self._rendezvous: Rendezvous | None = rendezvous
         self._open: list[GlooProcessGroup] = []
         # gloo waits for pending operations when it is freed, also at process exit: so it is aborted first
-        self._at_exit = weakref.finalize(self, abort_connections, self._open)
+        self._abort = rendezvous.abort
+        self._at_exit = weakref.finalize(self, self._abort, self._open)
 
     def open(self, name: str, group: Sequence[int]) -> GlooProcessGroup:
         """Return a new connection among the ranks of the group; all of them call it.
@@ -120,7 +136,7 @@ class Connections:
 
     def abort(self) -> None:
         """Abort all connections: pending operations fail here, and the peers see closed connections."""
-        abort_connections(self._open)
+        self._abort(self._open)
 
     def close(self) -> None:
         """Release the connections."""
@@ -140,19 +156,6 @@ class StoreLostError(RuntimeError):
     def __init__(self, missing: Sequence[int], cause: str) -> None:
         super().__init__(cause)
         self.missing = missing
-
-
-def abort_connections(connections: Sequence[GlooProcessGroup]) -> None:
-    """Close all sockets of these process groups.
-
-    gloo has no call for this, but a receive that expires closes all sockets of its group.
-    """
-    for gloo in connections:
-        buffer = torch.empty(1, dtype=torch.uint8)
-        try:
-            gloo.recv([buffer], (gloo.rank() + 1) % gloo.size(), 1 << 20).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            continue  # expired, or closed before
 
 
 def wait_for_keys(

@@ -298,8 +298,17 @@ class GlooFabric(ProcessFabric):
         start_data: StartCollective | None,
         value: bytes = b"",
         on_values: Callable[[Sequence[bytes]], object] | None = None,
+        position: int | None = None,
     ) -> Work:
-        """Announce a collective; some thread calls ``start_data`` when all members have announced the same."""
+        """Announce a collective; some thread calls ``start_data`` when all members have announced the same.
+
+        Args:
+            operation: what all members are about to do.
+            start_data: starts the data exchange; None to only exchange values.
+            value: this rank's value.
+            on_values: called with all members' values by the waiting thread, if they were short.
+            position: number of collectives that the group has started before, if some were not announced.
+        """
         self.check(operation)
         if len(operation.group) == 1:
             return COMPLETED
@@ -307,7 +316,7 @@ class GlooFabric(ProcessFabric):
             f"the start of {operation.kind} of {operation.label}", self.peers_of(operation.group)
         ):
             queue = self._queue_for(operation.group)
-            pending = queue.start(operation, start_data, value, on_values)
+            pending = queue.start(operation, start_data, value, on_values, position)
             self._progress_thread = self._progress_thread or ProgressThread(self._advance)
             self._progress_thread.wake()
             self._advance()

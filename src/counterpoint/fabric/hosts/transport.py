@@ -18,6 +18,7 @@ from counterpoint.fabric.gloo.transport import MAX_PAUSE_S, MIN_PAUSE_S, GlooFab
 from counterpoint.fabric.hosts import collectives
 from counterpoint.fabric.hosts.collectives import InterHost, IntraHost, StageQueue, StartStage
 from counterpoint.fabric.hosts.layout import HostLayout, host_layout
+from counterpoint.fabric.process_fabric import ProcessFabric
 from counterpoint.fabric.shm.transport import ShmFabric
 
 PAUSE_S = 0.02  # between two calls of `drain` during a wait
@@ -116,6 +117,11 @@ class HierarchicalFabric(Fabric):
             shm.link_to(gloo)
             gloo.link_to(shm)
         gloo.progress_callbacks.append(self._advance)
+
+    @property
+    def parts(self) -> tuple[GlooFabric, *tuple[ProcessFabric, ...]]:
+        """The fabrics that it consists of; that of all ranks is the first."""
+        return (self._gloo,) if self._shm is None else (self._gloo, self._shm)
 
     @property
     def hosts(self) -> Sequence[int]:
