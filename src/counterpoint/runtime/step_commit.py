@@ -564,6 +564,7 @@ def gather_reports(fabric: Fabric, report: StepReport, group: Group) -> list[Ste
     numbers = torch.from_numpy(own_numbers).view(-1)
     bounds = range(0, (num_members + 1) * REPORT_NUMBERS, REPORT_NUMBERS)
     fabric.all_gather("commit", numbers, bounds, group).wait()
+    fabric.check_same_order(group)  # before the update
     rows = numbers.view(num_members, REPORT_NUMBERS).tolist()
     reports = [decode_report(row) for row in rows]
     if not any(row[-1] for row in rows) and all(report.grads.micro < 0 for report in reports):

@@ -23,7 +23,7 @@ from counterpoint.fabric.fingerprint import (
     ranges_signature,
     tensor_signature,
 )  # fmt: skip
-from counterpoint.fabric.gloo.connections import Connections, Rendezvous
+from counterpoint.fabric.gloo.connections import Connections, Rendezvous, wait_for_keys
 from counterpoint.fabric.gloo.ops import ScratchPool
 from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
@@ -53,7 +53,8 @@ from counterpoint.fabric.process_group.watchdog import Watchdog
 
 ABORT_CHECK_S = 0.2  # something that has been pending for so long may be pending for ever
 COMPARE_S = 1.0
-LOGS_WAIT_S = 0.6  # after a failure, wait this long for what the other members have started
+LOGS_WAIT_S = 1.0  # after a failure, wait this long for what the other members have started
+READERS_WAIT_S = 2 * COMPARE_S  # after different logs were found, until the other members have found it, too
 POLL_S = 0.02
 
 Route: TypeAlias = Literal["process group", "host", "staged"]
@@ -439,7 +440,7 @@ class ProcessGroupFabric(ProcessFabric):
         )  # fmt: skip
         if text is None and waited_s >= COMPARE_S and now_s >= self._next_comparison_s.get(queue.group, 0.0):
             self._next_comparison_s[queue.group] = now_s + COMPARE_S
-            text = describe_divergence(self._exchange_logs(queue, queue.log.count, wait_s=0.0))
+            text = self._describe_divergence(queue, wait_s=0.0)
         return text
 
     def _find_end_of_wait(
@@ -463,9 +464,26 @@ class ProcessGroupFabric(ProcessFabric):
             return None
         return describe_timeout() or f"{waits}: the timeout of {self.timeout_s:.1f} s has passed"
 
-    def _describe_divergence(self, queue: GroupQueue) -> str | None:
+    def _describe_divergence(self, queue: GroupQueue, wait_s: float = LOGS_WAIT_S) -> str | None:
         """Return an error text if the members have started different collectives."""
-        return describe_divergence(self._exchange_logs(queue, queue.log.count, LOGS_WAIT_S))
+        text = describe_divergence(self._exchange_logs(queue, queue.log.count, wait_s))
+        if text is not None:
+            self._wait_for_readers(queue)
+        return text
+
+    def _wait_for_readers(self, queue: GroupQueue) -> None:
+        """Wait until all members have compared the logs, for which they need the store: this rank may be its owner."""
+        place = log_place(queue.group)
+        try:
+            self._store.set(f"{place}/{self.rank}/read", "yes")
+            wait_for_keys(
+                self._store,
+                [f"{place}/{rank}/read" for rank in queue.group],
+                READERS_WAIT_S,
+                lambda: self._control.exited_rank() in queue.group,
+            )
+        except RuntimeError:  # its owner has ended
+            return
 
     def _describe_timeout(self, collective: StartedCollective, queue: GroupQueue, waited_s: float) -> str | None:
         """Return an error text for a collective that was not complete in time, if the missing ranks are known."""
@@ -488,7 +506,7 @@ class ProcessGroupFabric(ProcessFabric):
             wait_s: the longest wait.
         """
         own = queue.log.excerpt()
-        place = f"order/{'.'.join(map(str, queue.group))}"
+        place = log_place(queue.group)
         end = time.monotonic() + wait_s
         excerpts = {rank: LogExcerpt(0, {}) for rank in queue.group}
         try:
@@ -548,6 +566,11 @@ class PendingMessage:
     peer: int
     work: GlooWork
     began_s: float
+
+
+def log_place(group: Group) -> str:
+    """Return the key of a group's logs in the store."""
+    return f"order/{'.'.join(map(str, group))}"
 
 
 def process_parts(fabric: Fabric) -> tuple[ProcessFabric, ...]:
