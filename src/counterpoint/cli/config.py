@@ -83,8 +83,9 @@ class LaunchSection(Section):
     """To which cores each rank is bound."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Maximum time that any rank waits for another."""
-    transport: Literal["auto", "shm", "gloo"] = "auto"
-    """Transport between processes: shared memory within a host and gloo between hosts (`auto`), or one of them."""
+    transport: Literal["auto", "shm", "gloo", "process_group"] = "auto"
+    """Transport between processes: shared memory within a host and gloo between hosts (`auto`), one of them, or c10d
+    process groups (NCCL between CUDA devices, else gloo)."""
 
 
 class OutputSection(Section):

@@ -35,7 +35,9 @@ def launch(
     restarts: Annotated[int, typer.Option(help="How often all ranks are restarted after one has failed.")] = 0,
     image: Annotated[str, typer.Option(help="Container image with this package and the script.")] = "",
     python: Annotated[str, typer.Option(help="Interpreter on the hosts; by default this one, or python.")] = "",
-    transport: Annotated[str | None, typer.Option(help="Transport between ranks: auto, shm, gloo, mpi.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="Transport between ranks: auto, shm, gloo, process_group, mpi.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
     key_file: Annotated[Path | None, typer.Option(help="File with the job's key, on every host.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be started.")] = False,

@@ -25,7 +25,8 @@ def run(
     threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks if omitted.")] = None,
     bind: Annotated[Binding, typer.Option(help="To which cores each rank is bound.")] = DEFAULT_BINDING,
     transport: Annotated[
-        str | None, typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets).")
+        str | None,
+        typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets), process_group."),
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
     grace: Annotated[float, typer.Option(help="Seconds that ranks have to save and end after a signal.")] = 30.0,

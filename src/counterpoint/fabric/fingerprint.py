@@ -24,6 +24,8 @@ class CollectiveSignature:
         kind: the collective and its reduction, such as ``all_reduce sum``.
         root: the rank whose tensor is broadcast; -1 if there is none.
         channel: separates independent sequences of collectives of one group.
+        device: of the tensor, if it is not in host memory; not compared.
+        position: number of collectives that the group has started before; -1 if all of them are compared in order.
     """
 
     kind: str
@@ -34,6 +36,8 @@ class CollectiveSignature:
     bounds: tuple[int, ...] = ()
     root: int = -1
     channel: str = ""
+    device: str = ""
+    position: int = -1
 
     @property
     def reduces(self) -> bool:
@@ -64,7 +68,7 @@ def fingerprint(operation: CollectiveSignature) -> bytes:
     """Return a 16-byte hash of the signature, without its channel."""
     return digest(
         operation.kind, operation.label, operation.group, operation.dtype, operation.shape, operation.bounds,
-        operation.root,
+        operation.root, operation.position,
     )  # fmt: skip
 
 
@@ -115,7 +119,8 @@ def describe_mismatch(
 
 def tensor_signature(kind: str, label: str, tensor: Tensor, group: Group, *, root: int = -1) -> CollectiveSignature:
     """Return the signature of a collective over a whole tensor."""
-    return CollectiveSignature(kind, label, group, dtype_name(tensor.dtype), tuple(tensor.shape), (), root)
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    return CollectiveSignature(kind, label, group, dtype, shape, (), root, device=device_name(tensor))
 
 
 def ranges_signature(kind: str, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> CollectiveSignature:
@@ -131,7 +136,27 @@ def ranges_signature(kind: str, label: str, whole: Tensor, bounds: Sequence[int]
             f"{kind} of {label}: bounds {edges} do not split a tensor of shape {tuple(whole.shape)} among "
             f"{format_ranks(group)}; a flat contiguous tensor needs one range per member, ascending, from 0 to the end"
         )
-    return CollectiveSignature(kind, label, group, dtype_name(whole.dtype), tuple(whole.shape), edges)
+    shape, dtype = tuple(whole.shape), dtype_name(whole.dtype)
+    return CollectiveSignature(kind, label, group, dtype, shape, edges, device=device_name(whole))
+
+
+def device_name(tensor: Tensor) -> str:
+    """Return the tensor's device; empty for host memory."""
+    return "" if tensor.is_cpu else str(tensor.device)
+
+
+def check_host_group(operation: CollectiveSignature, rank: int, num_ranks: int) -> None:
+    """Check that this rank may start the collective on a transport that moves tensors in host memory only.
+
+    Raises:
+        ProgramError: :func:`check_group` refuses it, or its tensor is on a device.
+    """
+    check_group(operation, rank, num_ranks)
+    if operation.device:
+        raise ProgramError(
+            f"rank {rank} starts {operation}: the tensor is on {operation.device}, and this transport moves tensors in "
+            "host memory only; move it with .cpu(), or use transport='process_group'"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -176,7 +201,7 @@ def exchange_signature(
             "rank sums to its length"
         )
     flat = tuple(count for row in counts for count in row)
-    return CollectiveSignature("all_to_all", label, group, dtype_name(whole.dtype), (), flat)
+    return CollectiveSignature("all_to_all", label, group, dtype_name(whole.dtype), (), flat, device=device_name(whole))
 
 
 def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:

@@ -75,6 +75,8 @@ class ProcessFabric(Fabric, ABC):
         except PeerError as error:
             raise self.fail(str(error)) from error
         except (TimeoutError, RuntimeError) as error:
+            if self.failure is not None:  # another thread has found why, and aborted the connections
+                raise PeerError(self.failure) from error
             waited_s = time.monotonic() - began
             description = f"rank {self.rank} waited {waited_s:.1f} s for {what} with {format_ranks(peers)}"
             raise self.fail(f"{description}: {self._find_cause(error, waited_s)}") from error

@@ -384,7 +384,7 @@ class RankEnvironment:
         job: name of the run, the same on every rank and unique.
         timeout_s: how long ranks wait for each other to arrive; None for the default.
         store_fd: on rank 0, a socket that is already bound to ``master_port``; None to bind it.
-        transport: ``shm``, ``gloo``, ``mpi``; None for the best one.
+        transport: ``shm``, ``gloo``, ``process_group``, ``mpi``; None for the best one.
         agent_keeps_store: whether the launcher serves the store, as torchrun's agent does.
         is_placed: whether the launcher has chosen the threads of every rank, and reported it.
         key_file: the job's key on every host; None for a job without a key.

@@ -36,6 +36,18 @@ def encode_tensor_meta(tensor: Tensor) -> bytes:
     """Return the encoded dtype and shape.
 
     Raises:
+        PeerError: the dtype cannot be sent, there are too many dims, or the tensor is not in host memory.
+    """
+    code = dtype_code(tensor)
+    if not tensor.is_cpu:
+        raise PeerError(f"a tensor on {tensor.device} cannot be sent from host memory; move it with .cpu()")
+    return TENSOR_META.pack(code, tensor.dim()) + struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
+
+
+def dtype_code(tensor: Tensor) -> int:
+    """Return the code of the tensor's dtype.
+
+    Raises:
         PeerError: the dtype cannot be sent, or there are too many dims.
     """
     code = DTYPE_CODES.get(tensor.dtype)
@@ -44,7 +56,7 @@ def encode_tensor_meta(tensor: Tensor) -> bytes:
             f"a tensor of {tensor.dtype} with {tensor.dim()} dims cannot be sent; "
             f"{', '.join(str(dtype) for dtype in DTYPE_CODES)} with at most {MAX_DIMS} dims can: convert it first"
         )
-    return TENSOR_META.pack(code, tensor.dim()) + struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
+    return code
 
 
 def payload_bytes(tensors: Sequence[Tensor]) -> int:

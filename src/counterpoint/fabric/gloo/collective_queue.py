@@ -73,7 +73,6 @@ class PendingCollective:
         error: why it cannot complete.
         values: the members' values, once received.
         on_values: called with them by the waiting thread.
-        position: number of collectives that the group has started before, for errors, if some were not announced.
     """
 
     operation: CollectiveSignature
@@ -89,7 +88,6 @@ class PendingCollective:
     error: Exception | None = None
     values: list[bytes] = field(default_factory=list)
     on_values: Callable[[Sequence[bytes]], object] | None = None
-    position: int | None = None
 
 
 class GlooCollectiveQueue:
@@ -111,7 +109,6 @@ class GlooCollectiveQueue:
         start_data: StartCollective | None,
         value: bytes = b"",
         on_values: Callable[[Sequence[bytes]], object] | None = None,
-        position: int | None = None,
     ) -> PendingCollective:
         """Announce a collective to the other members; return it.
 
@@ -120,7 +117,6 @@ class GlooCollectiveQueue:
             start_data: starts the data exchange; None to only exchange values.
             value: this rank's value; a short one is sent inside the announcement.
             on_values: called with all members' values by the waiting thread, if they were short.
-            position: number of collectives that the group has started before, if some were not announced.
         """
         buffer = bytearray(ANNOUNCEMENT_BYTES)
         header = self._header(FrameKind.OPERATION, operation, self._next_index)
@@ -130,9 +126,8 @@ class GlooCollectiveQueue:
         with self._lock:
             work = start_all_gather(require_open(self._announcements), announced, own)
             start = PendingCollective(
-                operation, start_data, value, self._next_index, own, announced, work, on_values=on_values,
-                position=position,
-            )  # fmt: skip
+                operation, start_data, value, self._next_index, own, announced, work, on_values=on_values
+            )
             self._next_index += 1
             self._queue.append(start)
             self._open.add(start)
@@ -219,7 +214,8 @@ class GlooCollectiveQueue:
                 )
         frames = [decode(trim_frame(row)) for row in pending.announcements]
         seen = {frame.header.source: (frame.header.fingerprint, frame.label) for frame in frames}
-        error = describe_mismatch(seen, pending.index if pending.position is None else pending.position)
+        position = pending.operation.position
+        error = describe_mismatch(seen, pending.index if position < 0 else position)
         if error is not None:
             raise PeerError(error)
 

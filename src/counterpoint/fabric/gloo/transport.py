@@ -18,7 +18,7 @@ from counterpoint.fabric.c10d import GlooProcessGroup
 from counterpoint.fabric.fabric import CompletedWork, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
     CollectiveSignature,
-    check_group,
+    check_host_group,
     check_peer,
     describe_unexpected_message,
     exchange_signature,
@@ -254,7 +254,7 @@ class GlooFabric(ProcessFabric):
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
                 operation = CollectiveSignature("form", "group", group)
-                check_group(operation, self.rank, self.num_ranks)
+                check_host_group(operation, self.rank, self.num_ranks)
                 with self.translate_errors("form of group", group):
                     self._queue_for(group)
 
@@ -298,17 +298,8 @@ class GlooFabric(ProcessFabric):
         start_data: StartCollective | None,
         value: bytes = b"",
         on_values: Callable[[Sequence[bytes]], object] | None = None,
-        position: int | None = None,
     ) -> Work:
-        """Announce a collective; some thread calls ``start_data`` when all members have announced the same.
-
-        Args:
-            operation: what all members are about to do.
-            start_data: starts the data exchange; None to only exchange values.
-            value: this rank's value.
-            on_values: called with all members' values by the waiting thread, if they were short.
-            position: number of collectives that the group has started before, if some were not announced.
-        """
+        """Announce a collective; some thread calls ``start_data`` when all members have announced the same."""
         self.check(operation)
         if len(operation.group) == 1:
             return COMPLETED
@@ -316,7 +307,7 @@ class GlooFabric(ProcessFabric):
             f"the start of {operation.kind} of {operation.label}", self.peers_of(operation.group)
         ):
             queue = self._queue_for(operation.group)
-            pending = queue.start(operation, start_data, value, on_values, position)
+            pending = queue.start(operation, start_data, value, on_values)
             self._progress_thread = self._progress_thread or ProgressThread(self._advance)
             self._progress_thread.wake()
             self._advance()
@@ -324,7 +315,7 @@ class GlooFabric(ProcessFabric):
 
     def check(self, operation: CollectiveSignature) -> None:
         """Raise a ProgramError unless this rank may start the operation."""
-        check_group(operation, self.rank, self.num_ranks)
+        check_host_group(operation, self.rank, self.num_ranks)
 
     def connection(self, name: str, group: Group) -> GlooProcessGroup:
         """Return a separate connection among the ranks of the group; all of them call it."""

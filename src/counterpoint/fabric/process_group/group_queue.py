@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
 from typing import Any
 
@@ -38,7 +38,7 @@ class StartedCollective:
         is_started: whether it was started on the process group.
         works: of the process group.
         after: called once when they are complete.
-        error: why it could not be started.
+        error: why it could not be started, or has failed.
         is_finished: whether a wait has finished it.
     """
 
@@ -72,6 +72,7 @@ class GroupQueue:
     Attributes:
         group: as above.
         log: all collectives that were started.
+        num_moved: how many of them were started on the process group.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class GroupQueue:
     ) -> None:
         self.group = group
         self.log = CollectiveLog()
+        self.num_moved = 0
         self._control = control
         self._process_group: DataProcessGroup | None = process_group
         self._waits_on_host = waits_on_host
@@ -105,9 +107,8 @@ class GroupQueue:
                 self._open.append(collective)
                 self._queue.append(collective)
             if is_new:
-                self._last_announcement = self._control.start(
-                    signature, lambda _: self._on_agreed(collective), position=collective.index
-                )
+                announced = replace(signature, position=collective.index)
+                self._last_announcement = self._control.start(announced, lambda _: self._on_agreed(collective))
                 collective.announcement = self._last_announcement
             else:
                 collective.announcement = self._last_announcement
@@ -123,8 +124,9 @@ class GroupQueue:
             RuntimeError: a connection failed.
         """
         end = time.monotonic() + timeout_s
-        if not collective.is_started and collective.announcement is not None:
-            collective.announcement.wait()
+        announcement = None if collective.is_started else collective.announcement
+        if announcement is not None and not announcement.completes_within(timeout_s):
+            raise TimeoutError
         if collective.error is not None:
             raise RuntimeError(str(collective.error)) from collective.error
         if not collective.is_started:
@@ -157,6 +159,9 @@ class GroupQueue:
         """Return the oldest collective that is not complete, and for how long none has become complete."""
         with self._lock:
             while self._open and self._open[0].is_complete:
+                self._open[0].error = self._open[0].error or find_error(self._open[0].works)
+                if self._open[0].error is not None:
+                    break
                 self._open.popleft()
                 self._progress_s = time.monotonic()
             return (self._open[0], time.monotonic() - self._progress_s) if self._open else None
@@ -184,5 +189,16 @@ class GroupQueue:
                 collective.works, collective.after = collective.start_data(self._process_group)
             collective.start_data = None  # it refers to tensors
             collective.is_started = True
+            self.num_moved = collective.index + 1
         except Exception as error:  # noqa: BLE001 - raised by the wait for the collective
             collective.error = error
+
+
+def find_error(works: Sequence[GlooWork]) -> Exception | None:
+    """Return the error of a work that has ended with one; None if all have succeeded."""
+    try:
+        for work in works:
+            work.wait()  # type: ignore[call-arg]  # it has ended; with a timeout it might block the host
+    except RuntimeError as error:
+        return error
+    return None

@@ -93,7 +93,8 @@ class CollectiveLog:
     def signature(self, group: Group) -> CollectiveSignature:
         """Return the signature of the comparison of all that was started."""
         last = signature_text(self._recent[-1][1]) if self._recent else "none"
-        return CollectiveSignature("order", f"{self.count} collectives {self._digest.hex()}, at last {last}", group)
+        label = f"{self.count} collectives {self._digest.hex()}, at last {last}"
+        return CollectiveSignature("order", label, group, position=self.count)
 
     def excerpt(self) -> LogExcerpt:
         """Return the last collectives."""
@@ -105,12 +106,18 @@ class CollectiveLog:
         )
 
 
-def describe_divergence(excerpts: Mapping[int, LogExcerpt]) -> str | None:
-    """Return an error text for the first collective that two ranks have started differently; None if there is none."""
+def describe_divergence(excerpts: Mapping[int, LogExcerpt], num_moved: int) -> str | None:
+    """Return an error text for the first collective that two ranks have started differently; None if there is none.
+
+    Args:
+        excerpts: of the logs, by rank.
+        num_moved: how many collectives have changed tensors of this rank.
+    """
     numbers = sorted({index for excerpt in excerpts.values() for index in excerpt.recent})
     for index in numbers:
         seen = {rank: excerpt.recent[index] for rank, excerpt in excerpts.items() if index in excerpt.recent}
-        error = describe_mismatch(seen, index, "tensors of this step may be wrong") if len(seen) > 1 else None
+        consequence = "tensors of this step may be wrong" if index < num_moved else "no tensor was changed"
+        error = describe_mismatch(seen, index, consequence) if len(seen) > 1 else None
         if error is not None:
             return error
     return None

@@ -18,6 +18,7 @@ from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduc
 from counterpoint.fabric.fingerprint import (
     CollectiveSignature,
     check_group,
+    check_peer,
     exchange_signature,
     format_ranks,
     ranges_signature,
@@ -50,6 +51,7 @@ from counterpoint.fabric.process_group.p2p import (
 )
 from counterpoint.fabric.process_group.staged import StagedWork, to_host
 from counterpoint.fabric.process_group.watchdog import Watchdog
+from counterpoint.rpc.tensor_codec import dtype_code
 
 ABORT_CHECK_S = 0.2  # something that has been pending for so long may be pending for ever
 COMPARE_S = 1.0
@@ -132,10 +134,13 @@ class ProcessGroupFabric(ProcessFabric):
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Send a frame, and copies of the tensors after it."""
+        check_peer(peer, self.rank, self.num_ranks, label)
         places = [
             TensorPlace(self._moves_raw(tensor), tensor.device.type, tensor.dtype, tuple(tensor.shape))
             for tensor in tensors
         ]
+        for tensor in tensors:
+            dtype_code(tensor)  # raises for what a frame would not take either
         values = [to_host(tensor) if self._route(tensor) == "staged" else tensor.detach() for tensor in tensors]
         in_frame = [value for value, place in zip(values, places, strict=True) if not place.is_raw]
         self._raise_failure()
@@ -258,7 +263,7 @@ class ProcessGroupFabric(ProcessFabric):
         for _, queue in sorted(self._queues.items()):
             log = queue.log
             if log.count > log.num_compared and members.issuperset(queue.group):
-                compared.append((queue, self._control.start(log.signature(queue.group), None, position=log.count)))
+                compared.append((queue, self._control.start(log.signature(queue.group), None)))
                 log.num_compared = log.count
         for queue, work in compared:
             try:
@@ -335,12 +340,11 @@ class ProcessGroupFabric(ProcessFabric):
         with self.translate_errors(f"{signature.kind} of {signature.label}", self.peers_of(group)):
             try:
                 queue.finish(collective, self.timeout_s)
-            except PeerError as error:
-                raise PeerError(self.failure or str(error)) from error
+            except PeerError as error:  # the announcements differ, or their comparison failed
+                raise PeerError(self._describe_divergence(queue) or str(error)) from error
             except (TimeoutError, RuntimeError) as error:
-                has_expired = isinstance(error, TimeoutError)
-                text = self.failure or self._describe_divergence(queue)
-                if text is None and has_expired:
+                text = None if self.failure is not None else self._describe_divergence(queue)
+                if text is None and isinstance(error, TimeoutError):
                     text = self._describe_timeout(collective, queue, time.monotonic() - began)
                 if text is not None:
                     raise PeerError(text) from error
@@ -433,11 +437,14 @@ class ProcessGroupFabric(ProcessFabric):
     def _find_failure(self, queue: GroupQueue, collective: StartedCollective, waited_s: float) -> str | None:
         """Return why a pending collective will not complete; None if it may."""
         signature, now_s = collective.signature, time.monotonic()
-        text = self._find_end_of_wait(
-            f"{signature.kind} of {signature.label}", self.peers_of(queue.group), waited_s, partial(
-                self._describe_timeout, collective, queue, waited_s
-            ),
-        )  # fmt: skip
+        what, peers = f"{signature.kind} of {signature.label}", self.peers_of(queue.group)
+        describe_timeout = partial(self._describe_timeout, collective, queue, waited_s)
+        text = self._find_end_of_wait(what, peers, waited_s, describe_timeout)
+        if text is None and collective.error is not None:
+            text = self._describe_divergence(queue) or (
+                f"rank {self.rank} waited {waited_s:.1f} s for {what} with {format_ranks(peers)}: "
+                f"{self.describe_error(collective.error)}"
+            )
         if text is None and waited_s >= COMPARE_S and now_s >= self._next_comparison_s.get(queue.group, 0.0):
             self._next_comparison_s[queue.group] = now_s + COMPARE_S
             text = self._describe_divergence(queue, wait_s=0.0)
@@ -466,7 +473,7 @@ class ProcessGroupFabric(ProcessFabric):
 
     def _describe_divergence(self, queue: GroupQueue, wait_s: float = LOGS_WAIT_S) -> str | None:
         """Return an error text if the members have started different collectives."""
-        text = describe_divergence(self._exchange_logs(queue, queue.log.count, wait_s))
+        text = describe_divergence(self._exchange_logs(queue, queue.log.count, wait_s), queue.num_moved)
         if text is not None:
             self._wait_for_readers(queue)
         return text

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from counterpoint.fabric.fabric import Group
-from counterpoint.fabric.fingerprint import CollectiveSignature, check_group, digest, fingerprint, signature_text
+from counterpoint.fabric.fingerprint import CollectiveSignature, check_host_group, digest, fingerprint, signature_text
 from counterpoint.fabric.shm.memory import CHUNK_BYTES, int_array
 from counterpoint.fabric.shm.native import BYTES, DTYPES, REDUCTIONS, SIGNATURE_BYTES, CollectiveKind, CollectiveRequest
 from counterpoint.rpc.segments import SegmentMapping, create_segment
@@ -154,7 +154,7 @@ class RequestCache:
         Raises:
             ProgramError: the group is invalid, or the dtype cannot be reduced.
         """
-        check_group(operation, self._rank, self._num_ranks)
+        check_host_group(operation, self._rank, self._num_ranks)
         unit = 1 if operation.reduces else tensor.element_size()
         op = operation.kind.partition(" ")[2] or "sum"
         native_bounds = (c_uint64 * len(bounds))(*(bound * unit for bound in bounds)) if bounds else None

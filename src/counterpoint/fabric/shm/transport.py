@@ -27,7 +27,7 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import CompletedWork, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
     CollectiveSignature,
-    check_group,
+    check_host_group,
     check_peer,
     describe_mismatch,
     describe_unexpected_message,
@@ -272,7 +272,7 @@ class ShmFabric(ProcessFabric):
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Exchange the lengths of the JSON texts, then the texts."""
         operation = CollectiveSignature("gather_values", label, group)
-        check_group(operation, self.rank, self.num_ranks)
+        check_host_group(operation, self.rank, self.num_ranks)
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         member, count = group.index(self.rank), len(group)
         lengths = torch.zeros(count, dtype=torch.int64)
@@ -292,7 +292,7 @@ class ShmFabric(ProcessFabric):
     def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Map the tensor that the first member allocates."""
         operation = CollectiveSignature("shared", label, group, dtype_name(dtype), (num_elements,))
-        check_group(operation, self.rank, self.num_ranks)
+        check_host_group(operation, self.rank, self.num_ranks)
         tensor = self._tensors.zeros(num_elements, dtype) if self.rank == group[0] else None
         if len(group) == 1:
             return tensor
@@ -319,7 +319,7 @@ class ShmFabric(ProcessFabric):
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
                 operation = CollectiveSignature("form", "group", group)
-                check_group(operation, self.rank, self.num_ranks)
+                check_host_group(operation, self.rank, self.num_ranks)
                 self._open_group(operation)
 
     @property
