@@ -108,9 +108,8 @@ class GlooProcessGroup(Protocol):
 class DataProcessGroup(GlooProcessGroup, Protocol):
     """Any process group of c10d; ranks are indices in the group."""
 
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: AllgatherOptions, /) -> GlooWork: ...
-
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: ReduceScatterOptions, /) -> GlooWork: ...
+    _allgather_base: Callable[[Tensor, Tensor, AllgatherOptions], GlooWork]
+    _reduce_scatter_base: Callable[[Tensor, Tensor, ReduceScatterOptions], GlooWork]
 
     def abort(self) -> None:
         """End all that is pending with an error."""

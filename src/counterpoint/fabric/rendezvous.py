@@ -3,7 +3,7 @@ r"""Rendezvous of the ranks of a job through a key-value store, and the choice o
 ::
 
     rank 0 ----\                     exchange_host_info        make_fabric
-    rank 1 ------> KeyValueStore: versions, host, pid     -->  shm | gloo | hierarchical | mpi
+    rank 1 ------> KeyValueStore: versions, host, pid     -->  shm | gloo | hierarchical | process_group | mpi
     rank 2 ----/
 
 The store carries only who has arrived, and why a rank aborted; no data of a training step passes through it.

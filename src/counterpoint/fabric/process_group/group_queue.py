@@ -24,7 +24,7 @@ StartOnProcessGroup = Callable[[DataProcessGroup], StartedOps]
 
 
 @dataclass(eq=False, slots=True)
-class StartedCollective:
+class QueuedCollective:
     """A collective of a process group; mutable, because it progresses.
 
     Attributes:
@@ -86,20 +86,20 @@ class GroupQueue:
         self._waits_on_host = waits_on_host
         self._order_lock = Lock()  # held while a collective is logged and announced
         self._lock = RLock()  # never held while `control` is called: its threads call `_on_agreed` with its own lock
-        self._queue: deque[StartedCollective] = deque()  # not started on the process group, in order
-        self._open: deque[StartedCollective] = deque()  # not known to be complete, in order
+        self._queue: deque[QueuedCollective] = deque()  # not started on the process group, in order
+        self._open: deque[QueuedCollective] = deque()  # not known to be complete, in order
         self._last_announcement: Work | None = None
         self._progress_s = time.monotonic()
 
     def start(
         self, signature: CollectiveSignature, start_data: StartOnProcessGroup, device: torch.device
-    ) -> StartedCollective:
+    ) -> QueuedCollective:
         """Start a collective, at once if nothing is new in it; return it."""
         stream: AbstractContextManager[Any] = (
             nullcontext() if device.type == "cpu" else torch.accelerator.current_stream(device)
         )
         with self._order_lock:
-            collective = StartedCollective(signature, self.log.count, start_data, stream)
+            collective = QueuedCollective(signature, self.log.count, start_data, stream)
             is_new = self.log.append(signature)
             with self._lock:
                 if not self._open:
@@ -115,7 +115,7 @@ class GroupQueue:
                 self._on_agreed(collective)
         return collective
 
-    def finish(self, collective: StartedCollective, timeout_s: float) -> None:
+    def finish(self, collective: QueuedCollective, timeout_s: float) -> None:
         """Block until the collective is complete on this rank; on a device, make the current stream wait for it.
 
         Raises:
@@ -143,7 +143,7 @@ class GroupQueue:
             collective.works = []
         collective.is_finished = self._waits_on_host or not collective.works
 
-    def completes_within(self, collective: StartedCollective, seconds: float) -> bool:
+    def completes_within(self, collective: QueuedCollective, seconds: float) -> bool:
         """Wait for at most ``seconds``; return whether a wait would not block."""
         end = time.monotonic() + seconds
         announcement = None if collective.is_started else collective.announcement
@@ -155,7 +155,7 @@ class GroupQueue:
             time.sleep(0.0005)
         return True
 
-    def oldest_pending(self) -> tuple[StartedCollective, float] | None:
+    def oldest_pending(self) -> tuple[QueuedCollective, float] | None:
         """Return the oldest collective that is not complete, and for how long none has become complete."""
         with self._lock:
             while self._open and self._open[0].is_complete:
@@ -173,7 +173,7 @@ class GroupQueue:
             self._open.clear()
             self._process_group = self._last_announcement = None
 
-    def _on_agreed(self, collective: StartedCollective) -> StartedOps:
+    def _on_agreed(self, collective: QueuedCollective) -> StartedOps:
         """Start all collectives that may start; called by some thread when all members have announced this one."""
         with self._lock:
             collective.is_agreed = True
@@ -181,7 +181,7 @@ class GroupQueue:
                 self._start_data(self._queue.popleft())
         return [], None
 
-    def _start_data(self, collective: StartedCollective) -> None:
+    def _start_data(self, collective: QueuedCollective) -> None:
         try:
             if self._process_group is None or collective.start_data is None:
                 raise RuntimeError("the fabric has been closed")

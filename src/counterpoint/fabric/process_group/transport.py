@@ -39,7 +39,7 @@ from counterpoint.fabric.process_group.collectives import (
     start_reduce_all,
     start_reduce_ranges,
 )
-from counterpoint.fabric.process_group.group_queue import GroupQueue, StartedCollective, StartOnProcessGroup
+from counterpoint.fabric.process_group.group_queue import GroupQueue, QueuedCollective, StartOnProcessGroup
 from counterpoint.fabric.process_group.order import LogExcerpt, decode_excerpt, describe_divergence, describe_missing
 from counterpoint.fabric.process_group.p2p import (
     PairChannel,
@@ -103,7 +103,7 @@ class ProcessGroupFabric(ProcessFabric):
         self._closed = False
         self._pending_messages: list[PendingMessage] = []
         self._next_comparison_s: dict[Group, float] = {}
-        parts = dict.fromkeys((*process_parts(host), control))
+        parts = dict.fromkeys((*parts_of(host), control))
         for part in (self, *parts):
             part.link_to(*(other for other in (self, *parts) if other is not part))
 
@@ -333,7 +333,7 @@ class ProcessGroupFabric(ProcessFabric):
             if self._control is not self._host:
                 self._control.close()
 
-    def finish(self, collective: StartedCollective, queue: GroupQueue) -> None:
+    def finish(self, collective: QueuedCollective, queue: GroupQueue) -> None:
         """Wait for a collective; raise a PeerError that says why it cannot complete."""
         signature, group = collective.signature, queue.group
         began = time.monotonic()
@@ -362,7 +362,7 @@ class ProcessGroupFabric(ProcessFabric):
         queue = self._queues[group]
         collective = queue.start(signature, start_data, device)
         self._wake_watchdog()
-        return ProcessGroupWork(self, collective, queue)
+        return QueuedWork(self, collective, queue)
 
     def _wake_watchdog(self) -> None:
         if self._watchdog is None:
@@ -434,7 +434,7 @@ class ProcessGroupFabric(ProcessFabric):
             self.fail(text)
         return text is None and bool(pending or self._pending_messages)
 
-    def _find_failure(self, queue: GroupQueue, collective: StartedCollective, waited_s: float) -> str | None:
+    def _find_failure(self, queue: GroupQueue, collective: QueuedCollective, waited_s: float) -> str | None:
         """Return why a pending collective will not complete; None if it may."""
         signature, now_s = collective.signature, time.monotonic()
         what, peers = f"{signature.kind} of {signature.label}", self.peers_of(queue.group)
@@ -492,7 +492,7 @@ class ProcessGroupFabric(ProcessFabric):
         except RuntimeError:  # its owner has ended
             return
 
-    def _describe_timeout(self, collective: StartedCollective, queue: GroupQueue, waited_s: float) -> str | None:
+    def _describe_timeout(self, collective: QueuedCollective, queue: GroupQueue, waited_s: float) -> str | None:
         """Return an error text for a collective that was not complete in time, if the missing ranks are known."""
         signature = collective.signature
         missing = describe_missing(self._exchange_logs(queue, collective.index + 1, LOGS_WAIT_S), collective.index)
@@ -531,10 +531,10 @@ class ProcessGroupFabric(ProcessFabric):
             return {}
 
 
-class ProcessGroupWork(Work):
+class QueuedWork(Work):
     """A collective on a process group."""
 
-    def __init__(self, fabric: ProcessGroupFabric, collective: StartedCollective, queue: GroupQueue) -> None:
+    def __init__(self, fabric: ProcessGroupFabric, collective: QueuedCollective, queue: GroupQueue) -> None:
         self._fabric = fabric
         self._collective = collective
         self._queue: GroupQueue | None = queue
@@ -580,7 +580,7 @@ def log_place(group: Group) -> str:
     return f"order/{'.'.join(map(str, group))}"
 
 
-def process_parts(fabric: Fabric) -> tuple[ProcessFabric, ...]:
+def parts_of(fabric: Fabric) -> tuple[ProcessFabric, ...]:
     """Return the fabrics that a fabric among processes consists of."""
     if isinstance(fabric, HierarchicalFabric):
         return fabric.parts
