@@ -39,7 +39,7 @@ from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueStore, RemoteTable, StoreServer, with_prefix
 from counterpoint.fabric.mpi import MpiFabric, mpi_address
 from counterpoint.fabric.process_group.backends import device_backend_name, gloo_backend, nccl_backend
-from counterpoint.fabric.process_group.transport import ProcessGroupFabric
+from counterpoint.fabric.process_group.transport import ProcessGroupFabric, parts_of
 from counterpoint.fabric.shm.memory import RankContext
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
@@ -249,17 +249,21 @@ def make_fabric(
     if transport == "mpi":
         return MpiFabric(context, job, generation)
     has_devices = transport in {"auto", "process_group"} and all_have_device_backend(context)
+    host = None
     if transport != "process_group":
         host = make_host_fabric(context, host_infos, transport, job, generation, device)
         if not has_devices:
             return host
     rendezvous = gloo_rendezvous(context, job, generation, device)
-    backend = nccl_backend() if has_devices else gloo_backend(device())
-    control = GlooFabric(context.rank, context.num_ranks, context.timeout_s, rendezvous)
-    groups = Rendezvous(
-        context.store, backend.connect, job, generation, None if has_devices else rendezvous.secret, backend.abort
+    # two gloo fabrics would use the same keys of the store
+    control = next((part for part in parts_of(host) if isinstance(part, GlooFabric)), None) or GlooFabric(
+        context.rank, context.num_ranks, context.timeout_s, rendezvous
     )
-    return ProcessGroupFabric(control if transport == "process_group" else host, control, groups, backend)
+    backend = nccl_backend() if has_devices else gloo_backend(device())
+    groups = replace(
+        rendezvous, connect=backend.connect, abort=backend.abort, secret=None if has_devices else rendezvous.secret
+    )
+    return ProcessGroupFabric(host or control, control, groups, backend)
 
 
 def make_host_fabric(

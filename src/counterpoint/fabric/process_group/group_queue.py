@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
 from typing import Any
@@ -18,6 +18,7 @@ from counterpoint.fabric.fingerprint import CollectiveSignature
 from counterpoint.fabric.gloo.collective_queue import wait_within
 from counterpoint.fabric.gloo.ops import StartedOps
 from counterpoint.fabric.gloo.transport import GlooFabric
+from counterpoint.fabric.process_group.backends import stream_of
 from counterpoint.fabric.process_group.order import CollectiveLog
 
 StartOnProcessGroup = Callable[[DataProcessGroup], StartedOps]
@@ -95,11 +96,8 @@ class GroupQueue:
         self, signature: CollectiveSignature, start_data: StartOnProcessGroup, device: torch.device
     ) -> QueuedCollective:
         """Start a collective, at once if nothing is new in it; return it."""
-        stream: AbstractContextManager[Any] = (
-            nullcontext() if device.type == "cpu" else torch.accelerator.current_stream(device)
-        )
         with self._order_lock:
-            collective = QueuedCollective(signature, self.log.count, start_data, stream)
+            collective = QueuedCollective(signature, self.log.count, start_data, stream_of(device))
             is_new = self.log.append(signature)
             with self._lock:
                 if not self._open:

@@ -65,11 +65,10 @@ class CollectiveLog:
 
     Attributes:
         count: how many were started.
-        num_compared: how many of them were compared by :meth:`Fabric.check_same_order`.
     """
 
     def __init__(self) -> None:
-        self.count = self.num_compared = 0
+        self.count = 0
         self._digest = bytes(DIGEST_BYTES)
         self._last = b""
         self._known: set[tuple[bytes, bytes]] = set()

@@ -15,11 +15,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from threading import Lock, Thread
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -148,7 +149,7 @@ class PairChannel:
         self._incoming: GlooProcessGroup | None = None
         self._opener: Thread | None = None
         self._error: Exception | None = None
-        self._unsent: deque[Tensor] = deque()
+        self._unsent: deque[tuple[Tensor, AbstractContextManager[Any]]] = deque()
         self._pending: deque[tuple[Tensor, GlooWork]] = deque()
 
     @property
@@ -156,8 +157,13 @@ class PairChannel:
         """Whether everything sent was seen to leave."""
         return not self._unsent and not self._pending
 
-    def send(self, packed: Tensor, timeout_s: float) -> None:
+    def send(self, packed: Tensor, stream: AbstractContextManager[Any], timeout_s: float) -> None:
         """Start to send bytes; the caller does not change them. Bounded: waits for older messages if there are many.
+
+        Args:
+            packed: the bytes.
+            stream: entered around the start, which may be on another thread.
+            timeout_s: the longest wait.
 
         Raises:
             RuntimeError: the connection failed.
@@ -166,12 +172,12 @@ class PairChannel:
         self._raise_error()
         with self._send_lock:
             if self._outgoing is None:
-                self._unsent.append(packed)
+                self._unsent.append((packed, stream))
                 if self._opener is None:  # the peer may be sending to a third rank that waits for this one
                     self._opener = Thread(target=self._open_in_thread, name="counterpoint connect", daemon=True)
                     self._opener.start()
             else:
-                self._start_send(packed)
+                self._start_send(packed, stream)
         self._make_room(timeout_s)
 
     def recv(self, buffer: Tensor, timeout_s: float) -> GlooWork:
@@ -237,11 +243,12 @@ class PairChannel:
                 with self._send_lock:
                     self._incoming, self._outgoing = groups[self.peer], groups[self._rank]
                     while self._unsent:
-                        self._start_send(self._unsent.popleft())
+                        self._start_send(*self._unsent.popleft())
 
-    def _start_send(self, packed: Tensor) -> None:
+    def _start_send(self, packed: Tensor, stream: AbstractContextManager[Any]) -> None:
         assert self._outgoing is not None, "opened"
-        self._pending.append((packed, self._outgoing.send([packed], self._pair.index(self.peer), TAG)))
+        with stream:
+            self._pending.append((packed, self._outgoing.send([packed], self._pair.index(self.peer), TAG)))
 
     def _make_room(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s

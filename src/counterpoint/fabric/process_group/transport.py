@@ -30,7 +30,7 @@ from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.peer_liveness import describe_exit
 from counterpoint.fabric.process_fabric import ProcessFabric
-from counterpoint.fabric.process_group.backends import ProcessGroupBackend
+from counterpoint.fabric.process_group.backends import ProcessGroupBackend, stream_of
 from counterpoint.fabric.process_group.collectives import (
     Scratch,
     start_broadcast,
@@ -148,7 +148,7 @@ class ProcessGroupFabric(ProcessFabric):
         if any(place.num_bytes for place in places):
             packed = pack(values, places, self.backend.own_device())
             with self.translate_errors(f"buffer space to send {label}", (peer,)):
-                self._channel_to(peer).send(packed, self.timeout_s)
+                self._channel_to(peer).send(packed, stream_of(packed.device), self.timeout_s)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
         """Wait for the peer's next frame, and receive its tensors; only the stream waits for those of a device."""
@@ -253,18 +253,16 @@ class ProcessGroupFabric(ProcessFabric):
                 )
 
     def check_same_order(self, group: Group) -> None:
-        """Compare digests of all collectives on process groups of members, where any were started since the last call.
+        """Compare digests of all collectives on process groups of members.
 
         Raises:
             PeerError: the members of a group have started different collectives.
         """
         members = set(group)
         compared: list[tuple[GroupQueue, Work]] = []
-        for _, queue in sorted(self._queues.items()):
-            log = queue.log
-            if log.count > log.num_compared and members.issuperset(queue.group):
-                compared.append((queue, self._control.start(log.signature(queue.group), None)))
-                log.num_compared = log.count
+        for queue_group, queue in sorted(self._queues.items()):
+            if queue.log.count and members.issuperset(queue_group):
+                compared.append((queue, self._control.start(queue.log.signature(queue_group), None)))
         for queue, work in compared:
             try:
                 work.wait()
@@ -320,6 +318,7 @@ class ProcessGroupFabric(ProcessFabric):
         is_idle = all(queue.oldest_pending() is None for queue in self._queues.values())
         if self.failure is not None or not is_idle or not all(one.is_idle for one in self._channels.values()):
             self._connections.abort()
+        self.failure = self.failure or "the fabric has been closed"
         if self._watchdog is not None:
             self._watchdog.close()
         for queue in self._queues.values():
@@ -425,7 +424,8 @@ class ProcessGroupFabric(ProcessFabric):
         if self.failure is not None or self._closed:
             return False
         pending = [(queue, *found) for queue in list(self._queues.values()) if (found := queue.oldest_pending())]
-        self._pending_messages = [message for message in self._pending_messages if not message.work.is_completed()]
+        for message in [message for message in self._pending_messages if message.work.is_completed()]:
+            self._pending_messages.remove(message)  # the other thread may append at the same time
         text = next(filter(None, (self._find_failure(*one) for one in pending if one[2] >= ABORT_CHECK_S)), None)
         for message in self._pending_messages:
             waited_s = time.monotonic() - message.began_s
@@ -580,8 +580,8 @@ def log_place(group: Group) -> str:
     return f"order/{'.'.join(map(str, group))}"
 
 
-def parts_of(fabric: Fabric) -> tuple[ProcessFabric, ...]:
-    """Return the fabrics that a fabric among processes consists of."""
+def parts_of(fabric: Fabric | None) -> tuple[ProcessFabric, ...]:
+    """Return the fabrics that a fabric among processes consists of; none of no fabric."""
     if isinstance(fabric, HierarchicalFabric):
         return fabric.parts
     return (fabric,) if isinstance(fabric, ProcessFabric) else ()
