@@ -13,7 +13,7 @@ they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -52,28 +52,41 @@ class Scratch:
     def __init__(self, pool: ScratchPool, device: torch.device) -> None:
         self._lease = ScratchLease(pool)
         self._device = device
+        self._on_device: list[Tensor] = []
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat uninitialized tensor."""
         if self._device.type == "cpu":
             return self._lease.empty(num_elements, dtype)
-        return torch.empty(num_elements, dtype=dtype, device=self._device)
+        return self.hold(torch.empty(num_elements, dtype=dtype, device=self._device))
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, whose memory becomes scratch memory."""
+        if self._device.type != "cpu":
+            self._on_device.append(tensor)
+        return tensor
 
     def clear(self) -> None:
-        """Return host memory to its pool."""
+        """Release the memory, which may be used again after what the current stream has been given until now."""
         self._lease.clear()
+        for tensor in self._on_device:  # allocated on the stream of the start; this may be another one
+            tensor.record_stream(torch.accelerator.current_stream(self._device))
+        self._on_device.clear()
 
 
-def start_reduce_all(group: DataProcessGroup, tensor: Tensor, op: Reduction) -> StartedOps:
+def start_reduce_all(group: DataProcessGroup, tensor: Tensor, op: Reduction, scratch: Scratch) -> StartedOps:
     """Start to replace the tensor by its reduction over all members; 16-bit floats are sent and added up in 32 bits."""
     if not tensor.numel():
         return [], None
     values = to_gloo(tensor, op)
+    if values is not tensor:
+        scratch.hold(values)
 
     def finish() -> None:
         result = from_gloo(values, tensor.dtype, op, group.size())
         if result is not tensor:
             tensor.copy_(result)
+        scratch.clear()
 
     return [start_all_reduce(group, values, op)], finish
 
@@ -154,13 +167,21 @@ def start_exchange(
     return [start_all_to_all(group, as_bytes(received), as_bytes(whole), incoming, outgoing)], None
 
 
-def start_broadcast(group: DataProcessGroup, tensor: Tensor, root: int) -> StartedOps:
+def start_broadcast(group: DataProcessGroup, tensor: Tensor, root: int, scratch: Scratch) -> StartedOps:
     """Start to replace the tensor by that of member ``root``."""
     if not tensor.numel():
         return [], None
     whole = tensor.contiguous()
-    finish: Callable[[], object] | None = None if whole is tensor else lambda: tensor.copy_(whole)
-    return [gloo_broadcast(group, as_bytes(whole), root)], finish
+    work = gloo_broadcast(group, as_bytes(whole), root)
+    if whole is tensor:
+        return [work], None
+    scratch.hold(whole)
+
+    def finish() -> None:
+        tensor.copy_(whole)
+        scratch.clear()
+
+    return [work], finish
 
 
 def range_lengths(bounds: Sequence[int]) -> list[int]:

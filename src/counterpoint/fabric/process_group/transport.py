@@ -170,10 +170,10 @@ class ProcessGroupFabric(ProcessFabric):
                 copy = to_host(tensor)
                 return StagedWork(self.all_reduce(label, copy, group, op), (tensor.detach(), copy))
             case "process group":
-                target = tensor.detach()
+                target, scratch = tensor.detach(), Scratch(self._scratch_pool, tensor.device)
                 return self._start(
                     tensor_signature(f"all_reduce {op}", label, tensor, group),
-                    lambda process_group: start_reduce_all(process_group, target, op),
+                    lambda process_group: start_reduce_all(process_group, target, op, scratch),
                     tensor.device,
                 )
 
@@ -245,10 +245,10 @@ class ProcessGroupFabric(ProcessFabric):
                 copy = to_host(tensor)
                 return StagedWork(self.broadcast(label, copy, group, root), (tensor.detach(), copy))
             case "process group":
-                target = tensor.detach()
+                target, scratch = tensor.detach(), Scratch(self._scratch_pool, tensor.device)
                 return self._start(
                     tensor_signature("broadcast", label, tensor, group, root=root),
-                    lambda process_group: start_broadcast(process_group, target, group.index(root)),
+                    lambda process_group: start_broadcast(process_group, target, group.index(root), scratch),
                     tensor.device,
                 )
 
