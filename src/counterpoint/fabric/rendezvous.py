@@ -38,7 +38,7 @@ from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.key_value_store import STORE_JOB, KeyValueStore, RemoteTable, StoreServer, with_prefix
 from counterpoint.fabric.mpi import MpiFabric, mpi_address
-from counterpoint.fabric.process_group.backends import device_backend_name, gloo_backend, nccl_backend
+from counterpoint.fabric.process_group.backends import GLOO, NCCL, device_backend_name, nccl_rendezvous
 from counterpoint.fabric.process_group.transport import ProcessGroupFabric, parts_of
 from counterpoint.fabric.shm.memory import RankContext
 from counterpoint.fabric.shm.native import native
@@ -259,11 +259,9 @@ def make_fabric(
     control = next((part for part in parts_of(host) if isinstance(part, GlooFabric)), None) or GlooFabric(
         context.rank, context.num_ranks, context.timeout_s, rendezvous
     )
-    backend = nccl_backend() if has_devices else gloo_backend(device())
-    groups = replace(
-        rendezvous, connect=backend.connect, abort=backend.abort, secret=None if has_devices else rendezvous.secret
-    )
-    return ProcessGroupFabric(host or control, control, groups, backend)
+    if has_devices:
+        return ProcessGroupFabric(host or control, control, nccl_rendezvous(rendezvous), NCCL)
+    return ProcessGroupFabric(control, control, rendezvous, GLOO)
 
 
 def make_host_fabric(

@@ -60,7 +60,7 @@ def over_devices(control):
     def connect(*args):
         return DeviceGroup(rendezvous.connect(*args))
 
-    backend = ProcessGroupBackend("stand-in", "cpu", False, connect, abort_device_groups)
+    backend = ProcessGroupBackend("stand-in", "cpu", waits_on_host=False)
     groups = replace(rendezvous, connect=connect, abort=abort_device_groups, secret=None)
     return ProcessGroupFabric(control, control, groups, backend)
 

@@ -11,7 +11,8 @@ import torch
 
 from counterpoint.errors import PeerError
 from tests.fabric.random_programs import RandomProgram, differing
-from tests.fabric.run_ranks import on_local, on_process_groups, resources
+from tests.fabric.run_ranks import on_gloo, on_local, on_process_groups, resources
+from tests.fabric.test_faults import come_and_go
 
 pytestmark = pytest.mark.process
 PAIR, TRIO = (0, 1), (0, 1, 2)
@@ -225,3 +226,9 @@ def crossing_messages(fabric):
 
 def test_messages_of_several_tensors_pass_in_a_circle():
     assert on_process_groups(crossing_messages, 3) == [(True, True)] * 3
+
+
+def test_closed_process_groups_leave_no_thread_and_no_file():
+    more = on_gloo(partial(come_and_go, "process_group"), 3)
+    assert not [answer for answer in more if isinstance(answer, str)], more
+    assert all(num_threads <= 0 and num_files <= 0 for num_threads, num_files in more), more

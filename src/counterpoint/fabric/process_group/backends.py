@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from counterpoint.fabric.c10d import GLOO_TIMEOUT, GlooProcessGroup, PrefixStore, ProcessGroupGloo, Store
-from counterpoint.fabric.gloo.connections import ConnectionFactory, abort_connections, gloo_connection_factory
+from counterpoint.fabric.c10d import GLOO_TIMEOUT, GlooProcessGroup, PrefixStore, Store
+from counterpoint.fabric.gloo.connections import Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,11 @@ class ProcessGroupBackend:
         name: as torch names it.
         device_type: of the tensors that it takes; tensors of other devices are staged through host memory.
         waits_on_host: whether a wait blocks the host; otherwise it makes the current stream wait.
-        connect: opens a process group.
-        abort: ends all that is pending on some process groups.
     """
 
     name: str
     device_type: str
     waits_on_host: bool
-    connect: ConnectionFactory
-    abort: Callable[[Sequence[GlooProcessGroup]], None]
 
     def own_device(self) -> torch.device:
         """Return this rank's device."""
@@ -45,14 +41,13 @@ def stream_of(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def gloo_backend(device: ProcessGroupGloo.Device) -> ProcessGroupBackend:
-    """Return the backend of tensors in host memory, whose process groups listen on this device."""
-    return ProcessGroupBackend("gloo", "cpu", True, gloo_connection_factory(device), abort_connections)
+GLOO: Final = ProcessGroupBackend("gloo", "cpu", True)
+NCCL: Final = ProcessGroupBackend("nccl", "cuda", False)
 
 
-def nccl_backend() -> ProcessGroupBackend:
-    """Return the backend of tensors on CUDA devices."""
-    return ProcessGroupBackend("nccl", "cuda", False, connect_nccl, abort_process_groups)
+def nccl_rendezvous(rendezvous: Rendezvous) -> Rendezvous:
+    """Return a rendezvous at which process groups of NCCL are opened; their ends prove nothing."""
+    return replace(rendezvous, connect=connect_nccl, abort=abort_process_groups, secret=None)
 
 
 def device_backend_name() -> str:

@@ -33,8 +33,7 @@ class QueuedCollective:
         index: number of collectives that the group has started before.
         start_data: starts it on the process group; None once it has.
         stream: entered around that, so that it is ordered after what the caller has launched on its device.
-        announcement: of this collective or of the last one before it that was announced; None if all members are
-            known to agree.
+        announcement: of this collective or of the last one before it that was announced; None once it is started.
         is_agreed: whether it may start.
         is_started: whether it was started on the process group.
         works: of the process group.
@@ -107,9 +106,10 @@ class GroupQueue:
             if is_new:
                 announced = replace(signature, position=collective.index)
                 self._last_announcement = self._control.start(announced, lambda _: self._on_agreed(collective))
-                collective.announcement = self._last_announcement
-            else:
-                collective.announcement = self._last_announcement
+            with self._lock:
+                if not collective.is_started:
+                    collective.announcement = self._last_announcement
+            if not is_new:
                 self._on_agreed(collective)
         return collective
 
@@ -122,7 +122,7 @@ class GroupQueue:
             RuntimeError: a connection failed.
         """
         end = time.monotonic() + timeout_s
-        announcement = None if collective.is_started else collective.announcement
+        announcement = collective.announcement
         if announcement is not None and not announcement.completes_within(timeout_s):
             raise TimeoutError
         if collective.error is not None:
@@ -144,7 +144,7 @@ class GroupQueue:
     def completes_within(self, collective: QueuedCollective, seconds: float) -> bool:
         """Wait for at most ``seconds``; return whether a wait would not block."""
         end = time.monotonic() + seconds
-        announcement = None if collective.is_started else collective.announcement
+        announcement = collective.announcement
         if announcement is not None and not announcement.completes_within(seconds):
             return False
         while not collective.is_complete:
@@ -167,6 +167,8 @@ class GroupQueue:
     def close(self) -> None:
         """Release the process group."""
         with self._lock:
+            for collective in self._queue:
+                collective.announcement = collective.start_data = None
             self._queue.clear()
             self._open.clear()
             self._process_group = self._last_announcement = None
@@ -186,8 +188,9 @@ class GroupQueue:
             with collective.stream, torch.no_grad():
                 collective.works, collective.after = collective.start_data(self._process_group)
             collective.start_data = None  # it refers to tensors
-            collective.is_started = True
             self.num_moved = collective.index + 1
+            collective.is_started = True
+            collective.announcement = None  # it refers to this queue
         except Exception as error:  # noqa: BLE001 - raised by the wait for the collective
             collective.error = error
 

@@ -92,7 +92,7 @@ class ProcessGroupFabric(ProcessFabric):
         self.backend = backend
         self._host = host
         self._control = control
-        self._store: Store = rendezvous.store
+        self._store: Store | None = rendezvous.store
         self._connections = Connections(control.rank, rendezvous, control.timeout_s)
         self._queues: dict[Group, GroupQueue] = {}
         self._announced_groups: set[Group] = set()
@@ -106,6 +106,10 @@ class ProcessGroupFabric(ProcessFabric):
         parts = dict.fromkeys((*parts_of(host), control))
         for part in (self, *parts):
             part.link_to(*(other for other in (self, *parts) if other is not part))
+        if backend.device_type == "cpu":
+            everybody = tuple(range(self.num_ranks))
+            with self.translate_errors("the first process group", everybody):
+                self._open_groups(everybody)
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -281,7 +285,8 @@ class ProcessGroupFabric(ProcessFabric):
             self._control.connect_groups(own_groups)
         self._announced_groups.update(own_groups)
         if self.backend.device_type == "cpu" and own_groups:
-            self._open_groups(own_groups[0])
+            with self.translate_errors("form of group", own_groups[0]):
+                self._open_groups(own_groups[0])
 
     def broadcast_abort(self, reason: str) -> None:
         """Post the reason, and abort this rank's process groups."""
@@ -326,11 +331,16 @@ class ProcessGroupFabric(ProcessFabric):
         for channel in self._channels.values():
             channel.close()
         self._connections.close()
+        self._queues.clear()
+        self._channels.clear()
         try:
             self._host.close()
         finally:
             if self._control is not self._host:
                 self._control.close()
+            for part in (self, self._control, *parts_of(self._host)):
+                part.link_to()  # no cycle keeps the threads of gloo alive
+            self._watchdog = self._store = None
 
     def finish(self, collective: QueuedCollective, queue: GroupQueue) -> None:
         """Wait for a collective; raise a PeerError that says why it cannot complete."""
@@ -480,11 +490,13 @@ class ProcessGroupFabric(ProcessFabric):
 
     def _wait_for_readers(self, queue: GroupQueue) -> None:
         """Wait until all members have compared the logs, for which they need the store: this rank may be its owner."""
-        place = log_place(queue.group)
+        place, store = log_place(queue.group), self._store
+        if store is None:
+            return
         try:
-            self._store.set(f"{place}/{self.rank}/read", "yes")
+            store.set(f"{place}/{self.rank}/read", "yes")
             wait_for_keys(
-                self._store,
+                store,
                 [f"{place}/{rank}/read" for rank in queue.group],
                 READERS_WAIT_S,
                 lambda: self._control.exited_rank() in queue.group,
@@ -512,16 +524,18 @@ class ProcessGroupFabric(ProcessFabric):
             count: wait until all members have posted at least so many collectives.
             wait_s: the longest wait.
         """
-        own = queue.log.excerpt()
+        own, store = queue.log.excerpt(), self._store
         place = log_place(queue.group)
+        if store is None:
+            return {}
         end = time.monotonic() + wait_s
         excerpts = {rank: LogExcerpt(0, {}) for rank in queue.group}
         try:
-            self._store.set(f"{place}/{self.rank}", own.encode())
+            store.set(f"{place}/{self.rank}", own.encode())
             while True:
                 for rank in self.peers_of(queue.group):
-                    if self._store.check([f"{place}/{rank}"]):
-                        excerpts[rank] = decode_excerpt(self._store.get(f"{place}/{rank}"))
+                    if store.check([f"{place}/{rank}"]):
+                        excerpts[rank] = decode_excerpt(store.get(f"{place}/{rank}"))
                 excerpts[self.rank] = own
                 is_final = time.monotonic() >= end or self._control.exited_rank() in queue.group
                 if is_final or all(excerpt.count >= count for excerpt in excerpts.values()):
