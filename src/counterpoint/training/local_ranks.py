@@ -56,9 +56,9 @@ from counterpoint.runtime.state_dict import (
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import InFlightBatches
-from counterpoint.training.between_steps.common_changes import explain_announcement, require_same_changes
 from counterpoint.training.between_steps.model_changes import ModelChanges
 from counterpoint.training.between_steps.optimizer_exchange import OptimizerExchange
+from counterpoint.training.between_steps.rebuild_agreement import explain_announcement, require_same_changes
 from counterpoint.training.between_steps.shared_models import SharedModel
 from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.between_steps.step_gradients import StepGradients
