@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-
-from counterpoint.errors import PlanError
 from counterpoint.runtime.devices import (
     PendingScalars,
     model_device,
@@ -12,6 +9,9 @@ from counterpoint.runtime.devices import (
     require_single_process,
     to_device,
 )
+from torch import nn
+
+from counterpoint.errors import PlanError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

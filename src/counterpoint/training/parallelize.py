@@ -20,7 +20,6 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
-from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
@@ -245,7 +244,7 @@ class TrainStep:
             # a DataLoader starts new workers in every epoch
             self.has_warned_of_fork = warn_forked_workers(self.known_pids)
         in_flight = self.local_ranks.in_flight
-        with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
+        with self.local_ranks.accelerator.preserve_rng(enabled=self.local_ranks.uses_rng):
             if self.reporter is None:
                 result = self.local_ranks.step(number, in_flight.batch_source(number))
             else:

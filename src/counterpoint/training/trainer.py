@@ -21,7 +21,6 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
 from counterpoint.planner.choose import PlanChoice
-from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
@@ -390,7 +389,7 @@ class Trainer:
         with collect_signals(STOP_SIGNALS, ranks.stop_signals, replaced="defaults"):
             ranks.stop_signals.clear()
             try:
-                with preserve_rng(ranks.device), preserve_training_mode(self.model):
+                with ranks.accelerator.preserve_rng(), preserve_training_mode(self.model):
                     if fit_loop.config.resume is not None:
                         fit_loop.resume(fit_loop.config.resume)
                     elif self.progress.step:

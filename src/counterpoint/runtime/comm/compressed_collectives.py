@@ -149,13 +149,8 @@ class _GatherReduce(Work):
         )
         item_bytes = compensated.element_size()
         self.num_bytes = sum(codec.encoded_bytes(slot.shape, item_bytes) for slot in self.slots)
-        count, on_host = len(group) * self.num_bytes, compensated.device.type == "cpu"
-        allocate = (
-            partial(fabric.empty, count, torch.uint8)
-            if on_host
-            else partial(torch.empty, count, dtype=torch.uint8, device=compensated.device)
-        )
-        self.gather_buffer = error_feedback.get_gather_buffer(allocate)
+        count = len(group) * self.num_bytes
+        self.gather_buffer = error_feedback.get_gather_buffer(partial(flat_params.allocate, count, torch.uint8))
         position = group.index(fabric.rank)
         for slot, chunk in self.member_chunks(position):
             local_part = compensated[slot.start : slot.stop]
