@@ -17,8 +17,8 @@ from counterpoint.errors import PlanError
 
 CPU = torch.device("cpu")
 DEVICE_TEXT = re.compile(r"auto|[a-z_]+(:[0-9]+)?")
-DeviceArgument: TypeAlias = "str | torch.device | Accelerator | None"
-"""``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if there is one; None for the device of the model."""
+DeviceArgument: TypeAlias = str | torch.device | Accelerator
+"""``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,11 @@ class LocalRank:
     count: int = 1
 
 
-def select_accelerator(argument: DeviceArgument, model: nn.Module, local_rank: LocalRank) -> Accelerator:
+def select_accelerator(argument: DeviceArgument, local_rank: LocalRank) -> Accelerator:
     """Return the accelerator that a process computes on.
 
     Args:
         argument: what the user asked for.
-        model: whose device is taken if it is None.
         local_rank: takes the GPU of its number, if none is named.
 
     Raises:
@@ -47,8 +46,6 @@ def select_accelerator(argument: DeviceArgument, model: nn.Module, local_rank: L
     """
     if isinstance(argument, Accelerator):
         return argument
-    if argument is None:
-        return accelerator_for(model_device(model))
     text = str(argument)
     if not DEVICE_TEXT.fullmatch(text):
         raise PlanError(f"device={argument!r} is not a device; give 'cpu', 'cuda', 'cuda:1' or 'auto'")
@@ -153,6 +150,20 @@ def require_one_device(named_tensors: Iterable[tuple[str, Tensor]]) -> torch.dev
             "with model.to(device), and let pipeline(n) divide it into stages"
         )
     return next(iter(first_on), CPU)
+
+
+def require_device(model: nn.Module, device: torch.device) -> None:
+    """Raise unless a model is on the device that its run was prepared for.
+
+    Raises:
+        PlanError: it is on another, or on several.
+    """
+    found = model_device(model)
+    if found != device and any(True for _ in model.parameters()):
+        raise PlanError(
+            f"the model is on {found}, but the run was prepared for {device}; do not move the model afterwards, or "
+            f"give device={str(found)!r}"
+        )
 
 
 def require_single_process(device: torch.device, num_local_ranks: int, num_ranks: int) -> None:

@@ -302,7 +302,7 @@ def build_local_params(
         if name in needed or not param.requires_grad:
             value = take_slice(param.data, sliced.get(name), slice_position)
             is_whole = value.numel() == param.numel() and param.is_contiguous()
-            shares_memory = is_only and is_whole and not param.is_shared()  # type: ignore[no-untyped-call]
+            shares_memory = is_only and is_whole and not (param.is_cpu and param.is_shared())  # type: ignore[no-untyped-call]
             local_params[name] = nn.Parameter(
                 value if shares_memory else value.clone(), requires_grad=param.requires_grad
             )

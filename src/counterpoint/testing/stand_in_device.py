@@ -38,6 +38,8 @@ HOST_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"
 """Operators that take index tensors of the host, too, and copy them."""
 
 
+VIEWS = frozenset({"detach", "alias", "lift_fresh"})
+"""Operators that return a view, and are not described so."""
 RESIZING_FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace")
 """Operators that torch otherwise writes as the change of an empty tensor's size."""
 
@@ -141,7 +143,7 @@ class StandInTensor(Tensor):
             cls,
             host.size(),
             strides=host.stride() if is_dense else None,
-            storage_offset=host.storage_offset() if is_dense else 0,
+            storage_offset=host.storage_offset() if is_dense else None,
             dtype=host.dtype,
             layout=host.layout,
             device=DEVICE.device,
@@ -182,6 +184,10 @@ class StandInTensor(Tensor):
             TypeError: always.
         """
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
+
+    def is_shared(self) -> bool:
+        """Return True, as for a tensor on a GPU."""
+        return True
 
     def tolist(self) -> Any:  # noqa: ANN401 - a nested list
         """Return the values, for which the host waits."""
@@ -342,19 +348,21 @@ class StandInDevice:
             self.wait_on_host("read a number", self.order.snapshot(self.order.current))
             return func(args[0].host)
         out = self._run_on_host(func, args, kwargs)
-        is_view = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in func._schema.returns)  # noqa: SLF001
         if name in HOST_SIZED:
             self._launch(leaves, ())
             self.wait_on_host(name, self.order.snapshot(self.order.current))
-        written = _written_arguments(func, args, kwargs)
-        if written:
-            self._launch([leaf for leaf in leaves if all(leaf is not one for one in written)], written)
-            return _returned(func, written)
-        wrapped = tree_map(lambda leaf: StandInTensor(leaf) if isinstance(leaf, Tensor) else leaf, out)
-        if not is_view and name not in {"detach", "alias"}:
-            made = [leaf for leaf in tree_leaves(wrapped) if isinstance(leaf, StandInTensor)]
-            self._launch(leaves, () if name.startswith("empty") else made)
-        return wrapped
+        schema = func._schema  # noqa: SLF001 - an operator's only description
+        written = _written_arguments(func, args, kwargs) if schema.is_mutable else {}
+        results = [out] if len(schema.returns) == 1 else list(out or ())
+        for index, one in enumerate(schema.returns):
+            alias = one.alias_info
+            results[index] = written[_key(alias)] if alias is not None and alias.is_write else _wrap(results[index])
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+        changed = tree_leaves(list(written.values()))
+        made = [] if name.startswith("empty") else tree_leaves(results)
+        if not is_view and name not in VIEWS:
+            self._launch([leaf for leaf in leaves if all(leaf is not one for one in changed)], [*changed, *made])
+        return results[0] if len(schema.returns) == 1 else tuple(results) if results else None
 
     def _make(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - any factory
         out = StandInTensor(self._run_on_host(func, args, kwargs))
@@ -483,25 +491,27 @@ def _accesses(tensors: Any) -> list[Accesses]:  # noqa: ANN401 - any sequence
     return [allocation.accesses for allocation in allocations if allocation is not None]
 
 
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:  # noqa: ANN401
-    """Return the arguments that an operator changes."""
-    if not func._schema.is_mutable:  # noqa: SLF001 - an operator's only description
-        return []
-    written: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - likewise
+def _wrap(value: Any) -> Any:  # noqa: ANN401 - any result of an operator
+    if isinstance(value, Tensor):
+        return StandInTensor(value)
+    return [_wrap(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _key(alias_info: Any) -> frozenset[str]:  # noqa: ANN401 - torch has no name for its type
+    """Return what identifies an argument and the results that are the same tensor."""
+    return frozenset(alias_info.before_set)
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[frozenset[str], Any]:  # noqa: ANN401
+    """Return the arguments that an operator changes, by what identifies each."""
+    written: dict[frozenset[str], Any] = {}
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - an operator's only description
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += [args[index]] if index < len(args) else [kwargs.get(argument.name)]
-    found = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
-    for tensor in found:
+            written[_key(argument.alias_info)] = args[index] if index < len(args) else kwargs.get(argument.name)
+    for tensor in tree_leaves(list(written.values())):
         if isinstance(tensor, StandInTensor) and tensor.host.shape != tensor.shape:
             raise NotImplementedError(f"{func} changes the shape of a tensor, which the stand-in device cannot do")
-    return found
-
-
-def _returned(func: Any, written: list[Tensor]) -> Any:  # noqa: ANN401 - one, several or none
-    """Return what a changing operator returns: its own arguments."""
-    count = len(func._schema.returns)  # noqa: SLF001 - an operator's only description
-    return None if count == 0 else written[0] if count == 1 else tuple(written)
+    return written
 
 
 DEVICE = StandInDevice()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.device.select import CPU, accelerator_for, model_device, require_single_process
+from counterpoint.device.select import CPU, accelerator_for, model_device, require_device, require_single_process
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
@@ -391,7 +391,7 @@ class LocalRanks:
             CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.trained, self.options.init_sync)
-        model_device(self.model)
+        require_device(self.model, self.accelerator.device)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
         """Run one training step on all ranks and return the result of this process's first rank."""

@@ -39,6 +39,7 @@ from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.options import RENAMED_VALUES
+from counterpoint.training.placement import place_model
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     AutoStrategy,
@@ -650,8 +651,9 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         requested_plan = ONE_RANK
     plan = resolve_initial_plan(requested_plan, rank_environment)
     optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
+    accelerator = place_model(training_options.device, model, loss, optimizer_spec.user_optimizers, rank_environment)
     world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
-    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options)
+    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options, accelerator)
     if recorder is not None:
         local_ranks.observe_steps(recorder)
     batch_exchange = None

@@ -37,6 +37,7 @@ from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, F
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
 from counterpoint.training.options import RENAMED_FIT_OPTIONS
+from counterpoint.training.placement import place_model
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -169,6 +170,9 @@ class Trainer:
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
         self.optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
+        self.accelerator = place_model(
+            self.options.device, model, loss, self.optimizer_spec.user_optimizers, self.environment
+        )
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
         require_step_scheduler(self.lr_scheduler)
         self.callbacks = list(callbacks)
@@ -473,7 +477,9 @@ class Trainer:
         if self.local_ranks is None:
             self.resolve_plan(batches)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
-            self.local_ranks = LocalRanks(world, self.plan, self.model, self.loss, self.optimizer_spec, self.options)
+            self.local_ranks = LocalRanks(
+                world, self.plan, self.model, self.loss, self.optimizer_spec, self.options, self.accelerator
+            )
             self.local_ranks.use_plan(self.plan, self.choice)
             if self.recorder is not None:
                 self.local_ranks.observe_steps(self.recorder)

@@ -57,7 +57,7 @@ def philox_select(out: Tensor, key: int, first_sample: int, p: float, value: flo
     if not _fill_natively(out, key, first_sample, bound, value):
         num_samples, width = out.shape
         words = _torch_words(key, first_sample, num_samples, width, out.device)
-        out.copy_(torch.where(words >= bound, out.new_tensor(value), out.new_zeros(())))
+        out.copy_(words >= bound).mul_(value)
 
 
 def _fill_natively(out: Tensor, key: int, first_sample: int, bound: int = 0, value: float = 0.0) -> bool:
