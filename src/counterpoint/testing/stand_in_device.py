@@ -14,18 +14,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial, total_ordering
-from types import FrameType
+from dataclasses import dataclass
+from functools import lru_cache, partial, total_ordering
+from types import CodeType, FrameType
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from counterpoint.testing.stand_in_streams import Access, Accesses, HostTransfer, RaceError, StreamOrder
+from counterpoint.testing.stand_in_streams import Access, Accesses, HostTransfer, RaceError, SourceLine, StreamOrder
 
 NAME = "stand_in"
 Library: Any = torch.library.Library  # which has no types
@@ -305,7 +305,7 @@ class StandInDevice:
 
     def wait_on_host(self, kind: str, clock: dict[int, int] | None = None) -> None:
         """Count one wait of the host, for what an event has recorded or for all streams."""
-        self.host_waits[kind, find_line()] += 1
+        self.host_waits[kind, str(find_line())] += 1
         self.order.wait_on_host(clock)
 
     def empty_pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -336,43 +336,44 @@ class StandInDevice:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - of any operator
         """Run an operator of which a tensor is on the device, or the result is to be."""
-        name = func._schema.name.partition("::")[2]  # noqa: SLF001 - an operator's only description
+        operator = _describe(func)
+        name = operator.name
         if name in COPIES:
             return self._copy(*(args if name == "copy_" else reversed(args[:2])), **kwargs)
         if name == "_to_copy":
             return self._to_copy(args[0], kwargs)
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = _find_tensors((*args, *kwargs.values()))
         self._require_one_device(name, leaves)
         if name == "_local_scalar_dense":
-            self._launch(args[:1], ())
+            self._launch(leaves, ())
             self.wait_on_host("read a number", self.order.snapshot(self.order.current))
             return func(args[0].host)
-        out = self._run_on_host(func, args, kwargs)
+        out = self._run_on_host(func, args, kwargs, draws=operator.draws and kwargs.get("generator") is None)
         if name in HOST_SIZED:
             self._launch(leaves, ())
             self.wait_on_host(name, self.order.snapshot(self.order.current))
-        schema = func._schema  # noqa: SLF001 - an operator's only description
-        written = _written_arguments(func, args, kwargs) if schema.is_mutable else {}
-        results = [out] if len(schema.returns) == 1 else list(out or ())
-        for index, one in enumerate(schema.returns):
-            alias = one.alias_info
-            results[index] = written[_key(alias)] if alias is not None and alias.is_write else _wrap(results[index])
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
-        changed = tree_leaves(list(written.values()))
-        made = [] if name.startswith("empty") else tree_leaves(results)
-        if not is_view and name not in VIEWS:
+        written = operator.find_written(args, kwargs)
+        if operator.num_results == 1:
+            key = operator.result_keys[0]
+            result = _wrap(out) if key is None else written[key]
+        else:
+            result = tuple(
+                _wrap(one) if key is None else written[key]
+                for one, key in zip(out or (), operator.result_keys, strict=True)
+            )
+        if not operator.is_view:
+            changed = _find_tensors(written.values())
+            made = [] if name.startswith("empty") else _find_tensors((result,))
             self._launch([leaf for leaf in leaves if all(leaf is not one for one in changed)], [*changed, *made])
-        return results[0] if len(schema.returns) == 1 else tuple(results) if results else None
+        return result if operator.num_results else None
 
     def _make(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - any factory
-        out = StandInTensor(self._run_on_host(func, args, kwargs))
+        out = StandInTensor(self._run_on_host(func, args, kwargs, draws=False))
         self._launch([], [out])
         return out
 
-    def _run_on_host(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - of any operator
-        args, kwargs = tree_map(_unwrap, args), {key: tree_map(_unwrap, value) for key, value in kwargs.items()}
-        kwargs.pop("pin_memory", None)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    def _run_on_host(self, func: Any, args: Any, kwargs: Any, *, draws: bool) -> Any:  # noqa: ANN401 - of any operator
+        args, kwargs = _unwrap(args), {key: _unwrap(value) for key, value in kwargs.items() if key != "pin_memory"}
         if draws:
             former = torch.default_generator.get_state()
             torch.default_generator.set_state(self._generator.get_state())
@@ -445,7 +446,7 @@ class StandInDevice:
                 f"{on_host[0].device}! ({name})"
             )
 
-    def _launch(self, reads: Any, writes: Any) -> Access:  # noqa: ANN401 - any sequences
+    def _launch(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Access:
         self.num_launches += 1
         return self.order.launch(_accesses(reads), _accesses(writes))
 
@@ -453,7 +454,7 @@ class StandInDevice:
 class _UnchangedSource:
     """Checks, when the host has waited for a copy to the device, that its source was not changed before."""
 
-    def __init__(self, source: Tensor, line: str) -> None:
+    def __init__(self, source: Tensor, line: SourceLine) -> None:
         self.source, self.copy, self.line = source.detach(), source.detach().clone(), line
 
     def __call__(self) -> None:
@@ -469,26 +470,96 @@ class _UnchangedSource:
             )
 
 
-def find_line() -> str:
+def find_line() -> SourceLine:
     """Return the source line that torch was called from."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - its public form builds the whole stack
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not any(part in path for part in ("/torch/", "/testing/stand_in", "/contextlib.py")):
-            return f"{path.rpartition('/counterpoint/')[2].removeprefix('/')}:{frame.f_lineno}"
+    while frame is not None and _is_inner(frame.f_code):
         frame = frame.f_back
-    return "(a thread of torch)"
+    return (
+        SourceLine("(a thread of torch)", 0) if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
+    )
+
+
+@lru_cache(None)
+def _is_inner(code: CodeType) -> bool:
+    """Return whether code is torch's or the stand-in device's own."""
+    return any(part in code.co_filename for part in ("/torch/", "/testing/stand_in", "/contextlib.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What a schema tells of an operator.
+
+    Args:
+        name: without its namespace and overload.
+        draws: whether it draws random numbers.
+        is_view: whether its result is a view of an argument.
+        written: position, name and key of each argument that it changes.
+        result_keys: for each result the key of the argument that it is; None for one that it makes.
+    """
+
+    name: str
+    draws: bool
+    is_view: bool
+    written: tuple[tuple[int, str, frozenset[str]], ...]
+    result_keys: tuple[frozenset[str] | None, ...]
+
+    @property
+    def num_results(self) -> int:
+        """How many there are."""
+        return len(self.result_keys)
+
+    def find_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[frozenset[str], Any]:
+        """Return the arguments that it changes, by key.
+
+        Raises:
+            NotImplementedError: it has changed the shape of one.
+        """
+        if not self.written:
+            return {}
+        found = {key: args[index] if index < len(args) else kwargs.get(name) for index, name, key in self.written}
+        for tensor in _find_tensors(found.values()):
+            if isinstance(tensor, StandInTensor) and tensor.host.shape != tensor.shape:
+                raise NotImplementedError(
+                    f"{self.name} changes the shape of a tensor, which the stand-in device cannot"
+                )
+        return found
+
+
+@lru_cache(None)
+def _describe(func: Any) -> Operator:  # noqa: ANN401 - an operator
+    schema, name = func._schema, func._schema.name.partition("::")[2]  # noqa: SLF001 - an operator's only description
+    aliases = [one.alias_info for one in schema.returns]
+    return Operator(
+        name,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        name in VIEWS or any(alias is not None and not alias.is_write for alias in aliases),
+        tuple(
+            (index, one.name, frozenset(one.alias_info.before_set))
+            for index, one in enumerate(schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        ),
+        tuple(None if alias is None or not alias.is_write else frozenset(alias.before_set) for alias in aliases),
+    )
+
+
+def _find_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [one for one in value if isinstance(one, Tensor)]
+    return found
 
 
 def _unwrap(value: Any) -> Any:  # noqa: ANN401 - any argument of an operator
     if isinstance(value, StandInTensor):
         return value.host
+    if isinstance(value, list | tuple):
+        return [_unwrap(one) for one in value]
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
-
-
-def _accesses(tensors: Any) -> list[Accesses]:  # noqa: ANN401 - any sequence
-    allocations = {one.allocation for one in tensors if isinstance(one, StandInTensor)}
-    return [allocation.accesses for allocation in allocations if allocation is not None]
 
 
 def _wrap(value: Any) -> Any:  # noqa: ANN401 - any result of an operator
@@ -497,21 +568,9 @@ def _wrap(value: Any) -> Any:  # noqa: ANN401 - any result of an operator
     return [_wrap(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _key(alias_info: Any) -> frozenset[str]:  # noqa: ANN401 - torch has no name for its type
-    """Return what identifies an argument and the results that are the same tensor."""
-    return frozenset(alias_info.before_set)
-
-
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[frozenset[str], Any]:  # noqa: ANN401
-    """Return the arguments that an operator changes, by what identifies each."""
-    written: dict[frozenset[str], Any] = {}
-    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - an operator's only description
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written[_key(argument.alias_info)] = args[index] if index < len(args) else kwargs.get(argument.name)
-    for tensor in tree_leaves(list(written.values())):
-        if isinstance(tensor, StandInTensor) and tensor.host.shape != tensor.shape:
-            raise NotImplementedError(f"{func} changes the shape of a tensor, which the stand-in device cannot do")
-    return written
+def _accesses(tensors: Iterable[Tensor]) -> list[Accesses]:
+    allocations = {one.allocation for one in tensors if isinstance(one, StandInTensor)}
+    return [allocation.accesses for allocation in allocations if allocation is not None]
 
 
 DEVICE = StandInDevice()

@@ -27,12 +27,22 @@ class RaceError(RuntimeError):
     """Two streams, or a stream and the host, access the same memory, and nothing puts one after the other."""
 
 
+class SourceLine(NamedTuple):
+    """A line of a source file."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path.rpartition('/counterpoint/')[2]}:{self.number}"
+
+
 class Access(NamedTuple):
     """An operation's access to memory: its stream, its number in this stream, and its source line."""
 
     stream: int
     number: int
-    line: str
+    line: SourceLine
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +58,7 @@ class Accesses:
     """
 
     stream: int
-    line: str
+    line: SourceLine
     last_write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
     recorded_streams: set[int] = field(default_factory=set)
@@ -83,7 +93,7 @@ class StreamOrder:
         errors: races that were found where none can be raised, as when memory is freed.
     """
 
-    def __init__(self, find_line: Callable[[], str]) -> None:
+    def __init__(self, find_line: Callable[[], SourceLine]) -> None:
         self.find_line = find_line
         self.clocks: dict[int, Clock] = {0: {}}
         self.host_clock: Clock = {}
@@ -167,10 +177,11 @@ class StreamOrder:
 
     def free(self, accesses: Accesses) -> None:
         """Record an error if memory is freed while a stream still uses it that its own does not wait for."""
-        clock = self._merged(self.clocks[accesses.stream], self.host_clock)
-        for access in accesses.all():
-            is_known = clock.get(access.stream, 0) >= access.number
-            if access.stream != accesses.stream and access.stream not in accesses.recorded_streams and not is_known:
+        known = {accesses.stream} | accesses.recorded_streams
+        others = [access for access in accesses.all() if access.stream not in known]
+        clock = self._merged(self.clocks[accesses.stream], self.host_clock) if others else {}
+        for access in others:
+            if clock.get(access.stream, 0) < access.number:
                 self.errors.append(
                     RaceError(
                         f"memory of stream {accesses.stream}, allocated at {accesses.line}, is freed while stream "
@@ -190,6 +201,10 @@ class StreamOrder:
 
     @staticmethod
     def _merged(clock: Clock, other: Clock) -> Clock:
-        if not other.keys() - clock.keys() and all(clock[stream] >= number for stream, number in other.items()):
+        if (
+            not other
+            or not other.keys() - clock.keys()
+            and all(clock[stream] >= number for stream, number in other.items())
+        ):
             return clock
         return {stream: max(clock.get(stream, 0), other.get(stream, 0)) for stream in (*clock, *(other.keys() - clock))}
