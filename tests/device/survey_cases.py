@@ -1,6 +1,8 @@
 """Small models of every kind, and plans with every name, for the survey of a device."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,27 +93,36 @@ def _cnn():
 
 
 def _normalized():
-    return nn.Sequential(nn.Linear(8, 12, bias=False), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, 12), nn.Linear(12, 4))
+    return nn.Sequential(
+        nn.Linear(8, 12, bias=False), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, 12), nn.Linear(12, 4)
+    )
 
 
 def _embedding():
     return nn.Sequential(nn.EmbeddingBag(16, 8, sparse=True), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 4))
 
 
+class Builder(NamedTuple):
+    """How a model is made, and the shape of its inputs' samples if they are not whole numbers."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = ()
+
+
 BUILDERS = {
-    "mlp": (_mlp, (8,)),
-    "gpt": (partial(GPT, GPTShape(num_layers=2, width=8, head_dim=4, context=4, num_tokens=11, dropout=0.2)), None),
-    "cnn": (_cnn, (1, 8, 8)),
-    "sync_batch_norm": (_normalized, (8,)),
-    "embedding": (_embedding, None),
-    "experts": (Experts, (8,)),
+    "mlp": Builder(_mlp, (8,)),
+    "gpt": Builder(partial(GPT, GPTShape(num_layers=2, width=8, head_dim=4, context=4, num_tokens=11, dropout=0.2))),
+    "cnn": Builder(_cnn, (1, 8, 8)),
+    "sync_batch_norm": Builder(_normalized, (8,)),
+    "embedding": Builder(_embedding),
+    "experts": Builder(Experts, (8,)),
 }
 
 
 def build(name):
     """Return a model in float64, always the same."""
     torch.manual_seed(0)
-    return BUILDERS[name][0]().double()
+    return BUILDERS[name].make().double()
 
 
 def batches(name):
@@ -125,16 +136,21 @@ def batches(name):
         if name == "embedding":
             inputs = torch.randint(0, 16, (SAMPLES, 5), generator=draw)
         else:
-            inputs = torch.randn(SAMPLES, *BUILDERS[name][1], generator=draw, dtype=torch.float64)
+            inputs = torch.randn(SAMPLES, *BUILDERS[name].shape, generator=draw, dtype=torch.float64)
         yield inputs, torch.randint(0, 4, (SAMPLES,), generator=draw)
+
+
+def make_optimizer(name, plan):
+    """Return a factory of the optimizer that the model or the plan needs."""
+    if "downpour" in plan:
+        return partial(optim.Adagrad, lr=0.1)
+    return partial(optim.SGD, lr=0.1) if name == "embedding" or "easgd" in plan else partial(optim.AdamW, lr=1e-2)
 
 
 def parallelize(name, plan, device, **options):
     """Return a step of the survey, and its model."""
     model, (text, *passes) = build(name), plan.split(" + ")
-    optimizer = partial(optim.SGD, lr=0.1, momentum=0.9) if name == "embedding" else partial(optim.AdamW, lr=1e-2)
-    if "easgd" in plan or "downpour" in plan:
-        optimizer = partial(optim.SGD, lr=0.1) if "easgd" in plan else partial(optim.Adagrad, lr=0.1)
+    optimizer = make_optimizer(name, plan)
     options = {"batch_norm": "sync" if name == "sync_batch_norm" else "deferred", "device": device, **options}
     if passes:
         options["passes"] = tuple(passes)

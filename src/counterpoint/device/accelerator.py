@@ -99,7 +99,7 @@ class HostCopy:
 
     def wait(self) -> Tensor:
         """Return the copy; wait on the host until it has arrived."""
-        if self.arrival is not None:
+        if self.arrival is not None and not self.arrival.query():
             self.arrival.synchronize()
         return self.tensor
 

@@ -158,7 +158,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         find_embedding_tables(model),
         weight_versions_needed(rank_program.body),
         state_allocator,
-        GradCheck(is_enabled=run_spec.guard.check_finite == "gradients"),
+        GradCheck(is_enabled=run_spec.guard.check_finite == "gradients", accelerator=accelerator),
         keeps_grads=run_spec.keeps_grads,
     )
     bound_model = bind_segments(run_spec, partition, instructions, training=True)

@@ -201,10 +201,8 @@ class StreamOrder:
 
     @staticmethod
     def _merged(clock: Clock, other: Clock) -> Clock:
-        if (
-            not other
-            or (not other.keys() - clock.keys()
-            and all(clock[stream] >= number for stream, number in other.items()))
+        if not other or (
+            not other.keys() - clock.keys() and all(clock[stream] >= number for stream, number in other.items())
         ):
             return clock
         return {stream: max(clock.get(stream, 0), other.get(stream, 0)) for stream in (*clock, *(other.keys() - clock))}

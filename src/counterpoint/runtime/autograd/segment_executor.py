@@ -513,7 +513,7 @@ class SegmentExecutor:
             )
             if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
                 step = self.step_and_micro(micro)[0]
-                self.loss_check.check(loss_function, step, output, targets, float(loss.detach()), size, what)
+                self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)
         if model.loss_is_sum:
             loss = loss / size
         self.record_loss(micro, loss.detach(), weight, parts)
