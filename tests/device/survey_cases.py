@@ -22,6 +22,7 @@ PLANS = (
     "data(2, compress=int8)",
     "data(2, compress=topk)",
     "data(2, compress=sign)",
+    "data(2, compress=twobit)",
     "data(2, compress=powersgd)",
     "data(2, reduce=adasum)",
     "data(2, update=sharded)",
@@ -82,7 +83,7 @@ class Experts(nn.Module):
 
 
 def _mlp():
-    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 4))
+    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 12), nn.Linear(12, 4))
 
 
 def _cnn():

@@ -414,6 +414,10 @@ class Interpreter:
                     *(tensor for unit in self.pushed_units for tensor in self.pushed_values(unit)),
                 ]
             )
+        # what is computed last is read first: when it is there, so are the copies that were started before
+        self.executor.recompute_store.require_same_outputs()
+        checksum = self.replica_checksum.checksum()
+        grads = self.store.grad_check.take_report(scope)
         sizes = self.executor.batch.sizes if self.executor.batch is not None else {}
         first = self.step_number * self.program.microbatches_per_batch
         return make_step_report(
@@ -421,11 +425,11 @@ class Interpreter:
             sizes,
             own_squared_norm,
             [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()],
-            grads=self.store.grad_check.take_report(scope),
+            grads=grads,
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
             has_parts=not scope.isdisjoint(self.executor.loss_parts),
-            checksum=self.replica_checksum.checksum(),
+            checksum=checksum,
             given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
             busy_s=self.busy_timer.read(),

@@ -273,7 +273,9 @@ class SegmentExecutor:
             with self.recompute_store.replay((block, micro)) as saved_forward:
                 leaves = saved_forward.make_leaves(produced)
                 outputs = self.run_segment(block, leaves, micro, version, saved_forward.buffers)
-                saved_forward.require_same_outputs(outputs, self.describe_location(block, stop, micro, leaves))
+                self.recompute_store.check_outputs(
+                    saved_forward, outputs, self.describe_location(block, stop, micro, leaves)
+                )
             self.saved[block, micro] = (leaves, outputs)
             produced = dict(zip(segment.outputs, outputs, strict=stop < self.model.num_blocks))
             block = stop

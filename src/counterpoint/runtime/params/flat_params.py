@@ -47,6 +47,7 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.residual: Tensor | None = None
         self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
+        self._initial_q_factors: dict[str, Tensor] = {}
         self._gather_buffer: Tensor | None = None
         self._next_residual: Tensor | None = None
         self._next_q_factors: dict[str, Tensor] = {}
@@ -68,6 +69,12 @@ class ErrorFeedback:
     def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
         """Set the factor of a parameter that the next step starts with."""
         self._next_q_factors[name] = q_factor
+
+    def get_initial_q_factor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the factor of a parameter that the first step starts with, made once."""
+        if name not in self._initial_q_factors:
+            self._initial_q_factors[name] = make()
+        return self._initial_q_factors[name]
 
     def restore(self, residual: Tensor, q_factors: dict[str, Tensor]) -> None:
         """Replace the state by that of a checkpoint."""
