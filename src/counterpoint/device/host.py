@@ -128,8 +128,8 @@ class HostAccelerator(Accelerator):
         """Return the memory of this process; the peak is that of all its life."""
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         free_bytes, total_bytes = (os.sysconf(name) * page_bytes for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         used_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * page_bytes
+        peak_bytes = max(used_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
         return MemoryStats(used_bytes, peak_bytes, used_bytes, free_bytes, total_bytes)
 
     def reset_peak_memory_stats(self) -> None:
