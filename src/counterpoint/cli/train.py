@@ -42,6 +42,7 @@ FLAGS = {
     "output.progress": "--progress",
     "launch.local": "--local",
     "launch.bind": "--bind",
+    "launch.device": "--device",
 }
 
 
@@ -77,6 +78,9 @@ def train(
     bind: Annotated[
         str | None, typer.Option(help="Binding of ranks to cores: none, core, numa, compact, spread.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What ranks compute on: auto, cpu, cuda (by local rank), cuda:1.")
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and its origin.")] = False,
     config_schema: Annotated[bool, typer.Option("--config-schema", help="Print the file's JSON schema.")] = False,
@@ -90,7 +94,7 @@ def train(
         return
     flag_values = (
         *(name, ranks, strategy, microbatches, measure, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
-        *(None if folder is None else str(folder), save_every, progress, local or None, bind),
+        *(None if folder is None else str(folder), save_every, progress, local or None, bind, device),
     )
     if plan is not None and strategy is not None:
         raise PlanError(f"--plan {plan} has a strategy, and --strategy is {strategy}; give one of the two")

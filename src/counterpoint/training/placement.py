@@ -26,14 +26,17 @@ def place_model(
         environment: what a launcher set for this process.
 
     Returns:
-        None if no device was asked for: the model stays where it is.
+        None if neither the user nor the launcher asks for a device: the model stays where it is.
 
     Raises:
         PlanError: there is no such device.
     """
+    local_rank = LocalRank()
+    if environment is not None:
+        local_rank = LocalRank(environment.local_rank, environment.local_world_size)
+        device = environment.device if device is None else device
     if device is None:
         return None
-    local_rank = LocalRank() if environment is None else LocalRank(environment.local_rank, environment.local_world_size)
     accelerator = select_accelerator(device, local_rank)
     move_model([module for module in (model, loss) if isinstance(module, nn.Module)], optimizers, accelerator.device)
     return accelerator
