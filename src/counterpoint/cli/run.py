@@ -27,9 +27,7 @@ def run(
     transport: Annotated[
         str | None, typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets).")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="What ranks compute on: auto, cpu, cuda (by local rank), cuda:1.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="What ranks compute on: cpu, cuda, cuda:1, auto.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
     grace: Annotated[float, typer.Option(help="Seconds that ranks have to save and end after a signal.")] = 30.0,
 ) -> None:

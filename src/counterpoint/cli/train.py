@@ -75,12 +75,8 @@ def train(
         Path | None, typer.Option(metavar="FILE.yaml", help="Configuration file with these values and more.")
     ] = None,
     assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value.")] = None,
-    bind: Annotated[
-        str | None, typer.Option(help="Binding of ranks to cores: none, core, numa, compact, spread.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="What ranks compute on: auto, cpu, cuda (by local rank), cuda:1.")
-    ] = None,
+    bind: Annotated[str | None, typer.Option(help="Binding to cores: none, core, numa, compact, spread.")] = None,
+    device: Annotated[str | None, typer.Option(help="What ranks compute on: cpu, cuda, cuda:1, auto.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and its origin.")] = False,
     config_schema: Annotated[bool, typer.Option("--config-schema", help="Print the file's JSON schema.")] = False,

@@ -178,8 +178,7 @@ class Accelerator(ABC):
         """Return a context in which backward runs in the thread that calls it.
 
         Autograd has one thread for each device but the host's. It would run the backwards of a process's ranks one
-        after the other, and a backward that waits for another rank would wait forever. Nor would that thread know the
-        contexts of the calling one, such as autocast, in which ``torch.utils.checkpoint`` runs a forward again.
+        after the other, and a backward that waits for another rank would wait forever.
         """
 
     @abstractmethod

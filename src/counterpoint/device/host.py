@@ -6,7 +6,6 @@ import os
 import resource
 import time
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import final
 
 import torch
@@ -29,6 +28,7 @@ class HostEvent:
 
     def wait(self, stream: object = None) -> None:
         """Do nothing: what was before it is done."""
+        return
 
     def query(self) -> bool:
         """Return True."""
@@ -36,6 +36,7 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Do nothing."""
+        return
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Return the milliseconds from here to a later event."""
@@ -54,9 +55,11 @@ class HostStream:
 
     def wait_event(self, event: object) -> None:
         """Do nothing."""
+        return
 
     def wait_stream(self, stream: object) -> None:
         """Do nothing."""
+        return
 
     def query(self) -> bool:
         """Return True."""
@@ -64,6 +67,7 @@ class HostStream:
 
     def synchronize(self) -> None:
         """Do nothing."""
+        return
 
 
 @final
@@ -104,9 +108,11 @@ class HostAccelerator(Accelerator):
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Do nothing: work on the tensor is done."""
+        return
 
     def synchronize(self) -> None:
         """Do nothing."""
+        return
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's default generator."""
@@ -125,15 +131,15 @@ class HostAccelerator(Accelerator):
         return torch.random.fork_rng(devices=[], enabled=enabled)
 
     def memory_stats(self) -> MemoryStats:
-        """Return the memory of this process; the peak is that of all its life."""
+        """Return the memory of this process, of which the system tells the peak only, and of the host."""
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         free_bytes, total_bytes = (os.sysconf(name) * page_bytes for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        used_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * page_bytes
-        peak_bytes = max(used_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
-        return MemoryStats(used_bytes, peak_bytes, used_bytes, free_bytes, total_bytes)
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return MemoryStats(peak_bytes, peak_bytes, peak_bytes, free_bytes, total_bytes)
 
     def reset_peak_memory_stats(self) -> None:
         """Do nothing: the system keeps the peak of a process."""
+        return
 
     def calling_thread(self) -> AbstractContextManager[object]:
         """Return a context that does nothing: backward runs there anyway."""

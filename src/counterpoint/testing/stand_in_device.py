@@ -162,10 +162,16 @@ class StandInTensor(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
+        """Replace the memory by another tensor's.
+
+        Raises:
+            TypeError: it is on another device.
+            RuntimeError: it has another shape or dtype.
+        """
         if not isinstance(new, StandInTensor):
             raise TypeError(f"the data of a tensor on {self.device} was replaced by that of one on {new.device}")
         if new.shape != self.shape or new.dtype != self.dtype:
-            raise NotImplementedError("the data of a stand-in tensor can only be replaced by one of the same shape")
+            raise RuntimeError("the data of a stand-in tensor can only be replaced by one of the same shape")
         self.host, self.allocation = new.host, new.allocation
 
     def data_ptr(self) -> DeviceAddress:  # type: ignore[override]  # no number
@@ -513,16 +519,14 @@ class Operator:
         """Return the arguments that it changes, by key.
 
         Raises:
-            NotImplementedError: it has changed the shape of one.
+            RuntimeError: it has changed the shape of one.
         """
         if not self.written:
             return {}
         found = {key: args[index] if index < len(args) else kwargs.get(name) for index, name, key in self.written}
         for tensor in _find_tensors(found.values()):
             if isinstance(tensor, StandInTensor) and tensor.host.shape != tensor.shape:
-                raise NotImplementedError(
-                    f"{self.name} changes the shape of a tensor, which the stand-in device cannot"
-                )
+                raise RuntimeError(f"{self.name} changes the shape of a tensor, which the stand-in device cannot")
         return found
 
 

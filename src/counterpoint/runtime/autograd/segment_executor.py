@@ -599,7 +599,8 @@ class SegmentExecutor:
         """Run autograd; gradients are added to those of the parameters."""
         self.store.begin_backward()
         try:
-            with self.accelerator.calling_thread():
+            # synchronized batch norm waits for other ranks; elsewhere another thread launches faster
+            with self.accelerator.calling_thread() if self.batch_norm is not None else nullcontext():
                 if any(self.grad_sinks) or self.batch_norm is not None or self.model.uses_rng:
                     run_backward(roots, grads)
                 else:
