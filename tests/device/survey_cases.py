@@ -53,7 +53,6 @@ MODEL_PLANS = (
     "zero(2, level=3)",
     "pipeline(2)",
     "pipeline(2, schedule=zero_bubble)",
-    "pipeline(2, schedule=pipedream)",
     "tensor(2)",
     "server(2)",
     "pipeline(2) * data(2)",

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from counterpoint.errors import PlanError
 from counterpoint.plan.registry import STRATEGIES
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
@@ -30,6 +31,15 @@ def test_a_device_has_the_numbers_of_the_cpu(name, plan):
     expected = train(name, plan, "cpu")
     assert max(differences(train(name, plan, StandInAccelerator()), expected)) <= TOLERANCE
     DEVICE.require_no_races()
+
+
+def test_what_the_cpu_refuses_is_refused_with_the_same_words():
+    errors = []
+    for device in ("cpu", StandInAccelerator()):
+        with pytest.raises(PlanError, match="share weights, but under .*; untie them") as found:
+            train("gpt", "pipeline(2, schedule=pipedream)", device)
+        errors.append(str(found.value))
+    assert errors[0] == errors[1]
 
 
 def test_every_name_is_in_the_survey():
