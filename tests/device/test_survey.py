@@ -36,7 +36,7 @@ def test_a_device_has_the_numbers_of_the_cpu(name, plan):
 def test_what_the_cpu_refuses_is_refused_with_the_same_words():
     errors = []
     for device in ("cpu", StandInAccelerator()):
-        with pytest.raises(PlanError, match="share weights, but under .*; untie them") as found:
+        with pytest.raises(PlanError, match=r"share weights, but under .*; untie them") as found:
             train("gpt", "pipeline(2, schedule=pipedream)", device)
         errors.append(str(found.value))
     assert errors[0] == errors[1]
