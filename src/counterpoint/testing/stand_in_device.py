@@ -113,6 +113,11 @@ class StandInStorage:
 
     size = nbytes
 
+    def _weak_ref(self) -> int:
+        """Return what ``StorageWeakRef`` keeps of a storage."""
+        weak_ref: int = cast("Any", self._allocation.storage)._weak_ref()  # noqa: SLF001 - it has no public name
+        return weak_ref
+
     def resize_(self, num_bytes: int) -> None:
         """Change the size; 0 frees the memory."""
         self._allocation.storage.resize_(num_bytes)
