@@ -164,6 +164,11 @@ def test_only_launchers_read_the_environment():
     assert not [name_of(path) for path in outside if (names_in(path) | set(imports(path))) & ENVIRONMENT]
 
 
+def test_only_one_file_knows_torch_cuda():
+    using = [path for path in FILES if any(f"{name}.".startswith("torch.cuda.") for name in names_in(path))]
+    assert [name_of(path) for path in using] == ["src/counterpoint/device/cuda.py"]
+
+
 def test_only_the_fabric_knows_torch_distributed():
     using = [path for path in FILES if any(f"{name}.".startswith("torch.distributed.") for name in imports(path))]
     assert not [name_of(path) for path in using if package_of(path) != "fabric"]

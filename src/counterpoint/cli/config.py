@@ -83,6 +83,9 @@ class LaunchSection(Section):
     """To which cores each rank is bound."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Maximum time that any rank waits for another."""
+    device: str | None = None
+    """What ranks compute on: `cpu`, `cuda` (the GPU of the local rank's number), `cuda:1`, or `auto`, which is `cuda`
+    where there is one; the CPU if omitted."""
     transport: Literal["auto", "shm", "gloo", "process_group"] = "auto"
     """Transport between processes: shared memory within a host and gloo between hosts (`auto`), one of them, or c10d
     process groups (NCCL between CUDA devices, else gloo)."""

@@ -78,6 +78,7 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
         return
     import torch
 
+    from counterpoint.device.cuda import count_gpus
     from counterpoint.fabric.c10d import is_available
     from counterpoint.fabric.shm.native import native
 
@@ -85,7 +86,7 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
         yield Finding("torch", "broken", f"torch {version}", f"install 2.11 or newer; {TRIED_TORCH} is what is tested")
-    elif "+cu" in version and not torch.cuda.is_available():
+    elif "+cu" in version and not count_gpus():
         yield Finding(
             "torch", "hurts", f"torch {version} brings CUDA, but there is no GPU", "a CPU build saves gigabytes"
         )

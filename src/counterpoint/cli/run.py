@@ -28,6 +28,7 @@ def run(
         str | None,
         typer.Option(help="Transport between ranks: auto, shm (shared memory), gloo (sockets), process_group."),
     ] = None,
+    device: Annotated[str | None, typer.Option(help="What ranks compute on: cpu, cuda, cuda:1, auto.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other at startup.")] = None,
     grace: Annotated[float, typer.Option(help="Seconds that ranks have to save and end after a signal.")] = 30.0,
 ) -> None:
@@ -45,6 +46,7 @@ def run(
         bind=bind,
         timeout_s=timeout,
         transport=transport,
+        device=device,
         grace_s=grace,
     )
     if result.exit_code != 0:

@@ -42,6 +42,7 @@ FLAGS = {
     "output.progress": "--progress",
     "launch.local": "--local",
     "launch.bind": "--bind",
+    "launch.device": "--device",
 }
 
 
@@ -74,9 +75,8 @@ def train(
         Path | None, typer.Option(metavar="FILE.yaml", help="Configuration file with these values and more.")
     ] = None,
     assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one value.")] = None,
-    bind: Annotated[
-        str | None, typer.Option(help="Binding of ranks to cores: none, core, numa, compact, spread.")
-    ] = None,
+    bind: Annotated[str | None, typer.Option(help="Binding to cores: none, core, numa, compact, spread.")] = None,
+    device: Annotated[str | None, typer.Option(help="What ranks compute on: cpu, cuda, cuda:1, auto.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and its origin.")] = False,
     config_schema: Annotated[bool, typer.Option("--config-schema", help="Print the file's JSON schema.")] = False,
@@ -90,7 +90,7 @@ def train(
         return
     flag_values = (
         *(name, ranks, strategy, microbatches, measure, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
-        *(None if folder is None else str(folder), save_every, progress, local or None, bind),
+        *(None if folder is None else str(folder), save_every, progress, local or None, bind, device),
     )
     if plan is not None and strategy is not None:
         raise PlanError(f"--plan {plan} has a strategy, and --strategy is {strategy}; give one of the two")

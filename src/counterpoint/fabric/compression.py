@@ -72,8 +72,8 @@ def orthonormalize(columns: Tensor) -> Tensor:
         for _ in range(2):
             column -= basis[:, :index] @ (basis[:, :index].t() @ column)
         norm = torch.linalg.vector_norm(column)
-        if not norm <= initial_norm * 10 * torch.finfo(columns.dtype).eps:  # nan stays nan
-            basis[:, index] = column / norm
+        is_dependent = norm <= initial_norm * 10 * torch.finfo(columns.dtype).eps  # false for nan
+        basis[:, index] = (column / norm).masked_fill_(is_dependent, 0.0)
     return basis
 
 
@@ -83,10 +83,10 @@ def initial_powersgd_factor(num_rows: int, rank: int, like: Tensor) -> Tensor:
     return torch.randn(num_rows, rank, generator=generator, dtype=torch.float64).to(like)
 
 
-def next_powersgd_factor(summed: Tensor) -> Tensor:
-    """Return the warm start of PowerSGD's next step: this step's factor, with zero columns replaced."""
+def next_powersgd_factor(summed: Tensor, initial: Tensor) -> Tensor:
+    """Return the warm start of PowerSGD's next step: this step's factor, with zero columns replaced by initial ones."""
     norms = torch.linalg.vector_norm(summed, dim=0)
-    return torch.where(norms > 0, summed, initial_powersgd_factor(len(summed), summed.shape[1], summed))
+    return torch.where(norms > 0, summed, initial)
 
 
 def _to_chunks(values: Tensor) -> Tensor:
@@ -150,7 +150,9 @@ def _encode_two_bits(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
 
 def _decode_two_bits(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     threshold = float(codec.number)
-    levels = torch.tensor([0.0, threshold, -threshold, math.nan], dtype=dtype, device=data.device)
+    levels = torch.zeros(4, dtype=dtype, device=data.device)
+    for code, level in ((1, threshold), (2, -threshold), (3, math.nan)):
+        levels[code : code + 1].fill_(level)
     return levels[_unpack_bits(data, 2, count).int()]
 
 

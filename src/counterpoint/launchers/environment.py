@@ -357,6 +357,7 @@ LAUNCHERS = (
 STORE_FD = "COUNTERPOINT_STORE_FD"
 TIMEOUT_S = "COUNTERPOINT_TIMEOUT_S"
 TRANSPORT = "COUNTERPOINT_TRANSPORT"
+DEVICE = "COUNTERPOINT_DEVICE"
 ERROR_FILE = "COUNTERPOINT_ERROR_FILE"
 EXITED_FILE = "exited"
 """Name of the file, in the folder of the error files, that exists once a rank of the run has ended."""
@@ -388,6 +389,7 @@ class RankEnvironment:
         agent_keeps_store: whether the launcher serves the store, as torchrun's agent does.
         is_placed: whether the launcher has chosen the threads of every rank, and reported it.
         key_file: the job's key on every host; None for a job without a key.
+        device: what ranks compute on if their script does not say; None for the device of their model.
     """
 
     rank: int
@@ -403,6 +405,7 @@ class RankEnvironment:
     transport: str | None = None
     is_placed: bool = False
     key_file: str | None = None
+    device: str | None = None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -432,6 +435,7 @@ def rank_variables(environment: RankEnvironment) -> dict[str, str]:
         STORE_FD: environment.store_fd,
         TIMEOUT_S: environment.timeout_s,
         TRANSPORT: environment.transport,
+        DEVICE: environment.device,
         KEY_FILE: environment.key_file,
     }
     return {
@@ -485,6 +489,7 @@ def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: 
         transport=transport,
         is_placed=variables.get(ERROR_FILE) is not None,
         key_file=variables.get(KEY_FILE) or None,
+        device=variables.get(DEVICE) or None,
     )
 
 

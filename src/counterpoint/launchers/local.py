@@ -187,6 +187,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     port: int | None = None,
     timeout_s: float | None = None,
     transport: str | None = None,
+    device: str | None = None,
     grace_s: float = STOP_GRACE_S,
     on_line: OnLine = write_prefixed,
 ) -> RunResult:
@@ -205,6 +206,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         port: rendezvous port on the loopback interface; None for a free one.
         timeout_s: passed to the ranks: how long they wait for each other to arrive.
         transport: passed to the ranks.
+        device: passed to the ranks.
         grace_s: seconds that ranks have to save and end after a signal to this process.
         on_line: called with every line that a rank writes.
 
@@ -244,6 +246,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
                     store_fd,
                     transport=transport,
                     key_file=key_file,
+                    device=device,
                 )
                 supervisor.start(argv, environment, folder / f"rank-{rank}.json", placement.ranks[rank])
         return supervisor.run()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from counterpoint.device.select import accelerator_for
 from counterpoint.errors import DataError, PlanError
 
 Inputs: TypeAlias = Any
@@ -226,6 +227,17 @@ def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
+def preserve_device_rng(devices: Collection[torch.device]) -> Iterator[None]:
+    """Restore the random state of the host and of these devices afterwards."""
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.random.fork_rng(devices=[]))
+        for device in devices:
+            if device.type not in {"cpu", "meta"}:
+                contexts.enter_context(accelerator_for(device).preserve_rng())
+        yield
+
+
+@contextmanager
 def preserve_state(
     model: nn.Module, *, training: bool = True, attributes: ModuleAttributes | None = None
 ) -> Iterator[None]:
@@ -239,9 +251,8 @@ def preserve_state(
     slots, own_attributes = BufferSlots(model), ModuleAttributes(model) if attributes is None else None
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer, _ in saved} | {parameter.device for parameter in model.parameters()}
-    cuda_devices = [device for device in devices if device.type == "cuda"]
     norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    with training_mode(model, training=training), torch.random.fork_rng(cuda_devices), torch.no_grad():
+    with training_mode(model, training=training), preserve_device_rng(devices), torch.no_grad():
         try:
             with AllowSingleSampleNorm(norms) if norms else nullcontext():
                 yield

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
+from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.partitioning.partition import partition_model
@@ -116,7 +117,7 @@ def build_harness(target: ProfileTarget, samples: int) -> ProfileHarness:
     )
     model = bind_segments(run_spec, target.partitioned, _separate_blocks(len(blocks)), training=True)
     separate, split_backward = (
-        SegmentExecutor(model, layers.store, layers.rng, queue, layers.batch_norm)
+        SegmentExecutor(model, layers.store, layers.rng, queue, layers.batch_norm, accelerator=layers.accelerator)
         for queue in (None, WeightGradQueue())
     )
     return ProfileHarness(whole, single, layers, separate, split_backward)
@@ -144,7 +145,10 @@ def _build_interpreter(
         seed=0,
         unused_params="zero",
     )
-    return build_rank(run_spec, partitioned, model, LocalWorld(1).fabrics[0]).interpreter, run_spec
+    accelerator = accelerator_for(model_device(model))
+    return build_rank(
+        run_spec, partitioned, model, LocalWorld(1).fabrics[0], accelerator=accelerator
+    ).interpreter, run_spec
 
 
 def _separate_blocks(num_blocks: int) -> Sequence[Instruction]:

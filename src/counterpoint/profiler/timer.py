@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from counterpoint.device.select import accelerator_for
 from counterpoint.launchers.variables import allocator_variables
 from counterpoint.runtime.malloc import heap_of_process
 
@@ -55,8 +56,10 @@ def device_clock(device: torch.device) -> Clock:
     if device.type == "cpu":
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
+    accelerator = accelerator_for(device)
+
     def clock() -> float:
-        torch.accelerator.synchronize(device)
+        accelerator.synchronize()
         return time.perf_counter()
 
     return clock

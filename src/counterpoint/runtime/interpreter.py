@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.model.spec import Unit
@@ -88,6 +89,7 @@ class Interpreter:
         model: the functions of the blocks that the rank runs.
         store: the rank's parameters.
         fabric: the rank's connection to the other ranks.
+        accelerator: that the rank computes on.
         rng: the rank's random state.
         guard: what is checked before updates.
         computing_ranks: for each parameter the ranks of this rank's commit group that compute with it.
@@ -106,6 +108,7 @@ class Interpreter:
         model: BoundModel,
         store: ParamStore,
         fabric: Fabric,
+        accelerator: Accelerator,
         rng: SampleRNG,
         guard: StepGuard,
         computing_ranks: Mapping[str, Group],
@@ -130,6 +133,7 @@ class Interpreter:
         self.delays_grads = any(isinstance(instruction, SwapGradBuffers) for instruction in self.program.instructions)
         self.store = store
         self.fabric = fabric
+        self.accelerator = accelerator
         self.rng = rng
         self.guard = guard
         self.computing_ranks = computing_ranks
@@ -160,7 +164,9 @@ class Interpreter:
     def build_parts(self) -> None:
         """Build the parts that hold what is in flight in a step; what lasts is in the store and the state."""
         queue = WeightGradQueue() if self.splits_backward else None
-        self.executor = SegmentExecutor(self.model, self.store, self.rng, queue, self.batch_norm)
+        self.executor = SegmentExecutor(
+            self.model, self.store, self.rng, queue, self.batch_norm, accelerator=self.accelerator
+        )
         self.communication = RankCommunication(
             self.fabric, self.executor, self.store, self.compressed_contributions, self.buckets
         )
@@ -231,7 +237,7 @@ class Interpreter:
         """
         training = self.executor, self.communication
         self.rng.begin_step(number)
-        self.executor = SegmentExecutor(model, self.store, self.rng)
+        self.executor = SegmentExecutor(model, self.store, self.rng, accelerator=self.accelerator)
         self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
         self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0), frozenset(batch.sizes)))
         try:
@@ -408,6 +414,10 @@ class Interpreter:
                     *(tensor for unit in self.pushed_units for tensor in self.pushed_values(unit)),
                 ]
             )
+        # what is computed last is read first: when it is there, so are the copies that were started before
+        self.executor.recompute_store.require_same_outputs()
+        checksum = self.replica_checksum.checksum()
+        grads = self.store.grad_check.take_report(scope)
         sizes = self.executor.batch.sizes if self.executor.batch is not None else {}
         first = self.step_number * self.program.microbatches_per_batch
         return make_step_report(
@@ -415,11 +425,11 @@ class Interpreter:
             sizes,
             own_squared_norm,
             [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()],
-            grads=self.store.grad_check.take_report(scope),
+            grads=grads,
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
             has_parts=not scope.isdisjoint(self.executor.loss_parts),
-            checksum=self.replica_checksum.checksum(),
+            checksum=checksum,
             given_digest=0 if self.given is None else self.given.digest,
             is_idle=not any(sizes[micro] for micro in scope if micro - first in self.backward_micros),
             busy_s=self.busy_timer.read(),

@@ -489,7 +489,7 @@ class LossCheck:
         step: int,
         output: Any,  # noqa: ANN401 - of the model
         targets: Any,  # noqa: ANN401 - whatever the loss takes
-        value: float,
+        value: Tensor | float,
         num_samples: int,
         what: str,
     ) -> None:
@@ -503,7 +503,7 @@ class LossCheck:
             step: the number of the step.
             output: of the model.
             targets: of the samples.
-            value: the loss, for a weighted mean without its weight.
+            value: the loss, for a weighted mean without its weight; read only if it is checked.
             num_samples: how many there are.
             what: the samples, for the error.
 
@@ -531,7 +531,7 @@ class LossCheck:
             return
         again = losses.total if num_samples > 1 else losses.parts[0]
         tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude + _rounding_error(leaves[0])
-        if not abs(again - value) <= tolerance:
+        if not abs(again - float(value)) <= tolerance:
             self.next_step = math.inf
             return
         if not abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from counterpoint.device.accelerator import Accelerator
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.dataflow import INPUT, assign_values_to_edges
@@ -43,7 +44,6 @@ from counterpoint.runtime.batch_norm.sync import (
     require_no_sync_in_async_pipeline,
     require_not_recomputed,
 )
-from counterpoint.runtime.devices import model_device
 from counterpoint.runtime.draw_sites import DrawSites
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_parameters import LossParameters
@@ -113,12 +113,13 @@ class RankRuntime:
     bind_for_evaluation: Callable[[], BoundModel]
 
 
-def build_rank(
+def build_rank(  # noqa: PLR0913 - the parts of one rank
     run_spec: RunSpec,
     partition: PartitionedModel,
     model: nn.Module,
     fabric: Fabric,
     *,
+    accelerator: Accelerator,
     is_only: bool = False,
     state_allocator: StateAllocator = nullcontext,
 ) -> RankRuntime:
@@ -129,6 +130,7 @@ def build_rank(
         partition: the model's functions; an unpartitioned model must be this rank's own copy.
         model: provides the initial values.
         fabric: the rank's connection to the others.
+        accelerator: that the model is on.
         is_only: whether no other rank of this process uses the model, so that it may be trained in its own memory.
         state_allocator: active while optimizer state is allocated.
 
@@ -153,11 +155,11 @@ def build_rank(
         buffers,
         run_spec.model_spec.units,
         run_spec.optimizer_spec,
-        fabric.empty,
+        fabric.empty if accelerator.is_host else lambda count, dtype: accelerator.empty(count, dtype=dtype),
         find_embedding_tables(model),
         weight_versions_needed(rank_program.body),
         state_allocator,
-        GradCheck(is_enabled=run_spec.guard.check_finite == "gradients"),
+        GradCheck(is_enabled=run_spec.guard.check_finite == "gradients", accelerator=accelerator),
         keeps_grads=run_spec.keeps_grads,
     )
     bound_model = bind_segments(run_spec, partition, instructions, training=True)
@@ -166,7 +168,8 @@ def build_rank(
         model=bound_model,
         store=store,
         fabric=fabric,
-        rng=SampleRNG(run_spec.seed, model_device(model), run_spec.draw_sites),
+        accelerator=accelerator,
+        rng=SampleRNG(run_spec.seed, accelerator, run_spec.draw_sites),
         guard=run_spec.guard,
         computing_ranks=computing_ranks(run_spec, rank),
         compressed_contributions={
@@ -337,7 +340,7 @@ def build_local_params(
         if name in needed or not param.requires_grad:
             value = take_slice(param.data, sliced.get(name), slice_position)
             is_whole = value.numel() == param.numel() and param.is_contiguous()
-            shares_memory = is_only and is_whole and not param.is_shared()  # type: ignore[no-untyped-call]
+            shares_memory = is_only and is_whole and not (param.is_cpu and param.is_shared())  # type: ignore[no-untyped-call]
             local_params[name] = nn.Parameter(
                 value if shares_memory else value.clone(), requires_grad=param.requires_grad
             )

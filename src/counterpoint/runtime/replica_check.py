@@ -49,14 +49,18 @@ class ReplicaChecksum:
 
     def checksum(self) -> int:
         """Return a checksum of less than 48 bits over the next part of the weights."""
-        parts, count = 0, 0
+        sums: list[Tensor] = []
+        count = 0
         for _ in range(min(len(self.parts), MAX_PARTS)):
             flat_params, start, stop = self.parts[self.next_part]
-            parts = (31 * parts + sum_bits(flat_params.flat_view(start, stop))) % (1 << 48)
+            sums.append(sum_bits(flat_params.flat_view(start, stop)))
             self.next_part, count = (self.next_part + 1) % len(self.parts), count + stop - start
             if count >= NUM_CHECKED:
                 break
-        return parts
+        checksum = 0
+        for part in torch.stack(sums).tolist() if len(sums) > 1 else map(int, sums):  # every read waits for the device
+            checksum = (31 * checksum + part) % (1 << 48)
+        return checksum
 
     def compare(self, checksums: Mapping[int, int], group: Group, fabric: Fabric, step: int) -> None:
         """Raise if ranks that should hold equal weights do not; all members of a commit call it together.
@@ -112,16 +116,16 @@ def weight_parts(store: ParamStore) -> list[tuple[FlatParams, int, int]]:
     return parts
 
 
-def sum_bits(values: Tensor) -> int:
-    """Return the sum of the values' bits, read as integers."""
-    return int(values.detach().view(INT_DTYPES.get(values.element_size(), torch.int64)).sum(dtype=torch.int64))
+def sum_bits(values: Tensor) -> Tensor:
+    """Return the sum of the values' bits, read as integers, as a scalar tensor."""
+    return values.detach().view(INT_DTYPES.get(values.element_size(), torch.int64)).sum(dtype=torch.int64)
 
 
 def summarize_values(values: Tensor) -> list[float]:
     """Return the sum of the bits, of the values, and of their magnitudes; nan and inf count as 0."""
     real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
     wide = real.double().nan_to_num(0.0, 0.0, 0.0)
-    return [sum_bits(values), float(wide.sum()), float(wide.abs().sum())]
+    return [int(sum_bits(values)), float(wide.sum()), float(wide.abs().sum())]
 
 
 def require_equal_replicas(summaries: Mapping[int, Mapping[str, Sequence[float]]], step: int) -> None:

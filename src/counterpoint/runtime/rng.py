@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from counterpoint.runtime.devices import CPU, device_seeder
+from counterpoint.device.accelerator import Accelerator
 from counterpoint.runtime.draw_sites import DrawSite, DrawSites
 from counterpoint.runtime.kernels.philox import philox_select, philox_words
 from counterpoint.runtime.random_functions import random_functions
@@ -70,14 +70,14 @@ class SampleRNG:
 
     Args:
         seed: the run's seed.
-        device: that modules compute on.
+        accelerator: that modules compute on; None for the host.
         sites: what is known of the model's draws; others are keyed by microbatch, and a warning names their module.
             None if it does not matter which numbers are drawn.
     """
 
-    def __init__(self, seed: int, device: torch.device = CPU, sites: DrawSites | None = None) -> None:
+    def __init__(self, seed: int, accelerator: Accelerator | None = None, sites: DrawSites | None = None) -> None:
         self.seed = seed
-        self.seed_device = device_seeder(device)
+        self.seed_device = None if accelerator is None or accelerator.is_host else accelerator.manual_seed
         self.batch_dims = sites.batch_dims if sites else {}
         self.step = 0
         self.micro = 0

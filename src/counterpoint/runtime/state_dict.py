@@ -401,14 +401,20 @@ def restore_optimizers(
         for key in keys:
             fulls = [full for slot, _, _ in slots if (full := read(key, slot.name)) is not None]
             if fulls and len(fulls) == len(slots):
-                state[key] = _local_optimizer_state(shard_map, rank, fulls, target)
+                state[key] = _local_optimizer_state(shard_map, rank, fulls, target).to(target.tensor.device)
         require_equal_scalars({slot.name: scalars.get(slot.name, {}) for slot, _, _ in slots})
         for key, value in scalars.get(slots[0][0].name, {}).items():
-            state[key] = value.clone() if isinstance(value, Tensor) else value
+            state[key] = value.to(scalar_device(target), copy=True) if isinstance(value, Tensor) else value
         if state:
             target.optimizer.state[target.tensor] = state
         else:
             target.optimizer.state.pop(target.tensor, None)
+
+
+def scalar_device(target: OptimizerTarget) -> torch.device:
+    """Return where an optimizer keeps scalars, such as its step count: with its tensors if one kernel uses both."""
+    has_kernel = any(group.get("fused") or group.get("capturable") for group in target.optimizer.param_groups)
+    return target.tensor.device if has_kernel else torch.device("cpu")
 
 
 def require_equal_scalars(scalars: Mapping[str, Mapping[str, Any]]) -> None:
@@ -610,11 +616,12 @@ def restore_error_feedback(rank: RankRuntime, names: Iterable[str], read: Callab
         if f"residual@{key}" not in usable:
             continue
         q_factors = {
-            slot.name: read(f"q_factor@{key}:{slot.name}").clone()
+            slot.name: read(f"q_factor@{key}:{slot.name}").to(flat_params.weights.device, copy=True)
             for slot in flat_params.layout.slots
             if f"q_factor@{key}:{slot.name}" in usable
         }
-        flat_params.error_feedback_for(group).restore(read(f"residual@{key}").clone(), q_factors)
+        residual = read(f"residual@{key}").to(flat_params.weights.device, copy=True)
+        flat_params.error_feedback_for(group).restore(residual, q_factors)
 
 
 def _error_feedback_slots(rank: RankRuntime) -> Iterator[tuple[str, FlatParams, Group]]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan
+from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.select import CPU, accelerator_for, model_device, require_device, require_single_process
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
@@ -27,7 +29,6 @@ from counterpoint.planner.choose import PlanChoice
 from counterpoint.program.instruction import ApplyPushes, Forward, Free
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
-from counterpoint.runtime.devices import CPU, model_device, require_single_process, to_device
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_parameters import find_trained_modules, model_of
 from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
@@ -167,9 +168,10 @@ class LocalRanks:
         loss: from the model's output and the targets to the mean loss.
         optimizer_spec: the user's optimizer.
         options: the training options.
+        accelerator: that the model is on; by default that of its first parameter.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run consists of
         self,
         world: FabricWorld,
         plan: Plan,
@@ -177,6 +179,7 @@ class LocalRanks:
         loss: LossFunction,
         optimizer_spec: OptimizerSpec,
         options: TrainingOptions,
+        accelerator: Accelerator | None = None,
     ) -> None:
         plan.require_ranks(world.fabrics[0].num_ranks)
         self.world = world
@@ -185,8 +188,9 @@ class LocalRanks:
         self.model = model
         self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
-        self.device = next((param.device for param in model.parameters()), CPU)  # checked by build()
-        self.can_share_params = options.share_params_on_host and self.device.type == "cpu"
+        first_device = next((param.device for param in model.parameters()), CPU)  # that of all, which build() checks
+        self.accelerator = accelerator if accelerator is not None else accelerator_for(first_device)
+        self.can_share_params = options.share_params_on_host and self.accelerator.is_host
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
         self.compiler = RunCompiler(model, self.trained, loss, optimizer_spec, self.options)
@@ -245,7 +249,7 @@ class LocalRanks:
         require_grad_recording()
         if self.compiled is None or self.changes is None:
             self.shared_model.find_partners()
-            self.build_ranks(self.compile_plan(inputs, num_samples), to_device(inputs, self.device))
+            self.build_ranks(self.compile_plan(inputs, num_samples), self.accelerator.to_device(inputs))
         assert self.compiled is not None, "compiled"
         return self.compiled
 
@@ -285,7 +289,7 @@ class LocalRanks:
             self.plan = share_params_per_host(self.plan, fabric.hosts)
         self.sync_initial_values()
         require_values(inputs)
-        run = self.compiler.compile(self.plan, self.buckets, to_device(inputs, self.device), num_samples, fabric)
+        run = self.compiler.compile(self.plan, self.buckets, self.accelerator.to_device(inputs), num_samples, fabric)
         self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
         self.global_num_microbatches = len(run.compiled.program.micros)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
@@ -326,6 +330,7 @@ class LocalRanks:
                 own_partition,
                 model,
                 fabric,
+                accelerator=self.accelerator,
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
             )
@@ -432,7 +437,7 @@ class LocalRanks:
             CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
             require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
             broadcast_initial_values(fabric, self.trained, self.options.init_sync)
-        model_device(self.model)
+        require_device(self.model, self.accelerator.device)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
         """Run one training step on all ranks and return the result of this process's first rank."""

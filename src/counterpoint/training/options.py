@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.optim.validation import renamed_hint
@@ -71,6 +72,9 @@ class TrainingOptions:
         shared: the names of inputs that belong to all samples, as an adjacency matrix: every microbatch and replica
             gets them whole.
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
+        device: what ranks compute on: ``cpu``, ``cuda`` (the GPU of the local rank's number), ``cuda:1``, or ``auto``,
+            which is ``cuda`` where there is one and ``cpu`` elsewhere. The model, a loss that is a module and the
+            optimizer's state are moved there, batches in every step. None leaves the model where it is.
         timeout_s: the longest that any rank waits for another, in seconds.
         share_params_on_host: whether replicas on one host share one copy of parameters and optimizer state, if
             possible.
@@ -105,6 +109,7 @@ class TrainingOptions:
     batch_dims: Mapping[str, int] | None = None
     shared: Sequence[str] = ()
     dims: Mapping[str, tuple[str, str]] | None = None
+    device: DeviceArgument | None = None
     timeout_s: float = 60.0
     share_params_on_host: bool = True
     init_sync: Literal["broadcast", "verify"] = "broadcast"
@@ -121,6 +126,7 @@ class TrainingOptions:
             value = getattr(self, name)
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
+        require_device(self.device)
         require_profile(self.profile)
         require_sample_layout(self.batch_dims, self.shared)
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -183,6 +189,16 @@ def require_sample_layout(batch_dims: Any, shared: Any) -> None:  # noqa: ANN401
         raise PlanError(
             f"{', '.join(both)} is in batch_dims and in shared; what is shared has no dim of samples: omit one"
         )
+
+
+def require_device(device: object) -> None:
+    """Check the type of a device.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if device is not None and not isinstance(device, DeviceArgument):
+        raise PlanError(f"device={device!r} is a {type(device).__name__}; give 'cpu', 'cuda', 'cuda:1' or 'auto'")
 
 
 def require_profile(profile: object) -> None:

@@ -20,7 +20,6 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
-from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
@@ -41,6 +40,7 @@ from counterpoint.training.checkpointing.loop_checkpoints import LoopCheckpoints
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.options import RENAMED_VALUES
+from counterpoint.training.placement import place_model
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     AutoStrategy,
@@ -247,7 +247,7 @@ class TrainStep:
             # a DataLoader starts new workers in every epoch
             self.has_warned_of_fork = warn_forked_workers(self.known_pids)
         in_flight = self.local_ranks.in_flight
-        with preserve_rng(self.local_ranks.device, enabled=self.local_ranks.uses_rng):
+        with self.local_ranks.accelerator.preserve_rng(enabled=self.local_ranks.uses_rng):
             if self.reporter is None:
                 result = self.local_ranks.step(number, in_flight.batch_source(number))
             else:
@@ -750,8 +750,9 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         requested_plan = ONE_RANK
     plan = resolve_initial_plan(requested_plan, rank_environment)
     optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
+    accelerator = place_model(training_options.device, model, loss, optimizer_spec.user_optimizers, rank_environment)
     world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
-    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options)
+    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options, accelerator)
     if recorder is not None:
         local_ranks.observe_steps(recorder)
     batch_exchange = None

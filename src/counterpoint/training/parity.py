@@ -18,12 +18,12 @@ from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_map
 
 from counterpoint.compiler.compile import CompiledPlan
+from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import CounterpointError, DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.program.instruction import Collective, Push, Send
-from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.full_state import gather_optimizer_state
 from counterpoint.runtime.loss_reduction import LossFunction, compute_plain_loss
@@ -304,8 +304,8 @@ def compare_plans(
         num_ranks: of plans whose text has no number of ranks.
     """
     run = replace(run, options=replace(run.options, retain_freed_memory=False, num_measured_plans=0))
-    device = next(run.model.parameters()).device
-    with preserve_rng(device), default_dtype(dtype), warnings.catch_warnings():
+    accelerator = accelerator_for(model_device(run.model))
+    with accelerator.preserve_rng(), default_dtype(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user's own run warns
         try:
             alone, (plain, noise) = train_with_plan(run, RequestedPlan("solo"), dtype, 1), train_plainly(run, dtype)

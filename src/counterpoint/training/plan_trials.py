@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, geometric_mean, median
 from typing import Any, cast
 
-import torch
 from torch import nn
 
+from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Json
 from counterpoint.plan.plan import Plan
@@ -168,7 +168,7 @@ def run_trials(
     runners: list[TrialRunner] = []
     untried: list[RejectedPlan] = []
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(accelerator_for(model_device(target.model)).preserve_rng())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the run itself warns
         for plan in plans:

@@ -200,9 +200,14 @@ def describe_group(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_options(options: TrainingOptions) -> list[list[str]]:
-    """Return all training options by name, long ones as a digest; the profile is part of the plan."""
+    """Return all training options by name, long ones as a digest.
+
+    The profile is part of the plan, and the kind of device is compared with the model.
+    """
     values = {
-        option.name: repr(getattr(options, option.name)) for option in fields(options) if option.name != "profile"
+        option.name: repr(getattr(options, option.name))
+        for option in fields(options)
+        if option.name not in {"device", "profile"}
     }
     return [
         [f"the option {name}", value if len(value) < MAX_OPTION else digest(value)] for name, value in values.items()

@@ -21,7 +21,6 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
 from counterpoint.planner.choose import PlanChoice
-from counterpoint.runtime.devices import preserve_rng
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
@@ -38,6 +37,7 @@ from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, F
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
 from counterpoint.training.options import RENAMED_FIT_OPTIONS
+from counterpoint.training.placement import place_model
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -170,6 +170,9 @@ class Trainer:
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
         self.optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
+        self.accelerator = place_model(
+            self.options.device, model, loss, self.optimizer_spec.user_optimizers, self.environment
+        )
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
         require_step_scheduler(self.lr_scheduler)
         self.callbacks = list(callbacks)
@@ -390,7 +393,7 @@ class Trainer:
         with collect_signals(STOP_SIGNALS, ranks.stop_signals, replaced="defaults"):
             ranks.stop_signals.clear()
             try:
-                with preserve_rng(ranks.device), preserve_training_mode(self.model):
+                with ranks.accelerator.preserve_rng(), preserve_training_mode(self.model):
                     if fit_loop.config.resume is not None:
                         fit_loop.resume(fit_loop.config.resume)
                     elif self.progress.step:
@@ -474,7 +477,9 @@ class Trainer:
         if self.local_ranks is None:
             self.resolve_plan(batches)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
-            self.local_ranks = LocalRanks(world, self.plan, self.model, self.loss, self.optimizer_spec, self.options)
+            self.local_ranks = LocalRanks(
+                world, self.plan, self.model, self.loss, self.optimizer_spec, self.options, self.accelerator
+            )
             self.local_ranks.use_plan(self.plan, self.choice)
             if self.recorder is not None:
                 self.local_ranks.observe_steps(self.recorder)

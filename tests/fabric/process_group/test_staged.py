@@ -3,11 +3,9 @@
 import pytest
 import torch
 
+from counterpoint.testing import stand_in_device
 from tests.fabric.run_ranks import on_process_groups
 
-stand_in_device = pytest.importorskip(
-    "counterpoint.testing.stand_in_device", reason="there is no stand-in for a device"
-)
 pytestmark = pytest.mark.process
 TRIO, BOUNDS, COUNTS = (0, 1, 2), [0, 1, 1, 5], [[1, 2, 0], [0, 1, 3], [2, 0, 1]]
 

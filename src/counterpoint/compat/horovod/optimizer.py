@@ -261,7 +261,7 @@ class GradientReducer:
             if param.grad is not None:
                 grad = param.grad.coalesce() if param.grad.is_sparse else param.grad
                 for part in (grad.indices(), grad.values()) if grad.is_sparse else (grad,):
-                    checksum = (31 * checksum + sum_bits(part.contiguous())) % (1 << 48)
+                    checksum = (31 * checksum + int(sum_bits(part.contiguous()))) % (1 << 48)
         return checksum
 
     def _assign_buckets(self, order: Sequence[int], fusion_bytes: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from counterpoint.compat.kvstore.sparse_rows import sum_tensors
 from counterpoint.compat.kvstore.store import StoredKeySpec
 from counterpoint.compat.kvstore.store_types import StoreType
 from counterpoint.compat.kvstore.updaters import TorchUpdater, Updater
+from counterpoint.device.select import accelerator_for
 from counterpoint.errors import PlanError
 
 
@@ -96,8 +97,8 @@ class LocalKVStore:
 
     def barrier(self) -> None:
         """Wait for the work of this process's devices; there is no other worker."""
-        for device in {value.device for value in self._values.values() if value.is_cuda}:
-            torch.cuda.synchronize(device)
+        for device in {value.device for value in self._values.values() if not value.is_cpu}:
+            accelerator_for(device).synchronize()
 
     def close(self) -> None:
         """Free the values."""

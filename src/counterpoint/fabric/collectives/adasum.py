@@ -47,9 +47,9 @@ def adasum_pair(first: Tensor, second: Tensor) -> Tensor:
     """Return ``(1 - ab / 2aa) a + (1 - ab / 2bb) b``; a vector of negligible norm is added unscaled."""
     product = _dot(first, second)
     squares = _dot(first, first), _dot(second, second)
-    factors = [1.0 if square < MIN_SQUARED_NORM else 1.0 - product / (2 * square) for square in squares]
+    factors = [(1.0 - product / (2 * square)).masked_fill_(square < MIN_SQUARED_NORM, 1.0) for square in squares]
     return first * factors[0] + second * factors[1]
 
 
-def _dot(first: Tensor, second: Tensor) -> float:
-    return float(torch.dot(first.reshape(-1).double(), second.reshape(-1).double()))
+def _dot(first: Tensor, second: Tensor) -> Tensor:
+    return torch.dot(first.reshape(-1).double(), second.reshape(-1).double())

@@ -105,17 +105,25 @@ class SavedForward:
                     "recompute=never"
                 )
 
-    def require_same_outputs(self, outputs: Sequence[Tensor], location: str) -> None:
-        """Raise unless outputs equal those of the first forward, as far as these were sampled.
+    def compare_outputs(self, outputs: Sequence[Tensor], location: str) -> Tensor | None:
+        """Compare outputs with those of the first forward, as far as these were sampled.
+
+        Returns:
+            Whether those on a device are equal, which is to be read later; None if all are in host memory.
 
         Raises:
-            DataError: they do not.
+            DataError: those in host memory are not.
         """
         if self.output_signatures != [tensor_signature(output) for output in outputs]:
             raise _mismatch_error(location, "tensors of other shapes or dtypes")
+        matches = []
         for before, output in zip(self.output_samples, outputs, strict=True):
-            if not samples_match(before, sample_values(output)):
+            match = samples_match(before, sample_values(output))
+            if not before.is_cpu:
+                matches.append(match)
+            elif not match:
                 raise _mismatch_error(location, "other values")
+        return torch.stack(matches).all() if matches else None
 
 
 class RecomputeStore:
@@ -125,11 +133,37 @@ class RecomputeStore:
         self.recompute_set = RecomputeSet()
         self.saved: dict[tuple[int, int], SavedForward] = {}
         self.changed_buffers: dict[int, frozenset[str]] = {}
+        self.pending_matches: dict[str, Tensor] = {}  # whether outputs are the same, by location
         self.is_recomputing = False  # while set, forward hooks must not count the call as a new forward
 
     def begin_step(self, recompute_set: RecomputeSet) -> None:
         """Start a step in which the given forwards are recomputed."""
         self.recompute_set = recompute_set
+        self.pending_matches.clear()
+
+    def check_outputs(self, saved_forward: SavedForward, outputs: Sequence[Tensor], location: str) -> None:
+        """Compare recomputed outputs with the first ones, now or, on a device, at the commit.
+
+        Raises:
+            DataError: they are not the same.
+        """
+        match = saved_forward.compare_outputs(outputs, location)
+        if match is not None:
+            self.pending_matches[location] = match
+
+    def require_same_outputs(self) -> None:
+        """Raise unless all outputs on a device that were recomputed are the same as at first; wait for the device.
+
+        Raises:
+            DataError: some are not.
+        """
+        if not self.pending_matches:
+            return
+        matches = torch.stack([*self.pending_matches.values()]).tolist()
+        for location, match in zip(self.pending_matches, matches, strict=True):
+            if not match:
+                raise _mismatch_error(location, "other values")
+        self.pending_matches.clear()
 
     def is_recomputed(self, block: int, micro: int) -> bool:
         """Return whether a block's forward on a microbatch saves only its inputs."""
@@ -173,13 +207,14 @@ def sample_values(tensor: Tensor) -> Tensor:
     return flat[:: max(1, math.ceil(flat.numel() / NUM_SAMPLED))].clone()
 
 
-def samples_match(before: Tensor, now: Tensor) -> bool:
-    """Return whether two samples are equal up to rounding of sums in another order."""
+def samples_match(before: Tensor, now: Tensor) -> Tensor:
+    """Return whether two samples are equal up to rounding of sums in another order, as a scalar tensor."""
     if not before.is_floating_point() or not before.numel():
-        return bool(torch.equal(before, now))
-    magnitude = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        return (before == now).all()
     bound = math.sqrt(torch.finfo(before.dtype).eps)
-    return bool(torch.allclose(before, now, rtol=bound, atol=bound * magnitude, equal_nan=True))
+    difference, magnitude = (before - now).abs(), before.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    is_close = difference.isfinite() & (difference <= bound * (magnitude + now.abs()))
+    return (is_close | (before == now) | (before.isnan() & now.isnan())).all()
 
 
 def _mismatch_error(location: str, difference: str) -> DataError:

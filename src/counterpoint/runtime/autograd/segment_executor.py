@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.pending_scalars import PendingScalars
 from counterpoint.partitioning.dry_run import add_location
 from counterpoint.partitioning.input_shapes import InputShapes
 from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_call_args
@@ -37,7 +39,6 @@ from counterpoint.runtime.batch_loss import (
     unflatten_batch,
 )
 from counterpoint.runtime.batch_norm.mode import BatchNormState
-from counterpoint.runtime.devices import PendingScalars, require_one_device, to_device
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
 from counterpoint.runtime.loss_parameters import LossParameters
@@ -116,6 +117,7 @@ class SegmentExecutor:
         rng: the rank's random state.
         weight_grad_queue: defers weight gradients; None if all backwards are whole.
         batch_norm: the rank's batch norm modules; None where the plan changes nothing about them.
+        accelerator: that the rank computes on.
     """
 
     def __init__(
@@ -125,6 +127,8 @@ class SegmentExecutor:
         rng: SampleRNG,
         weight_grad_queue: WeightGradQueue | None = None,
         batch_norm: BatchNormState | None = None,
+        *,
+        accelerator: Accelerator,
     ) -> None:
         self.model = model
         self.store = store
@@ -142,10 +146,10 @@ class SegmentExecutor:
         self.outputs: dict[int, MicrobatchOutput] = {}  # of the last block, until they are gathered
         self.output_grads: dict[int, list[Tensor | None]] = {}  # from gathering them to their backward
         self.losses: dict[int, float] = {}
-        self.device = require_one_device(store.params.items())
-        self.pending_losses = PendingScalars(self.device)
+        self.accelerator = accelerator
+        self.pending_losses = PendingScalars(accelerator)
         self.loss_weight_sums: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
-        self.pending_weight_sums = PendingScalars(self.device)
+        self.pending_weight_sums = PendingScalars(accelerator)
         self.loss_parts: dict[int, dict[str, PartTotal]] = {}  # of losses that are dicts, by microbatch
         self.loss_check = LossCheck(model.loss, is_sum=model.loss_is_sum) if model.checks_loss else None
         self.weights: Mapping[str, Tensor] = {}  # of the version that the last segment read
@@ -269,7 +273,9 @@ class SegmentExecutor:
             with self.recompute_store.replay((block, micro)) as saved_forward:
                 leaves = saved_forward.make_leaves(produced)
                 outputs = self.run_segment(block, leaves, micro, version, saved_forward.buffers)
-                saved_forward.require_same_outputs(outputs, self.describe_location(block, stop, micro, leaves))
+                self.recompute_store.check_outputs(
+                    saved_forward, outputs, self.describe_location(block, stop, micro, leaves)
+                )
             self.saved[block, micro] = (leaves, outputs)
             produced = dict(zip(segment.outputs, outputs, strict=stop < self.model.num_blocks))
             block = stop
@@ -384,8 +390,8 @@ class SegmentExecutor:
             inputs, self.input_shapes[micro] = self.model.flatten(as_call_args(self.batch.inputs(micro)))
             is_all = count == self.model.num_inputs  # a whole model may have more of them than in the first batch
             leaves = list(inputs) if is_all else [inputs[index] for index in segment.inputs[:count]]
-            if self.device.type != "cpu":
-                leaves = to_device(leaves, self.device)
+            if not self.accelerator.is_host:
+                leaves = self.accelerator.to_device(leaves)
         for value, requires_grad in (self.values[index, micro] for index in segment.inputs[count:]):
             leaves.append(value.detach().requires_grad_() if requires_grad else value)
         return leaves
@@ -403,7 +409,7 @@ class SegmentExecutor:
         """Return the targets of a microbatch, on the model's device."""
         assert self.batch is not None, "a step has begun"
         targets = self.batch.targets(micro)
-        return targets if self.device.type == "cpu" else to_device(targets, self.device)
+        return targets if self.accelerator.is_host else self.accelerator.to_device(targets)
 
     def flatten_output(self, outputs: Sequence[Tensor], micro: int) -> MicrobatchOutput:
         """Return what a loss of the whole batch needs of a microbatch."""
@@ -425,7 +431,7 @@ class SegmentExecutor:
             return
         sizes, first = {micro: self.batch.sizes[micro] for micro in sorted(microbatches)}, min(self.outputs)
         merged, own = merge_microbatches(microbatches, sizes), self.outputs[first]
-        leaves = [leaf.value.to(self.device) if isinstance(leaf.value, Tensor) else leaf.value for leaf in merged]
+        leaves = [self.accelerator.to_device(leaf.value) for leaf in merged]
         tensors = [index for index, flag in enumerate(own.requires_grad) if flag is not None]
         for index in tensors:
             requires_grad = any(part.requires_grad[index] for part in self.outputs.values())
@@ -510,7 +516,7 @@ class SegmentExecutor:
             if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
                 step = self.step_and_micro(micro)[0]
                 if self.loss_check.is_due(step, targets, size, weight):
-                    self.loss_check.check(loss_function, step, output, targets, float(loss.detach()), size, what)
+                    self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)
         if model.loss_is_sum:
             loss = loss / size
         self.record_loss(micro, loss.detach(), weight, parts)
@@ -594,23 +600,14 @@ class SegmentExecutor:
         """Run autograd; gradients are added to those of the parameters."""
         self.store.begin_backward()
         try:
-            with self.backward_thread():
+            # synchronized batch norm waits for other ranks; elsewhere another thread launches faster
+            with self.accelerator.calling_thread() if self.batch_norm is not None else nullcontext():
                 if any(self.grad_sinks) or self.batch_norm is not None or self.model.uses_rng:
                     run_backward(roots, grads)
                 else:
                     torch.autograd.backward(roots, grads)
         finally:
             self.store.end_backward()
-
-    def backward_thread(self) -> AbstractContextManager[object]:
-        """Return a context in which backward runs in this rank's thread if it waits for other ranks.
-
-        Autograd has one thread for each device but the CPU. It would run the backwards of a process's ranks one after
-        the other, and synchronized batch norm in the first one would wait for the second one forever.
-        """
-        if self.device.type == "cpu" or self.batch_norm is None:
-            return nullcontext()
-        return torch.autograd.set_multithreading_enabled(False)
 
     def take_backward_roots(
         self, segment: Segment, outputs: Sequence[Tensor], micro: int

@@ -149,13 +149,8 @@ class _GatherReduce(Work):
         )
         item_bytes = compensated.element_size()
         self.num_bytes = sum(codec.encoded_bytes(slot.shape, item_bytes) for slot in self.slots)
-        count, on_host = len(group) * self.num_bytes, compensated.device.type == "cpu"
-        allocate = (
-            partial(fabric.empty, count, torch.uint8)
-            if on_host
-            else partial(torch.empty, count, dtype=torch.uint8, device=compensated.device)
-        )
-        self.gather_buffer = error_feedback.get_gather_buffer(allocate)
+        count = len(group) * self.num_bytes
+        self.gather_buffer = error_feedback.get_gather_buffer(partial(flat_params.allocate, count, torch.uint8))
         position = group.index(fabric.rank)
         for slot, chunk in self.member_chunks(position):
             local_part = compensated[slot.start : slot.stop]
@@ -213,7 +208,8 @@ class _PowerSGDReduce(Work):
         """Return the ``Q`` that this step starts with: that of the last step, or a first one."""
         matrix = self.matrix(slot)
         previous = self.error_feedback.q_factors.get(slot.name)
-        return initial_powersgd_factor(matrix.shape[1], self.matrices[slot], matrix) if previous is None else previous
+        initial = partial(initial_powersgd_factor, matrix.shape[1], self.matrices[slot], matrix)
+        return self.error_feedback.get_initial_q_factor(slot.name, initial) if previous is None else previous
 
     def wait(self) -> None:
         """Write the product of the summed factors to the gradient, and keep the rest as residual."""
@@ -243,7 +239,9 @@ class _PowerSGDReduce(Work):
         for (slot, basis), flat in zip(bases.items(), summed, strict=True):
             factor = flat.view(-1, basis.shape[1])
             torch.mm(basis, factor.t(), out=self.grad[slot.start : slot.stop].view(slot.shape[0], -1))
-            self.error_feedback.set_next_q_factor(slot.name, next_powersgd_factor(factor))
+            make_initial = partial(initial_powersgd_factor, factor.shape[0], factor.shape[1], factor)
+            initial = self.error_feedback.get_initial_q_factor(slot.name, make_initial)
+            self.error_feedback.set_next_q_factor(slot.name, next_powersgd_factor(factor, initial))
 
 
 def adasum_of_means(grads: Sequence[Tensor], sample_fractions: Sequence[float]) -> Tensor:

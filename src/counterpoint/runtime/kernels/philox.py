@@ -57,7 +57,7 @@ def philox_select(out: Tensor, key: int, first_sample: int, p: float, value: flo
     if not _fill_natively(out, key, first_sample, bound, value):
         num_samples, width = out.shape
         words = _torch_words(key, first_sample, num_samples, width, out.device)
-        out.copy_(torch.where(words >= bound, out.new_tensor(value), out.new_zeros(())))
+        out.zero_().masked_fill_(words >= bound, value)
 
 
 def _fill_natively(out: Tensor, key: int, first_sample: int, bound: int = 0, value: float = 0.0) -> bool:
@@ -83,13 +83,25 @@ def _bits(value: float, dtype: torch.dtype) -> int:
 
 
 def _torch_words(key: int, first_sample: int, num_samples: int, width: int, device: torch.device) -> Tensor:
-    """Compute the same numbers with torch's operations; products of 64 bits wrap around."""
-    blocks = torch.arange(-(-width // 4), device=device).expand(num_samples, -1)
+    """Compute the same numbers with torch's operations, as few as possible; products of 64 bits wrap around.
+
+    Two words each are one tensor, and change places in every round::
+
+        even = x0, x2    product = even * M    even = high(product), swapped, ^ odd ^ keys
+        odd  = x1, x3                          odd  = low(product), swapped
+    """
+    num_blocks = -(-width // 4)
+    lane = torch.arange(2, device=device).view(2, 1, 1)
+    blocks = torch.arange(num_blocks, device=device).expand(num_samples, -1)
     samples = torch.arange(first_sample, first_sample + num_samples, device=device)[:, None].expand_as(blocks)
-    x0, x1, x2, x3 = blocks & _LOW, blocks >> 32, samples & _LOW, samples >> 32
-    for number in range(_ROUNDS):
-        key0, key1 = (part + number * weyl & _LOW for part, weyl in zip((key, key >> 32), _WEYL, strict=True))
-        product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1 = (product1 >> 32 & _LOW) ^ x1 ^ key0, product1 & _LOW
-        x2, x3 = (product0 >> 32 & _LOW) ^ x3 ^ key1, product0 & _LOW
-    return torch.stack((x0, x1, x2, x3), -1).reshape(num_samples, -1)[:, :width]
+    even, odd = torch.stack((blocks & _LOW, samples & _LOW)), torch.stack((blocks >> 32, samples >> 32))
+    multipliers = [lane * (second - first) + first for first, second in (_MULTIPLIERS, _MULTIPLIERS[::-1])]
+    rounds = torch.arange(_ROUNDS, device=device).view(-1, 1, 1, 1)
+    keys, weyl = ((lane * (high - low) + low) for low, high in ((key & _LOW, key >> 32 & _LOW), _WEYL))
+    for number, round_key in enumerate((keys + rounds * weyl & _LOW).unbind()):
+        product = even * multipliers[number % 2]
+        even = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd.flip(0))
+        even.bitwise_xor_(round_key if number % 2 else round_key.flip(0))
+        odd = product.bitwise_and_(_LOW)
+    words = torch.stack((even[0], odd[0], even[1], odd[1]), -1)
+    return words.reshape(num_samples, -1)[:, :width]

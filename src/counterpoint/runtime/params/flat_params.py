@@ -47,6 +47,7 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.residual: Tensor | None = None
         self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
+        self._initial_q_factors: dict[str, Tensor] = {}
         self._gather_buffer: Tensor | None = None
         self._next_residual: Tensor | None = None
         self._next_q_factors: dict[str, Tensor] = {}
@@ -68,6 +69,12 @@ class ErrorFeedback:
     def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
         """Set the factor of a parameter that the next step starts with."""
         self._next_q_factors[name] = q_factor
+
+    def get_initial_q_factor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the factor of a parameter that the first step starts with, made once."""
+        if name not in self._initial_q_factors:
+            self._initial_q_factors[name] = make()
+        return self._initial_q_factors[name]
 
     def restore(self, residual: Tensor, q_factors: dict[str, Tensor]) -> None:
         """Replace the state by that of a checkpoint."""
@@ -94,7 +101,7 @@ class FlatParams:
         layout: the position of each.
         params: the rank's parameters by name; they become views of the buffer.
         local_shard: the part whose weights are kept while the full buffer is freed.
-        allocate: allocates gradients; the fabric's own memory need not be copied by collectives.
+        allocate: allocates gradients where the weights are; a fabric's own memory need not be copied by collectives.
         sparse_names: the parameters of the model with sparse gradients.
         grad_check: checks gradients that are moved to flat ones during a backward.
     """
@@ -114,12 +121,9 @@ class FlatParams:
         self.local_shard = self.weights
         self.rebind_views(self.weights)
         self.shard_bounds = layout.element_range(local_shard)
-        device = self.weights.device
-        if device.type == "cpu":
-            allocate_grad = partial(allocate, layout.num_elements, layout.dtype)
-        else:
-            allocate_grad = partial(torch.empty, layout.num_elements, dtype=layout.dtype, device=device)
-        rows = SparseGrads(layout, sparse_names, device)
+        self.allocate = allocate
+        allocate_grad = partial(allocate, layout.num_elements, layout.dtype)
+        rows = SparseGrads(layout, sparse_names, self.weights.device)
         self.own_grads = FlatGrads(layout, self.params, rows, allocate_grad, grad_check)
         self.grads: GradStorage = self.own_grads  # (3)
         self.delayed_grad: Tensor | None = None  # (4)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.fabric.shm.magnitudes import (
     Addresses,
     FactorReader,
@@ -97,14 +98,16 @@ class GradCheck:
 
     Args:
         is_enabled: whether gradients are read at all.
+        accelerator: that the gradients are on; None for the host.
     """
 
-    def __init__(self, *, is_enabled: bool = False) -> None:
+    def __init__(self, *, is_enabled: bool = False, accelerator: Accelerator | None = None) -> None:
         self.is_enabled = is_enabled
+        self.accelerator = accelerator
         self.micro: int | None = None  # whose backward runs now
         self._nonfinite: dict[int, str] = {}  # the parameter, by microbatch
         self._shares: dict[int, float] = {}  # by microbatch
-        self._on_device: list[tuple[int, list[str], Tensor, float]] = []  # magnitudes that are read at the commit
+        self._on_device: list[tuple[int, list[str], HostCopy, float]] = []  # magnitudes that are read at the commit
         self._checked: dict[str, tuple[int, int]] = {}  # memory and version of a gradient that was checked
         self._readers: dict[str, MagnitudeReader] = {}  # of single gradients, by parameter
         self._factor_readers: dict[torch.dtype, FactorReader] = {}
@@ -198,8 +201,10 @@ class GradCheck:
             return
         largest_number = torch.finfo(dtypes.pop()).max
         if not all(map(IS_CPU, grads)):  # read at the commit, where the host waits for the device anyway
-            magnitudes = torch.stack([magnitude_tensor(grad).double() for grad in grads])
-            self._on_device.append((self.micro, list(names), magnitudes, largest_number))
+            assert self.accelerator is not None, "the gradients are on a device"
+            magnitudes = torch.stack([magnitude_tensor(grad) for grad in grads]).double()
+            copy = self.accelerator.start_copy_to_host(magnitudes)
+            self._on_device.append((self.micro, list(names), copy, largest_number))
             return
         self._record(self.micro, names, find_magnitudes(grads), largest_number)
 
@@ -270,8 +275,10 @@ class GradCheck:
 
     def take_report(self, scope: Collection[int]) -> GradReport:
         """Return what is known of the gradients of some microbatches, and forget it."""
-        for micro, names, magnitudes, largest_number in self._on_device:
-            self._record(micro, names, magnitudes.cpu().numpy(), largest_number)
+        for _, _, copy, _ in self._on_device[-1:]:
+            copy.wait()  # the others have arrived before
+        for micro, names, copy, largest_number in self._on_device:
+            self._record(micro, names, copy.tensor.numpy(), largest_number)
         self._on_device.clear()
         share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope)
         found = sorted(micro for micro in self._nonfinite if micro in scope)

@@ -1,0 +1,108 @@
+"""NVIDIA and AMD GPUs by ``torch.cuda``; nothing else names it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
+
+
+@final
+class CudaAccelerator(Accelerator):
+    """One GPU.
+
+    Args:
+        index: of the GPU among the visible ones.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self.is_host = False
+        self.name = torch.cuda.get_device_name(index)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._generator = torch.cuda.default_generators[index]
+
+    def empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor on the GPU."""
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def empty_pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in page-locked memory, which torch keeps until copies have ended."""
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def new_stream(self) -> Stream:
+        """Return a new stream."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Stream:
+        """Return the stream of this thread's work."""
+        return torch.cuda.current_stream(self.device)
+
+    def stream(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a torch.cuda.Stream
+        """Return a context in which this thread's work is done on a stream."""
+        return torch.cuda.stream(stream)
+
+    def new_event(self, *, enable_timing: bool = False) -> Event:
+        """Return a new event."""
+        return torch.cuda.Event(enable_timing=enable_timing)  # type: ignore[no-untyped-call]
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:  # noqa: ANN401 - as above
+        """Keep the memory of a tensor, once it is dropped, until a stream has done its work so far."""
+        tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Wait on the host for all work on the GPU."""
+        torch.cuda.synchronize(self.device)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the GPU's own random numbers."""
+        self._generator.manual_seed(seed)
+
+    def get_rng_state(self) -> Tensor:
+        """Return the state of the GPU's own random numbers."""
+        return self._generator.get_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Restore that state."""
+        self._generator.set_state(state)
+
+    def preserve_rng(self, *, enabled: bool = True) -> AbstractContextManager[object]:
+        """Return a context that restores the random state of the host and of this GPU at its end."""
+        return torch.random.fork_rng(devices=[self.device.index], device_type="cuda", enabled=enabled)
+
+    def memory_stats(self) -> MemoryStats:
+        """Return how much of the GPU's memory is used."""
+        return MemoryStats(
+            torch.cuda.memory_allocated(self.device),
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.memory_reserved(self.device),
+            *torch.cuda.mem_get_info(self.device),
+        )
+
+    def reset_peak_memory_stats(self) -> None:
+        """Let ``peak_allocated_bytes`` start again from what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def calling_thread(self) -> AbstractContextManager[object]:
+        """Return a context in which backward runs in the thread that calls it."""
+        return torch.autograd.set_multithreading_enabled(False)
+
+    def to_device(self, values: Values) -> Values:
+        """Return any nest of values with all its tensors on the GPU."""
+        return copy_to_device(self, values)
+
+
+def count_gpus() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def describe_absence() -> str:
+    """Return why no GPU is seen."""
+    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "torch finds no GPU or driver, or CUDA_VISIBLE_DEVICES hides them"

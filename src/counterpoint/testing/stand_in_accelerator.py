@@ -1,0 +1,166 @@
+"""The accelerator of the stand-in device, with the streams, events and pinned memory that torch has not for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
+from counterpoint.testing.stand_in_device import DEVICE, NAME, StandInTensor
+from counterpoint.testing.stand_in_streams import Clock
+
+TOTAL_BYTES = 1 << 30
+"""Memory of the device; nothing limits it to that."""
+
+
+@final
+class StandInEvent:
+    """What a stream of the stand-in device had been given at some point."""
+
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: StandInStream | None = None) -> None:
+        """Set it to what a stream has been given so far."""
+        self.clock = DEVICE.order.snapshot(DEVICE.order.current if stream is None else stream.number)
+
+    def wait(self, stream: StandInStream | None = None) -> None:
+        """Let a stream wait for it."""
+        DEVICE.order.wait(DEVICE.order.current if stream is None else stream.number, self.clock)
+
+    def query(self) -> bool:
+        """Return whether the host has waited for it; the device may be as late as it likes."""
+        return all(DEVICE.order.host_clock.get(stream, 0) >= number for stream, number in self.clock.items())
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+        DEVICE.wait_on_host("event", self.clock)
+
+    def elapsed_time(self, end_event: StandInEvent) -> float:
+        """Return one millisecond for each operation in between."""
+        return float(sum(number - self.clock.get(stream, 0) for stream, number in end_event.clock.items()))
+
+
+@final
+class StandInStream:
+    """A stream of the stand-in device.
+
+    Args:
+        number: of the stream.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        """Record an event, by default a new one, and return it."""
+        recorded = StandInEvent() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def wait_event(self, event: StandInEvent) -> None:
+        """Let this stream wait for an event."""
+        event.wait(self)
+
+    def wait_stream(self, stream: StandInStream) -> None:
+        """Let this stream wait for all that another one has been given so far."""
+        self.wait_event(stream.record_event())
+
+    def query(self) -> bool:
+        """Return whether the host has waited for all its work."""
+        return self.record_event().query()
+
+    def synchronize(self) -> None:
+        """Let the host wait for all its work."""
+        DEVICE.wait_on_host("stream", DEVICE.order.snapshot(self.number))
+
+
+@final
+class StandInAccelerator(Accelerator):
+    """The stand-in device."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        del device
+        self.device = DEVICE.device
+        self.is_host = False
+        self.name = NAME
+
+    def empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor on the device."""
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def empty_pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in host memory that asynchronous copies may use."""
+        return DEVICE.empty_pinned(size, dtype)
+
+    def new_stream(self) -> Stream:
+        """Return a new stream."""
+        return StandInStream(DEVICE.order.new_stream())
+
+    def current_stream(self) -> Stream:
+        """Return the stream of this thread's work."""
+        return StandInStream(DEVICE.order.current)
+
+    def stream(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a StandInStream
+        """Return a context in which this thread's work is done on a stream."""
+        return DEVICE.order.use(stream.number)
+
+    def new_event(self, *, enable_timing: bool = False) -> Event:
+        """Return a new event."""
+        del enable_timing
+        return StandInEvent()
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:  # noqa: ANN401 - as above
+        """Keep the memory of a tensor, once it is dropped, until a stream has done its work so far."""
+        assert isinstance(tensor, StandInTensor), "on this device"
+        assert tensor.allocation is not None, "dense"
+        tensor.allocation.accesses.recorded_streams.add(stream.number)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        DEVICE.synchronize()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's own random numbers."""
+        DEVICE.manual_seed_all(seed)
+
+    def get_rng_state(self) -> Tensor:
+        """Return the state of the device's own random numbers."""
+        return DEVICE.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Restore that state."""
+        DEVICE.set_rng_state(state)
+
+    @contextmanager
+    def preserve_rng(self, *, enabled: bool = True) -> Iterator[None]:
+        """Restore the random state of the host and of the device at the end."""
+        with ExitStack() as contexts:
+            if enabled:
+                contexts.enter_context(torch.random.fork_rng(devices=[]))
+                contexts.callback(self.set_rng_state, self.get_rng_state())
+            yield
+
+    def memory_stats(self) -> MemoryStats:
+        """Return how much memory is used."""
+        used_bytes = DEVICE.allocated_bytes
+        return MemoryStats(used_bytes, DEVICE.peak_bytes, used_bytes, TOTAL_BYTES - used_bytes, TOTAL_BYTES)
+
+    def reset_peak_memory_stats(self) -> None:
+        """Let ``peak_allocated_bytes`` start again from what is allocated now."""
+        DEVICE.peak_bytes = DEVICE.allocated_bytes
+
+    def calling_thread(self) -> AbstractContextManager[object]:
+        """Return a context in which backward runs in the thread that calls it."""
+        return torch.autograd.set_multithreading_enabled(False)
+
+    def to_device(self, values: Values) -> Values:
+        """Return any nest of values with all its tensors on the device."""
+        return copy_to_device(self, values)
+
+
+DEVICE.make_accelerator = StandInAccelerator

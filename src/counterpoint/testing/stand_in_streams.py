@@ -1,0 +1,208 @@
+"""Streams and events of the stand-in device: what a GPU would run wrongly now and then is found every time.
+
+Operations run at once and in the order of the program, so results are right. But every access to memory is compared
+with a vector clock: an operation may read what another stream has written, and write what another has read or written,
+only if an event or the host has ordered the two::
+
+    stream 0 | write x . record e ........ write x       the second write needs another event: stream 1 may still read
+    stream 1 | ............. wait e . read x
+
+The host is ordered like a stream: a copy to pinned memory arrives when the host has waited for it. Before, the memory
+has nan, or -1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+Clock: TypeAlias = dict[int, int]
+"""For each stream how many of its operations have surely ended."""
+
+
+class RaceError(RuntimeError):
+    """Two streams, or a stream and the host, access the same memory, and nothing puts one after the other."""
+
+
+class SourceLine(NamedTuple):
+    """A line of a source file."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path.rpartition('/counterpoint/')[2]}:{self.number}"
+
+
+class Access(NamedTuple):
+    """An operation's access to memory: its stream, its number in this stream, and its source line."""
+
+    stream: int
+    number: int
+    line: SourceLine
+
+
+@dataclass(eq=False, slots=True)
+class Accesses:
+    """The accesses to one allocation that others have to be ordered with.
+
+    Args:
+        stream: on which it was allocated.
+        line: where it was allocated.
+        last_write: the last one.
+        reads: by stream, the last read since the last write.
+        recorded_streams: those that ``record_stream`` has named.
+    """
+
+    stream: int
+    line: SourceLine
+    last_write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
+    recorded_streams: set[int] = field(default_factory=set)
+
+    def all(self) -> Iterator[Access]:
+        """Yield every one."""
+        if self.last_write is not None:
+            yield self.last_write
+        yield from self.reads.values()
+
+
+@dataclass(eq=False, slots=True)
+class HostTransfer:
+    """A copy between pinned memory and the device that the host has not waited for.
+
+    Args:
+        access: of the copy.
+        finish: called when the host has waited for it.
+    """
+
+    access: Access
+    finish: Callable[[], None]
+
+
+class StreamOrder:
+    """Which operations are surely ordered.
+
+    Args:
+        find_line: returns the source line that launches an operation.
+
+    Attributes:
+        errors: races that were found where none can be raised, as when memory is freed.
+    """
+
+    def __init__(self, find_line: Callable[[], SourceLine]) -> None:
+        self.find_line = find_line
+        self.clocks: dict[int, Clock] = {0: {}}
+        self.host_clock: Clock = {}
+        self.errors: list[RaceError] = []
+        self._counts: dict[int, int] = {}
+        self._transfers: list[HostTransfer] = []
+        self._current = threading.local()
+
+    @property
+    def current(self) -> int:
+        """The stream of this thread's operations; 0 by default."""
+        number: int = getattr(self._current, "stream", 0)
+        return number
+
+    @contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        """Launch this thread's operations on a stream inside."""
+        former, self._current.stream = self.current, stream
+        try:
+            yield
+        finally:
+            self._current.stream = former
+
+    def new_stream(self) -> int:
+        """Return a new stream."""
+        number = len(self.clocks)
+        self.clocks[number] = {}
+        return number
+
+    def new_accesses(self) -> Accesses:
+        """Return the accesses to memory that is allocated now."""
+        return Accesses(self.current, self.find_line())
+
+    def snapshot(self, stream: int) -> Clock:
+        """Return what has surely ended when a stream comes to this point; what an event records."""
+        return {**self.host_clock, **self._merged(self.clocks[stream], self.host_clock)}
+
+    def wait(self, stream: int, clock: Clock) -> None:
+        """Let a stream wait for what an event has recorded."""
+        self.clocks[stream] = self._merged(self.clocks[stream], clock)
+
+    def wait_on_host(self, clock: Clock | None = None) -> None:
+        """Let the host wait for what an event has recorded; by default for all streams."""
+        for one in self.clocks.values() if clock is None else (clock,):
+            self.host_clock = self._merged(self.host_clock, one)
+        arrived = [transfer for transfer in self._transfers if self.is_complete(transfer.access)]
+        self._transfers = [transfer for transfer in self._transfers if not self.is_complete(transfer.access)]
+        for transfer in arrived:
+            transfer.finish()
+
+    def is_complete(self, access: Access) -> bool:
+        """Return whether the host has waited for an access."""
+        return self.host_clock.get(access.stream, 0) >= access.number
+
+    def add_transfer(self, transfer: HostTransfer) -> None:
+        """Remember a copy until the host has waited for it."""
+        self._transfers.append(transfer)
+
+    def launch(self, reads: Iterable[Accesses], writes: Iterable[Accesses]) -> Access:
+        """Order an operation on the current stream with all others that access the same memory.
+
+        Raises:
+            RaceError: nothing has ordered it with one of them.
+        """
+        stream = self.current
+        clock = self.clocks[stream] = self._merged(self.clocks[stream], self.host_clock)
+        number = self._counts[stream] = clock[stream] = self._counts.get(stream, 0) + 1
+        access = Access(stream, number, self.find_line())
+        written, read = list(writes), list(reads)
+        for verb, accesses in (*(("writes", one) for one in written), *(("reads", one) for one in read)):
+            if accesses.last_write is not None:
+                self._require_order(clock, accesses.last_write, "writes", verb, access)
+        for accesses in written:
+            for other in accesses.reads.values():
+                self._require_order(clock, other, "reads", "writes", access)
+            accesses.last_write, accesses.reads = access, {}
+        for accesses in read:
+            if accesses.last_write is not access:
+                accesses.reads[stream] = access
+        return access
+
+    def free(self, accesses: Accesses) -> None:
+        """Record an error if memory is freed while a stream still uses it that its own does not wait for."""
+        known = {accesses.stream} | accesses.recorded_streams
+        others = [access for access in accesses.all() if access.stream not in known]
+        clock = self._merged(self.clocks[accesses.stream], self.host_clock) if others else {}
+        for access in others:
+            if clock.get(access.stream, 0) < access.number:
+                self.errors.append(
+                    RaceError(
+                        f"memory of stream {accesses.stream}, allocated at {accesses.line}, is freed while stream "
+                        f"{access.stream} uses it at {access.line}; call record_stream(tensor, stream), or let stream "
+                        f"{accesses.stream} wait for stream {access.stream} before"
+                    )
+                )
+
+    @staticmethod
+    def _require_order(clock: Clock, other: Access, other_verb: str, verb: str, access: Access) -> None:
+        if clock.get(other.stream, 0) < other.number:
+            raise RaceError(
+                f"stream {access.stream} {verb} at {access.line} what stream {other.stream} {other_verb} at "
+                f"{other.line}, and nothing puts one after the other; record an event on stream {other.stream} and let "
+                f"stream {access.stream} wait for it"
+            )
+
+    @staticmethod
+    def _merged(clock: Clock, other: Clock) -> Clock:
+        if not other or (
+            not other.keys() - clock.keys() and all(clock[stream] >= number for stream, number in other.items())
+        ):
+            return clock
+        return {stream: max(clock.get(stream, 0), other.get(stream, 0)) for stream in (*clock, *(other.keys() - clock))}

@@ -1,0 +1,96 @@
+"""Training goes on from a checkpoint, and a plan is chosen, on a device as on the CPU."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import TensorDataset
+
+import counterpoint as cp
+from counterpoint.testing.stand_in_accelerator import StandInAccelerator
+from counterpoint.testing.stand_in_device import DEVICE
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.2), nn.Linear(12, 12), nn.Linear(12, 4)).double()
+
+
+def samples():
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(16, 8, generator=draw, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 4, (16,), generator=draw))
+
+
+def fit(device, strategy, folder, epochs, **options):
+    optimizer = partial(optim.AdamW, lr=0.01)
+    trainer = cp.Trainer(
+        build(), loss=F.cross_entropy, optimizer=optimizer, strategy=strategy, progress="off", device=device
+    )
+    with trainer:
+        history = trainer.fit(samples(), batch_size=8, epochs=epochs, checkpoint_dir=folder, **options)
+    return history.losses
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("zero(2, level=3)", "pipeline(2)"),
+        ("data(2, compress=topk)", "data(2, compress=topk)"),
+        ("data(2, compress=powersgd)", "data(2, compress=powersgd)"),
+        ("data(2, staleness=1)", "data(2, staleness=1)"),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint_with_every_state_on_the_device(tmp_path, first, second):
+    losses = {}
+    for name, device in (("cpu", "cpu"), ("stand_in", StandInAccelerator())):
+        fit(device, first, tmp_path / name, 1, save_every=2)
+        losses[name] = fit(device, second, tmp_path / name, 3, resume="auto")
+    assert losses["stand_in"] == pytest.approx(losses["cpu"], rel=1e-12)
+    assert len(losses["cpu"]) == 4
+
+
+def test_a_checkpoint_of_the_device_is_one_of_the_cpu(tmp_path):
+    fit(StandInAccelerator(), "solo", tmp_path, 1, save_every=2)
+    assert fit("cpu", "solo", tmp_path, 2, resume="auto") == pytest.approx(
+        fit("cpu", "solo", tmp_path / "cpu", 2)[2:], rel=1e-12
+    )
+
+
+def test_gradients_norms_and_state_can_be_read():
+    def read(device):
+        model = build()
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        with cp.parallelize(model, optimizer, F.cross_entropy, strategy="zero3(2)", device=device) as step:
+            step(*samples()[:8])
+            norms, state = step.grad_norms(), step.full_optimizer_state()
+            step.import_weights()
+            step(*samples()[:8])
+        return [*norms.values(), *(float(each["exp_avg"].sum()) for each in state["state"].values())]
+
+    assert read(StandInAccelerator()) == pytest.approx(read("cpu"), rel=1e-9)
+
+
+def test_a_loss_that_is_a_module_is_moved_too():
+    def train(device):
+        model, loss = build(), nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0, dtype=torch.float64))
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        with cp.parallelize(model, optimizer, loss, strategy="data(2)", device=device) as step:
+            return [step(*samples()[:8]) for _ in range(2)]
+
+    assert train(StandInAccelerator()) == pytest.approx(train("cpu"), rel=1e-12)
+
+
+def test_a_model_on_the_device_is_profiled_and_a_plan_chosen():
+    model = build()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    device = StandInAccelerator()
+    with cp.parallelize(
+        model, optimizer, F.cross_entropy, strategy="auto", num_measured_plans=1, device=device
+    ) as step:
+        assert step(*samples()[:8]) > 0
+    assert cp.profile(model, samples()[:4][0].to(DEVICE.device)).layers
