@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import CounterpointError, DataError
 from counterpoint.partitioning.dry_run import preserve_state, raise_batch_norm_error, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
-from counterpoint.runtime.devices import model_device, to_device
 from counterpoint.runtime.loss_parameters import find_loss_module
 from counterpoint.runtime.loss_reduction import LossFunction
 
@@ -138,7 +138,8 @@ def find_failure(model: nn.Module, loss: LossFunction | None, batch: TrialBatch)
     ):
         return None
     values = {name: torch.zeros((), dtype=param.dtype).expand(param.shape) for name, param in freed.items()}
-    inputs, targets = (tree_map(clone_tensor, to_device(own, model_device(model))) for own in batch[:2])
+    to_device = accelerator_for(model_device(model)).to_device
+    inputs, targets = (tree_map(clone_tensor, to_device(own)) for own in batch[:2])
     args, kwargs = split_call_args(as_call_args(inputs))
     what = "model"
     try:
