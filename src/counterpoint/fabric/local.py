@@ -26,7 +26,7 @@ from counterpoint.fabric.fingerprint import (
 )  # fmt: skip
 from counterpoint.fabric.local_collective import CollectiveInput, LocalCollective
 from counterpoint.fabric.rank_scheduler import RankScheduler
-from counterpoint.rpc.tensor_codec import encode_tensor_meta
+from counterpoint.rpc.tensor_codec import dtype_code
 
 T = TypeVar("T")
 COMPLETED: Final = CompletedWork()
@@ -119,7 +119,7 @@ class LocalFabric(Fabric):
         check_peer(peer, self.rank, self.num_ranks, label)
         self._check()
         for tensor in tensors:
-            encode_tensor_meta(tensor)
+            dtype_code(tensor)
         copies = tuple(tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors)
         self._state.messages[self.rank, peer].append((label, copies))
 
