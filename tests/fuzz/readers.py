@@ -1,7 +1,10 @@
 """Everything that reads bytes of others: each reader with right inputs, from which wrong ones are made."""
 
+import atexit
 import hashlib
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +73,7 @@ from tests.rpc.frame_mutations import (
 )
 from tests.world.test_cluster_file import HOSTS
 
+"\0".encode("unicode_escape")  # the codec of `terminal_text`, which Python imports when it is used first
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAN = """\
 plan:
@@ -88,14 +92,25 @@ class Reader:
 
 @cache
 def scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="counterpoint-fuzz-"))
+    """Return a folder that is removed when the process ends; in memory, where the system has such a file system."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="counterpoint-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
-def written(name: str, raw: bytes, mode: int = 0o600) -> Path:
+@cache
+def opened(name: str) -> tuple[Path, int]:
+    """Return a file that only this user can read, and a descriptor to write it again and again."""
     path = scratch() / name
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(raw)
-    path.chmod(mode)
+    return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def written(name: str, raw: bytes) -> Path:
+    path, descriptor = opened(name)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, raw, 0)
     return path
 
 
@@ -184,8 +199,14 @@ def saved() -> Path:
 
 def read_shard(raw: bytes) -> object:
     """A checkpoint whose manifest is right and whose shard is these bytes."""
-    next(saved().glob("*.safetensors")).write_bytes(raw)
+    written(f"saved/{saved().name}/{shard_name()}", raw)
     return load(saved())
+
+
+@cache
+def shard_name() -> str:
+    (path,) = saved().glob("*.safetensors")
+    return path.name
 
 
 def profile() -> bytes:
