@@ -92,7 +92,10 @@ def test_a_run_whose_lock_file_was_removed_does_not_save(tmp_path):
     other.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', "[" * 4000])
+INFINITE_PID = json.dumps(asdict(LockOwner("a", "b", "c", 7, 1, "d"))).replace("7", "1e999")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', "[" * 4000, INFINITE_PID])
 def test_a_lock_file_that_nobody_holds_is_taken_whatever_is_in_it(content, tmp_path):
     (tmp_path / LOCK).write_text(content)
     lock_folder(tmp_path, "c3d4", REMEDY).release()

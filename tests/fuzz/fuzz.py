@@ -5,8 +5,10 @@ An input fails if a reader raises anything but the package's own errors, takes t
 """
 
 import argparse
+import gc
 import hashlib
 import importlib.util
+import os
 import random
 import resource
 import subprocess
@@ -20,7 +22,10 @@ CORPUS = Path(__file__).parent / "corpus"
 FORBIDDEN_EVENTS = frozenset({
     "exec", "compile", "marshal.loads", "pickle.find_class", "os.system", "os.exec", "os.fork", "os.forkpty",
     "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect", "socket.bind", "ctypes.dlopen", "code.__new__",
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown", "shutil.rmtree",
+    "os.kill", "os.putenv", "os.unsetenv",
 })  # fmt: skip
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TOKENS = [
     b"\0", b"\xff", b"[", b"]", b"{", b"}", b'"', b",", b":", b"*a", b"&a ", b"<<: ", b"- ", b"null", b"-1", b"1e999", b"NaN",
     b"9" * 30, b"0x10", b"\\ud800", b"\n", b"  ", b"(", b")", b"=", b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"[" * 300,
@@ -28,8 +33,9 @@ TOKENS = [
     b"18446744073709551616", b"!!python/object:os.system ", b"..", b"/", b"\x1b]0;x\x07", "é\u202e".encode(),
 ]  # fmt: skip
 MAX_SECONDS = 5.0
-MAX_MEMORY_BYTES = 1 << 30
+MAX_MEMORY_BYTES = 64 << 20  # of all inputs together: each may take four times its size, which is less than 1 MiB
 MAX_INPUT_BYTES = 8192
+PROGRESS_INPUTS = 100_000
 
 
 class Watch:
@@ -41,9 +47,12 @@ class Watch:
         sys.addaudithook(self._note)
 
     def _note(self, event: str, args: tuple[object, ...]) -> None:
+        if not self.is_on:
+            return
         is_import = event == "import" and args[0] not in sys.modules
-        if self.is_on and (event in FORBIDDEN_EVENTS or is_import):
-            self.events.append(f"{event} {str(args[0])[:100]}")
+        is_write = event == "open" and isinstance(args[2], int) and bool(args[2] & WRITE_FLAGS)
+        if event in FORBIDDEN_EVENTS or is_import or is_write:
+            self.events.append(f"{event} {str(args[0])[:100] if args else ''}")
 
     @contextmanager
     def on(self) -> Iterator[list[str]]:
@@ -121,20 +130,37 @@ def fuzz(name: str, seconds: float, runs: int, seed: int) -> int:
     watch, source, inputs = Watch(), random.Random(seed), corpus(name)
     for raw in inputs:
         read_once(name, raw, watch)  # what is imported late, or evaluates annotations of the source, does so now
+    gc.collect()
+    gc.freeze()  # so that collections do not search all modules again and again
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak of importing is not one of reading
     found: dict[str, Path] = {}
-    before, start, count = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic(), 0
+    first = peak = peak_bytes()
+    start, cpu, count = time.monotonic(), time.process_time(), 0
     while count < runs and time.monotonic() - start < seconds:
         raw = mutate(source, inputs)
         problem = read_once(name, raw, watch)
         count += 1
+        if (now := peak_bytes()) - peak > MAX_MEMORY_BYTES:
+            problem, peak = problem or f"memory: {(now - peak) >> 20} MiB more", now
         if problem and problem[:40] not in found:
             found[problem[:40]] = keep(name, raw)
-            sys.stdout.write(f"{name}: {problem}: {found[problem[:40]]}\n")
-    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    if growth * 1024 > MAX_MEMORY_BYTES:
-        found["memory"] = Path()
-    sys.stdout.write(f"{name}: {count} inputs, {len(found)} findings, {growth // 1024} MiB more\n")
+            write(f"{name}: {problem}: {found[problem[:40]]}")
+        if count % PROGRESS_INPUTS == 0:
+            write(f"{name}: {count} inputs so far, {time.process_time() - cpu:.0f} s of processor time")
+    growth = peak_bytes() - first
+    write(f"{name}: {count} inputs, {len(found)} findings, {growth >> 20} MiB more, seed {seed}, "
+          f"{time.process_time() - cpu:.0f} s of processor time")  # fmt: skip
     return len(found)
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def fuzz_guided(name: str, seconds: float, runs: int, seed: int) -> None:

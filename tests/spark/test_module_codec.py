@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 
 from counterpoint import PlanError
-from counterpoint.errors import CounterpointError, ProtocolError
-from counterpoint.spark.module_codec import decode_module, encode_module
+from counterpoint.errors import CheckpointError, CounterpointError, ProtocolError
+from counterpoint.spark.module_codec import decode_model_table, decode_module, encode_module
 from counterpoint.value_codec import ValueEncoder, unsupported_value
 from tests.spark.models import Layers, Net
 
@@ -190,3 +190,22 @@ def test_a_trusted_module_does_not_trust_what_it_imports():
         decode_module(data, trust=["tests"])
     with pytest.raises(PlanError, match="is not one of torch's layers"):
         decode_module(stored(["name", "tests_of_a_stranger:f"]), trust=["tests"])
+
+
+TABLE = {"model": encode_module(nn.Linear(2, 1), "model"), "plan": "data(2)", "losses": [0.5]}
+WRONG_TABLES = {
+    "no row": ([], "its table has 0 rows with no columns"),
+    "two rows": ([TABLE, TABLE], "its table has 2 rows with model, plan, losses"),
+    "no model": ([{"plan": "data(2)", "losses": []}], "1 rows with plan, losses, but a saved TorchModel has one"),
+    "a text as the model": ([TABLE | {"model": "x"}], "but a saved TorchModel has one"),
+    "no plan": ([TABLE | {"plan": None}], "but a saved TorchModel has one"),
+    "losses that are texts": ([TABLE | {"losses": ["x"]}], "but a saved TorchModel has one"),
+    "a list in place of the model": ([TABLE | {"model": encode_module([1], "a list")}], "a list in place of a model"),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), WRONG_TABLES.values(), ids=WRONG_TABLES)
+def test_a_table_that_is_not_of_a_saved_model_is_refused(rows, message):
+    with pytest.raises(CheckpointError, match=message):
+        decode_model_table(rows, trust=False)
+    assert decode_model_table([TABLE], trust=False)[1:] == ("data(2)", [0.5])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from counterpoint.errors import CheckpointError
+from counterpoint.json_reader import parse_json
 from counterpoint.terminal_text import warn
 from counterpoint.world.process_stat import PROC, read_process_stat
 
@@ -62,11 +63,15 @@ class LockOwner:
     def parse(data: bytes) -> LockOwner | None:
         """Return the owner that a lock file names; None for a file that names none."""
         try:
-            content = json.loads(data)
-            run_id, host, kernel, since = (str(content[name]) for name in ("run_id", "host", "kernel", "since"))
-            return LockOwner(run_id, host, kernel, int(content["pid"]), int(content["start_ticks"]), since)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            content = parse_json(data)
+        except ValueError:
             return None
+        match content:
+            case {"run_id": str(run_id), "host": str(host), "kernel": str(kernel), "pid": int(pid),
+                  "start_ticks": int(start_ticks), "since": str(since)}:  # fmt: skip
+                return LockOwner(run_id, host, kernel, pid, start_ticks, since)
+            case _:
+                return None
 
     def is_known_dead(self) -> bool:
         """Tell whether it has ended for certain; a process of another host or container cannot be seen."""

@@ -41,6 +41,7 @@ MAX_VALUE_BYTES = 1 << 19
 MAX_TOTAL_BYTES = 1 << 28
 MAX_AMOUNT = 1 << 62
 MAX_REFUSALS = 4
+MAX_NUMBER_CHARACTERS = 20
 STORE_LIMITS = RpcLimits(payload_bytes=0, max_connections=4096, max_unauthenticated=256)
 STORE_JOB = "rendezvous"
 POLL_S = 0.002
@@ -96,7 +97,7 @@ class KeyValueTable:
         """
         with self._lock:
             text = self._values.get(key, b"0")
-            if not text.removeprefix(b"-").isdigit():
+            if len(text) > MAX_NUMBER_CHARACTERS or not text.removeprefix(b"-").isdigit():
                 raise ProtocolError(f"the value of {key!r} is no number, and nothing can be added to it")
             total = int(text) + amount
             self.set(key, str(total).encode())

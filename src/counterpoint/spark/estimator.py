@@ -17,7 +17,7 @@ from torch import nn
 from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.spark.barrier_fit import fit_as_rank, load_named_tensors, named_tensors, with_learning_rate
-from counterpoint.spark.module_codec import Trust, add_trusted, decode_module, encode_module
+from counterpoint.spark.module_codec import Trust, add_trusted, decode_model_table, encode_module
 from counterpoint.spark.predictor import Predictor
 from counterpoint.spark.ranks import run_ranks
 from counterpoint.spark.samples import check_columns
@@ -274,9 +274,12 @@ class _TorchModelReader(MLReader):  # type: ignore[misc]
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         if metadata["class"].rpartition(".")[2] != TorchModel.__name__:
             raise CheckpointError(f"{path} stores a {metadata['class']}, not a TorchModel; load it with that class")
-        (row,) = self.sparkSession.read.parquet(f"{path}/files").collect()
+        rows = [row.asDict() for row in self.sparkSession.read.parquet(f"{path}/files").take(2)]
         trust = add_trusted(self._trust, self.sparkSession.conf.get(TRUSTED_MODULES, ""))
-        loaded = TorchModel(decode_module(bytes(row["model"]), trust=trust), row["plan"], row["losses"])
+        try:
+            loaded = TorchModel(*decode_model_table(rows, trust))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} stores no TorchModel: {error}") from error
         loaded._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's readers do
         DefaultParamsReader.getAndSetParams(loaded, metadata)
         return loaded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.errors import CheckpointError, CounterpointError, PlanError
 from counterpoint.json_reader import JsonValue
 from counterpoint.optim.validation import shorten
 from counterpoint.value_codec import ValueDecoder, ValueEncoder, decode_value, malformed_value
@@ -92,6 +92,35 @@ def decode_module(data: bytes, *, trust: Trust = False) -> Any:  # noqa: ANN401 
         "size": lambda _, *lengths: torch.Size(lengths),
     }
     return decode_value(data, {kind: partial(_decode_checked, kind, decode) for kind, decode in kinds.items()})
+
+
+def decode_model_table(rows: Sequence[Mapping[str, object]], trust: Trust) -> tuple[nn.Module, str, list[float]]:
+    """Return the model, the plan and the losses in the table of a saved Spark model.
+
+    Args:
+        rows: of the table, by column.
+        trust: see :func:`decode_module`.
+
+    Raises:
+        CheckpointError: the table is not one of a model.
+        PlanError: as :func:`decode_module` raises it.
+        ProtocolError: as before.
+    """
+    match rows:
+        case [{"model": bytes() | bytearray() as data, "plan": str(plan), "losses": [*found]}] if all(
+            isinstance(loss, float) for loss in found
+        ):
+            losses: Any = found
+            model = decode_module(bytes(data), trust=trust)
+        case _:
+            columns = shorten(", ".join(map(str, rows[0]))) if rows else "no columns"
+            raise CheckpointError(
+                f"its table has {len(rows)} rows with {columns}, but a saved TorchModel has one, with the columns "
+                "model, plan and losses; give the path of a TorchModel"
+            )
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"its table has a {type(model).__name__} in place of a model; save a TorchModel there")
+    return model, plan, losses
 
 
 def _decode_checked(kind: str, decode: Callable[..., Any], *parts: JsonValue) -> Any:  # noqa: ANN401 - as decoded

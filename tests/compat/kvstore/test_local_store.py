@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, RMSprop
 from counterpoint.compat import kvstore
 from counterpoint.compat.kvstore.compression import GradientCompressor, OneBit, TwoBit
 from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.value_codec import decode_value, encode_value
 from tests.compat.kvstore.store_helpers import pull, sparse_rows
 
 
@@ -57,6 +58,39 @@ def test_states_of_another_optimizer_are_refused(kv, tmp_path):
     (tmp_path / "states").write_bytes(b"no")
     with pytest.raises(CheckpointError, match="cannot be read"):
         kv.load_optimizer_states(tmp_path / "states")
+
+
+def load_and_push(kv, path, gradients):
+    kv.load_optimizer_states(path)
+    kv.push(["w", "e"], gradients)
+
+
+WRONG_STATES = {
+    "a list": lambda states: states.update(w=[1]),
+    "no options": lambda states: states["w"].pop("options"),
+    "an option that is a mapping": lambda states: states["w"]["options"].update(lr={}),
+    "an option of another kind": lambda states: states["w"]["options"].update(lr="x"),
+    "no state": lambda states: states["w"].update(state=None),
+    "another name": lambda states: states["w"]["state"].update(x=1),
+    "another type": lambda states: states["w"]["state"].update(momentum_buffer=1),
+    "another shape": lambda states: states["w"]["state"].update(momentum_buffer=torch.ones(3)),
+    "rows of another shape": lambda states: states["e"]["state"].update(known=torch.ones(3)),
+    "rows without a step": lambda states: states["e"]["state"].pop("step"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_STATES.values(), ids=WRONG_STATES)
+def test_states_that_no_store_has_saved_are_refused_before_they_are_used(kv, change, tmp_path):
+    kv.set_optimizer(partial(SGD, lr=0.1, momentum=0.9))
+    both = [torch.tensor([1.0, 2.0]), sparse_rows([1, 2], [1.0, 2.0], 4)]
+    kv.push(["w", "e"], both)
+    path = tmp_path / "states"
+    kv.save_optimizer_states(path, dump_optimizer=True)
+    content = decode_value(path.read_bytes())
+    change(*content.values())
+    path.write_bytes(encode_value(content, "states"))
+    with pytest.raises(CheckpointError):
+        load_and_push(kv, path, both)
 
 
 def test_devices_keep_what_two_bits_do_not_send():

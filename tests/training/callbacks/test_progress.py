@@ -147,7 +147,8 @@ def test_what_is_relayed_to_another_process_looks_there_as_it_would_here():
         assert record is not None
         view.show(record)
     assert stream.getvalue() == shown("plain", seconds=10, num_steps=3)
-    assert parse_relayed("step 1/3 loss 2") is None
+    for line in ("step 1/3 loss 2", "\x1e", "\x1e{", "\x1e[]", '\x1e{"event": 1}'):
+        assert parse_relayed(line) is None
 
 
 def test_a_skipped_step_is_counted_and_leaves_the_loss_a_number():

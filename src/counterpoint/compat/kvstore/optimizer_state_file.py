@@ -52,10 +52,19 @@ def load_states(path: Path) -> dict[Any, dict[str, Any]]:
         raise CheckpointError(
             f"{path} cannot be read: {error}; give a file written by save_optimizer_states"
         ) from error
-    if not isinstance(content, dict) or content.keys() != {FORMAT}:
+    states = content.get(FORMAT) if isinstance(content, dict) and len(content) == 1 else None
+    if not isinstance(states, dict) or not all(map(_is_saved_state, states.values())):
         raise CheckpointError(f"{path} has no kvstore states; give a file written by save_optimizer_states")
-    states: dict[Any, dict[str, Any]] = content[FORMAT]
     return states
+
+
+def _is_saved_state(saved: object) -> bool:
+    match saved:
+        case {"state": dict(state), "options": dict(options)} if len(saved) == 2:  # type: ignore[arg-type]
+            is_named = all(isinstance(name, str) for name in (*state, *options))
+            return is_named and all(map(_is_plain, options.values()))
+        case _:
+            return False
 
 
 def _plain_options(saved: Mapping[str, Any]) -> dict[str, Any]:

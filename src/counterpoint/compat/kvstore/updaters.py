@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.compat.kvstore.optimizers import build_optimizer, make_factory, to_server_rule
+from counterpoint.compat.kvstore.optimizers import Factory, build_optimizer, make_factory, to_server_rule
 from counterpoint.errors import CheckpointError
+from counterpoint.optim.validation import shorten
 from counterpoint.ps.storage.optimizer_kernels import initial_state, update_rows
 from counterpoint.ps.update_rules import UpdateRule
 
@@ -71,10 +72,17 @@ class SparseRowUpdater:
             part[row_indices] = updated
         state.initialized[row_indices] = True
 
-    def load_state(self, key: Any, saved: dict[str, Any]) -> None:  # noqa: ANN401 - an int or a str
-        """Restore the state of a key from :meth:`RowState.to_dict`."""
+    def load_state(self, key: Any, saved: dict[str, Any], value: Tensor) -> None:  # noqa: ANN401 - an int or a str
+        """Restore the state of a key from :meth:`RowState.to_dict`.
+
+        Raises:
+            CheckpointError: it is of another rule, or of a key of another shape.
+        """
+        matrix = value.view(len(value), -1)
+        expected = RowState(initial_state(self.rule, matrix), torch.zeros(len(matrix), dtype=torch.bool)).to_dict()
+        _check_state(key, saved, expected)
         names = sorted(name for name in saved if name.startswith("part"))
-        self.states[key] = RowState(tuple(saved[name] for name in names), saved["known"], int(saved["step"]))
+        self.states[key] = RowState(tuple(saved[name] for name in names), saved["known"], saved["step"])
 
 
 Updater: TypeAlias = Callable[[Any, Tensor, Tensor], object]
@@ -100,23 +108,23 @@ class TorchUpdater:
     def __call__(self, key: Any, gradient: Tensor, value: Tensor) -> None:  # noqa: ANN401 - an int or a str
         """Step with this gradient; a sparse gradient changes only its rows."""
         if gradient.layout is torch.sparse_coo:
-            self._get_row_updater(key).update(key, gradient, value)
+            self._get_row_updater(key, value).update(key, gradient, value)
             return
         optimizer = self._optimizers.get(key)
         if optimizer is None:
             optimizer = self._optimizers[key] = build_optimizer(self._factory, nn.Parameter(value.detach()))
             if key in self._loaded:
-                _load_state(optimizer, self._loaded.pop(key))
+                _load_state(optimizer, self._factory, key, self._loaded.pop(key))
         param = optimizer.param_groups[0]["params"][0]
         param.grad = gradient
         with torch.enable_grad():
             optimizer.step()
         param.grad = None
 
-    def _get_row_updater(self, key: Any) -> SparseRowUpdater:  # noqa: ANN401 - an int or a str
+    def _get_row_updater(self, key: Any, value: Tensor) -> SparseRowUpdater:  # noqa: ANN401 - an int or a str
         row_updater = self._row_updater = self._row_updater or SparseRowUpdater(to_server_rule(self._factory))
         if key in self._loaded:
-            row_updater.load_state(key, self._loaded.pop(key)["state"])
+            row_updater.load_state(key, self._loaded.pop(key)["state"], value)
         return row_updater
 
     def states(self) -> States:
@@ -146,12 +154,49 @@ class TorchUpdater:
         self._loaded = dict(states)
 
 
-def _load_state(optimizer: optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restore the optimizer's state, and its options if they were saved."""
+def _load_state(optimizer: optim.Optimizer, factory: Factory, key: object, saved: Mapping[str, Any]) -> None:
+    """Restore the optimizer's state, and its options if they were saved.
+
+    Raises:
+        CheckpointError: it is of another optimizer, or of a key of another shape.
+    """
     state_dict = optimizer.state_dict()
     state_dict["param_groups"][0] |= saved["options"]
     state_dict["state"] = {0: dict(saved["state"])} if saved["state"] else {}
+    if saved["state"]:
+        _check_state(key, saved["state"], _state_after_a_step(optimizer, factory, saved["options"]))
     optimizer.load_state_dict(state_dict)
+
+
+def _state_after_a_step(optimizer: optim.Optimizer, factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that an optimizer with these options keeps for a parameter like this one's."""
+    param = nn.Parameter(torch.zeros_like(optimizer.param_groups[0]["params"][0]))
+    example = build_optimizer(factory, param)
+    example.param_groups[0] |= options
+    param.grad = torch.zeros_like(param)
+    with torch.enable_grad():
+        example.step()
+    state: dict[str, Any] = example.state_dict()["state"].get(0, {})
+    return state
+
+
+def _check_state(key: object, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check that a saved state has the values that are kept for a key, by name, type and shape."""
+    flaws = [
+        f"{name} is {_describe(saved.get(name))} instead of {_describe(expected.get(name))}"
+        for name in sorted(saved.keys() | expected.keys())
+        if _describe(saved.get(name)) != _describe(expected.get(name))
+    ]
+    if flaws:
+        raise CheckpointError(
+            f"the saved state of key {shorten(repr(key))} is not one of this optimizer and key: "
+            f"{shorten('; '.join(flaws))}; set the optimizer that the states were saved from, and keys of the same "
+            "shapes"
+        )
+
+
+def _describe(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _check_options(optimizer: optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -162,6 +207,19 @@ def _check_options(optimizer: optim.Optimizer, saved: Mapping[str, Any]) -> None
             f"saved states have the options {', '.join(foreign)}, but {type(optimizer).__name__} has "
             f"{', '.join(known)}; set the optimizer that they were saved from"
         )
+    for name, value in saved["options"].items():
+        if _option_kind(value) != _option_kind(known[name]):
+            raise CheckpointError(
+                f"saved states have the option {name} = {shorten(repr(value))}, but {type(optimizer).__name__} has "
+                f"{known[name]!r}; set the optimizer that they were saved from"
+            )
+
+
+def _option_kind(value: object) -> object:
+    """Return what two values of an option have in common; flags such as ``foreach`` may be None."""
+    if isinstance(value, tuple | list):
+        return [_option_kind(part) for part in value]
+    return bool if value is None or isinstance(value, bool) else float if isinstance(value, int) else type(value)
 
 
 def _options(optimizer: optim.Optimizer) -> dict[str, Any]:

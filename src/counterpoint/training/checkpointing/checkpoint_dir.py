@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -101,6 +102,15 @@ def claim_checkpoint_dir(
 
 def open_dir(claim: CheckpointDir, model_bytes: int, *, is_new: bool) -> str:
     """Create and lock the folder, and write the probe of the first rank; return why that is impossible."""
+    problem = lock_and_probe(claim, model_bytes, is_new=is_new)
+    if problem and claim.lock is not None:  # what another run has written there is its own
+        with suppress(OSError):
+            remove_probes(claim.files, claim.path)
+    return problem
+
+
+def lock_and_probe(claim: CheckpointDir, model_bytes: int, *, is_new: bool) -> str:
+    """Create and lock the folder, and write the probe of the first rank, which stays there if something else fails."""
     path, files = claim.path, claim.files
     try:
         make_root(files, path)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
 
+from counterpoint.json_reader import parse_json
 from counterpoint.terminal_text import escape_line
 
 if TYPE_CHECKING:
@@ -188,8 +189,11 @@ def parse_relayed(text: str) -> ProgressRecord | None:
     """Return the record that a ``relay`` renderer wrote as this line; None if it is just a line."""
     if not text.startswith(RELAY_PREFIX):
         return None
-    record: ProgressRecord = json.loads(text[len(RELAY_PREFIX) :])
-    return record
+    try:
+        record: ProgressRecord = parse_json(text[len(RELAY_PREFIX) :])
+    except ValueError:  # of a program that starts a line with the same character
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
 
 
 def format_position(record: ProgressRecord) -> str:
