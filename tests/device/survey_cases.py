@@ -111,7 +111,7 @@ class Builder(NamedTuple):
 
 BUILDERS = {
     "mlp": Builder(_mlp, (8,)),
-    "gpt": Builder(partial(GPT, GPTShape(num_layers=2, width=8, head_dim=4, context=4, num_tokens=11, dropout=0.2))),
+    "gpt": Builder(partial(GPT, GPTShape(num_layers=1, width=8, head_dim=4, context=4, num_tokens=11, dropout=0.2))),
     "cnn": Builder(_cnn, (1, 8, 8)),
     "sync_batch_norm": Builder(_normalized, (8,)),
     "embedding": Builder(_embedding),

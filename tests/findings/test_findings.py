@@ -105,7 +105,7 @@ def environment(**variables):
     return {**others, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **variables}
 
 
-RUNNING = []
+RUNNING: list[subprocess.Popen[bytes]] = []
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +116,7 @@ def ended():
         process = RUNNING.pop()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
-        process.wait()
+        process.communicate()
 
 
 def start(*words, memory_bytes=0):
@@ -224,7 +223,8 @@ write_job_file(JobEndpoint(JobConfig("job", Asp(), 1), parse_address("tcp:127.0.
     while not is_open and coordinator.poll() is None and time.monotonic() < stop:
         with socket.socket() as stranger:
             is_open = stranger.connect_ex(("127.0.0.1", port)) == 0
-        time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            coordinator.wait(timeout=0.05)
     coordinator.terminate()
     output, _ = end(coordinator)
     assert not is_open
@@ -342,32 +342,38 @@ def test_f4_a_folder_that_cannot_be_written_is_known_before_the_first_step(scrip
     assert "stepped" not in output
 
 
-def test_f4_a_disk_that_is_full_for_a_while_ends_no_run(script, tmp_path):
-    """Operator: the disk fills up after the first checkpoint, and is freed later."""
+@pytest.fixture
+def small_disk(tmp_path):
+    """Yield a disk of 128 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
     if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("only root mounts disks, and not in every container")
-    try:
-        full, freed = tmp_path / "full", tmp_path / "freed"
-        fit = {"folder": str(disk / "a"), "save_every": 2, "keep": 1}
-        job = start(script, options(steps=20, width=64, holds={4: str(full), 14: str(freed)}, fit=fit))
-        wait_for(job, "holds")
-        filler = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
-        with suppress(OSError):
-            while True:
-                os.write(filler, bytes(4096))
-        os.close(filler)
-        full.touch()
-        wait_for(job, "holds")
-        (disk / "filler").unlink()
-        freed.touch()
-        output, code = end(job)
-        assert code == 0, output
-        assert [path.parent.name for path in manifests(disk / "a")] == ["step-00000020"]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(path):
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_f4_a_disk_that_is_full_for_a_while_ends_no_run(script, small_disk, tmp_path):
+    """Operator: the disk fills up after the first checkpoints, and is freed later."""
+    full, freed = tmp_path / "full", tmp_path / "freed"
+    fit = {"folder": str(small_disk / "a"), "save_every": 2, "keep": 1}
+    job = start(script, options(steps=20, width=64, holds={4: str(full), 14: str(freed)}, fit=fit))
+    wait_for(job, "holds")
+    fill(small_disk / "filler")
+    full.touch()
+    wait_for(job, "holds")
+    (small_disk / "filler").unlink()
+    freed.touch()
+    output, code = end(job)
+    assert code == 0, output
+    assert [path.parent.name for path in manifests(small_disk / "a")] == ["step-00000020"]
 
 
 def test_f5_a_second_run_in_the_folder_harms_neither(script, tmp_path):
@@ -397,4 +403,4 @@ def test_f7_the_rank_that_left_is_the_first_that_is_named(script):
     output, code = run("-m", "counterpoint", "run", "-n", "2", script, options(leaves=True))
     (report, *_) = [line for line in output.splitlines() if not line.startswith("[rank ")] or [""]
     assert code != 0
-    assert re.search(r"rank \d", report)[0] == "rank 1", output
+    assert re.findall(r"rank \d", report)[:1] == ["rank 1"], output
