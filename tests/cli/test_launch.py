@@ -4,11 +4,14 @@ import sys
 
 import pytest
 
+from counterpoint.rpc.job_key import new_key, write_key
 from tests.cli.test_run import command
 
 
-def test_a_dry_run_shows_the_batch_script_with_this_interpreter():
-    result = command("launch", "--on", "slurm", "--hosts", 2, "-n", 4, "--cpus", 2, "--dry-run", "train.py", "--lr", 1)
+def test_a_dry_run_shows_the_batch_script_with_this_interpreter(tmp_path):
+    write_key(new_key(), key_file := tmp_path / "job.key")
+    result = command("launch", "--on", "slurm", "--hosts", 2, "-n", 4, "--cpus", 2, "--dry-run",
+                     "--key-file", key_file, "train.py", "--lr", 1)  # fmt: skip
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[:5] == [

@@ -126,7 +126,7 @@ def test_modes_are_fixed_where_ranks_have_more_state_than_weights():
         batch = next(batches())
         step(*batch)
         model.norm.eval()
-        with pytest.raises(cp.DataError, match=r"^modules of the model were put into .* do it before the first step"):
+        with pytest.raises(cp.DataError, match=r"^norm was put into evaluation mode .* do it before the first step"):
             step(*batch)
         model.norm.train()
         step(*batch)

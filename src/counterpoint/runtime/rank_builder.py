@@ -53,6 +53,7 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
+from counterpoint.runtime.params.shared_params import SharedGradHook
 from counterpoint.runtime.params.unit_roles import find_unit_roles
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import StepGuard
@@ -233,6 +234,10 @@ class StaleGradientHook:
             )
 
 
+OWN_HOOKS = (StaleGradientHook, SharedGradHook)
+"""Hooks that ranks register themselves."""
+
+
 class GradHookCheck:
     """Checks that gradient hooks of the user's, which may be registered between any two steps, see what is applied.
 
@@ -261,9 +266,11 @@ class GradHookCheck:
             return
         for name, param in self.params:
             # there is no other way to see them
-            hooks, post_hooks = param._backward_hooks, param._post_accumulate_grad_hooks  # noqa: SLF001
-            has_own = hooks and any(not isinstance(hook, StaleGradientHook) for hook in hooks.values())
-            if not has_own and not post_hooks:
+            hooks, post_hooks = (
+                [hook for hook in (hooks or {}).values() if not isinstance(hook, OWN_HOOKS)]
+                for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)  # noqa: SLF001
+            )
+            if not hooks and not post_hooks:
                 continue
             if not self.are_called:
                 raise PlanError(

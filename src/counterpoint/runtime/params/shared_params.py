@@ -22,7 +22,7 @@ replicas get larger memory together and write their rows there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -299,6 +299,24 @@ def aligned_elements(num_elements: int, dtype: torch.dtype) -> int:
     return -(-num_elements // step) * step
 
 
+@dataclass(frozen=True, slots=True)
+class SharedGradHook:
+    """A hook that moves the gradient of a parameter to shared memory; a rank's own, not one of the user's.
+
+    Args:
+        collect: moves it.
+        slot: of the parameter.
+    """
+
+    collect: Callable[[ParamSlot], None]
+    slot: ParamSlot
+
+    def __call__(self, param: Tensor) -> None:
+        """Move the gradient that has been accumulated."""
+        del param
+        self.collect(self.slot)
+
+
 class SharedGrads(GradStorage):
     """Gradients of a unit in shared memory: each replica writes its own and updates its shard with the sum of all.
 
@@ -336,7 +354,9 @@ class SharedGrads(GradStorage):
         self._small_params = [
             (params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)) for slot in small_slots
         ]
-        self._hooks = [_register_hook(params[slot.name], partial(self._on_grad, slot)) for slot in self._large_slots]
+        self._hooks = [
+            _register_hook(params[slot.name], SharedGradHook(self.collect, slot)) for slot in self._large_slots
+        ]
 
     @property
     def has_shared_rows(self) -> bool:
@@ -374,9 +394,6 @@ class SharedGrads(GradStorage):
         if grad.is_sparse:
             self.add_rows(slot, row_grad_from_sparse(grad))
         return grad.is_sparse
-
-    def _on_grad(self, slot: ParamSlot, _: Tensor) -> None:
-        self.collect(slot)
 
     def collect_all(self) -> None:
         """Move all gradients on parameters here: small ones in one call, unless one is missing, sparse or not new."""
