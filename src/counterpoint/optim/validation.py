@@ -72,13 +72,16 @@ MAX_DIGITS = 20
 """The largest number of digits of a whole number in a text: 2**64 - 1, the largest seed, has as many."""
 
 
-def parse_digits(text: str, name: str, error: Callable[[str], Exception] = PlanError) -> int:
+def parse_digits(
+    text: str, name: str, error: Callable[[str], Exception] = PlanError, *, max_digits: int = MAX_DIGITS
+) -> int:
     """Return the number that a text of digits stands for; ``int`` refuses thousands of them with an error of its own.
 
     Args:
         text: digits only.
         name: what the number is, for the error.
         error: makes the error.
+        max_digits: the largest number of digits.
 
     Raises:
         PlanError: there are more digits than a number here may have; or what ``error`` makes.
@@ -88,8 +91,8 @@ def parse_digits(text: str, name: str, error: Callable[[str], Exception] = PlanE
         Traceback (most recent call last):
         counterpoint.errors.PlanError: the seed has 5000 digits; give at most 20
     """
-    if len(text) > MAX_DIGITS:
-        raise error(f"{name} has {len(text)} digits; give at most {MAX_DIGITS}")
+    if len(text) > max_digits:
+        raise error(f"{name} has {len(text)} digits; give at most {max_digits}")
     return int(text)
 
 

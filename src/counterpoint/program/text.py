@@ -161,7 +161,10 @@ def format_operation(instruction: Collective) -> str:
     return f"{op}:{instruction.codec}" if instruction.codec else op
 
 
-_parse_number = partial(parse_digits, name="a number of an instruction", error=ProgramError)
+MAX_DIGITS = 18
+"""The largest number of digits of a number in a program: with these, the length of any range fits into 64 bits."""
+
+_parse_number = partial(parse_digits, name="a number of an instruction", error=ProgramError, max_digits=MAX_DIGITS)
 
 
 def parse_group(text: str, max_ranks: int = MAX_RANGE) -> Group:
