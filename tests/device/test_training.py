@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import counterpoint as cp
+from counterpoint.profiler.timer import device_clock
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
 
@@ -85,12 +86,22 @@ def test_a_loss_that_is_a_module_is_moved_too():
     assert train(StandInAccelerator()) == pytest.approx(train("cpu"), rel=1e-12)
 
 
-def test_a_model_on_the_device_is_profiled_and_a_plan_chosen():
-    model = build()
+def test_plans_are_measured_on_copies_of_the_model_on_the_device():
+    model, device = build(), StandInAccelerator()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
-    device = StandInAccelerator()
     with cp.parallelize(
         model, optimizer, F.cross_entropy, strategy="auto", num_measured_plans=1, device=device
     ) as step:
         assert step(*samples()[:8]) > 0
-    assert cp.profile(model, samples()[:4][0].to(DEVICE.device)).layers
+
+
+def test_the_clock_of_a_profile_waits_for_the_device():
+    clock = device_clock(DEVICE.device)
+    with DEVICE.count_host_waits() as waits:
+        assert clock() <= clock()
+    assert [kind for kind, _ in waits.elements()] == ["synchronize", "synchronize"]
+
+
+@pytest.mark.slow
+def test_a_model_on_the_device_is_profiled():
+    assert cp.profile(build().to(DEVICE.device), samples()[:4][0].to(DEVICE.device)).layers
