@@ -276,7 +276,7 @@ def is_visited(fabric):
 @pytest.mark.process
 @as_root
 def test_another_user_at_all_ports_of_a_job_changes_no_bit_of_it(local_processes):
-    first, second = local_processes(is_visited, 2)
+    first, second = local_processes(is_visited, 2, 60.0)
     assert first == [ANY, True, None]
     assert first[0] in {"65534 True False\n", "65534 False False\n"}
     assert second == ["", True, None]

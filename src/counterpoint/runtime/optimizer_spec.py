@@ -240,8 +240,10 @@ class OptimizerSpec:
         return {} if isinstance(state, StateOfRanks) and not state.is_loaded else state
 
     def _load_state(self) -> None:
-        assert self._export_state is not None, "ranks have the state"
-        self._export_state()
+        if self._export_state is None:  # it was taken for ranks that are not built yet
+            self.put_state({}, is_new=self.has_new_state)
+        else:
+            self._export_state()
 
     def is_state_loaded(self) -> bool:
         """Return whether the template has the state that ranks had after the last step, which may have been changed."""

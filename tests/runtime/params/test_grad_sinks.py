@@ -46,6 +46,7 @@ def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
         assert copies.count == 0
 
 
+@pytest.mark.filterwarnings("ignore:.* has a gradient hook, which is called for each of 2 microbatches")
 @pytest.mark.parametrize("plan", ["solo", "zero(2, level=2)"])
 def test_a_hook_on_a_weight_is_called_with_its_gradient(plan):
     with build_local_ranks(plan, num_microbatches=2, model=wide()) as local_ranks:
