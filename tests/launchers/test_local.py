@@ -412,6 +412,27 @@ def test_a_rank_that_has_not_ended_after_the_grace_period_is_killed_and_the_repo
     ]
 
 
+def test_ctrl_c_waits_for_the_grace_period_and_a_second_one_kills_at_once(tmp_path):
+    """Ranks that wrote their report on a busy machine were killed after 2 s, and told to take a longer --grace."""
+    path, alive = fifo(tmp_path)
+    text = "signal.signal(signal.SIGINT, lambda *_: None)\n" + alive
+    text += "signal.pause()\nalive.write('y'); alive.flush()\nwhile True: signal.pause()"
+    with supervisor(tmp_path, script(tmp_path, text)) as process:
+        with wait_for(path, 2) as ranks:
+            process.send_signal(signal.SIGINT)
+            assert {ranks.read(1), ranks.read(1)} == {b"y"}
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2.2)
+            process.send_signal(signal.SIGINT)
+            assert ranks.read() == b""
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert errors.splitlines() == [
+        "stopped by SIGINT; all 2 ranks have ended",
+        "ranks 0 and 1 had not ended when Ctrl-C came again, and were killed",
+    ]
+
+
 def test_ranks_that_a_signal_to_one_of_them_has_stopped_are_no_failure(tmp_path):
     text = """
 from counterpoint.errors import StoppedBySignal

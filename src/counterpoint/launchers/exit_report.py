@@ -215,22 +215,24 @@ def format_report(exits: Sequence[RankExit]) -> str:
     return escape_text("\n".join(lines))
 
 
-def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], grace_s: float) -> str:
+def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], grace_s: float | None) -> str:
     """Return the report of a run that a signal has stopped.
 
     Args:
         exits: of all ranks.
         number: of the signal.
         killed: the ranks that had to be killed.
-        grace_s: the seconds after which they were, unless another signal came.
+        grace_s: the seconds after which they were; None if a second signal asked for it.
     """
     said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.kind == STOPPED)
     lines = [f"{next(said, f'stopped by {signal.Signals(number).name}')}; all {len(exits)} ranks have ended"]
     if killed:
+        verb = "was" if len(killed) == 1 else "were"
         lines.append(
-            f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and "
-            f"{'was' if len(killed) == 1 else 'were'} killed; give more time "
-            "with --grace"
+            f"{_format_ranks(killed)} had not ended when Ctrl-C came again, and {verb} killed"
+            if grace_s is None
+            else f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and {verb} killed; "
+            "give more time with --grace"
         )
     return "\n".join(lines)
 

@@ -195,7 +195,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
 
     If one fails, the others are stopped (SIGTERM, after 2 s SIGKILL). SIGTERM, SIGUSR1 and SIGHUP (as SIGTERM) to this
     process are passed on once each, and after ``grace_s`` ranks that still run are killed. SIGINT is passed on as well,
-    with 2 s, and kills if it is not the first signal. If this process is killed, the kernel kills the ranks.
+    and kills if it is not the first signal. If this process is killed, the kernel kills the ranks.
 
     Args:
         argv: the command of every rank; see ``script_command``.
@@ -321,7 +321,8 @@ class _RankSupervisor:
             self._update_deadlines(now_s)
         outcomes = tuple(sorted(self.exits, key=lambda outcome: outcome.rank))
         if self.received:
-            text = format_stop(outcomes, self.received[0], self.killed, self.grace_s)
+            grace_s = None if self._is_killed_by_user else self.grace_s
+            text = format_stop(outcomes, self.received[0], self.killed, grace_s)
             return RunResult(128 + self.received[0], text, None, outcomes)
         root_cause = find_root_cause(outcomes)
         return RunResult(
@@ -332,6 +333,11 @@ class _RankSupervisor:
         """Kill and reap all running ranks."""
         kill_processes([child.process for child in self.running])
         self.running.clear()
+
+    @property
+    def _is_killed_by_user(self) -> bool:
+        """Whether Ctrl-C came after another signal, and so asks to wait no longer."""
+        return signal.SIGINT in self.received[1:]
 
     def _update_deadlines(self, now_s: float) -> None:
         """Decide when to stop the ranks: at once after a signal, soon after a certain failure, else a little later."""
@@ -344,7 +350,7 @@ class _RankSupervisor:
             self._read_activities(now_s)
             self._signal(signal.SIGTERM)
             self.kill_s = now_s + GRACE_S
-        if self.kill_s <= now_s or signal.SIGINT in self.received[1:]:
+        if self.kill_s <= now_s or self._is_killed_by_user:
             self.killed = self.killed or [child.rank for child in self.running]
             self._signal(signal.SIGKILL)
 
@@ -356,7 +362,7 @@ class _RankSupervisor:
                 child.stopped_s = child.stopped_s or now_s
                 alone = signal.SIGTERM if number == signal.SIGHUP else number  # it may use what it has started
                 child.process.send_signal(alone, to_session=False)
-            self.kill_s = min(self.kill_s, now_s + (GRACE_S if number == signal.SIGINT else self.grace_s))
+            self.kill_s = min(self.kill_s, now_s + self.grace_s)
 
     def _read_activities(self, now_s: float) -> None:
         """Find out what the running ranks do, if those that failed have only waited for one of them."""
