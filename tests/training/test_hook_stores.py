@@ -114,11 +114,16 @@ def test_functions_are_not(kind):
     assert max_difference(train(kind, "data(2)"), train(kind, "plain")) < 1e-12
 
 
-def test_a_value_that_is_only_looked_at_may_be_kept():
-    model, seen = build_seeded(Net), []
-    model.first.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
+def test_a_value_without_a_gradient_may_be_kept():
+    model, expected, kept = build_seeded(Net), build_seeded(Net), []
+    model.first.register_forward_hook(lambda _module, _inputs, output: kept.append(output.detach()))
     with cp.parallelize(model, SGD, F.cross_entropy, strategy="pipeline(2)") as step:
         step(X, Y)
+    assert kept
+    optimizer = SGD(expected.parameters())
+    F.cross_entropy(expected(X), Y).backward()
+    optimizer.step()
+    assert max_difference(params_of(model), params_of(expected)) < 1e-12
 
 
 class Decaying(Net):

@@ -1,1 +1,1 @@
-"""The device that ranks compute on, behind one interface; the only package that knows a certain kind of device."""
+"""The interface to the device that ranks compute on; no other package names a kind of device."""

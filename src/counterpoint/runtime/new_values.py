@@ -1,12 +1,12 @@
 """Batches with values that none before had, such as the -100 of the first padding, or the first 0 of a mask.
 
 A loss that was seen to add up over samples without padding may be a mean over tokens, which shows only where samples
-have different numbers of them. So a smallest or largest value that is new is a reason to look at the loss again, in the
-first batch in which the two halves of some samples have it in different numbers::
+have different numbers of them. So the loss is checked again when a value is smaller or larger than all before, in the
+first batch whose two halves have that value a different number of times::
 
-    step 0   labels 0 ... 96       new: 0, 96      halves have them 3 and 1 times, and ... times: looked at
+    step 0   labels 0 ... 96       new: 0, 96      halves have 0 3 times and once: checked
     step 1   labels 2 ... 95
-    step 2   labels -100 ... 96    new: -100       halves have it 7 and 4 times: looked at
+    step 2   labels -100 ... 96    new: -100       halves have it 7 and 4 times: checked
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_FOUND = 100
-"""So often at most: random values have few new extremes, and values that grow with every batch have one in each."""
+"""The largest number of checks: random values have few new extremes, but values that grow have one in each batch."""
 
 NAN = math.nan
 """Compared by identity."""
@@ -73,7 +73,7 @@ class NewValues:
         self.ranges[index] = min(low, before_low), max(high, before_high)
 
     def _is_uneven(self, key: tuple[int, float], tensor: Tensor) -> bool:
-        """Return whether two halves, or this single sample and the one before, have a value in different numbers."""
+        """Return whether two halves, or this single sample and the one before, do not have a value equally often."""
         is_equal = tensor.detach().isnan() if key[1] is NAN else tensor.detach() == key[1]
         if len(tensor) > 1:
             middle = len(tensor) // 2

@@ -292,7 +292,7 @@ class GradHookCheck:
                 "num_microbatches=1",
                 stacklevel=2,
             )
-            self.is_exact = True  # as far as it is known
+            self.is_exact = True  # warned once
             return
 
 

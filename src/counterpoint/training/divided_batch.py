@@ -23,20 +23,7 @@ from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss_parameters import find_loss_module
 from counterpoint.runtime.loss_reduction import LossFunction
-
-
-class TrialBatch(NamedTuple):
-    """Samples to try a model and a loss on.
-
-    Args:
-        inputs: of the model.
-        targets: of the loss.
-        num_samples: how many there are.
-    """
-
-    inputs: Any
-    targets: Any
-    num_samples: int
+from counterpoint.training.model_loss_check import Samples
 
 
 class Failure(NamedTuple):
@@ -51,7 +38,7 @@ class Failure(NamedTuple):
     error: Exception
 
 
-ReadSamples: TypeAlias = Callable[[], tuple[TrialBatch, TrialBatch, str]]
+ReadSamples: TypeAlias = Callable[[], tuple[Samples, Samples, str]]
 """Returns the part of the batch that was computed last, the whole batch, and a name for the part."""
 
 
@@ -104,7 +91,7 @@ def explain_division(
         ) from error
 
 
-def read_samples(read: ReadSamples) -> tuple[TrialBatch, TrialBatch, str] | None:
+def read_samples(read: ReadSamples) -> tuple[Samples, Samples, str] | None:
     """Return the part, the whole batch and the name of the part; None if the part is the batch, or cannot be read."""
     try:
         part, whole, name = read()
@@ -120,7 +107,7 @@ def suggest_undivided(plan: Plan) -> str:
     return "train without replicas (solo, pipeline or tensor), with num_microbatches=1"
 
 
-def find_failure(model: nn.Module, loss: LossFunction | None, batch: TrialBatch) -> Failure | None:
+def find_failure(model: nn.Module, loss: LossFunction | None, batch: Samples) -> Failure | None:
     """Run a model in training, and a loss on its output, without gradients; return what failed, None if all ran.
 
     Nothing runs if it would communicate, or would read weights that this process does not have.

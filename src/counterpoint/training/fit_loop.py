@@ -146,7 +146,7 @@ class FitConfig:
 
 
 SIGNAL_PERIOD_S = 2.0
-"""How often ranks that commit on their own tell each other of signals; a step that takes longer delays it."""
+"""Seconds between two exchanges of signals among ranks that commit separately; a longer step delays one."""
 
 
 class SignalExchange:

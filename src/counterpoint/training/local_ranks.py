@@ -65,10 +65,10 @@ from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleW
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
-from counterpoint.training.divided_batch import TrialBatch, explain_division
+from counterpoint.training.divided_batch import explain_division
 from counterpoint.training.hook_stores import require_no_kept_outputs
 from counterpoint.training.initial_values import broadcast_initial_values
-from counterpoint.training.model_loss_check import ModelLossCheck
+from counterpoint.training.model_loss_check import ModelLossCheck, Samples
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import share_params_per_host
@@ -267,10 +267,10 @@ class LocalRanks:
             undivided: returns inputs, targets and number of samples of the batch.
         """
 
-        def read() -> tuple[TrialBatch, TrialBatch, str]:
+        def read() -> tuple[Samples, Samples, str]:
             """Return the microbatch, and the batch."""
             whole_inputs, _, count = undivided()
-            return TrialBatch(inputs, None, num_samples), TrialBatch(whole_inputs, None, count), "a microbatch"
+            return Samples(inputs, None, num_samples), Samples(whole_inputs, None, count), "a microbatch"
 
         return explain_division(self.model, None, self.plan, read)
 
@@ -484,12 +484,12 @@ class LocalRanks:
         loss = None if self.options.loss_reduction == "batch" else self.loss
         interpreter = self.ranks[rank].interpreter
 
-        def read() -> tuple[TrialBatch, TrialBatch, str]:
+        def read() -> tuple[Samples, Samples, str]:
             """Return what the rank has computed last, and the batch."""
             rng, num_in_flight = interpreter.rng, interpreter.program.microbatches_per_batch
             micro = rng.step * num_in_flight + rng.micro
-            part = TrialBatch(batch.inputs(micro), batch.targets(micro), batch.sizes[micro])
-            return part, TrialBatch(*batch.undivided(micro)), f"microbatch {rng.micro} on rank {rank}"
+            part = Samples(batch.inputs(micro), batch.targets(micro), batch.sizes[micro])
+            return part, Samples(*batch.undivided(micro)), f"microbatch {rng.micro} on rank {rank}"
 
         return explain_division(self.model, loss, self.plan, read)
 

@@ -121,7 +121,7 @@ def unpack(packed: Tensor, in_frame: Sequence[Tensor], places: Sequence[TensorPl
 
 
 class PairChannel:
-    """The two process groups between this rank and a peer; opened by whoever needs them first, on both.
+    """The two process groups between this rank and a peer; opened on both ranks when the first of them needs one.
 
     Args:
         rank: this rank.

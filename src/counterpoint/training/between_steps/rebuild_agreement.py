@@ -61,7 +61,7 @@ def require_same_changes(fabric: Fabric, groups: Sequence[Group], model: nn.Modu
 
 
 def explain_announcement(error: PeerError) -> PeerError | PlanError:
-    """Return the error for a change that some ranks have not made, if another error is about one; else that error.
+    """Return the error for a change that some ranks have not made, if another error was caused by one; else that error.
 
     Example:
         >>> text = "rank 1 expects x1.0 from rank 0, but its next message is the change '0.bias was frozen'; messages"
