@@ -27,6 +27,30 @@ def copy_of_model():
     return model
 
 
+class Shifted(nn.Module):
+    """Adds a buffer, which the user sets between steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x):
+        return self.layer(x) + self.shift
+
+
+def set_in_place(model):
+    model[1].shift.fill_(0.5)
+
+
+def replace_buffer(model):
+    model[1].shift = torch.full_like(model[1].shift, 0.5)
+
+
+def load(model):
+    model.load_state_dict({"1.shift": torch.full_like(model[1].shift, 0.5)}, strict=False)
+
+
 def freeze(model, optimizer):
     model[0].bias.requires_grad_(False)
 
@@ -112,3 +136,43 @@ def test_a_change_on_all_ranks_is_made(plan, monkeypatch):
         expected.append(loss.item())
     for losses in answers:
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+def train_with_buffer(rank, plan, change, changed, imports):
+    """Take three steps; some ranks set a buffer before the second one. Return the losses, or the error."""
+    model = nn.Sequential(nn.Linear(X.shape[1], 8), Shifted(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel(), dtype=param.dtype).reshape(param.shape))
+    step = cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, strategy=plan)
+    losses = [step(X, Y)]
+    if imports:
+        step.export_weights()
+    if rank in changed:
+        change(model)
+    if imports:
+        step.import_weights()
+    try:
+        return [*losses, step(X, Y), step(X, Y)]
+    except cp.CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("change", [set_in_place, replace_buffer, load])
+@pytest.mark.parametrize(
+    ("plan", "imports"), [("data(2)", False), ("data(2)", True), ("zero3(2)", True), ("pipeline(2)", True)]
+)
+def test_a_buffer_that_one_rank_sets_is_named(plan, change, imports, monkeypatch):
+    """Ranks trained on with different buffers."""
+    work = partial(train_with_buffer, plan=plan, change=change, imports=imports)
+    for changed in (0, 1):
+        answers = run_in_threads(partial(work, changed={changed}), 2, monkeypatch)
+        assert len(set(answers)) == 1
+        assert re.match(
+            "DataError: the ranks were given different values for step 1: 1.shift of the model is ", answers[0]
+        )
+    everyone = run_in_threads(partial(work, changed={0, 1}), 2, monkeypatch)
+    assert everyone[0] == everyone[1]
+    unchanged = run_in_threads(partial(work, changed=()), 2, monkeypatch)
+    assert everyone[0][0] == unchanged[0][0]
+    assert everyone[0][1] != unchanged[0][1]

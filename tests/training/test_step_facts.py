@@ -24,13 +24,26 @@ class Scaled(nn.Module):
         self.layer, self.scale, self.calls, self.rank = nn.Linear(2, 2), 1.0, 0, 0
 
 
+class Buffers:
+    """Those of a model, of which one is given."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def digest_changes(self):
+        yield self.value
+
+    def describe(self):
+        return [["mean of the model", f"a buffer with digest {self.value}"]]
+
+
 class Rank:
     """What one rank is given."""
 
     def __init__(self):
         self.model = Scaled()
         self.optimizer = optim.AdamW(self.model.parameters(), lr=0.1)
-        self.facts = StepFacts(self.optimizer, {"the model": self.model})
+        self.facts = StepFacts(self.optimizer, {"the model": self.model}, Buffers())
         self.batch = (X, Y)
 
     def begin_step(self):
@@ -50,6 +63,10 @@ def set_scale(one):
     one.model.scale = 2.0
 
 
+def set_buffer(one):
+    one.facts.buffers = Buffers(1)
+
+
 def freeze_statistics(one):
     one.model.layer.eval()
 
@@ -62,6 +79,7 @@ CHANGES = {
     "text": (set_option("note", "x"), "at index .* rank 0 has .*, rank 1 has note of the optimizer's group 0"),
     "attribute": (set_scale, "scale of the model is 1.0 on rank 0, 2.0 on rank 1"),
     "mode": (freeze_statistics, "layer.training of the model is True on rank 0, False on rank 1"),
+    "buffer": (set_buffer, "mean of the model is a buffer with digest 0 on rank 0, a buffer with digest 1 on rank 1"),
     "content": (set_batch(X + 1, Y), r"the content of the batch is digest \w+ \w+ on rank 0, digest .*global batch"),
     "shape": (set_batch(X[:, :1], Y), r"the form of the batch is float32 \(12, 2\), .* on rank 0, float32 \(12, 1\), "),
     "dtype": (set_batch(X, Y.int()), r"the form of the batch is .*int64 \(12,\) .*on rank 0, .*int32"),

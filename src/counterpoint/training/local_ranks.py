@@ -776,6 +776,7 @@ class LocalRanks:
         self.world.run(work)
         self.has_delayed_grads = False
         if self.changes is not None:
+            self.changes.buffers.find_changes()
             self.changes.buffers.record()
         self.import_frozen_params()
 

@@ -1,9 +1,9 @@
 """What ranks are given for a step and must be the same on all of them, although it may change between steps.
 
 Every commit carries a digest of it: the options of the optimizer, such as the learning rate; the batch, where each rank
-passes all of it, by its form and some of its values; the autocast; and the plain attributes and modes of model and loss
-that were changed between steps. Only where digests differ, the values are exchanged, and the error names ranks and
-values.
+passes all of it, by its form and some of its values; the autocast; and the plain attributes, modes and buffers of model
+and loss that were changed between steps. Only where digests differ, the values are exchanged, and the error names ranks
+and values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from zlib import crc32
 
 import torch
@@ -43,19 +43,33 @@ NAN = -0.4142
 """In place of numbers that are not equal to themselves, whose hash is that of an object."""
 
 
+class ChangedBuffers(Protocol):
+    """The buffers of a model that the user has changed since the last step."""
+
+    def digest_changes(self) -> Iterator[int]:
+        """Yield a number for each of them."""
+        ...
+
+    def describe(self) -> list[list[str]]:
+        """Return all buffers, each with a text that differs if its values do."""
+        ...
+
+
 class StepFacts:
     """What this rank was given for a step.
 
     Args:
         optimizer: whose options are used.
         modules: the model, and a loss that is a module, by a name for errors.
+        buffers: tells which buffers of the model were changed.
 
     Attributes:
         digest: of the present step; 0 if this rank has nothing to compare.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, optimizer: optim.Optimizer, modules: Mapping[str, nn.Module], buffers: ChangedBuffers) -> None:
         self.optimizer = optimizer
+        self.buffers = buffers
         self.attributes = PlainAttributes(modules)
         self.modes = ModuleModes(modules)
         self.batch: MicrobatchSource | None = None
@@ -66,7 +80,7 @@ class StepFacts:
         self.batch, self.digest = batch, 0
         if any(batch.sizes.values()):
             options = [digest_option(value) for value in self.option_values()]
-            changes = (*self.attributes.find_changes(), *self.modes.find_changes())
+            changes = (*self.attributes.find_changes(), *self.modes.find_changes(), *self.buffers.digest_changes())
             parts = (*options, *digest_batch(batch), *digest_autocasts(), *changes)
             self.digest = (hash(parts) & ((1 << DIGEST_BITS) - 1)) or 1
 
@@ -110,6 +124,7 @@ class StepFacts:
             *self.attributes.describe(),
             *self.modes.describe(),
             *describe_batch(self.batch),
+            *self.buffers.describe(),
         ]
 
 

@@ -16,11 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
+from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
@@ -66,7 +68,7 @@ class ModelChanges:
         self.step_facts: StepFacts | None = None
         if not built.is_single_process:
             losses = {"the loss": loss} if isinstance(loss, nn.Module) else {}
-            self.step_facts = StepFacts(optimizer_spec.optimizer, {"the model": model, **losses})
+            self.step_facts = StepFacts(optimizer_spec.optimizer, {"the model": model, **losses}, self.buffers)
 
     def record(self) -> None:
         """Take the present weights and buffers as those that the ranks have."""
@@ -124,6 +126,7 @@ class ModelChanges:
         """Take note of a step that was taken."""
         if self.step_facts is not None:
             self.step_facts.end_step()
+            self.buffers.end_step()
 
 
 class ParameterMutationCheck:
@@ -434,21 +437,29 @@ class BufferChanges:
     Args:
         model: the user's model.
         ranks: of this process; those that run the model itself have its buffers.
+
+    Attributes:
+        changed: by name, the buffers that were changed since the last step.
     """
 
     def __init__(self, model: nn.Module, ranks: Collection[RankRuntime]) -> None:
         self.ranks = ranks
         self.slots = BufferSlots(model)
-        own = {id(buffer) for rank in ranks for buffer in rank.interpreter.store.buffers.values()}
-        self.buffers = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in own]
+        held = {id(buffer) for rank in ranks for buffer in rank.interpreter.store.buffers.values()}
+        named = [*model.named_buffers()]
+        self.held_buffers = [(name, buffer) for name, buffer in named if id(buffer) in held]
+        self.buffers = [(name, buffer) for name, buffer in named if id(buffer) not in held]
+        self.held_versions: list[int] = []
         self.versions: list[int] = []
         self.values: list[Tensor] = []
+        self.changed: dict[str, Tensor] = {}
         self.record()
 
     def record(self) -> None:
         """Take the present values as those that the ranks know."""
         with without_stale_reads():
-            self.versions = self._read_versions()
+            self.versions = _read_versions(self.buffers)
+            self.held_versions = _read_versions(self.held_buffers)
             self.values = [buffer.clone() for _, buffer in self.buffers]
 
     def carry_over(self) -> None:
@@ -459,13 +470,61 @@ class BufferChanges:
         """
         with without_stale_reads(), torch.no_grad():
             self.slots.adopt()
-            if self._read_versions() == self.versions:
+            if not self.find_changes():
                 return
-            for (name, buffer), value in zip(self.buffers, self.values, strict=True):
-                if not torch.equal(buffer, value):
+            for name, buffer in self.buffers:
+                if name in self.changed:
                     for rank in self.ranks:
                         assign_values(rank.interpreter.store.buffers[name], buffer)
         self.record()
 
-    def _read_versions(self) -> list[int]:
-        return [buffer._version for _, buffer in self.buffers]  # noqa: SLF001 - there is no other way to see changes
+    def find_changes(self) -> bool:
+        """Add to ``changed`` what was changed since :meth:`record`; return whether anything may have been."""
+        versions, held_versions = _read_versions(self.buffers), _read_versions(self.held_buffers)
+        if versions == self.versions and held_versions == self.held_versions:
+            return False
+        with without_stale_reads():
+            for (name, buffer), value in zip(self.buffers, self.values, strict=True):
+                if not torch.equal(buffer, value):
+                    self.changed[name] = buffer
+        for (name, buffer), before, now in zip(self.held_buffers, self.held_versions, held_versions, strict=True):
+            if now != before:
+                self.changed[name] = buffer
+        return True
+
+    def digest_changes(self) -> Iterator[int]:
+        """Yield a number for each buffer that was changed since the last step: of its name and its values."""
+        with without_stale_reads():
+            for name, buffer in self.changed.items():
+                yield _digest_buffer(buffer, crc32(name.encode()))
+
+    def describe(self) -> list[list[str]]:
+        """Return the buffers by name, each with a digest of its values if this process has those of the step."""
+        held = {name for name, _ in self.held_buffers}
+        with without_stale_reads():
+            return [
+                [
+                    f"{name} of the model",
+                    f"a buffer with digest {_digest_buffer(buffer):08x}"
+                    if name in held or name in self.changed
+                    else "what the last step has left",
+                ]
+                for name, buffer in sorted(self.held_buffers + self.buffers)
+            ]
+
+    def end_step(self) -> None:
+        """Take note that a step was taken, which itself may have changed the buffers that ranks hold."""
+        self.changed.clear()
+        self.held_versions = _read_versions(self.held_buffers)
+
+
+def _read_versions(buffers: Collection[tuple[str, Tensor]]) -> list[int]:
+    return [buffer._version for _, buffer in buffers]  # noqa: SLF001 - there is no other way to see changes
+
+
+def _digest_buffer(buffer: Tensor, start: int = 0) -> int:
+    """Return a checksum of a buffer's bytes; of its form only on a device, where reading would wait for it."""
+    form = crc32(f"{dtype_name(buffer.dtype)} {tuple(buffer.shape)}".encode(), start)
+    if not buffer.is_cpu or buffer.layout != torch.strided or not buffer.numel():
+        return form
+    return crc32(buffer.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), form)
