@@ -21,13 +21,14 @@ def print_line(text):
 
 
 def serve_messages(places, key):
-    """Serve at each address, with the key and without."""
+    """Serve at each address with the key, and at UNIX sockets without one, too."""
     answer = RpcMessage("taken")
     with EventLoop() as loop:
         for place in places:
-            for secret in (JobCredentials(key), JobCredentials(None)):
-                name = f"{place}-{bool(secret.key)}" if place.startswith("unix") else place
-                print_line(listen(loop, parse_address(name), secret, request_handler(lambda _: answer)).address)
+            is_unix = place.startswith("unix")
+            for credentials in (JobCredentials(key), *[JobCredentials(None)] * is_unix):
+                name = f"{place}-{bool(credentials.key)}" if is_unix else place
+                print_line(listen(loop, parse_address(name), credentials, request_handler(lambda _: answer)).address)
         loop.wait_for(lambda: False, 600.0, "the end")
 
 
@@ -64,7 +65,7 @@ def tls_context(pem):
 def main(what, *places):
     given = sys.stdin.buffer.read()
     match what:
-        case "letters":
+        case "messages":
             serve_messages(places, JobKey(given))
         case "tls":
             receive_bytes(tls_context(given))

@@ -13,6 +13,7 @@ from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.training.model_partition import plan_fingerprint
 from counterpoint.training.plan_resolution import trace_model_spec
 from counterpoint.training.profiling import build_profile_target
+from counterpoint.world.cluster import Device
 from tests.model.profiles import build_profile, layer_profile
 
 SLOW_LAST = [layer_profile(1.0, 2.0), layer_profile(1.0, 2.0), layer_profile(1.0, 2.0), layer_profile(3.0, 6.0)]
@@ -83,3 +84,27 @@ def test_a_sequential_is_described_as_pipelines_get_it_and_as_shards_do():
     spec = trace_model_spec(model, OptimizerSpec(optim.SGD, dict(model.named_parameters())), torch.zeros(2, 4), None)
     assert [block.name for block in spec.without_tp.blocks] == ["0", "2"]
     assert spec.num_blocks == 1
+
+
+class ScaledError(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, targets):
+        return F.mse_loss(self.scale * output, targets)
+
+
+@pytest.mark.parametrize("device", [None, Device(cost_per_s=1.0, memory_bytes_per_s=1e9)], ids=["measured", "counted"])
+def test_a_model_whose_loss_has_parameters_is_profiled(device):
+    """The optimizer of such a recipe was refused for holding a tensor that the model does not train."""
+    model, loss = layers(), ScaledError()
+    optimizer = optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    batch = torch.ones(8, 4)
+    profile = cp.profile(
+        model, batch, batch, loss=loss, optimizer=optimizer, roofline_device=device, microbatch_sizes=(8,)
+    )
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2", "3"]
+    assert (loss.scale.item(), loss.scale.grad) == (1.0, None)

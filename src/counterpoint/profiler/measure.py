@@ -32,6 +32,8 @@ from counterpoint.profiler.timer import Clock, RepeatPolicy, column_medians, dev
 from counterpoint.program.instruction import Backward, Forward, Instruction, Update
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.loss_parameters import find_loss_module
+from counterpoint.runtime.loss_reduction import unchanged_loss
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 
@@ -101,7 +103,7 @@ class LayerTimes:
 def measure_model(
     target: ProfileTarget, device: str, *, samples: Sequence[int], threads: int, repeat_policy: RepeatPolicy
 ) -> ModelProfile:
-    """Return how long the layers of a model take; the model is not modified.
+    """Return how long the layers of a model take; the model and the loss are not modified.
 
     Args:
         target: what is timed.
@@ -115,7 +117,7 @@ def measure_model(
         statistics, and memory for two more copies of the parameters.
     """
     sizes = sorted(set(samples))
-    with training_conditions(threads):
+    with training_conditions(threads), unchanged_loss(find_loss_module(target.loss)):
         harness, clock = build_harness(target, sizes[0]), device_clock(target.device)
         overheads = measure_call_overheads(target.device, repeat_policy)
         measured = [_measure_batch_size(harness, target, size, overheads, repeat_policy) for size in sizes]

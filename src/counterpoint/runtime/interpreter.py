@@ -424,7 +424,7 @@ class Interpreter:
             {micro: loss for micro, loss in self.executor.read_losses().items() if micro in scope},
             sizes,
             own_squared_norm,
-            [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()],
+            self.store.params_without_grad(self.computed_units),
             grads=grads,
             weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,

@@ -632,6 +632,21 @@ def _unchanged_buffers(module: nn.Module | None) -> Iterator[None]:
                 assign_values(buffer, values)
 
 
+@contextmanager
+def unchanged_loss(module: nn.Module | None) -> Iterator[None]:
+    """Restore the buffers and the gradients of a loss that has a module; inside, it has no gradients."""
+    params = [] if module is None else list(module.parameters())
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        with _unchanged_buffers(module):
+            yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
 def compute_sample_mean(
     loss_function: LossFunction,
     output: Any,  # noqa: ANN401 - of the model

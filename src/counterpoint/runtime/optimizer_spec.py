@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from counterpoint.errors import PlanError
 from counterpoint.runtime.state_of_ranks import StateOfRanks
 from counterpoint.world.topology import format_count
 
+REQUIRES_GRAD_OF = attrgetter("requires_grad")
 DYNAMO = "torch._dynamo"
 PART = "optimizer"
 """The option of a group that has the index of its optimizer, if several were given."""
@@ -179,7 +181,7 @@ class OptimizerSpec:
     def _read_group_structure(self) -> tuple[list[int], list[bool]]:
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
-            [param.requires_grad for param in self.params.values()],
+            [*map(REQUIRES_GRAD_OF, self.params.values())],
         )
 
     def find_new_groups(self) -> str:

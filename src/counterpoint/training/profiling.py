@@ -92,7 +92,7 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         require_counts(samples=microbatch_size)
     require_sample_layout(batch_dims, shared)
     inputs, targets = SampleLayout(model, batch_dims or {}, shared).mark(inputs, targets)
-    optimizer_spec = wrap_optimizer(optimizer, model)
+    optimizer_spec = wrap_optimizer(optimizer, model, loss)
     target = build_profile_target(
         model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=optimizer_spec
     )

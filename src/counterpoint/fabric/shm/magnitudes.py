@@ -17,6 +17,9 @@ from counterpoint.fabric.shm.native import DTYPES, native
 Addresses: TypeAlias = Any
 """A ctypes array of the addresses of tensors."""
 
+Counts: TypeAlias = Any
+"""A ctypes array of their numbers of elements."""
+
 DTYPE_OF, IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
@@ -40,6 +43,9 @@ class MagnitudeReader:
     Args:
         examples: their dtypes, devices and shapes are those of all that is read, as those of parameters are those of
             their gradients.
+
+    Attributes:
+        counts: the numbers of elements.
     """
 
     def __init__(self, examples: Sequence[Tensor]) -> None:
@@ -49,8 +55,9 @@ class MagnitudeReader:
         self._call: Any = getattr(library, "cp_find_magnitudes", None)
         self._addresses = c_void_p * len(examples)
         self._largest = np.empty(len(examples))
+        self.counts: Counts = (c_uint64 * len(examples))(*map(Tensor.numel, examples))
         self._rest = (
-            (c_uint64 * len(examples))(*map(Tensor.numel, examples)),
+            self.counts,
             c_uint64(len(examples)),
             DTYPES[self.dtype],
             torch.get_num_threads(),

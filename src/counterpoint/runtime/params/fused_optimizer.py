@@ -20,7 +20,7 @@ from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import PlanError
-from counterpoint.fabric.shm.magnitudes import Addresses
+from counterpoint.fabric.shm.magnitudes import Addresses, Counts
 from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.grad_check import CollectedGrads
@@ -90,7 +90,7 @@ def fused_update(
             if sources
             else {}
         )
-        is_collected = collected is not None and are_same(options["params"], collected.params)
+        is_collected = collected is not None and are_same(options["params"], [*collected.params.values()])
         tensors = (
             options["params"]
             if is_collected
@@ -118,7 +118,7 @@ def fused_update(
             if ranges:
                 update_ranges(step, batch, states, ranges)
             elif is_collected and is_whole and collected is not None:
-                update_tensors(step, batch, states, collected.addresses, [1] * len(batch))
+                update_tensors(step, batch, states, collected.addresses, [1] * len(batch), collected.counts)
             else:
                 update_tensors(step, batch, states, _addresses(own_grads(batch)), [1] * len(batch))
         increment_version(tensors)
@@ -185,6 +185,7 @@ def update_tensors(
     states: Sequence[Sequence[Tensor]],
     parts: Addresses,
     num_parts: Sequence[int],
+    counts: Counts | None = None,
 ) -> None:
     """Step contiguous tensors in one call of the native library.
 
@@ -194,11 +195,13 @@ def update_tensors(
         states: for each kind of state, that of each tensor.
         parts: where the tensors are whose sums are the gradients, those of one gradient after those of another.
         num_parts: how many of them make up each tensor's gradient.
+        counts: the numbers of elements of the tensors, if they are at hand.
     """
     library = native().library
     assert library is not None, "supports_fused_update has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
-    step.counts, step.num_parts = _numbers([*map(Tensor.numel, weights)]), _numbers(num_parts)
+    step.counts = _numbers([*map(Tensor.numel, weights)]) if counts is None else counts
+    step.num_parts = _numbers(num_parts)
     step.parts, step.weights = parts, _addresses(weights)
     step.state0, step.state1, step.state2 = [*map(_addresses, states), None, None, None][:3]
     library.cp_optimizer_step(byref(step))

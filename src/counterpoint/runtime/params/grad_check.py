@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.fabric.shm.magnitudes import (
     Addresses,
+    Counts,
     FactorReader,
     MagnitudeReader,
     find_magnitude,
@@ -83,14 +84,16 @@ class CollectedGrads(NamedTuple):
     """Dense contiguous gradients of this step, and where they are.
 
     Args:
-        params: the parameters, each of which has a gradient.
+        params: the parameters by name, each of which has a gradient.
         grads: of each, kept so that their memory is.
         addresses: of each.
+        counts: their numbers of elements, as the native library reads them.
     """
 
-    params: Sequence[nn.Parameter]
+    params: Mapping[str, nn.Parameter]
     grads: Sequence[Tensor]
     addresses: Addresses
+    counts: Counts
 
 
 class GradCheck:
@@ -167,7 +170,7 @@ class GradCheck:
             return
         self._record(self.micro, part.params, part.reader.read_at(addresses), torch.finfo(part.reader.dtype).max)
         if part is group:
-            self.collected = CollectedGrads([*params.values()], grads, addresses)
+            self.collected = CollectedGrads(params, grads, addresses, part.reader.counts)
 
     def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
         """Check the gradients that autograd has put on parameters, except those of :meth:`mark_checked`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -108,10 +108,14 @@ class UnitParams:
         flat = [storage.grads.optimizer_grad(start, stop) for storage, _, start, stop in self.update_ranges]
         return flat + [param.grad for param in self.own_params.values() if param.grad is not None]
 
-    def params_without_grad(self) -> list[str]:
-        """Return the parameters without a gradient from autograd in this step."""
+    def params_without_grad(self, known: Collection[str]) -> list[str]:
+        """Return the parameters without a gradient from autograd in this step.
+
+        Args:
+            known: names of parameters that have one.
+        """
         flat = [name for storage in self.flat_params for name in storage.grads.params_without_grad()]
-        return flat + [name for name, param in self.own_params.items() if param.grad is None]
+        return flat + [name for name, param in self.own_params.items() if name not in known and param.grad is None]
 
     def fill_missing_grads(self) -> None:
         """Set missing gradients to zeros; flat parameters do so themselves."""
@@ -327,6 +331,12 @@ class ParamStore:
             self.optimizers[units] = (self.optimizer_spec.build(targets) if targets else None, tensors)
         return self.optimizers[units]
 
+    def params_without_grad(self, units: Iterable[Unit]) -> list[str]:
+        """Return the parameters of some units without a gradient from autograd in this step."""
+        collected = self.grad_check.collected
+        known = () if collected is None else collected.params.keys()
+        return [name for unit in units for name in self.units[unit].params_without_grad(known)]
+
     def update(self, units: tuple[Unit, ...]) -> None:
         """Take one optimizer step on some units, and clear their gradients unless they are kept."""
         optimizer, tensors = self.optimizer(units)
@@ -344,7 +354,7 @@ class ParamStore:
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
         collected = self.grad_check.collected
-        known = frozenset() if collected is None else frozenset(map(id, collected.params))
+        known = frozenset() if collected is None else frozenset(map(id, collected.params.values()))
         if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous(known) for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]
