@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -34,9 +34,6 @@ from counterpoint.training.batches.global_batch import (
     warn_forked_workers,
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
-from counterpoint.training.callbacks.loop_reporter import LoopReporter
-from counterpoint.training.callbacks.run_folder import RunFolder
-from counterpoint.training.checkpointing.loop_checkpoints import LoopCheckpoints
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.options import RENAMED_VALUES
@@ -55,6 +52,10 @@ from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arg
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.step_facts import describe_form
 from counterpoint.training.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
+
+if TYPE_CHECKING:
+    from counterpoint.training.callbacks.loop_reporter import LoopReporter
+    from counterpoint.training.checkpointing.loop_checkpoints import LoopCheckpoints
 
 NO_TARGETS = object()
 """In place of targets that were not given."""
@@ -95,13 +96,13 @@ class TrainStep:
         auto_strategy: AutoStrategy | None = None,
         batch_exchange: PerRankBatchExchange | None = None,
         plan_facts: NamedFacts = (),
-        run_folder: RunFolder | None = None,
+        run_dir: str | Path | None = None,
     ) -> None:
         self.local_ranks = local_ranks
         self.plan_facts = plan_facts
         self.auto_strategy = auto_strategy
         self.batch_exchange = batch_exchange
-        self.reporter = LoopReporter(local_ranks, run_folder) if run_folder is not None else None
+        self.reporter = None if run_dir is None else make_reporter(local_ranks, run_dir)
         options = local_ranks.options
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
@@ -114,7 +115,6 @@ class TrainStep:
         self.is_multi_process = False  # whether other processes have ranks, too
         self.committed_microbatches: list[int] = []
         self.accumulated: list[tuple[Any, Any]] = []  # batches for the next update()
-        self.checkpoints = LoopCheckpoints(local_ranks)
         self.known_pids: set[int] = set()  # child processes that were checked
         self.has_warned_of_fork = False  # of forked workers
 
@@ -294,10 +294,8 @@ class TrainStep:
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
         part, own = slice_samples(batch[0], 0, min(*counts, size)), counts[ranks.world.fabrics[0].rank]
         whole = make_global_batch(batch, own, 1)
-        self.checkpoints.before_build()
-        with ranks.explain_build(part, min(*counts, size), partial(whole.undivided, 0)):
+        with self.restore_after_build(), ranks.explain_build(part, min(*counts, size), partial(whole.undivided, 0)):
             compiled = ranks.build(part, size)
-        self.checkpoints.restore_pending()
         batch_exchange.set_program(compiled.step_variants[-1].program)
 
     def should_stop(self) -> bool:
@@ -419,11 +417,31 @@ class TrainStep:
         _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]
         start, stop = split_batch(count, max(share, 1))[0]
         part, whole = slice_samples(inputs, start, stop), make_global_batch(batches[0], count, 1)
-        self.checkpoints.before_build()
-        with local_ranks.explain_build(part, stop - start, partial(whole.undivided, 0)):
+        with (
+            self.restore_after_build(),
+            local_ranks.explain_build(part, stop - start, partial(whole.undivided, 0)),
+        ):
             compiled = local_ranks.build(part, stop - start)
-        self.checkpoints.restore_pending()
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
+
+    @cached_property
+    def checkpoints(self) -> LoopCheckpoints:
+        """What saves and loads; it is imported when it is used, because that takes a tenth of the start of a rank."""
+        from counterpoint.training.checkpointing.loop_checkpoints import LoopCheckpoints
+
+        checkpoints = LoopCheckpoints(self.local_ranks)
+        self.open_contexts.callback(checkpoints.close)
+        return checkpoints
+
+    @contextmanager
+    def restore_after_build(self) -> Iterator[None]:
+        """Let ranks that are built inside read what was loaded before."""
+        if "checkpoints" not in vars(self):
+            yield
+            return
+        self.checkpoints.before_build()
+        yield
+        self.checkpoints.restore_pending()
 
     def resolve_plan(self, sample_inputs: Any, count: int, batch: tuple[Any, Any] = ((), ())) -> None:  # noqa: ANN401
         """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size.
@@ -653,7 +671,6 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.open_contexts.close()
-            self.checkpoints.close()
             self.local_ranks.close()
             if self.reporter is not None:
                 self.reporter.end(None)
@@ -685,11 +702,18 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.open_contexts.close()
-            self.checkpoints.close()
             self.local_ranks.released_params.poison(error)
             self.local_ranks.close()
             if self.reporter is not None:
                 self.reporter.end(error)
+
+
+def make_reporter(local_ranks: LocalRanks, run_dir: str | Path) -> LoopReporter:
+    """Return what tells a run's folder of each step; it is imported only for a loop that has one."""
+    from counterpoint.training.callbacks.loop_reporter import LoopReporter
+    from counterpoint.training.callbacks.run_folder import RunFolder
+
+    return LoopReporter(local_ranks, RunFolder(run_dir))
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -765,5 +789,5 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
         plan_facts=requested_plan.describe(plan, training_options.profile),
-        run_folder=RunFolder(run_dir) if run_dir is not None and recorder is None else None,
+        run_dir=run_dir if recorder is None else None,
     )

@@ -527,4 +527,4 @@ def _digest_buffer(buffer: Tensor, start: int = 0) -> int:
     form = crc32(f"{dtype_name(buffer.dtype)} {tuple(buffer.shape)}".encode(), start)
     if not buffer.is_cpu or buffer.layout != torch.strided or not buffer.numel():
         return form
-    return crc32(buffer.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), form)
+    return crc32(buffer.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, form)
