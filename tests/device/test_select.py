@@ -15,7 +15,7 @@ from counterpoint.device.select import (
     model_device,
     move_model,
     require_device,
-    require_single_process,
+    require_transport,
     select_accelerator,
 )
 from counterpoint.errors import PlanError
@@ -54,11 +54,12 @@ def test_a_model_without_tensors_is_on_the_cpu():
     assert model_device(nn.ReLU()) == CPU
 
 
-def test_ranks_in_several_processes_need_host_memory():
-    require_single_process(CPU, 1, 2)
-    require_single_process(META, 2, 2)
-    with pytest.raises(PlanError, match=r"on meta, but ranks in several processes .*model\.cpu\(\)"):
-        require_single_process(META, 1, 2)
+def test_a_transport_between_hosts_memories_takes_no_device():
+    require_transport(CPU, 2, takes_device_tensors=False)
+    require_transport(META, 2, takes_device_tensors=True)
+    require_transport(META, 1, takes_device_tensors=False)
+    with pytest.raises(PlanError, match=r"on meta, but the 2 processes .*transport='process_group' .*model\.cpu\(\)"):
+        require_transport(META, 2, takes_device_tensors=False)
 
 
 @pytest.mark.usefixtures("two_gpus")

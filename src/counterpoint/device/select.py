@@ -166,16 +166,22 @@ def require_device(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def require_single_process(device: torch.device, num_local_ranks: int, num_ranks: int) -> None:
-    """Raise if ranks in several processes would have to exchange tensors that are not in host memory.
+def require_transport(device: torch.device, num_ranks: int, *, takes_device_tensors: bool) -> None:
+    """Raise if ranks would have to exchange tensors on a device by a transport between memories of hosts.
+
+    Args:
+        device: of the model.
+        num_ranks: of the job.
+        takes_device_tensors: whether the transport does.
 
     Raises:
         PlanError: they would.
     """
-    if device.type != "cpu" and num_local_ranks < num_ranks:
+    if device.type != "cpu" and num_ranks > 1 and not takes_device_tensors:
         raise PlanError(
-            f"the model is on {device}, but ranks in several processes exchange tensors in host memory only; move it "
-            f"with model.cpu(), or train all {num_ranks} ranks in one process, without a launcher"
+            f"the model is on {device}, but the {num_ranks} processes of this job exchange tensors in host memory "
+            "only; choose transport='process_group' (--transport process_group of the command), which takes those of "
+            "devices, move the model with model.cpu(), or train all ranks in one process, without a launcher"
         )
 
 

@@ -77,11 +77,13 @@ class Fabric(ABC):
         rank: the own rank.
         num_ranks: the world size.
         timeout_s: the longest that any wait may last.
+        takes_device_tensors: whether tensors may be on a device; otherwise they must be in host memory.
     """
 
     rank: int
     num_ranks: int
     timeout_s: float
+    takes_device_tensors: bool = False
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat uninitialized tensor, if possible in memory that collectives can use without a copy."""

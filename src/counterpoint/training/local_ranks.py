@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.device.select import CPU, accelerator_for, model_device, require_device, require_single_process
+from counterpoint.device.select import CPU, accelerator_for, model_device, require_device, require_transport
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
@@ -435,7 +435,9 @@ class LocalRanks:
         fabric = self.world.fabrics[0]
         if has_remote_ranks(self.world):
             CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
-            require_single_process(model_device(self.model), len(self.world.fabrics), fabric.num_ranks)
+            require_transport(
+                model_device(self.model), fabric.num_ranks, takes_device_tensors=fabric.takes_device_tensors
+            )
             broadcast_initial_values(fabric, self.trained, self.options.init_sync)
         require_device(self.model, self.accelerator.device)
 

@@ -87,6 +87,8 @@ class ProcessGroupFabric(ProcessFabric):
         backend: as above.
     """
 
+    takes_device_tensors = True
+
     def __init__(self, host: Fabric, control: GlooFabric, rendezvous: Rendezvous, backend: ProcessGroupBackend) -> None:
         super().__init__(control.rank, control.num_ranks, control.timeout_s)
         self.backend = backend
