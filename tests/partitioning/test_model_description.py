@@ -1,11 +1,15 @@
 """The model description that strategies read: blocks, their work, and what a cut would send."""
 
+import copy
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
 
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.whole_model import WholeModel
 from tests.partitioning.models import cnn, gpt, perceptron, recurrent
 
 
@@ -73,3 +77,40 @@ def test_parameters_are_listed_once_in_the_order_of_the_model():
     assert [param.name for param in TracedPartition(model, inputs).spec.params] == [
         n for n, _ in model.named_parameters()
     ]
+
+
+class Averaged(nn.Module):
+    """Draws, replaces a buffer, keeps what it has computed, and returns a dict; the runs of all copies are counted."""
+
+    num_runs = 0
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        Averaged.num_runs += 1
+        hidden = nn.functional.dropout(self.layer(x), 0.5)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.last = hidden
+        return {"hidden": hidden, "name": "averaged"}
+
+
+def test_a_copy_of_a_whole_model_is_described_as_a_run_of_it_would_and_is_not_run():
+    inputs = (torch.ones(4, 3),)
+    whole = cast("WholeModel", partition_model(model := Averaged(), inputs, granularity="whole"))
+    num_runs = Averaged.num_runs
+    copied = whole.of_copy(copy.deepcopy(model))
+    assert Averaged.num_runs == num_runs
+    by_itself = cast("WholeModel", partition_model(copy.deepcopy(model), inputs, granularity="whole"))
+    assert Averaged.num_runs == num_runs + 1
+    assert copied.example == by_itself.example
+    assert copied.example.replaced_buffers == {"mean"}
+    assert copied.example.kept_attributes == ("last",)
+    assert (copied.spec, copied.uses_rng) == (by_itself.spec, True)
+    (hidden,) = copied.segment(0, 1, training=True)(inputs, {}, {}, lambda path: None, ())
+    assert copied.unflatten_output([hidden]) == {"hidden": hidden, "name": "averaged"}
+    assert torch.equal(cast("Averaged", copied.model).mean, 0.1 * hidden.detach().mean(0))
+    assert not model.mean.any()

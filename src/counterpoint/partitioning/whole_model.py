@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,50 @@ from counterpoint.partitioning.pytree import TensorTree, build_output_tree, buil
 from counterpoint.partitioning.seed_hooks import SeedHooks, no_seed
 
 
+@dataclass(frozen=True, slots=True)
+class ExampleForward:
+    """What a forward on the example inputs shows of a model, and of every copy of it.
+
+    Attributes:
+        flops: of the forward.
+        uses_rng: whether it draws random numbers.
+        replaced_buffers: the buffers that it replaces by other tensors, by their full names.
+        kept_attributes: in which it keeps differentiable values.
+        output_tree: of the output in training.
+        output_bytes: of its tensors.
+    """
+
+    flops: int
+    uses_rng: bool
+    replaced_buffers: frozenset[str]
+    kept_attributes: tuple[str, ...]
+    output_tree: TensorTree
+    output_bytes: int
+
+
+def run_example(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleForward:
+    """Run the model once in training; its state is preserved."""
+    kept_values, buffer_slots = KeptValues(model), BufferSlots(model)
+    with (
+        preserve_state(model),
+        torch.enable_grad(),  # for a forward that differentiates
+        FlopCounter() as counter,
+    ):
+        output = model(*args, **kwargs)
+        buffer_slots.find_replaced()
+        kept_values.find()
+    kept_values.restore()
+    tree = build_output_tree(output)
+    return ExampleForward(
+        counter.flops,
+        counter.uses_rng,
+        frozenset(buffer_slots.replaced),
+        tuple(kept_values.names),
+        tree,
+        num_bytes(tree.flatten(output)),
+    )
+
+
 class WholeModel(PartitionedModel):
     """The model as one block ``model``, run with its own parameters: those passed to a call are ignored.
 
@@ -42,41 +87,39 @@ class WholeModel(PartitionedModel):
     Args:
         model: any module.
         inputs: example arguments of its forward.
+        example: a forward on these inputs of the model that this one is a copy of; None runs the model.
 
     Attributes:
-        kept_attributes: in which the forward keeps differentiable values.
+        example: the forward on the example inputs.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, example: ExampleForward | None = None) -> None:
+        self._inputs = inputs
         self._args, self._kwargs = split_call_args(inputs)
-        kept_values, self._buffer_slots = KeptValues(model), BufferSlots(model)
-        with (
-            preserve_state(model),
-            torch.enable_grad(),  # for a forward that differentiates
-            FlopCounter() as counter,
-        ):
-            output = model(*self._args, **self._kwargs)
-            self._buffer_slots.find_replaced()
-            kept_values.find()
-        kept_values.restore()
-        self.kept_attributes = tuple(kept_values.names)
+        self.example = example = example or run_example(model, self._args, self._kwargs)
+        self._buffer_slots = BufferSlots(model)
+        self._buffer_slots.replaced.update(example.replaced_buffers)
         batch_size = num_samples(inputs)
         params = list_params(model)
         layer = LayerSpec(
             "model",
             tuple(param.name for param in params),
-            cost=counter.flops / batch_size,
-            output_bytes=num_bytes(build_output_tree(output).flatten(output)) // batch_size,
+            cost=example.flops / batch_size,
+            output_bytes=example.output_bytes // batch_size,
         )
         self._call_tree = build_tensor_tree((self._args, self._kwargs))
         self._values = (ValueSpec(INPUT, (0,)),) * len(self._call_tree.tensor_indices)
-        super().__init__(ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=counter.uses_rng)
+        super().__init__(ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=example.uses_rng)
         self.model = model
         self._training_modes = TrainingModes(model)
-        self._seed_hooks = SeedHooks(model, no_seed) if counter.uses_rng else None
+        self._seed_hooks = SeedHooks(model, no_seed) if example.uses_rng else None
         self._has_only_tensor_args = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
-        self._output_trees = {True: build_output_tree(output)}
+        self._output_trees = {True: example.output_tree}
         self._segments: dict[bool, Segment] = {}
+
+    def of_copy(self, model: nn.Module) -> WholeModel:
+        """Return the partition of a deep copy of the model, which is not run: it would show the same."""
+        return WholeModel(model, self._inputs, self.example)
 
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
         """Return the call of the model; there is only one layer."""

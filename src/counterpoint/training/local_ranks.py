@@ -296,6 +296,12 @@ class LocalRanks:
         self.in_flight = InFlightBatches.for_variant(run.compiled.step_variants[-1])
         return run.partition
 
+    def partition_copy(self, partition: PartitionedModel, model: nn.Module, inputs: Any) -> PartitionedModel:  # noqa: ANN401 - as above
+        """Return the partition of a deep copy of the model; a model that stays whole is not run again for it."""
+        if isinstance(partition, WholeModel):
+            return partition.of_copy(model)
+        return partition_for_plan(self.plan, model, inputs, self.options)
+
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
         """Build this process's ranks from a partition of the model."""
         assert self.run_spec is not None, "compiled"
@@ -324,7 +330,7 @@ class LocalRanks:
             own_partition, model = partition, self.trained
             if copies_model or (copies_norms and fabric.rank != first):
                 model = copy.deepcopy(self.trained)  # the user's model keeps its memory
-                own_partition = partition_for_plan(self.plan, model_of(model), inputs, self.options)
+                own_partition = self.partition_copy(partition, model_of(model), inputs)
             self.ranks[fabric.rank] = build_rank(
                 self.run_spec,
                 own_partition,
@@ -838,10 +844,10 @@ def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, r
             f"under {plan} ranks of one process train copies of the model, which TorchScript does not allow; "
             "pass the module that it was made from, or train in a single process (solo)"
         )
-    if partition.kept_attributes:
+    if partition.example.kept_attributes:
         raise PlanError(
             f"the forward of {type(model).__name__} keeps a differentiable value in its attribute "
-            f"{partition.kept_attributes[0]}, but under {plan} ranks run copies of the model, so a loss that "
+            f"{partition.example.kept_attributes[0]}, but under {plan} ranks run copies of the model, so a loss that "
             "reads the attribute would see another value; return the value from forward together with the "
             f"output{remedy}"
         )
