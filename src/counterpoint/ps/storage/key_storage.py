@@ -84,6 +84,8 @@ class KeySnapshot:
     previous: PreviousVersion | None
 
 
+IS_FIRST, IS_LATER = torch.tensor([[True]]), torch.tensor([[False]])
+"""Whether the rows of an update have never been pushed before."""
 GROWTH_FACTOR, PREALLOCATED_BYTES = 8, 1 << 30
 """A table preallocates all of its rows if they fit `PREALLOCATED_BYTES`; otherwise its capacity grows by this factor.
 
@@ -99,6 +101,9 @@ class DenseStorage:
         tensors: values and optimizer state; the latter is initialized if only the values are given.
         keeps_previous: whether to keep the values before the last update.
         previous: these values, if there are any yet.
+
+    Attributes:
+        num_bytes: memory in use, including that of the first update.
     """
 
     def __init__(
@@ -113,17 +118,13 @@ class DenseStorage:
         value = tensors[0].clone()
         self.tensors = (value, *(part.clone() for part in tensors[1:] or initial_state(spec.rule, value)))
         _validate_tensors(spec, self.tensors, (spec.high - spec.low,))
+        self.num_bytes = sum(part.nbytes for part in self.tensors) + keeps_previous * value.nbytes
         self.previous = None if previous is None else PreviousVersion(previous.values.clone())
         if previous is not None:
             _validate_tensor(spec, previous.values, (spec.high - spec.low,))
         self._borrowed: list[weakref.ref[Any]] = []
         self._borrowed_previous: list[weakref.ref[Any]] = []
         self._borrowed_state: list[weakref.ref[Any]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use, including that of the first update."""
-        return sum(part.nbytes for part in self.tensors) + self.keeps_previous * self.tensors[0].nbytes
 
     def validate_push(self, values: Tensor, rows: Tensor | None, pooling: RowPooling | None = None) -> None:
         """Raise ProtocolError unless a push fits."""
@@ -292,7 +293,8 @@ class SparseRowStorage:
             return
         slots = self._index.lookup(rows)
         is_new = slots < 0
-        if is_new.any():
+        num_new = int(np.count_nonzero(is_new))
+        if num_new:
             slots[is_new] = self._insert_rows(torch.from_numpy(rows.numpy()[is_new]))
         if has_borrowers(self._borrowed):
             self._storage = grow(self._storage, self._num_rows, self._capacity, self._capacity)
@@ -307,9 +309,11 @@ class SparseRowStorage:
             if self.keeps_previous
             else None
         )
+        if num_new in {0, len(slots)}:
+            self._update_in_chunks(step, slots, values, is_first=num_new > 0)
+            return
         for selected, is_first in ((is_new, True), (~is_new, False)):
-            gradients = values if selected.all() else values[torch.from_numpy(selected)]
-            self._update_in_chunks(step, slots[selected], gradients, is_first=is_first)
+            self._update_in_chunks(step, slots[selected], values[torch.from_numpy(selected)], is_first=is_first)
 
     def _update_in_chunks(self, step: int, slots: Int64Array, values: Tensor, *, is_first: bool) -> None:
         """Update the rows at these slots in chunks that fit the cache.
@@ -324,7 +328,7 @@ class SparseRowStorage:
                 rows = [part[chunk_slots[0] : chunk_slots[-1] + 1] for part in self._storage]
             else:
                 rows = [gather_rows(part, chunk_index) for part in self._storage]
-            gradients, is_first_row = values[low : low + num_rows], torch.tensor([[is_first]])
+            gradients, is_first_row = values[low : low + num_rows], IS_FIRST if is_first else IS_LATER
             update_rows(self.spec.rule, step, rows[0], tuple(rows[1:]), gradients, is_first=is_first_row)
             if not is_first:
                 for part, changed in zip(self._storage, rows, strict=True):
