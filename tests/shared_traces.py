@@ -1,9 +1,10 @@
-"""Traces of models that tests build again and again: models of one description are traced once per process."""
+"""Traces and programs that tests build again and again: for models of one description they are built once per process."""
 
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from types import FunctionType
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import pytest
@@ -11,12 +12,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
+from counterpoint.compiler.compile import compile  # noqa: A004 - as the library names it
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.partitioning.export_trace import TracedGraph, export_graph
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, FunctionType)
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type),
+    *(FunctionType, BuiltinFunctionType),
+)
 TRACES: dict[Any, TracedGraph] = {}
 MAX_TRACES = 200
+MAX_PROGRAMS = 500
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +30,19 @@ def _share_traces(monkeypatch):
     """A model that many tests train under many plans is traced once; a conftest imports this for its folder."""
     if (traced := sys.modules.get("counterpoint.partitioning.traced")) is not None:
         monkeypatch.setattr(traced, "export_graph", export_or_share)
+    if (run_compiler := sys.modules.get("counterpoint.training.run_compiler")) is not None:
+        monkeypatch.setattr(run_compiler, "compile", compile_or_share)
+
+
+@lru_cache(MAX_PROGRAMS)
+def compile_once(plan, model, samples_per_micro):
+    """A program is a function of frozen values, and is one itself."""
+    return compile(plan, model, samples_per_micro=samples_per_micro)
+
+
+def compile_or_share(plan, model, *, samples_per_micro):
+    """Compile as ``compile`` does, once for equal plans and models; the place that a plan was read from is its own."""
+    return replace(compile_once(plan, model, samples_per_micro), plan=plan)
 
 
 class UnknownValueError(Exception):
@@ -77,8 +96,10 @@ def of_value(value):
         return type(value), tuple((of_value(key), of_value(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return type(value), tuple(map(of_value, value))
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(of_value, value))
     if hasattr(value, "to_dict"):  # a configuration of transformers
-        return type(value), repr(value.to_dict())
+        return type(value), repr(value.to_dict()), getattr(value, "_attn_implementation", None)
     raise UnknownValueError
 
 

@@ -1,5 +1,7 @@
 """Compiled plans to be simulated, and cost models that distinguish them."""
 
+from functools import lru_cache
+
 from counterpoint.compiler.compile import compile as compile_plan, message_size_fn
 from counterpoint.model.spec import linear_chain
 from counterpoint.plan.plan import Plan
@@ -8,6 +10,7 @@ from counterpoint.simulator.cost_model import analytic_costs
 from counterpoint.world.cluster import Cluster, Device, Link
 
 
+@lru_cache(64)
 def compile_text(text, *, m=1, blocks=4, tied=False, passes=(), verify=True):
     plan = Plan.parse(text, num_microbatches=m)
     plan = Plan(plan.strategies, m, passes)
