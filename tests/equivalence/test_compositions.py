@@ -11,6 +11,7 @@ from torch import nn, optim
 from counterpoint.plan.plan import Plan
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
+from tests.covering import each_value_once
 from tests.training.trainers import build_seeded, fit, max_difference
 
 SCHEDULES = ["gpipe(2)", "pipeline(2)", "interleaved(2)", "gpipe(2, chunks_per_stage=2)", "zero_bubble(2)",
@@ -93,8 +94,7 @@ def test_any_composition_trains_the_same_on_batches_of_any_size(case):
     assert max_error(*case) <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("around", ["", " * data(2)", " * zero(2, level=2)"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "around"), each_value_once(SCHEDULES, ["", " * data(2)", " * zero(2, level=2)"]))
 def test_clipped_numbers_and_a_schedule_of_rates_come_out_the_same(schedule, around):
     how = {"clip_norm": 0.5, "clip_value": 0.02, "lr_scheduler": partial(optim.lr_scheduler.StepLR, step_size=2)}
     mine, history = fit(f"{schedule}{around}", deep(), epochs=2, progress="off", optimizer=MOMENTUM, **how)

@@ -6,6 +6,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import STRATEGIES, TrainConfig, make_parity_model, plan_for
 from counterpoint.testing.reference_loop import expected_buffers
+from tests.covering import each_value_once
 from tests.process.forked_ranks import run_forked
 
 CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(4)", "server(2)", "tensor(2) * data(2)",
@@ -20,8 +21,7 @@ ISSUE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
-@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+@pytest.mark.parametrize(("name", "strategy"), each_value_once(["mlp", "cnn", "gpt"], ["solo", *STRATEGIES]))
 def test_five_steps_end_with_the_parameters_losses_and_buffers_of_the_reference(name, strategy):
     assert parity.check_parity(name, strategy).worst <= parity.TOLERANCE
 

@@ -7,6 +7,7 @@ from torch import nn
 from counterpoint.jobs.job import sequence_loss
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig
+from tests.covering import each_value_once
 from tests.equivalence.single_process import SingleProcessBaseline
 
 SCHEDULES = [
@@ -38,8 +39,7 @@ WORDS = SingleProcessBaseline(subject())
 alone, difference, trained = WORDS.baseline, WORDS.difference, WORDS.train
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "around"), each_value_once(SCHEDULES, AROUND), ids=str)
 def test_every_schedule_trains_the_same_with_replicas_around_it(schedule, around):
     assert difference(trained(f"pipeline(2, {schedule}) * {around}")) <= parity.TOLERANCE
 

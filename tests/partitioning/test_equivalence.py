@@ -6,12 +6,12 @@ from torch import nn
 
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.partitioning.traced import TracedPartition
+from tests.covering import each_value_once
 from tests.partitioning.models import ALL, cnn, gpt, long_skip
 from tests.partitioning.segment_runs import in_segments, seed, worst_of
 
 
-@pytest.mark.parametrize("granularity", ["blocks", "tensor_parallel"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "granularity"), each_value_once([*ALL], ["blocks", "tensor_parallel"]))
 def test_losses_gradients_and_buffers_equal_those_of_the_model(name, granularity):
     model, inputs = ALL[name]()
     assert worst_of(partition_model(model, inputs, granularity=granularity), model, inputs) <= 1e-12

@@ -16,12 +16,12 @@ from counterpoint.partitioning.split_trace import choose_split_points
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.testing.parity import relative_difference, train
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
+from tests.covering import each_value_once
 from tests.partitioning.models import ALL, Residual, fixed_heads, residual
 from tests.partitioning.segment_runs import clone_tensors, forward, seed, with_samples, worst_of
 
 
-@pytest.mark.parametrize("prefer", ["blocks", "pairs"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "prefer"), each_value_once([*ALL], ["blocks", "pairs"]))
 def test_the_same_values_cross_every_split_for_another_number_of_samples(name, prefer):
     model, inputs = ALL[name]()
     partitioned = TracedPartition(model, inputs, prefer=prefer)

@@ -15,6 +15,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.step_commit import decode_report, encode_report, find_unused_params, make_step_report
 from counterpoint.testing.parity import relative_difference
+from tests.covering import each_value_once
 from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain
 
 PLANS = ["data(2)", "data(4)", "zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(2)", "server(2)",
@@ -84,8 +85,7 @@ def copy_weights(local_ranks):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "clip_norm"), each_value_once(PLANS, [None, 0.1]))
 def test_zeros_are_the_gradient_of_a_step_that_does_not_use_a_parameter_under_every_plan(plan, clip_norm):
     """Momentum and weight decay continue, in a single process without flat gradients as elsewhere."""
     steps = [(1, 1, 1, 1), (-1, -1, -1, -1), (-1, -1, -1), (-1, 1, -1, -1)]
@@ -96,6 +96,11 @@ def test_zeros_are_the_gradient_of_a_step_that_does_not_use_a_parameter_under_ev
 
 
 SKIP_PLANS = ["solo", *PLANS, "tree(2)", "data(2, update=sharded)"]
+OPTIMIZERS = {
+    "AdamW": partial(optim.AdamW, lr=1e-2),
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adafactor": optim.Adafactor,
+}
 STEPS = [(-1, -1, -1, -1), (1, 1, 1, 1), (-1, -1, -1, -1), (-1, -1, -1), (-1, 1, -1, -1), (1, 1)]
 
 
@@ -115,15 +120,10 @@ def train_plain(steps, optimizer, clip_norm):
     return {name: param.detach() for name, param in model.named_parameters()}, built.state_dict()["state"]
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize(
-    "optimizer",
-    [partial(optim.AdamW, lr=1e-2), partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), optim.Adafactor],
-    ids=["AdamW", "SGD", "Adafactor"],
-)
-@pytest.mark.parametrize("plan", SKIP_PLANS)
-def test_a_parameter_without_a_gradient_in_a_step_is_left_alone_as_in_plain_torch(plan, optimizer, clip_norm):
+@pytest.mark.parametrize(("plan", "name", "clip_norm"), each_value_once(SKIP_PLANS, [*OPTIMIZERS], [None, 0.1]))
+def test_a_parameter_without_a_gradient_in_a_step_is_left_alone_as_in_plain_torch(plan, name, clip_norm):
     """Its momentum, decay and step count are those of the steps that used it; the first one does not."""
+    optimizer = OPTIMIZERS[name]
     options = {"unused_parameters": "skip", "clip_norm": clip_norm, "optimizer": optimizer}
     expected, expected_state = train_plain(STEPS, optimizer, clip_norm)
     with build_branching_local_ranks(plan, **options) as local_ranks:

@@ -6,6 +6,7 @@ from counterpoint.program.program import Program
 from counterpoint.program.rank_classes import find_rank_classes
 from counterpoint.simulator.cost_model import unit_costs
 from counterpoint.simulator.simulate import simulate, simulate_every_rank
+from tests.covering import each_value_once
 from tests.simulator.programs import FakeCosts, build_costs, compile_text, program
 
 PLANS = [
@@ -17,9 +18,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("passes", [(), ("overlap",)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("plan", "passes", "tied"), each_value_once(PLANS, [(), ("overlap",)], [False, True]), ids=str)
 def test_one_rank_of_each_class_gives_the_trace_of_all(plan, passes, tied):
     compiled = compile_text(plan, m=4, tied=tied, passes=passes)
     for costs in (

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
+from tests.covering import each_value_once
 from tests.training.trainers import build_seeded, make_generator, max_difference, state_of
 
 PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "server(2)"]
@@ -90,9 +91,9 @@ def train_plain(model, change):
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm1d")
-@pytest.mark.parametrize(("build", "change"), CHANGES, ids=lambda value: value.__name__)
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_change_between_two_steps_is_that_of_a_plain_loop(plan, build, change):
+@pytest.mark.parametrize(("case", "plan"), each_value_once(CHANGES, PLANS))
+def test_a_change_between_two_steps_is_that_of_a_plain_loop(case, plan):
+    build, change = case
     expected, model = train_plain(build_seeded(build), change), build_seeded(build)
     num_microbatches = 1 if plan == "pipeline(2)" else None
     with cp.parallelize(

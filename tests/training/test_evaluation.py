@@ -9,6 +9,7 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.training.metrics import merge_metrics
+from tests.covering import each_value_once
 from tests.training.trainers import (
     STRATEGIES,
     batch_norm_mlp,
@@ -40,9 +41,9 @@ def by_hand(model, data):
     return {name: metric_value.mean for name, metric_value in metric_values.items()}
 
 
-@pytest.mark.parametrize("num_samples", [24, 31, 3], ids=["full", "uneven", "fewer than microbatches"])
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize(("strategy", "num_samples"), each_value_once(ALL, [24, 31, 3]), ids=str)
 def test_every_strategy_measures_what_the_model_alone_would(strategy, num_samples):
+    """The last batch of 24 samples is full, that of 31 uneven; 3 samples are fewer than microbatches."""
     held_out = dataset(num_samples)
     with make_trainer(strategy, batch_norm_mlp()) as one:
         history = one.fit(dataset(), batch_size=12, eval_dataset=held_out, metrics=measure)

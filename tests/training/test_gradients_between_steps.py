@@ -13,6 +13,7 @@ from torch import nn, optim
 import counterpoint as cp
 from counterpoint.runtime.full_state import gather_grad_norms, gather_grads
 from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights
+from tests.covering import each_value_once
 from tests.training.trainers import build_seeded, make_generator, max_difference, params_of
 
 PLANS = ["solo", "data(2)", "zero1(2)", "zero2(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2)", "tree(2)"]
@@ -54,8 +55,11 @@ def require_equal(found, expected):
     assert max_difference(found, expected) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"num_microbatches": 2}, {"share_params_on_host": False}])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    each_value_once(PLANS, [{}, {"clip_norm": 0.05}, {"num_microbatches": 2}, {"share_params_on_host": False}]),
+    ids=str,
+)
 def test_gradients_after_each_step_are_those_of_a_plain_loop(plan, options):
     model = net()
     expected = plain_grads(options.get("clip_norm"))

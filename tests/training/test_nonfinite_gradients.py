@@ -10,6 +10,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.testing.parity_models import plan_for
+from tests.covering import each_value_once
 from tests.training.trainers import build_seeded, equal_bits, list_rank_threads, state_of
 
 MARK = 777.0  # an input that makes a gradient not finite
@@ -98,8 +99,7 @@ def train(model, strategy, batches, loss=F.cross_entropy, **options):
     return losses, state_of(model)
 
 
-@pytest.mark.parametrize("strategy", PLANS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("strategy", "value"), each_value_once(PLANS, [float("nan"), float("inf")]), ids=str)
 def test_the_gradient_is_named_in_its_step_and_nothing_is_applied(strategy, value):
     model, data = planted(value), marked_data(step=1, sample=7)
     _, expected = train(planted(value), strategy, data[:1])

@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.runtime.full_state import gather_optimizer_state
+from tests.covering import each_value_once
 from tests.training.trainers import build_seeded, make_generator, max_difference, state_of
 
 PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2, consistency=bsp)"]
@@ -94,8 +95,7 @@ def compare(plan, make_optimizer, change=no_change, num=6, prepare=lambda model:
     require_equal_states(found_state, expected_state)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "plan"), each_value_once([*OPTIMIZERS], PLANS))
 def test_the_state_of_the_optimizer_is_that_of_a_plain_loop(name, plan):
     compare(plan, lambda model: OPTIMIZERS[name](model.parameters()), num=3)
 
@@ -105,8 +105,7 @@ def test_the_state_of_an_optimizer_that_needs_whole_tensors_is_that_of_a_plain_l
     compare(plan, lambda model: optim.Adafactor(model.parameters(), lr=0.01), num=3)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(("name", "plan"), each_value_once(["AdamW", "SGD", "Adagrad"], PLANS))
 def test_a_run_may_begin_and_end_in_plain_torch(name, plan):
     """Two steps of a plain loop, two under the plan, and two of a plain loop are six of a plain loop."""
     make_optimizer = OPTIMIZERS[name]

@@ -12,6 +12,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.training.between_steps.stale_weights import StaleTensor, StaleWeights
+from tests.covering import each_value_once
 from tests.training.trainers import build_seeded, equal_bits, make_generator, max_difference, state_of
 
 PLANS = ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)", "server(2)", "tree(2)"]
@@ -70,8 +71,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(("name", "plan"), each_value_once([*READS], PLANS))
 def test_a_read_after_each_step_gives_what_a_plain_loop_has(plan, name):
     read = READS[name]
     expected = [read(model).detach().clone() for model in plain_states()]

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler
 from counterpoint.program.text import format_instruction
+from tests.covering import each_value_once
 from tests.training.trainers import (
     ADAMW,
     STRATEGIES,
@@ -52,9 +53,9 @@ def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_valu
     return losses, norms
 
 
-@pytest.mark.parametrize("num_samples", [46, 39], ids=["an uneven last batch", "a last batch with an empty microbatch"])
-@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, *MORE])
+@pytest.mark.parametrize(("strategy", "num_samples"), each_value_once(["solo", *STRATEGIES, *MORE], [46, 39]), ids=str)
 def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
+    """The last batch of 46 samples is uneven; that of 39 has an empty microbatch."""
     model, data = mlp(), dataset(num_samples)
     losses, _ = by_hand(model, data, epochs=2)
     result, history = fit(strategy, data=data, epochs=2)
@@ -71,8 +72,9 @@ def test_accumulated_microbatches_equal_one_large_batch(num_microbatches):
     assert max_difference(result, params_of(model)) <= 1e-12
 
 
-@pytest.mark.parametrize("clip_norm", [0.05, 100.0])
-@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, *MORE])
+@pytest.mark.parametrize(
+    ("strategy", "clip_norm"), each_value_once(["solo", *STRATEGIES, *MORE], [0.05, 100.0]), ids=str
+)
 def test_clipping_is_that_of_torch(strategy, clip_norm):
     model = mlp()
     _, norms = by_hand(model, dataset(), clip_norm=clip_norm)
@@ -81,8 +83,11 @@ def test_clipping_is_that_of_torch(strategy, clip_norm):
     assert max_difference(result, params_of(model)) <= 1e-12
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "zero(2, level=3) * data(2)"])
+@pytest.mark.parametrize(
+    ("strategy", "clip_norm"),
+    each_value_once(["solo", *STRATEGIES, "zero(2, level=3) * data(2)"], [None, 0.5]),
+    ids=str,
+)
 def test_clipping_every_number_is_that_of_torch_and_comes_after_the_norm(strategy, clip_norm):
     given = {"clip_norm": clip_norm, "clip_value": 0.01, "optimizer": partial(optim.SGD, lr=0.5)}
     model, unclipped = mlp(), mlp()
@@ -148,12 +153,20 @@ def without_biases():
     )
 
 
-@pytest.mark.parametrize("optimizer", [Lars, partial(optim.Adafactor, lr=0.05), partial(optim.Muon, lr=0.05)],
-                         ids=["lars", "adafactor", "muon"])  # fmt: skip
+WHOLE_TENSORS = {
+    "lars": Lars,
+    "adafactor": partial(optim.Adafactor, lr=0.05),
+    "muon": partial(optim.Muon, lr=0.05),
+}
+
+
 @pytest.mark.parametrize(
-    "strategy", ["solo", *UNSLICED, cp.Plan.parse("zero(3, level=1)"), "zero(4, level=3)"], ids=str
+    ("strategy", "name"),
+    each_value_once(["solo", *UNSLICED, cp.Plan.parse("zero(3, level=1)"), "zero(4, level=3)"], [*WHOLE_TENSORS]),
+    ids=str,
 )
-def test_an_optimizer_that_looks_at_whole_tensors_sees_whole_tensors(strategy, optimizer):
+def test_an_optimizer_that_looks_at_whole_tensors_sees_whole_tensors(strategy, name):
+    optimizer = WHOLE_TENSORS[name]
     model = without_biases()
     by_hand(model, dataset(), optimizer=optimizer)
     result, _ = fit(strategy, without_biases(), optimizer=optimizer)

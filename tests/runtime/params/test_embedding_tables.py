@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import counterpoint as cp
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows, clear_rows
 from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
+from tests.covering import each_value_once
 from tests.process.forked_ranks import run_forked
 from tests.runtime import embedding_models as tables
 from tests.runtime.embedding_models import (
@@ -29,18 +30,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # tor
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"clip_norm": 0.05}, {"clip_value": 1e-3}, {"num_microbatches": 2}, {"share_params_on_host": False}],
+    ("case", "options"),
+    each_value_once(
+        [*CASES],
+        [{}, {"clip_norm": 0.05}, {"clip_value": 1e-3}, {"num_microbatches": 2}, {"share_params_on_host": False}],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("case", CASES)
 def test_replicas_that_look_up_rows_train_as_a_single_process(case, options):
     assert max_difference("data(2)", *CASES[case], **options) <= BAR
 
 
-@pytest.mark.parametrize("strategy", ["zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)", "server(2)",
-                                      "data(2, update=sharded) * data(2)", "zero(2, level=2) * data(2)"])  # fmt: skip
-@pytest.mark.parametrize("case", ["sgd", "momentum", "sparse adam"])
+OTHER_PLANS = ["zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)", "server(2)",
+               "data(2, update=sharded) * data(2)", "zero(2, level=2) * data(2)"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"), each_value_once(["sgd", "momentum", "sparse adam"], OTHER_PLANS), ids=str
+)
 def test_every_other_plan_trains_tables_as_a_single_process(case, strategy):
     assert max_difference(strategy, *CASES[case]) <= BAR
 

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import counterpoint as cp
 from counterpoint.data.sampler import LengthGroupedBatchSampler
 from counterpoint.errors import CheckpointError
+from tests.covering import each_value_once
 from tests.training.trainers import StopAt, build_seeded, equal_bits, make_generator, state_of
 
 X = torch.randn(22, 4, generator=make_generator(), dtype=torch.float64)
@@ -109,8 +110,7 @@ def interrupt(data, folder, step):
         fit(data, checkpoint_dir=folder, save_every=1, callbacks=[StopAt(step)])
 
 
-@pytest.mark.parametrize("step", [1, 7])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "step"), each_value_once([*SOURCES], [1, 7]))
 def test_a_run_continues_in_mid_epoch_as_if_it_had_not_stopped(source, step, tmp_path):
     losses, params = fit(SOURCES[source]())
     interrupt(SOURCES[source](), tmp_path, step)

@@ -13,6 +13,7 @@ import counterpoint as cp
 from counterpoint.checkpoint import Checkpoint, step_folders
 from counterpoint.data.sampler import Sampler
 from counterpoint.training.checkpointing.save_restore import ResumeConfig, find_checkpoint_together
+from tests.covering import each_value_once
 from tests.training.trainers import (
     STRATEGIES,
     StopAt,
@@ -71,9 +72,9 @@ def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     assert equal_bits(result, whole)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["solo", "zero(2, level=3)"])
-def test_every_optimizer_keeps_its_state(optimizer, strategy, tmp_path):
+@pytest.mark.parametrize(("name", "strategy"), each_value_once([*OPTIMIZERS], ["zero(2, level=3)", "solo"]))
+def test_every_optimizer_keeps_its_state(name, strategy, tmp_path):
+    optimizer = OPTIMIZERS[name]
     whole, _ = fit(strategy, epochs=2, optimizer=optimizer)
     interrupted(tmp_path, strategy, mlp, optimizer=optimizer)
     assert equal_bits(resumed(tmp_path, strategy, mlp, optimizer=optimizer)[0], whole)
