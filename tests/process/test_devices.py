@@ -37,7 +37,9 @@ def num_ranks(plan):
 def survey(cases):
     """Return for each case by how much the device differs from the CPU in one process, or what is wrong."""
     result = {}
-    alone, together = replace(detect(), world_size=1, rank=0), replace(detect(), transport="process_group")
+    detected = detect()
+    assert detected is not None, "a rank has been told who it is"
+    alone, together = replace(detected, world_size=1, rank=0), replace(detected, transport="process_group")
     for name, plan in cases:
         try:
             expected = train(name, plan, "cpu", environment=alone)
@@ -52,7 +54,7 @@ def survey(cases):
 
 def jobs(cases):
     """Return the cases in lists of a few that have the same number of ranks."""
-    by_count = {}
+    by_count: dict[int, list[tuple[str, str]]] = {}
     for case in cases:
         by_count.setdefault(num_ranks(case[1]), []).append(case)
     by_count.pop(1, None)
