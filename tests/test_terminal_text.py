@@ -1,6 +1,8 @@
 """Hostile names, paths and error texts: what is printed about them can neither act on a terminal nor fake a line."""
 
+import errno
 import io
+import os
 import re
 import time
 import warnings
@@ -15,7 +17,7 @@ from counterpoint.cli.tables import TableColumn, format_table
 from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.launchers import OutputLine, write_prefixed
 from counterpoint.launchers.exit_report import ErrorRecord, RankExit, format_report
-from counterpoint.terminal_text import escape_line, escape_output, escape_text, warn
+from counterpoint.terminal_text import escape_line, escape_output, escape_text, warn, write_line
 from counterpoint.training.reporting.progress_renderers import BarRenderer, make_renderer
 from counterpoint.viz.markup import escape
 
@@ -130,3 +132,28 @@ def test_nothing_is_warned_of_with_the_standard_filters_twice():
         for _ in range(2):
             warn("once", RuntimeWarning)
     assert len(caught) == 1
+
+
+class Refusing(io.StringIO):
+    """Takes no line, for a reason of the system."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.code = code
+
+    def flush(self):
+        raise OSError(self.code, os.strerror(self.code))
+
+
+def test_a_full_disk_behind_the_output_loses_lines_and_stops_nothing():
+    stream = Refusing(errno.ENOSPC)
+    make_renderer("plain", stream, time.monotonic).show({"num_steps": 9, "step": 3, **STEP})
+    write_line(stream, "step 4")
+    with pytest.raises(BrokenPipeError):
+        write_line(Refusing(errno.EPIPE), "step 4")
+
+
+def test_characters_that_an_encoding_does_not_have_are_escaped():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    write_line(stream, "perplexité 3 …")
+    assert stream.buffer.getvalue() == b"perplexit\\xe9 3 \\u2026\n"

@@ -22,6 +22,24 @@ from __future__ import annotations
 from counterpoint.terminal_text import escape_text
 
 
+def error_text(error: BaseException) -> str:
+    """Return an error's text, also of one that cannot make its text.
+
+    Example:
+        >>> error_text(ValueError("no data here"))
+        'no data here'
+    """
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - a user's class may do anything
+        return f"its text could not be made: {type(failure).__name__} in __str__"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without the space around it; empty if it has none."""
+    return "".join(error_text(error).strip().splitlines()[:1])
+
+
 class CounterpointError(Exception):
     """Base class of all errors raised on purpose by this package; control characters in their text are escaped."""
 

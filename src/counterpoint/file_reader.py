@@ -28,6 +28,23 @@ _KINDS = {
 }
 
 
+FileKind: TypeAlias = Literal["nothing", "folder", "file"]
+"""What a path names: ``file`` is everything that is no folder."""
+
+
+def find_file_kind(path: Path) -> FileKind:
+    """Return what is at a path, links followed.
+
+    Raises:
+        OSError: that cannot be told: its name is too long, or this user may not look there.
+    """
+    try:
+        status = _status(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "nothing"
+    return "folder" if stat.S_ISDIR(status.st_mode) else "file"
+
+
 def open_regular_file(path: Path, *, links: Links = "followed") -> BufferedReader:
     """Open a regular file for reading.
 
@@ -38,7 +55,7 @@ def open_regular_file(path: Path, *, links: Links = "followed") -> BufferedReade
     Raises:
         OSError: it cannot be opened, or is no regular file; nothing else is ever opened.
     """
-    _check_is_regular((os.stat if links == "followed" else os.lstat)(path), path)  # opening a device can already act
+    _check_is_regular(_status(path, links=links), path)  # opening a device can already act
     no_follow = os.O_NOFOLLOW if links == "refused" else 0
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | no_follow), "rb")
     try:
@@ -82,6 +99,13 @@ def read_regular_text(path: Path, *, max_bytes: int = TEXT_MAX_BYTES, links: Lin
     """
     text = read_regular_file(path, max_bytes=max_bytes, links=links).decode("utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _status(path: Path, *, links: Links = "followed") -> os.stat_result:
+    try:
+        return path.stat(follow_symlinks=links == "followed")
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "its name has a null byte", str(path)) from error
 
 
 def _check_is_regular(status: os.stat_result, path: Path) -> None:

@@ -7,8 +7,12 @@ stays as it is.
 
 from __future__ import annotations
 
+import errno
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
 
 CONTROL = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
@@ -16,6 +20,7 @@ CONTROL = (
     r"\ud800-\udfff"  # bytes of a file name that are not UTF-8
 )
 COLOR = r"\x1b\[[0-9;:]*m"
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 RESET_COLOR = "\x1b[0m"
 _IN_TEXT = re.compile(f"[{CONTROL}]")
 _IN_LINE = re.compile(f"[{CONTROL}\n]")
@@ -57,6 +62,37 @@ def escape_output(line: str) -> str:
     """
     shown = _IN_OUTPUT.sub(lambda match: _escape(match) if match[1] else match[0], line)
     return shown + RESET_COLOR if "\x1b" in shown and not shown.endswith((RESET_COLOR, "\x1b[m")) else shown
+
+
+def escape_surrogates(text: str) -> str:
+    r"""Return the text with the bytes of a file name that are not UTF-8 escaped, so that it can be encoded.
+
+    Example:
+        >>> escape_surrogates("run-\udcff")
+        'run-\\udcff'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def write_line(stream: TextIO, line: str) -> None:
+    """Write a line at once; characters that the stream's encoding does not have are escaped.
+
+    A line that a full or failing disk behind the stream does not take is lost, and what the line is about goes on.
+    """
+    encoding = stream.encoding or "utf-8"
+    with losing_lines():
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+
+
+@contextmanager
+def losing_lines() -> Iterator[None]:
+    """Ignore that a disk does not take what is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:

@@ -1,5 +1,7 @@
 """The command: quick, lazy, and readable when something fails."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -107,3 +109,15 @@ def test_an_option_with_an_earlier_name_is_refused_with_its_present_one(command,
 
 def test_an_option_of_another_command_has_no_present_name():
     assert "now called" not in CliRunner().invoke(build_app(["show"]), ["show", "--again"]).output
+
+
+def test_an_error_of_the_system_is_one_line_and_a_traceback_only_if_it_is_asked_for():
+    def fills():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a\x1b]0;title\x07")
+
+    result = call(fills)
+    assert result.exit_code == 1
+    assert result.output == (
+        "the system refused what the command needs: a\\x1b]0;title\\x07: No space left on device\n"
+    )
+    assert isinstance(call(fills, "--traceback").exception, OSError)

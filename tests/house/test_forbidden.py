@@ -56,6 +56,18 @@ OPENED_WITHOUT_FILE_READER = {
     "src/counterpoint/training/checkpointing/checkpoint_dir.py": "what the ranks have just written there",
     "src/counterpoint/world/process_stat.py": "files of the kernel",
 }
+WRITTEN_WITHOUT_FILE_WRITER = {
+    "src/counterpoint/checkpoint/file_ops.py": "new files in a new folder, and not through links",
+    "src/counterpoint/checkpoint/folder_lock.py": "the lock itself, and not through links",
+    "src/counterpoint/cli/start.py": "this process's own temporary folder",
+    "src/counterpoint/ps/process/disk_layout.py": "new files, and not through links",
+    "src/counterpoint/ps/process/wal_writer.py": "logs that grow, and not through links",
+    "src/counterpoint/rpc/job_key.py": "a new file",
+    "src/counterpoint/spark/sample_readers.py": "the task's own temporary folder",
+    "src/counterpoint/spark/task_main.py": "the task's own temporary folder",
+    "src/counterpoint/training/callbacks/run_folder.py": "metrics that grow, after they were replaced",
+    "src/counterpoint/training/reporting/tensorboard.py": "a new file",
+}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
 
 
@@ -157,6 +169,23 @@ def test_files_that_may_come_from_elsewhere_are_opened_in_one_place():
     """Launchers and the fabric read files of the kernel, and those of their own temporary folders."""
     outside = [path for path in FILES if package_of(path) not in {"fabric", "launchers"}]
     assert {name_of(path) for path in outside if reads_files(path)} == OPENED_WITHOUT_FILE_READER.keys()
+
+
+def writes_files(path):
+    """Tell whether a file opens others for writing, which may be links, or fail in the middle."""
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
+    methods = [(call.func.attr, call.args) for call in calls if isinstance(call.func, ast.Attribute)]
+    return "os.O_CREAT" in names_in(path) or any(
+        name in {"write_text", "write_bytes"}
+        or (name == "open" and args and ast.unparse(args[0])[1:2] in {"w", "a", "x"} and ast.unparse(args[0])[0] == "'")
+        for name, args in methods
+    )
+
+
+def test_files_are_written_in_one_place():
+    """Launchers write to temporary folders of their own."""
+    outside = [path for path in FILES if package_of(path) not in {"fabric", "launchers", "file_writer.py"}]
+    assert {name_of(path) for path in outside if writes_files(path)} == WRITTEN_WITHOUT_FILE_WRITER.keys()
 
 
 def test_only_launchers_read_the_environment():

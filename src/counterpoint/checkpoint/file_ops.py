@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from counterpoint.errors import CheckpointWriteError
+from counterpoint.errors import CheckpointError, CheckpointWriteError
+from counterpoint.file_reader import find_file_kind
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -151,3 +152,20 @@ def write_failure(files: FileOps, folder: Path, needed_bytes: int, error: OSErro
         f"a file whose write or sync failed is never used again and earlier checkpoints are untouched; "
         f"check the disk, then save again"
     )
+
+
+def is_folder(path: Path) -> bool:
+    """Tell whether a path leads to a folder.
+
+    Raises:
+        CheckpointError: this user cannot find out.
+    """
+    try:
+        return find_file_kind(path) == "folder"
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a folder of checkpoints that cannot be read."""
+    return CheckpointError(f"{path} cannot be read: {error.strerror}; give a folder that this user may read")

@@ -11,6 +11,7 @@ import typer
 from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED
 from counterpoint.cli.tables import TableColumn, print_table
+from counterpoint.file_writer import require_writable, write_output
 from counterpoint.testing.claims import (
     BenchmarkOptions,
     Claim,
@@ -36,6 +37,7 @@ def bench(
     if claim is None:
         print_claims(read_claims(folder))
         return
+    require_writable(json_file)
     found = find_claim(folder, claim)
     echo(f"claim   {found.claim}\nbar     {found.bar}\nsource  {found.source}\n")
     result = run_benchmark(
@@ -45,7 +47,7 @@ def bench(
     for key, text in result.notes.items():
         echo(f"{key} {text}")
     if json_file is not None:
-        json_file.write_text(json.dumps(build_record(claim, found, result), indent=2) + "\n", encoding="utf-8")
+        write_output(json_file, json.dumps(build_record(claim, found, result), indent=2) + "\n")
         echo(f"figures are in {json_file}")
     for line in result.missed:
         echo(f"missed: {line}")

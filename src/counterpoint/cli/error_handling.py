@@ -48,6 +48,14 @@ def with_error_handling(command: Callable[..., object]) -> Callable[..., object]
         except BrokenPipeError:
             silence_stdout()
             raise typer.Exit(BROKEN_PIPE) from None
+        except OSError as error:  # of the standard output, or of the folder for temporary files
+            if traceback:
+                raise
+            if error.filename is None:  # the standard output is full, and would fail again when it is closed
+                silence_stdout()
+            place = f"{error.filename}: " if error.filename is not None else ""
+            echo(f"the system refused what the command needs: {place}{error.strerror or error}", err=True)
+            raise typer.Exit(FAILED) from None
 
     signature_of_command = inspect.signature(command, eval_str=True)
     option = inspect.Parameter("traceback", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Traceback)
@@ -67,7 +75,7 @@ def format_error(error: CounterpointError) -> str:
 
 def error_notes(error: BaseException) -> list[str]:
     """Return the notes added to an error, for example where the report of the run is."""
-    return list(getattr(error, "__notes__", []))
+    return list(map(str, getattr(error, "__notes__", [])))
 
 
 def silence_stdout() -> None:

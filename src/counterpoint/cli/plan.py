@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from counterpoint.cli.plan_output import (
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
+from counterpoint.file_writer import require_writable, write_output
 from counterpoint.model.model_profile import ModelProfile, format_profile, load_profile, profile_path_for
 from counterpoint.model.spec import Block, ModelSpec, linear_chain
 from counterpoint.plan.plan import DEFAULT_PASSES, Plan
@@ -150,6 +152,7 @@ def plan(
     The time of a step is computing, communication that is not overlapped, idle time (pipeline bubbles) and updates.
     """
     require_one_model(job, blocks, graph, measure)
+    require_writable(out, report)
     require_script(job, arguments)
     place = cluster_for(cluster, ranks, memory)
     if graph is not None:
@@ -179,10 +182,8 @@ def plan(
 
         result = measure_on_this_host((job, arguments or [], which), result, measure)
     request = PlanRequest(f"{model.num_blocks} blocks" if workload is None else workload.name, ranks, size, len(plans))
-    if as_json:
-        echo(json.dumps(result_to_dict(ranking, result, top), indent=2))
-    else:
-        print_result(request, ranking, result, top)
+    text = json.dumps(result_to_dict(ranking, result, top), indent=2) if as_json else ""
+    echo(text) if text else print_result(request, ranking, result, top)
     if isinstance(result, PlanChoice):
         write_outputs(result, request, out, report)
 
@@ -300,10 +301,7 @@ def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, re
     ]
     for path, text in texts:
         if path is not None:
-            try:
-                path.write_text(text(), encoding="utf-8")
-            except OSError as error:
-                raise PlanError(f"{path} cannot be written: {error.strerror}; give another file") from None
+            write_output(path, text())
             echo(f"wrote {path}", err=True)
 
 
@@ -317,6 +315,8 @@ def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> 
     cluster.require_ranks(num_ranks)
     if memory_gib is None:
         return cluster
+    if not isfinite(memory_gib):
+        raise PlanError(f"--memory {memory_gib} is no size; give a number of GiB")
     return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))
 
 

@@ -11,7 +11,8 @@ import typer
 
 from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, format_bytes, print_table
-from counterpoint.errors import LaunchError, PlanError
+from counterpoint.errors import LaunchError
+from counterpoint.file_writer import require_writable, write_output
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.function import launch
 from counterpoint.launchers.machine import host_memory_bytes, this_host
@@ -45,8 +46,7 @@ def probe(
             "--ranks and "
             "--threads, or start the command without a launcher"
         )
-    if out is not None and not out.parent.is_dir():
-        raise PlanError(f"there is no folder {out.parent} to write {out.name} in; make it, or give another --out")
+    require_writable(out)
     count = ranks or min(max(this_host().num_usable, MIN_RANKS), MAX_RANKS)
     if environment is not None or count == 1:
         values, rank = measure(), environment.rank if environment is not None else 0
@@ -55,7 +55,7 @@ def probe(
     if rank != 0:
         return
     if out is not None:
-        write_cluster_file(values["cluster"], out)
+        write_output(out, values["cluster"])
     if as_json:
         echo(json.dumps(values, indent=2))
     else:
@@ -78,18 +78,6 @@ def measure() -> dict[str, Any]:
     finally:
         world.close()
     return measured[0].to_json_dict()
-
-
-def write_cluster_file(text: str, out: Path) -> None:
-    """Write the cluster file.
-
-    Raises:
-        PlanError: it cannot be written.
-    """
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{out} cannot be written: {error.strerror}; give another --out") from None
 
 
 def print_measurements(values: dict[str, Any], out: Path | None) -> None:

@@ -11,6 +11,7 @@ from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, format_bytes, print_table
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
+from counterpoint.file_writer import require_writable, write_output
 from counterpoint.model.model_profile import BatchSizeProfile, LayerProfile, ModelProfile, format_profile
 from counterpoint.planner.pipeline.graph_models import graph_from_profile
 from counterpoint.planner.pipeline.layer_graph import format_graph
@@ -56,6 +57,7 @@ def profile(
             f"--threads was given {len(thread_counts)} times, but a file holds one profile; give one value with "
             "--out or --graph"
         )
+    require_writable(out, graph)
     require_script(job, arguments)
     workload = load_workload(job, arguments or (), which)
     profiles = [
@@ -63,11 +65,9 @@ def profile(
         for count in thread_counts
     ]
     if out is not None:
-        out.write_text(format_profile(profiles[0]), encoding="utf-8")
+        write_output(out, format_profile(profiles[0]))
     if graph is not None:
-        graph.write_text(
-            format_graph(graph_from_profile(profiles[0], profiles[0].batch_sizes[-1].samples)), encoding="utf-8"
-        )
+        write_output(graph, format_graph(graph_from_profile(profiles[0], profiles[0].batch_sizes[-1].samples)))
     if as_json:
         echo("\n".join(format_profile(profile).rstrip() for profile in profiles))
         return

@@ -18,6 +18,7 @@ from counterpoint.cli.tables import TableColumn, format_bytes, format_table
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.compiler.compile import CompiledPlan, compile, storage_size_fn  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
+from counterpoint.file_writer import require_writable, write_output
 from counterpoint.launchers.script import is_script
 from counterpoint.model.spec import ModelSpec, linear_chain
 from counterpoint.plan.parser import explicit_microbatches
@@ -74,6 +75,7 @@ def show(
 
     In the timeline each forward and each backward takes one tick; if backwards are split, each half does.
     """
+    require_writable(svg)
     require_script(plan, arguments)
     if is_script(plan):
         if blocks is not None:
@@ -158,7 +160,7 @@ def format_compiled(compiled: CompiledPlan, svg: Path | None) -> str:
     ]
     if svg is None:
         return "\n\n".join(cells)
-    svg.write_text(draw_timeline(trace), encoding="utf-8")
+    write_output(svg, draw_timeline(trace))
     return "\n".join(["\n\n".join(cells), f"drawing  {svg}"])
 
 

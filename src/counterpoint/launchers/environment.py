@@ -18,7 +18,7 @@ from pathlib import Path
 from counterpoint.errors import LaunchError
 from counterpoint.json_reader import parse_json
 from counterpoint.launchers.ports import LOOPBACK
-from counterpoint.optim.validation import parse_digits, renamed_hint, shorten
+from counterpoint.optim.validation import MAX_SECONDS, parse_digits, renamed_hint, shorten
 from counterpoint.rpc.job_key import JobKey, read_key
 
 HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
@@ -524,9 +524,29 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise LaunchError(f"{TIMEOUT_S}={text!r} is not a number of seconds above 0; {TORCHRUN.remedy}")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise LaunchError(
+            f"{TIMEOUT_S}={text!r} is not a number of seconds above 0, {MAX_SECONDS:.0f} at most; {TORCHRUN.remedy}"
+        )
     return seconds
+
+
+def require_seconds(name: str, seconds: float | None, least: float | None = None) -> None:
+    """Check that a time limit, if it is given, is one that passes.
+
+    Args:
+        name: of the option.
+        seconds: the limit.
+        least: the smallest that it can be; None for one above 0.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    if seconds is not None and not (0 < seconds <= MAX_SECONDS or seconds == least):
+        lowest = "above 0" if least is None else f"from {least:g} on"
+        raise LaunchError(
+            f"{name}={seconds:g} is no time limit; give a number of seconds {lowest}, {MAX_SECONDS:.0f} at most"
+        )
 
 
 def read_job_key(environment: RankEnvironment) -> JobKey | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from counterpoint.errors import StoppedBySignal
 from counterpoint.json_reader import parse_json
 from counterpoint.launchers.rank_activity import RankActivity
-from counterpoint.terminal_text import escape_line, escape_text
+from counterpoint.terminal_text import escape_line, escape_surrogates, escape_text
 
 ROOT_CAUSE_WAIT_S = 1.0  # wait for the root cause, once a rank has ended that only reports a lost peer
 RECORD_WAIT_S = 1.5  # likewise, from its record: under load its process needs seconds to end
@@ -62,8 +62,8 @@ class ErrorRecord:
         if path.exists():
             return
         draft = path.with_suffix(".tmp")
-        notes = [note[:MESSAGE_MAX_CHARS] for note in self.notes[:MAX_NOTES]]
-        content = {**asdict(self), "message": self.message[:MESSAGE_MAX_CHARS], "notes": notes}
+        texts = {name: shorten_text(getattr(self, name)) for name in ("kind", "message", "location")}
+        content = {**asdict(self), **texts, "notes": [shorten_text(note) for note in self.notes[:MAX_NOTES]]}
         draft.write_text(json.dumps(content), encoding="utf-8")
         draft.rename(path)
 
@@ -83,6 +83,11 @@ class ErrorRecord:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def shorten_text(text: str) -> str:
+    """Return the start of a text, in which bytes of a file name that were not UTF-8 are escaped, as JSON needs it."""
+    return escape_surrogates(text[:MESSAGE_MAX_CHARS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +231,17 @@ def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], g
     """
     said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.kind == STOPPED)
     lines = [f"{next(said, f'stopped by {signal.Signals(number).name}')}; all {len(exits)} ranks have ended"]
+    frozen = {
+        end.rank: end.activity.stopped_by for end in exits if end.activity is not None and end.activity.stopped_by
+    }
     if killed:
         verb = "was" if len(killed) == 1 else "were"
+        reasons = [f"rank {rank} was stopped by {name}" for rank, name in frozen.items()]
+        why = f": {', '.join(reasons)}, and others waited for it" if reasons else "; give more time with --grace"
         lines.append(
             f"{_format_ranks(killed)} had not ended when Ctrl-C came again, and {verb} killed"
             if grace_s is None
-            else f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and {verb} killed; "
-            "give more time with --grace"
+            else f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and {verb} killed{why}"
         )
     return "\n".join(lines)
 

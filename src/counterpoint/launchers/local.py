@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import selectors
 import shutil
@@ -28,6 +29,7 @@ from counterpoint.launchers.environment import (
     TIMEOUT_S,
     RankEnvironment,
     rank_variables,
+    require_seconds,
 )
 from counterpoint.launchers.exit_report import (
     STOPPED,
@@ -46,7 +48,7 @@ from counterpoint.launchers.rank_activity import RankActivity, StopTimer, read_a
 from counterpoint.launchers.signals import ENDING_SIGNALS, collect_signals
 from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
 from counterpoint.rpc.job_key import new_key, write_key
-from counterpoint.terminal_text import escape_output
+from counterpoint.terminal_text import escape_output, write_line
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, RankPlacement
 
 READ_BYTES = 65536
@@ -70,10 +72,7 @@ OnLine = Callable[[OutputLine], None]
 def write_prefixed(line: OutputLine) -> None:
     """Write the line to our stdout or stderr, after ``[rank N]``; control characters other than colors are escaped."""
     stream, prefix = sys.stdout if line.stream == "out" else sys.stderr, f"[rank {line.rank}] "
-    encoding = stream.encoding or "utf-8"
-    text = escape_output(line.text).encode(encoding, "backslashreplace").decode(encoding)
-    stream.write(prefix + text.replace("\r", f"\r{prefix}") + "\n")
-    stream.flush()
+    write_line(stream, prefix + escape_output(line.text).replace("\r", f"\r{prefix}"))
 
 
 class OutputReader:
@@ -143,6 +142,7 @@ class OutputReader:
             self._on_line(OutputLine(rank, stream, part.decode(errors="replace")))
 
 
+OPEN_FILES, OPEN_FILES_PER_RANK = 32, 2  # two pipes for the output of each
 POLL_S = 0.02
 STATE_POLL_S = 1.0
 FORWARDED_SIGNALS = (*ENDING_SIGNALS, signal.SIGUSR1)
@@ -217,9 +217,11 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         LaunchError: no rank was started: an invalid number, no such command, or the port is taken.
     """
     _check_command(argv, ranks)
+    require_seconds("grace", grace_s, 0.0)
+    require_seconds("timeout", timeout_s)
     placement = place_on_this_host(ranks, threads_per_rank, bind)
     if placement.note:
-        sys.stderr.write(f"counterpoint: {placement.note}\n")
+        write_line(sys.stderr, f"counterpoint: {placement.note}")
     with ExitStack() as stack:
         received = stack.enter_context(collect_signals(FORWARDED_SIGNALS))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
@@ -257,6 +259,12 @@ def _check_command(argv: Sequence[str], ranks: int) -> None:
         raise LaunchError(f"{ranks} ranks cannot run; give at least 1")
     if not argv or shutil.which(argv[0]) is None:
         raise LaunchError(f"there is no command {argv[0] if argv else ''!r}; give a script, or a program on PATH")
+    num_files, limit = OPEN_FILES + ranks * OPEN_FILES_PER_RANK, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and num_files > limit:
+        raise LaunchError(
+            f"{ranks} ranks need {num_files} open files in this process, which may have {limit}; start fewer ranks on "
+            f"this host, or raise the limit with ulimit -n {num_files}"
+        )
 
 
 @dataclass(slots=True)
@@ -352,6 +360,9 @@ class _RankSupervisor:
             self.kill_s = now_s + GRACE_S
         if self.kill_s <= now_s or self._is_killed_by_user:
             self.killed = self.killed or [child.rank for child in self.running]
+            for child in self.running:
+                if self.received and child.process.stopped_by():
+                    child.activity = child.read_activity(now_s)
             self._signal(signal.SIGKILL)
 
     def _forward_signals(self, now_s: float) -> None:
@@ -380,9 +391,10 @@ class _RankSupervisor:
         for child in self.running:
             timer, pid = child.stop_timer, child.process.pid
             if timer.observe(child.process.stopped_by(), now_s):
-                sys.stderr.write(
+                write_line(
+                    sys.stderr,
                     f"counterpoint: rank {child.rank} (pid {pid}) has been stopped by {timer.stopped_by} for "
-                    f"{now_s - timer.since_s:.0f} s, and others may wait for it; `kill -CONT {pid}` lets it go on\n"
+                    f"{now_s - timer.since_s:.0f} s, and others may wait for it; `kill -CONT {pid}` lets it go on",
                 )
 
     def _signal(self, number: signal.Signals) -> None:
@@ -406,7 +418,8 @@ class _RankSupervisor:
             self.exits.append(
                 RankExit(child.rank, pid, code, seconds, ended_s, child.stopped_s, record, child.activity)
             )
-            if record is not None and record.kind == STOPPED and not self.received:  # a signal to the ranks alone
+            is_stop = record is not None and record.kind == STOPPED and code > 128
+            if is_stop and not self.received:  # a signal to the ranks alone
                 self.received.append(code - 128)
                 self.forwarded.add(code - 128)  # all ranks have agreed on it
                 self.kill_s = ended_s + self.grace_s

@@ -54,6 +54,9 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         raise PlanError(f"{name}={value!r} is not one of {', '.join(names)}; {hint}")
 
 
+MAX_SECONDS = 2_000_000.0
+"""The longest time limit, 23 days: the kernel counts those of ``poll`` in milliseconds of 31 bits."""
+
 MAX_QUOTED = 200
 """How much of a wrong value an error shows, in characters."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
+from counterpoint.file_writer import replace_file
 from counterpoint.model.model_profile import ModelProfile, format_profile, parse_profile
 
 
@@ -37,7 +38,7 @@ def load_or_measure(
     """
     path = cache_path(folder, attributes)
     check_owner(path.parent)
-    if not must_measure and path.is_file():
+    if not must_measure:
         try:
             return parse_profile(read_regular_text(path))
         except (PlanError, OSError, UnicodeDecodeError):
@@ -45,9 +46,7 @@ def load_or_measure(
     profile = measure()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary_path = path.with_suffix(".tmp")
-        temporary_path.write_text(format_profile(profile), encoding="utf-8")
-        temporary_path.replace(path)
+        replace_file(path, format_profile(profile))
     except OSError as error:
         raise PlanError(
             f"the profile cannot be written to {path.parent}: {error.strerror}; give another folder"

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
+from counterpoint.file_writer import write_all
 
 MIN_DIGITS = 64
 MAX_BYTES = 4096
+READ_S = 10.0
+"""How long the other end of a pipe has to write a key and to close it."""
 
 
 class JobKey:
@@ -44,16 +50,22 @@ def write_key(key: JobKey, path: Path) -> None:
     """Write the key to a new file that only its owner can read.
 
     Raises:
-        LaunchError: the file exists, or cannot be created.
+        LaunchError: the file exists, or cannot be created or written.
     """
+    is_new = False
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        is_new = True
+        try:
+            write_all(descriptor, key.secret.hex().encode() + b"\n")
+        finally:
+            os.close(descriptor)
     except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True) if is_new else None
         raise LaunchError(
-            f"cannot write a job key to {path}: {os_error_text(error)}; give a new file's name"
+            f"cannot write a job key to {path}: {os_error_text(error)}; give a new file's name, on a disk with space"
         ) from error
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(key.secret.hex() + "\n")
 
 
 def read_key(path: Path) -> JobKey:
@@ -66,8 +78,8 @@ def read_key(path: Path) -> JobKey:
         LaunchError: it cannot be read, belongs to another user, is readable by others, or holds no key.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (OSError, ValueError) as error:  # a ValueError for a null byte in its name
         raise LaunchError(
             f"cannot read the job key in {path}: {os_error_text(error)}; give the file with the key"
         ) from error
@@ -83,9 +95,12 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
     """Check that an open file is this user's or root's, and that others cannot read it; a pipe has no mode to check.
 
     Raises:
-        LaunchError: it is not.
+        LaunchError: it is not, or it is no file.
     """
     owner, user, mode = status.st_uid, os.geteuid(), status.st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device"
+        raise LaunchError(f"{path} is {kind}, and holds no job key; give a file, which `counterpoint key FILE` makes")
     if owner not in {user, 0}:
         raise LaunchError(
             f"the job key in {path} belongs to user {owner}, not {user}, who can join the job with it: make a new one "
@@ -106,13 +121,12 @@ def read_key_from(fd: int, name: str = "") -> JobKey:
         name: for errors.
 
     Raises:
-        LaunchError: it holds no key.
+        LaunchError: it holds no key, or does not end in time.
     """
     source = name or f"descriptor {fd}"
     try:
-        with os.fdopen(fd, "rb") as file:
-            text = file.read(MAX_BYTES + 1).strip()
-    except OSError as error:
+        text = _read_to_end(fd, source).strip()
+    except (OSError, ValueError, OverflowError) as error:  # the last two for a number that no descriptor has
         raise LaunchError(f"cannot read the job key from {source}: {os_error_text(error)}; open it before") from error
     if len(text) > MAX_BYTES or len(text) < MIN_DIGITS or len(text) % 2 or text.strip(b"0123456789abcdefABCDEF"):
         raise LaunchError(
@@ -122,6 +136,34 @@ def read_key_from(fd: int, name: str = "") -> JobKey:
     return JobKey(bytes.fromhex(text.decode("ascii")))
 
 
-def os_error_text(error: OSError) -> str:
+def _read_to_end(fd: int, source: str) -> bytes:
+    """Return what a descriptor holds, a little more than a key at most, and close it.
+
+    Raises:
+        LaunchError: it does not end in time.
+        OSError: it cannot be read.
+    """
+    data, end_s = b"", time.monotonic() + READ_S
+    try:
+        ready = select.poll()
+        ready.register(fd, select.POLLIN)
+        while len(data) <= MAX_BYTES:
+            if not ready.poll(max(0.0, end_s - time.monotonic()) * 1e3):
+                raise LaunchError(
+                    f"{source} was not written and closed within {READ_S:.0f} s, so it holds no job key; have another "
+                    "process write a key to it, or give a file"
+                )
+            with suppress(BlockingIOError):
+                part = os.read(fd, MAX_BYTES + 1)
+                data += part
+                if not part:
+                    break
+    finally:
+        with suppress(OSError, OverflowError):
+            os.close(fd)
+    return data
+
+
+def os_error_text(error: Exception) -> str:
     """Return the system's error text, in lower case."""
-    return (error.strerror or str(error)).lower()
+    return ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()

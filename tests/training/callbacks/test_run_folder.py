@@ -1,7 +1,10 @@
 """The folder of a run: complete after it, readable at every moment, one run's and no other's."""
 
+import errno
 import json
 import math
+import os
+import re
 import struct
 from dataclasses import replace
 from fractions import Fraction
@@ -182,3 +185,70 @@ def test_a_long_curve_keeps_its_ends_and_its_mean_in_bounded_memory():
     assert len(points) <= 8
     assert points[-1][0] == 1000
     assert curve.points[0] == (curve.stride, (curve.stride + 1) / 2)
+
+
+def test_a_folder_from_elsewhere_has_no_name_through_which_a_file_of_this_user_is_written(tmp_path):
+    """It wrote to where ``.report.html.tmp`` led."""
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("years of work")
+    run.mkdir()
+    names = ("plan.yaml", "program.txt", "trace.json", "report.html", "metrics.jsonl")
+    for name in (*names[:-1], *(f".{name}.tmp" for name in names), "events.out.tfevents.0.000000.counterpoint"):
+        (run / name).symlink_to(precious)
+    send_events(RunFolder(run, clock=Clock()))
+    assert precious.read_text() == "years of work"
+    assert not [name for name in names if (run / name).is_symlink()]
+
+
+class Disk:
+    """Takes as many bytes as there is room for, as ``os.write`` does."""
+
+    def __init__(self, monkeypatch):
+        self.room, self.write = 10**6, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self.write(descriptor, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_a_full_disk_costs_records_and_no_step_and_what_is_written_can_be_read(tmp_path, monkeypatch):
+    folder, disk = RunFolder(tmp_path, clock=Clock()), Disk(monkeypatch)
+    folder.on_start(make_run_start())
+    folder.on_step(make_step_end(0))
+    disk.room = 20
+    with pytest.warns(RuntimeWarning, match=r"could not be written to .*: No space left on device; training goes on"):
+        folder.on_step(make_step_end(1))
+    folder.on_step(make_step_end(2))
+    disk.room = 10**6
+    folder.on_step(make_step_end(3))
+    with pytest.warns(RuntimeWarning, match=r"[4-9] records of the run could not be written to"):
+        folder.on_end(RunEnd(4))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 4, 4]
+    steps = [message for message in event_records(next(tmp_path.glob("events.*"))) if b"train/loss" in message]
+    assert [message[10] for message in steps] == [1, 4]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_folder_that_cannot_be_written_or_is_no_path_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
+    for folder, reason in (
+        (tmp_path, "Too many levels"),
+        (tmp_path / ("a" * 300), "too long"),
+        (tmp_path / "a\0", "null"),
+    ):
+        with pytest.raises(PlanError, match=f"the folder .* cannot be .*: .*{reason}"):
+            RunFolder(folder).on_start(make_run_start())
+
+
+def test_names_with_bytes_that_are_not_utf8_are_shown_and_end_no_run(tmp_path):
+    name = os.fsdecode(b"run-\xff")
+    folder = RunFolder(tmp_path / name, clock=Clock())
+    send_events(folder)
+    folder.events = TensorBoardWriter(tmp_path / name, Clock())
+    folder.write_scalars(1, "held_out", {name: 1.0})
+    folder.events.close()
+    assert re.search(r"<title>run-.+</title>", folder.report_path.read_text())

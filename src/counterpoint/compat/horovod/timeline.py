@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
+
+from counterpoint.file_writer import append_whole, encode_text, open_output, unwritable
+from counterpoint.terminal_text import warn
 
 
 class HorovodTimeline:
     """A trace file that grows by one line per operation; it can be read at any time.
 
+    A file that cannot be written any more ends the timeline, with a warning, and not the training.
+
     Args:
         path: of the file, which is replaced.
         rank: that writes it.
+
+    Raises:
+        PlanError: it cannot be opened.
     """
 
     def __init__(self, path: str | Path, rank: int) -> None:
         self._rank = rank
         self._began = time.perf_counter()
         self._tracks: dict[str, int] = {}
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - it is closed by `close`
-        self._file.write("[\n")
+        self._path = Path(path)
+        try:
+            self._descriptor: int | None = open_output(self._path)
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        self._append("[\n")
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
     def now_us(self) -> float:
@@ -38,9 +51,24 @@ class HorovodTimeline:
 
     def close(self) -> None:
         """Complete the file."""
-        self._file.write("{}]\n")
-        self._file.close()
+        self._append("{}]\n")
+        self._end()
 
     def _write(self, event: dict[str, object]) -> None:
-        self._file.write(json.dumps({"pid": self._rank, **event}) + ",\n")
-        self._file.flush()
+        self._append(json.dumps({"pid": self._rank, **event}) + ",\n")
+
+    def _append(self, text: str) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            append_whole(self._descriptor, encode_text(text))
+        except OSError as error:
+            warn(
+                f"the timeline {self._path} ends here: {error.strerror}; training goes on", RuntimeWarning, stacklevel=3
+            )
+            self._end()
+
+    def _end(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

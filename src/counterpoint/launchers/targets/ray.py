@@ -29,7 +29,7 @@ from counterpoint.launchers.exit_report import (
 from counterpoint.launchers.rank_agent import RankAgent, thread_variables, to_rank_exit
 from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec, rank_command
 from counterpoint.rpc.job_key import new_key
-from counterpoint.terminal_text import warn
+from counterpoint.terminal_text import warn, write_line
 
 PLACEMENT_TIMEOUT_S = 60.0  # for the cluster to have room for all ranks
 LOST_RETURNCODE = -9  # a rank on a lost host counts as killed
@@ -130,11 +130,11 @@ def run_attempts(ray: Any, group: Any, spec: LaunchSpec) -> int:  # noqa: ANN401
         exits = RayAttempt(ray, group, spec, attempt).run()
         if exit_code(exits) == 0:
             return 0
-        sys.stderr.write(f"{format_report(exits)}\n")
+        write_line(sys.stderr, format_report(exits))
         if was_stopped(exits):
             break
         if attempt < spec.max_restarts:
-            sys.stderr.write(f"counterpoint: restart {attempt + 1} of {spec.max_restarts}\n")
+            write_line(sys.stderr, f"counterpoint: restart {attempt + 1} of {spec.max_restarts}")
     return exit_code(exits)
 
 

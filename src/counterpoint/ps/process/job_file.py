@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from counterpoint.errors import LaunchError, ProtocolError
 from counterpoint.file_reader import read_regular_file
+from counterpoint.file_writer import replace_file
 from counterpoint.json_reader import parse_json_file
 from counterpoint.ps.job_config import JobConfig
 from counterpoint.ps.message_codec import decode_as, encode_message
@@ -36,10 +36,8 @@ def write_job_file(endpoint: JobEndpoint, path: Path) -> None:
     """
     _, fields, _ = encode_message(endpoint.job)
     text = json.dumps({"coordinator": str(endpoint.coordinator), "job": fields}, indent=2)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, text + "\n")
     except OSError as error:
         raise LaunchError(f"cannot write the job file {path}: {error.strerror}; give a writable folder") from error
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from counterpoint.checkpoint.file_ops import is_folder
 from counterpoint.checkpoint.folder_lock import FolderLock, lock_folder
 from counterpoint.errors import PlanError
-from counterpoint.file_reader import open_regular_file
+from counterpoint.file_reader import find_file_kind, open_regular_file
+from counterpoint.file_writer import append_whole, encode_text, replace_file
 from counterpoint.json_reader import parse_json
 from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choice_report import build_comparison
 from counterpoint.program.text import format_program
+from counterpoint.terminal_text import warn
 from counterpoint.training.callbacks.callback import (
     Callback,
     CheckpointFailed,
@@ -80,7 +83,8 @@ class RunFolder(Callback):
         self.config = config
         self.clock = clock
         self.summary = RunSummary(title or self.folder.name)
-        self.metrics: IO[str] | None = None
+        self.metrics: IO[bytes] | None = None
+        self.num_failed_writes = 0
         self.events: TensorBoardWriter | None = None
         self.reported_s = 0.0
         self.lock: FolderLock | None = None
@@ -95,20 +99,25 @@ class RunFolder(Callback):
         if event.first_step == 0 and event.resume_path is None:
             require_unused_folder(self.folder)
         make_folder(self.folder)
-        self.lock = lock_folder(self.folder, "", "give another run_dir")
+        with explained(self.folder):
+            self.lock = lock_folder(self.folder, "", "give another run_dir")
+            self.open_files(event)
+
+    def open_files(self, event: RunStart) -> None:
+        """Write what is known before the first step, and open what grows."""
         title = self.title or self.folder.name
         comparison = build_comparison(event.choice) if event.choice is not None else None
         self.summary = RunSummary(title, event.compiled, event.num_steps, event.batch_size, self.config, comparison)
         lines = list(read_lines_until(self.folder / METRICS, event.first_step))
-        write_atomically(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in lines))
+        replace_file(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in lines))
         for line in lines:
             with suppress(AttributeError, KeyError, TypeError):  # a damaged line is kept, and not in the report
                 self.summary.load(line)
         self.write_plan(event.compiled.plan)
-        write_atomically(self.folder / "program.txt", format_program(event.compiled.program) + "\n")
+        replace_file(self.folder / "program.txt", format_program(event.compiled.program) + "\n")
         if self.config:
-            write_atomically(self.folder / "config.yaml", self.config)
-        self.metrics = (self.folder / METRICS).open("a", encoding="utf-8")
+            replace_file(self.folder / "config.yaml", self.config)
+        self.metrics = (self.folder / METRICS).open("ab", buffering=0)
         self.events = TensorBoardWriter(self.folder, self.clock, event.first_step)
 
     def write_plan(self, plan: Plan) -> None:
@@ -116,8 +125,8 @@ class RunFolder(Callback):
         file = self.folder / "plan.yaml"
         profile_file = profile_path_for(file)
         if plan.profile is not None:
-            write_atomically(profile_file, format_profile(plan.profile))
-        write_atomically(file, plan.to_yaml("" if plan.profile is None else profile_file.name))
+            replace_file(profile_file, format_profile(plan.profile))
+        replace_file(file, plan.to_yaml("" if plan.profile is None else profile_file.name))
 
     def on_step(self, event: StepEnd) -> None:
         """Write the step as a line of metrics and to TensorBoard."""
@@ -165,7 +174,8 @@ class RunFolder(Callback):
         assert compiled is not None, "the run has started"
         simulated = simulate_calibrated(compiled, event.trace, event.step)
         self.summary.add_trace(event.trace, simulated)
-        write_atomically(self.folder / "trace.json", format_perfetto(event.trace, simulated))
+        with self.counting_failures():
+            replace_file(self.folder / "trace.json", format_perfetto(event.trace, simulated))
         self.write_report()
 
     def on_checkpoint_failed(self, event: CheckpointFailed) -> None:
@@ -176,35 +186,61 @@ class RunFolder(Callback):
         """Write how the run ended to the report, and close all files."""
         if self.lock is not None:
             self.lock.release()
-        if self.metrics is None or self.events is None:  # the run failed before on_start, nothing is open
+        if self.metrics is None or self.events is None:  # the run failed before all files were open
+            if self.metrics is not None:
+                self.metrics.close()
             return
         self.summary.end(format_error(event.error))
         self.write_metrics({"event": "end", "step": event.num_steps, "error": self.summary.error})
         self.metrics.close()
         self.events.close()
         self.write_report()
+        if self.num_failed_writes > 1:
+            text = f"{self.num_failed_writes} records of the run could not be written to {self.folder}"
+            warn(text, RuntimeWarning, stacklevel=2)
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Append a line to the metrics, and add it to the report's curves."""
         assert self.metrics is not None, "the run has started"
-        self.metrics.write(format_json(line) + "\n")
-        self.metrics.flush()
+        with self.counting_failures():
+            append_whole(self.metrics.fileno(), encode_text(format_json(line) + "\n"))
         self.summary.load(line)
 
     def write_scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Write values to TensorBoard."""
         assert self.events is not None, "the run has started"
-        self.events.write_scalars(step, {f"{group}/{name}": value for name, value in values.items()})
+        with self.counting_failures():
+            self.events.write_scalars(step, {f"{group}/{name}": value for name, value in values.items()})
 
     def write_report(self) -> None:
         """Write the report of what is known."""
-        write_atomically(self.report_path, render_report(self.summary))
+        with self.counting_failures():
+            replace_file(self.report_path, render_report(self.summary))
         self.reported_s = self.clock()
+
+    @contextmanager
+    def counting_failures(self) -> Iterator[None]:
+        """Count what the disk does not take, and warn of the first time; training goes on."""
+        try:
+            yield
+        except OSError as error:
+            self.num_failed_writes += 1
+            if self.num_failed_writes == 1:
+                warn(
+                    f"a record of the run could not be written to {self.folder}: {error.strerror or error}; training "
+                    "goes on, and so do the records when the disk takes them again",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 def find_checkpoints(folder: Path) -> Path:
-    """Return the folder of checkpoints in a run's folder, or another folder as it is."""
-    return folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    """Return the folder of checkpoints in a run's folder, or another folder as it is.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return folder / CHECKPOINTS if is_folder(folder / CHECKPOINTS) else folder
 
 
 def make_folder(folder: Path) -> None:
@@ -219,13 +255,33 @@ def make_folder(folder: Path) -> None:
         raise PlanError(f"the folder {folder} cannot be created: {error.strerror}; give another folder") from None
 
 
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn an error of the system into one that says what to do.
+
+    Raises:
+        PlanError: the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(
+            f"the folder {folder} cannot be written: {error.strerror or error}; give another folder, or give this user "
+            "the right to write there"
+        ) from None
+
+
 def require_unused_folder(folder: Path) -> None:
     """Check that no run has written to a folder.
 
     Raises:
-        PlanError: one has.
+        PlanError: one has, or that cannot be told.
     """
-    if (folder / METRICS).exists():
+    try:
+        is_used = find_file_kind(folder / METRICS) != "nothing"
+    except OSError as error:
+        raise PlanError(f"the folder {folder} cannot be read: {error.strerror}; give another folder") from None
+    if is_used:
         raise PlanError(
             f"the folder {folder} already holds a run; each run needs its own: give another folder, or resume that run"
         )
@@ -247,10 +303,3 @@ def read_lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
         return
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}; give another folder, or remove it") from None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a text, atomically."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
 
 from counterpoint.json_reader import parse_json
-from counterpoint.terminal_text import escape_line
+from counterpoint.terminal_text import escape_line, losing_lines, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,12 +86,12 @@ class LineRenderer:
 
     def write_line(self, text: str) -> None:
         """Write a line and flush."""
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        write_line(self.stream, text)
 
     def close(self) -> None:
         """Flush the stream."""
-        self.stream.flush()
+        with losing_lines():
+            self.stream.flush()
 
 
 class BarRenderer:

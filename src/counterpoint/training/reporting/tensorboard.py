@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from counterpoint.file_writer import append_whole, encode_text
+
 POLYNOMIAL = 0x82F63B78  # Castagnoli, reversed
 WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION = 1, 2, 3, 5, 7  # of Event
 VALUE, TAG, SIMPLE_VALUE, STATUS, START = 1, 1, 2, 1, 1  # of Summary, Summary.Value and SessionLog
@@ -84,7 +86,9 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, clock: Callable[[], float], first_step: int = 0) -> None:
         self.clock = clock
         folder.mkdir(parents=True, exist_ok=True)
-        self.file: BinaryIO = (folder / f"events.out.tfevents.{clock():.6f}.counterpoint").open("wb", buffering=0)
+        path = folder / f"events.out.tfevents.{clock():.6f}.counterpoint"
+        path.unlink(missing_ok=True)  # what is there is of an earlier start in the same microsecond, or a link
+        self.file: BinaryIO = path.open("xb", buffering=0)
         self.write_event(length_delimited_field(FILE_VERSION, b"brain.Event:2"))
         if (
             first_step or len(list(folder.glob("events.out.tfevents.*"))) > 1
@@ -101,7 +105,8 @@ class TensorBoardWriter:
 
     def write_event(self, content: bytes) -> None:
         """Write one event."""
-        self.file.write(frame_record(field_key(WALL_TIME, DOUBLE) + struct.pack("<d", self.clock()) + content))
+        record = frame_record(field_key(WALL_TIME, DOUBLE) + struct.pack("<d", self.clock()) + content)
+        append_whole(self.file.fileno(), record)  # readers stop at the first incomplete record
 
     def close(self) -> None:
         """Close the file."""
@@ -115,4 +120,4 @@ def step_field(step: int) -> bytes:
 
 def encode_scalar(tag: str, value: float) -> bytes:
     """Return a ``Summary.Value``."""
-    return length_delimited_field(TAG, tag.encode()) + field_key(SIMPLE_VALUE, FLOAT) + struct.pack("<f", value)
+    return length_delimited_field(TAG, encode_text(tag)) + field_key(SIMPLE_VALUE, FLOAT) + struct.pack("<f", value)
