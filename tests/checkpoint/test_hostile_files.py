@@ -22,6 +22,7 @@ from counterpoint.checkpoint import (
     join_draft,
     latest,
     recover_drafts,
+    step_folders,
     verify,
     whole_tensor,
     write_shard,
@@ -43,6 +44,7 @@ from tests.checkpoint.hostile_files import (
     write_forged,
 )
 from tests.checkpoint.saved_states import holds_exactly, save_step
+from tests.other_user import STRANGER, as_root, as_user
 
 MIB = 2**20
 
@@ -116,6 +118,41 @@ def test_a_folder_that_is_a_link_is_passed_over_below_the_named_one_and_followed
     assert holds_exactly(found, 1)
     assert found.skipped[0].reason.startswith("step-00000002 is a link, and links in a folder of checkpoints are not")
     assert holds_exactly(Checkpoint.open(tmp_path / "a" / "step-00000002"), 2)
+
+
+def test_a_link_to_itself_or_to_nothing_hides_no_checkpoint_and_keeps_none_from_being_saved(tmp_path):
+    save_step(tmp_path, 1)
+    for step, target in ((2, "step-00000002"), (3, "nowhere")):
+        (tmp_path / f"step-{step:08d}").symlink_to(target)
+    found = Checkpoint.open(tmp_path)
+    assert holds_exactly(found, 1)
+    assert [skip.reason.partition(",")[0] for skip in found.skipped] == ["step-00000002 is a link"]
+    for step in (2, 3):
+        with pytest.warns(RuntimeWarning, match=f"step-0000000{step} was damaged .*; it was renamed"):
+            save_step(tmp_path, step)
+        assert holds_exactly(Checkpoint.open(tmp_path), step)
+
+
+NAMES = {"a name that is too long": "a" * 300, "a null byte": "a\0b", "a link to itself": "loop"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("read", [Checkpoint.open, latest, recover_drafts, step_folders, lambda path: begin(path, 1)])
+def test_a_path_that_leads_nowhere_is_a_checkpoint_error(read, name, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match=r"too long|null byte|Too many levels"):
+        read(tmp_path / NAMES[name])
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o700, 0o744])
+def test_a_folder_that_this_user_may_not_read_is_a_checkpoint_error(mode, tmp_path):
+    save_step(tmp_path / "a", 1)
+    tmp_path.chmod(0o755)
+    (tmp_path / "a").chmod(mode)
+    for read in (Checkpoint.open, latest, lambda path: begin(path, 2)):
+        with as_user(STRANGER), pytest.raises(CheckpointError, match="Permission denied"):
+            read(tmp_path / "a")
 
 
 def test_removing_old_checkpoints_never_deletes_through_a_link(tmp_path):

@@ -160,6 +160,14 @@ def test_a_sparse_tensor_is_refused_by_name(tmp_path):
         write_shard(draft.folder, 0, [whole_tensor("emb", torch.zeros(3, 3).to_sparse())])
 
 
+def test_a_tensor_whose_name_cannot_be_encoded_is_refused(tmp_path):
+    with (
+        begin(tmp_path, 1) as draft,
+        pytest.raises(CheckpointError, match=r"its name has no form in UTF-8; rename the module"),
+    ):
+        write_shard(draft.folder, 0, [whole_tensor("a\udcff", torch.zeros(3))])
+
+
 def test_pieces_that_disagree_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"different global shapes: \[4\] and \[6\]"):
         commit_pieces(tmp_path, [TensorSlice("w", torch.zeros(3), (4,), 0), TensorSlice("w", torch.zeros(3), (6,), 3)])

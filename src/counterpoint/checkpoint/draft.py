@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,11 @@ from counterpoint.checkpoint.manifest import (
 from counterpoint.checkpoint.shard import find_shard_flaws, find_size_flaw, write_shard
 from counterpoint.checkpoint.tensor_slice import whole_tensor
 from counterpoint.errors import CheckpointError, CheckpointWriteError
+from counterpoint.file_reader import find_file_kind
 from counterpoint.terminal_text import warn
+
+DRAFT_LOCK_S = 5.0
+DRAFT_POLL_S = 0.01
 
 
 class CheckpointDraft:
@@ -86,20 +91,44 @@ def begin(root: Path, step: int, *, needed_bytes: int = 0, files: FileOps = LOCA
         CheckpointError: ``root`` is a file, cannot be written, or has not enough space.
     """
     root = Path(root)
-    if root.exists() and not root.is_dir():
-        raise CheckpointError(f"{root} is a file, but checkpoints need a folder; choose another path")
     try:
+        if find_file_kind(root) == "file":
+            raise CheckpointError(f"{root} is a file, but checkpoints need a folder; choose another path")
         make_root(files, root)
         remove_dead_drafts(files, root)
         check_space(files, root, needed_bytes)
-        while True:
-            folder = root / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
-            files.make_folder(folder)
-            lock = try_lock(folder, exclusive=False)
-            if lock is not None:
-                return CheckpointDraft(folder, step, lock, files)
+        return lock_draft(files, step, lambda: root / f"{step_name(step)}.tmp-{secrets.token_hex(4)}")
     except OSError as error:
         raise write_failure(files, root, needed_bytes, error) from error
+
+
+def lock_draft(files: FileOps, step: int, make_name: Callable[[], Path]) -> CheckpointDraft:
+    """Create a draft folder, unless another rank has created it, and lock it for this rank.
+
+    Args:
+        files: file operations.
+        step: the step that is being saved.
+        make_name: returns the name of the folder at each attempt; another run may have removed it before it was locked.
+
+    Raises:
+        CheckpointWriteError: another process keeps it locked; every process that can open a folder can lock it.
+        OSError: it cannot be created.
+    """
+    end_s = time.monotonic() + DRAFT_LOCK_S
+    while True:
+        folder = make_name()
+        with suppress(FileExistsError):
+            files.make_folder(folder)
+        lock = try_lock(folder, exclusive=False)
+        if lock is not None:
+            return CheckpointDraft(folder, step, lock, files)
+        if time.monotonic() >= end_s:
+            raise CheckpointWriteError(
+                f"{folder} is locked by a process that is no run of this folder, for {DRAFT_LOCK_S:.0f} s by now; "
+                "nothing was saved and earlier checkpoints are untouched: let other users not read the folder "
+                f"(chmod 700 {folder.parent}), or end that process"
+            )
+        time.sleep(DRAFT_POLL_S)
 
 
 def commit(
@@ -238,7 +267,7 @@ def _remove_parts(folder: Path, files: FileOps) -> None:
 
 def _is_already_saved(files: FileOps, target: Path, manifest: CheckpointManifest) -> bool:
     """Tell whether ``target`` is this very checkpoint already; move a damaged one to another name."""
-    if not target.exists():
+    if not os.path.lexists(target):
         return False
     try:
         existing = parse_manifest(target / MANIFEST)

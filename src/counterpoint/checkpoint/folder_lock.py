@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.json_reader import parse_json
 from counterpoint.terminal_text import warn
 from counterpoint.world.process_stat import PROC, read_process_stat
@@ -99,13 +100,19 @@ class FolderLock:
         """Check that the lock file is still the one that was locked.
 
         Raises:
-            CheckpointError: it was removed or replaced.
+            CheckpointWriteError: it was removed or replaced; what the run trains is not lost if it comes back.
         """
-        if self._descriptor is None or not is_same_file(self.path, self._descriptor):
-            raise CheckpointError(
-                f"{self.path} is no longer the lock that this run holds, so another run may write to the folder; "
-                "nothing was saved: end one of the two, and continue the other with resume='auto'"
+        if self._descriptor is not None and is_same_file(self.path, self._descriptor):
+            return
+        if not os.path.lexists(self.path.parent):
+            raise CheckpointWriteError(
+                f"{self.path.parent} was removed or renamed while this run used it; nothing was saved: rename it back, "
+                "with what was in it"
             )
+        raise CheckpointWriteError(
+            f"{self.path} is no longer the lock that this run holds, so another run may write to the folder; "
+            "nothing was saved: end one of the two, and continue the other with resume='auto'"
+        )
 
     def release(self) -> None:
         """Remove the lock file, unless it has become another run's, and release the lock. Idempotent."""
@@ -119,7 +126,7 @@ class FolderLock:
 
 
 def lock_folder(
-    folder: Path, run_id: str, remedy: str, *, flock: Callable[[int, int], object] = fcntl.flock
+    folder: Path, run_id: str, remedy: str, *, name: str = LOCK, flock: Callable[[int, int], object] = fcntl.flock
 ) -> FolderLock:
     """Lock a folder for a run, or refuse it while another run holds it.
 
@@ -129,33 +136,41 @@ def lock_folder(
         folder: exists.
         run_id: of the run.
         remedy: what to give instead.
+        name: of the lock file.
         flock: locks a file; tests pass one of a file system without locks.
 
     Raises:
         CheckpointError: another run holds it.
         OSError: the lock file cannot be written.
     """
-    path, end_s = folder / LOCK, time.monotonic() + ORPHAN_WAIT_S
+    path, end_s = folder / name, time.monotonic() + ORPHAN_WAIT_S
     while True:
         descriptor, is_new = open_lock_file(path)
         try:
+            require_regular(descriptor, path)
             state = try_flock(descriptor, flock)
             owner = LockOwner.parse(os.pread(descriptor, OWNER_MAX_BYTES, 0))
             is_held = state == "taken" or (state == "unsupported" and not is_new)
-            if is_held and (owner is None or not owner.is_known_dead() or time.monotonic() >= end_s):
+            is_dead = owner is not None and owner.is_known_dead()
+            if is_held and not is_dead:
                 raise CheckpointError(
                     f"another run uses {folder}: {owner or 'it has just started'}; the checkpoints and records of two "
                     f"runs in one folder would replace each other: {remedy}, or start when that run has ended"
                     + (f" and {path} is removed" if state == "unsupported" else "")
                 )
+            if is_held and time.monotonic() >= end_s:
+                raise CheckpointError(
+                    f"the run that used {folder} has ended ({owner}), but another process still holds its lock: end "
+                    f"that process, which `fuser {path}` names, and start again; or {remedy}"
+                )
             if not is_same_file(path, descriptor):  # its owner has just released and removed it
                 continue
             if not is_held:
-                warn_of_state(folder, owner, state)
+                warn_of_state(path, owner, state)
                 write_owner(descriptor, LockOwner.this_process(run_id))
                 return FolderLock(path, os.dup(descriptor))
             if state == "unsupported":
-                warn_of_state(folder, owner, "locked")
+                warn_of_state(path, owner, "locked")
                 path.unlink()
             else:  # a process that the dead run has forked still holds it
                 time.sleep(ORPHAN_POLL_S)
@@ -168,9 +183,26 @@ def open_lock_file(path: Path) -> tuple[int, bool]:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         with suppress(FileExistsError):
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
-        with suppress(FileNotFoundError):
-            return os.open(path, flags), False
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True  # who can open it can lock it
+        try:
+            with suppress(FileNotFoundError):
+                return os.open(path, flags), False
+        except IsADirectoryError as error:
+            raise OSError(errno.EISDIR, f"{path} is a folder: remove it", str(path)) from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise OSError(errno.ELOOP, f"{path} is a link: remove it", str(path)) from error
+
+
+def require_regular(descriptor: int, path: Path) -> None:
+    """Check that an open file is one in which an owner can be written.
+
+    Raises:
+        OSError: it is a pipe or a device.
+    """
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, f"{path} is no regular file: remove it", str(path))
 
 
 def try_flock(descriptor: int, flock: Callable[[int, int], object]) -> LockState:
@@ -193,15 +225,15 @@ def write_owner(descriptor: int, owner: LockOwner) -> None:
     os.fsync(descriptor)
 
 
-def warn_of_state(folder: Path, dead_owner: LockOwner | None, state: LockState) -> None:
+def warn_of_state(path: Path, dead_owner: LockOwner | None, state: LockState) -> None:
     """Warn of a lock that a dead run has left, and of a file system without locks."""
     if dead_owner is not None:
-        text = f"the lock of {folder} was left by a run that has ended ({dead_owner}); this run takes it over"
+        text = f"the lock of {path.parent} was left by a run that has ended ({dead_owner}); this run takes it over"
         warn(text, RuntimeWarning, stacklevel=3)
     if state == "unsupported":
         warn(
-            f"the file system of {folder} has no locks, so the file {LOCK} in it stands for one; if this run is "
-            "killed, a run on another host is refused until the file is removed",
+            f"the file system of {path.parent} has no locks, so the file {path.name} in it stands for one; if this "
+            "run is killed, a run on another host is refused until the file is removed",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from counterpoint.checkpoint.file_ops import FileOps, remove_tree
+from counterpoint.checkpoint.file_ops import FileOps, remove_tree, unreadable
 from counterpoint.checkpoint.manifest import MANIFEST, CheckpointManifest, parse_manifest
 from counterpoint.checkpoint.shard import find_size_flaw
 from counterpoint.errors import CheckpointError
+from counterpoint.file_reader import find_file_kind
 from counterpoint.terminal_text import warn
 
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -31,18 +32,39 @@ def step_name(step: int) -> str:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Return the committed checkpoints in ``root``, oldest first, intact or not."""
-    if not root.is_dir():
-        return []
-    folders = [
-        (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
-    ]
-    return [path for _, path in sorted(folders)]
+    """Return the committed checkpoints in ``root``, oldest first, intact or not.
+
+    Raises:
+        CheckpointError: ``root`` cannot be read.
+    """
+    try:
+        return list_steps(root)
+    except OSError as error:
+        raise unreadable(root, error) from error
+
+
+def list_steps(root: Path) -> list[Path]:
+    """Return what :func:`step_folders` does; raise ``OSError`` if ``root`` cannot be read."""
+    matches = [(match, path) for path in list_folder(root) if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if may_be_folder(path))]
+
+
+def may_be_folder(path: Path) -> bool:
+    """Tell whether a path leads to a folder, or to what only opening it can tell."""
+    try:
+        return find_file_kind(path) == "folder"
+    except OSError:
+        return True
 
 
 def list_drafts(root: Path) -> list[Path]:
-    """Return the drafts in ``root``, in progress or of dead runs, oldest first."""
-    return sorted(path for path in root.iterdir() if _DRAFT.fullmatch(path.name)) if root.is_dir() else []
+    """Return the drafts in ``root``, in progress or of dead runs, oldest first; raise ``OSError`` if it is hidden."""
+    return sorted(path for path in list_folder(root) if _DRAFT.fullmatch(path.name))
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Return what is in a folder, nothing if it is none; raise ``OSError`` if it cannot be read."""
+    return list(folder.iterdir()) if find_file_kind(folder) == "folder" else []
 
 
 def parse_step(draft: Path) -> int:
@@ -77,7 +99,7 @@ def find_size_flaws(folder: Path, manifest: CheckpointManifest) -> list[str]:
 
 def make_root(files: FileOps, root: Path) -> None:
     """Create a folder and its parents durably."""
-    if root.is_dir():
+    if find_file_kind(root) == "folder":
         return
     make_root(files, root.parent)
     with suppress(FileExistsError):  # another rank or run has just created it
@@ -105,7 +127,7 @@ def warn_on_failure(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         return  # another rank has deleted it
     except OSError as error:
-        warn(f"could not delete {folder}: {error.strerror}", RuntimeWarning, stacklevel=4)
+        warn(f"could not delete {folder}: {error.strerror or error}", RuntimeWarning, stacklevel=4)
 
 
 def try_lock(folder: Path, *, exclusive: bool) -> int | None:
@@ -121,6 +143,8 @@ def try_lock(folder: Path, *, exclusive: bool) -> int | None:
         fcntl.flock(lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         if folder.exists():
             return lock
+    except BlockingIOError:
+        pass
     except OSError:
         if not exclusive:
             return lock  # a file system without locks: no other run can remove this draft either
@@ -138,8 +162,10 @@ def prune(files: FileOps, root: Path, step: int, keep: int, run_id: JsonValue) -
         keep: how many stay.
         run_id: of the run; checkpoints of other runs are neither counted nor removed.
     """
-    kept = 0
-    for folder in reversed([path for path in step_folders(root) if int(path.name.removeprefix("step-")) <= step]):
+    kept, folders = 0, list[Path]()
+    with warn_on_failure(root):
+        folders = list_steps(root)
+    for folder in reversed([path for path in folders if int(path.name.removeprefix("step-")) <= step]):
         try:
             manifest: CheckpointManifest | None = parse_manifest(folder / MANIFEST)
         except CheckpointError:

@@ -18,8 +18,8 @@ from secrets import token_hex
 
 from pydantic import JsonValue
 
-from counterpoint.checkpoint.draft import CheckpointDraft, commit, publish
-from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, write_failure, write_file
+from counterpoint.checkpoint.draft import CheckpointDraft, commit, lock_draft, publish
+from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, unreadable, write_failure, write_file
 from counterpoint.checkpoint.folders import (
     is_part,
     list_drafts,
@@ -69,12 +69,7 @@ def join_draft(root: Path, step: int, run: str, *, files: FileOps = LOCAL_FILES)
     folder = root / f"{step_name(step)}.tmp-{run}"
     try:
         make_root(files, root)
-        while True:
-            with suppress(FileExistsError):
-                files.make_folder(folder)
-            lock = try_lock(folder, exclusive=False)
-            if lock is not None:  # otherwise another run has removed the folder before it was locked
-                return CheckpointDraft(folder, step, lock, files)
+        return lock_draft(files, step, lambda: folder)
     except OSError as error:
         raise write_failure(files, folder, 0, error) from error
 
@@ -155,7 +150,11 @@ def recover_drafts(root: Path, *, files: FileOps = LOCAL_FILES) -> list[Path]:
         The folders of the new checkpoints.
     """
     recovered = []
-    for folder in list_drafts(root):
+    try:
+        drafts = list_drafts(root)
+    except OSError as error:
+        raise unreadable(root, error) from error
+    for folder in drafts:
         lock = try_lock(folder, exclusive=True)
         if lock is None:
             continue

@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from counterpoint.checkpoint.folders import step_folders
+from counterpoint.checkpoint.file_ops import is_folder
+from counterpoint.checkpoint.folders import list_folder, step_folders
 from counterpoint.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -227,9 +228,9 @@ def _open_folder(
     folder: Path, check: CheckLevel, check_state: StateCheck | None, *, links: Links = "followed"
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """Return the checkpoint in a folder and its problems; None if its manifest is damaged."""
-    if links == "refused" and folder.is_symlink():
-        return None, (f"{folder.name} is a link, and links in a folder of checkpoints are not followed",)
     try:
+        if links == "refused" and folder.is_symlink():
+            return None, (f"{folder.name} is a link, and links in a folder of checkpoints are not followed",)
         manifest = parse_manifest(folder / MANIFEST)
         names = {entry.name for entry in folder.iterdir()}
     except CheckpointError as error:
@@ -332,11 +333,11 @@ def _format_differences(saved: Mapping[str, str], model: Mapping[str, str]) -> l
 
 
 def _check_is_folder(path: Path, *, missing: Literal["refused", "allowed"] = "refused") -> None:
-    if not path.exists():
+    if is_folder(path):
+        return
+    if not os.path.lexists(path):
         if missing == "refused":
             raise CheckpointError(f"{path} does not exist; give a folder with checkpoints")
-        return
-    if path.is_dir():
         return
     if path.suffix in PICKLE_SUFFIXES or _looks_pickled(path):
         raise CheckpointError(
@@ -361,7 +362,7 @@ def _format_listing(folder: Path) -> str:
     """Return the contents of a folder, pickles marked, for an error."""
     names = sorted(
         f"{path.name} (a pickle, rejected)" if path.suffix in PICKLE_SUFFIXES else path.name
-        for path in folder.iterdir()
+        for path in list_folder(folder)
     )
     if not names:
         return "the folder is empty"

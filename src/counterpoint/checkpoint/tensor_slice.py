@@ -14,6 +14,7 @@ from torch import Tensor
 
 from counterpoint.errors import CheckpointError
 from counterpoint.optim.validation import shorten
+from counterpoint.terminal_text import escape_surrogates
 
 Offset = int | tuple[int, ...]
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -114,6 +115,10 @@ def check_slice(tensor_slice: TensorSlice) -> None:
     Raises:
         CheckpointError: it cannot be saved.
     """
+    if escape_surrogates(tensor_slice.name) != tensor_slice.name:
+        raise CheckpointError(
+            f"the tensor {tensor_slice.name!r} cannot be saved: its name has no form in UTF-8; rename the module"
+        )
     name = dtype_name(tensor_slice.tensor.dtype)
     if tensor_slice.tensor.layout is not torch.strided or name not in DTYPES:
         kind = f"{name}, {tensor_slice.tensor.layout}"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
-from counterpoint.optim.validation import renamed_hint, shorten
+from counterpoint.optim.validation import MAX_SECONDS, renamed_hint, shorten
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 from counterpoint.yaml_reader import compose_yaml, construct_value
 
@@ -81,7 +81,7 @@ class LaunchSection(Section):
     """Threads per rank; cores / ranks if omitted."""
     bind: Binding = DEFAULT_BINDING
     """To which cores each rank is bound."""
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Maximum time that any rank waits for another."""
     device: str | None = None
     """What ranks compute on: `cpu`, `cuda` (the GPU of the local rank's number), `cuda:1`, or `auto`, which is `cuda`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from counterpoint.checkpoint.file_ops import is_folder
 from counterpoint.cli.config import RunConfig
 from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import SHOW_TRACEBACK
@@ -89,7 +91,7 @@ def start_here(job: RankJob) -> None:
 def report_lines(job: RankJob) -> list[str]:
     """Return where the report is, if there is one."""
     report = job.folder / "report.html"
-    return [f"report: {report}"] if report.exists() else []
+    return [f"report: {report}"] if os.path.lexists(report) else []
 
 
 def start_ranks(job: RankJob, num_ranks: int) -> None:
@@ -143,7 +145,7 @@ def find_run_folder(resume: Path | None) -> Path | None:
         return None
     if resume.name == "checkpoints":
         return resume.parent
-    return resume if (resume / "checkpoints").is_dir() else None
+    return resume if is_folder(resume / "checkpoints") else None
 
 
 def find_checkpoints(resume: Path | None) -> Path | None:
@@ -154,9 +156,9 @@ def find_checkpoints(resume: Path | None) -> Path | None:
     """
     if resume == AUTO:
         return resume
-    if resume is not None and not resume.exists():
+    if resume is not None and not is_folder(resume) and not os.path.lexists(resume):
         raise CheckpointError(f"there is nothing at {resume} to resume from; give a run's folder or a checkpoint")
-    return resume / "checkpoints" if resume is not None and (resume / "checkpoints").is_dir() else resume
+    return resume / "checkpoints" if resume is not None and is_folder(resume / "checkpoints") else resume
 
 
 def find_config(path: Path | None, *, is_run: bool) -> Path | None:
@@ -164,6 +166,6 @@ def find_config(path: Path | None, *, is_run: bool) -> Path | None:
     if path is None:
         return None
     for folder in (path,) if is_run else (path, path.parent, path.parent.parent):
-        if (folder / "config.yaml").is_file():
+        if os.path.lexists(folder / "config.yaml"):
             return folder / "config.yaml"
     return None

@@ -12,7 +12,7 @@ import typer
 from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED
 from counterpoint.errors import CheckpointError, PlanError
-from counterpoint.file_reader import read_regular_text
+from counterpoint.file_reader import find_file_kind, read_regular_text
 from counterpoint.program.program import Program
 from counterpoint.program.text import parse_program
 from counterpoint.program.verify.verifier import NO_BOUNDS, updated_units, verify as verify_program
@@ -41,7 +41,11 @@ def verify(
     manifests. A line for each checkpoint says whether it is intact, else why not, and the last line names the newest
     intact one. The exit code is 1 if one is damaged.
     """
-    if path.is_dir():
+    try:
+        kind = find_file_kind(path)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}; give a program, or a folder") from None
+    if kind == "folder":
         verify_checkpoints(path)
         return
     program = read_program(path)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CheckpointError, DataError, PlanError
+from counterpoint.file_reader import find_file_kind
 from counterpoint.partitioning.dry_run import TrainingModes
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
@@ -28,12 +29,18 @@ def require_directory_path(path: Path | None) -> None:
     """Check that a path for checkpoints is not below a file.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: it is, or it cannot be a path.
     """
     for folder in () if path is None else (path, *path.parents):
-        if folder.exists():
-            if not folder.is_dir():
-                raise CheckpointError(f"{folder} is a file, but checkpoints need a folder; choose another path")
+        try:
+            kind = find_file_kind(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be a folder for checkpoints: {error.strerror}; choose another path"
+            ) from None
+        if kind == "file":
+            raise CheckpointError(f"{folder} is a file, but checkpoints need a folder; choose another path")
+        if kind == "folder":
             return
 
 

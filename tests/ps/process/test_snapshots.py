@@ -1,6 +1,7 @@
 """A shard is saved while its server goes on: on a disk that takes long, and by a server that dies at any moment."""
 
 import os
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -21,12 +22,14 @@ from counterpoint.ps.messages import (
     ShardState,
     SnapshotSaved,
 )
-from counterpoint.ps.process.disk_layout import log_path, recover_shard, snapshot_path
+from counterpoint.ps.process.disk_layout import SnapshotShards, log_path, recover_shard, snapshot_path
+from counterpoint.ps.process.job_file import JobEndpoint
 from counterpoint.ps.process.node_runner import NodeRunner
+from counterpoint.ps.process.serve import COORDINATOR_LOCK, serve_coordinator
 from counterpoint.ps.process.wal_writer import WalWriter
 from counterpoint.ps.shard import PsShard
 from counterpoint.ps.update_rules import Sgd
-from counterpoint.ps.write_ahead_log import encode_record
+from counterpoint.ps.write_ahead_log import JobLost, encode_record
 from counterpoint.rpc.address import parse_address
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.handshake import JobCredentials
@@ -132,3 +135,41 @@ def test_a_log_without_the_shard_that_it_continues_from_is_no_log(tmp_path):
     log_path(tmp_path, "shard-0", (0, 1)).write_bytes(encode_record(members(2)))
     with pytest.raises(CheckpointError, match=r"continues after 1 entries, but .* is not a snapshot of them"):
         recover_shard(tmp_path, 0)
+
+
+def test_a_folder_has_one_coordinator_at_a_time_and_names_the_other(threads, tmp_path):
+    """Two of them wrote to one log, and each continued from the decisions of both."""
+    servers = threads(job(), tmp_path)
+    wait_until(lambda: (tmp_path / COORDINATOR_LOCK).exists() and (tmp_path / COORDINATOR_LOCK).read_text())
+    other = JobEndpoint(JobConfig("other", Asp()), parse_address(f"unix:test-{os.getpid()}-other"))
+    with pytest.raises(
+        CheckpointError, match=rf"another run uses {tmp_path}: pid {os.getpid()} on .*: give another --fo"
+    ):
+        serve_coordinator(other, None, tmp_path, should_stop=lambda: True)
+    servers.stop("coordinator")
+    serve_coordinator(other, None, tmp_path / "new", should_stop=lambda: True)
+    (tmp_path / "file").touch()
+    assert not (tmp_path / COORDINATOR_LOCK).exists()
+    with pytest.raises(
+        CheckpointError, match=r"cannot write to .*: Not a directory; free space, or use another folder"
+    ):
+        serve_coordinator(other, None, tmp_path / "file" / "a", should_stop=lambda: True)
+
+
+def test_names_in_a_folder_that_are_not_ours_are_passed_over_and_links_are_not_written_through(tmp_path):
+    for name in ("shard-0.a-b.log", "shard-0.1-2.log", "shard-0.000001-2-3.log"):
+        (tmp_path / name).touch()
+    snapshot_path(tmp_path, 0, 0).parent.mkdir(parents=True)
+    snapshot_path(tmp_path, 0, 0).with_name("shard-x").touch()
+    assert recover_shard(tmp_path, 0) == (None, [])
+    assert not list(SnapshotShards(tmp_path, 0))
+    for make in (lambda path: path.symlink_to(tmp_path / "precious"), os.mkfifo):
+        failures: list[Exception] = []
+        writer = WalWriter(tmp_path / "logs", lambda _: None, failures.append)
+        (tmp_path / "logs" / "a.log").unlink(missing_ok=True)
+        make(tmp_path / "logs" / "a.log")
+        writer.enqueue(AppendLog("a", JobLost("gone")))
+        writer.flush()
+        writer.close()
+        assert re.match(r"cannot write to .*: (Too many levels|No such device)", str(failures[0]))
+    assert not (tmp_path / "precious").exists()

@@ -191,6 +191,39 @@ def test_a_save_that_fails_on_one_rank_fails_for_all_and_the_run_goes_on(code, t
     assert equal_bits(state, fit("zero(2, level=3)", epochs=2)[0])
 
 
+class Moves(FailsAt):
+    """Moves the folder away after a step, puts a link there after another, and moves it back."""
+
+    def __init__(self, folder):
+        super().__init__(Disk(), {})
+        self.folder, self.aside = folder, folder.with_name("aside")
+
+    def on_step(self, event):
+        if event.step == 2:
+            self.folder.rename(self.aside)
+        if event.step == 4:
+            self.folder.symlink_to(self.aside.parent / "other")
+        if event.step == 6:
+            self.folder.unlink()
+            self.aside.rename(self.folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_mode": "per_stage"}])
+def test_a_folder_that_is_moved_away_or_replaced_by_a_link_costs_checkpoints_and_no_step(options, tmp_path):
+    strategy = "pipedream(2)" if options else "data(2)"
+    (tmp_path / "other").mkdir()
+    told = Moves(tmp_path / "a")
+    settings = {"checkpoint_dir": tmp_path / "a", "save_every": 2, **options}
+    state, _ = fit(strategy, epochs=2, callbacks=[told], fit_options=settings)
+    assert equal_bits(state, fit(strategy, epochs=2)[0])
+    failures = [event.reason for event in told.events if isinstance(event, CheckpointFailed)]
+    assert [text.split("; nothing was saved: ")[1][:7] for text in failures] == ["rename ", "end one"]
+    assert f"{tmp_path / 'a'} was removed or renamed while this run used it; nothing was saved" in failures[0]
+    assert [event for event in told.events if not isinstance(event, CheckpointFailed)] == [2, 8]
+    assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["step-00000002", "step-00000008"]
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_a_run_whose_last_checkpoint_fails_too_ends_with_an_error_and_keeps_the_last_good_one(tmp_path):
     with pytest.raises(cp.CheckpointError) as caught:
         fit_on(Disk(), tmp_path, {5: errno.ENOSPC})

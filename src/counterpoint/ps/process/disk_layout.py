@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +33,8 @@ from counterpoint.ps.replication import shard_log_name
 from counterpoint.ps.write_ahead_log import CoordinatorRecord, JobResumed, decode_log, decode_one, encode_chunks
 
 SNAPSHOT_TYPES = {"shardstate": ShardState}
+_SEGMENT = re.compile(r"\.([0-9]{6,18})-([0-9]{1,18})\.log")
+_SHARD = re.compile(r"shard-([0-9]{1,18})")
 
 
 SegmentBase: TypeAlias = tuple[int, int]
@@ -45,8 +48,8 @@ def log_path(folder: Path, log: str, base: SegmentBase | None = None) -> Path:
 
 def log_segments(folder: Path, log: str) -> list[SegmentBase]:
     """Return the snapshots that segments of this log follow, newest first."""
-    suffixes = (path.name.split(".")[-2].split("-") for path in folder.glob(f"{log}.*-*.log"))
-    return sorted(((int(snapshot), int(position)) for snapshot, position in suffixes), reverse=True)
+    matches = (_SEGMENT.fullmatch(path.name.removeprefix(log)) for path in folder.glob(f"{log}.*-*.log"))
+    return sorted(((int(match[1]), int(match[2])) for match in matches if match), reverse=True)
 
 
 def snapshot_path(folder: Path, snapshot: int, shard: int) -> Path:
@@ -117,7 +120,7 @@ def write_chunks(path: Path, chunks: list[Tensor]) -> None:
     """Write these bytes to a file, as :func:`write_durably` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         write_all(fd, chunks)
         os.fsync(fd)
@@ -180,7 +183,7 @@ class SnapshotShards(Mapping[int, ShardState]):
 
     def __iter__(self) -> Iterator[int]:
         paths = snapshot_path(self._folder, self._snapshot, 0).parent.glob("shard-*")
-        return iter(sorted(int(path.name.removeprefix("shard-")) for path in paths))
+        return iter(sorted(int(match[1]) for path in paths if (match := _SHARD.fullmatch(path.name))))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+from counterpoint.checkpoint.folder_lock import FolderLock, lock_folder
 from counterpoint.errors import CheckpointError
 from counterpoint.ps.coordinator import COORDINATOR_LOG, Coordinator
 from counterpoint.ps.job_config import JobConfig
@@ -13,7 +15,7 @@ from counterpoint.ps.process.disk_layout import SnapshotShards, recover_log, rec
 from counterpoint.ps.process.job_file import JobEndpoint
 from counterpoint.ps.process.join_job import TOKEN_BITS
 from counterpoint.ps.process.node_runner import NodeRunner
-from counterpoint.ps.process.wal_writer import journal_folder
+from counterpoint.ps.process.wal_writer import journal_folder, write_failure
 from counterpoint.ps.server import ServerNode
 from counterpoint.rpc.address import RpcAddress
 from counterpoint.rpc.event_loop import EventLoop
@@ -21,6 +23,7 @@ from counterpoint.rpc.handshake import JobCredentials
 from counterpoint.rpc.job_key import JobKey
 
 WAIT_SLICE_S = 3600.0
+COORDINATOR_LOCK = "coordinator.lock"
 
 
 def serve_coordinator(
@@ -42,10 +45,13 @@ def serve_coordinator(
 
     Raises:
         LaunchError: the address is in use, or of TCP without a key.
-        CheckpointError: the log is damaged, or cannot be written.
+        CheckpointError: the log is damaged, cannot be written, or is written by another coordinator.
     """
-    records = recover_log(folder, COORDINATOR_LOG) if folder is not None else []
-    with EventLoop() as loop:
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.callback(lock_log(folder).release)
+        records = recover_log(folder, COORDINATOR_LOG) if folder is not None else []
+        loop = stack.enter_context(EventLoop())
         runner = NodeRunner(endpoint.job, loop, JobCredentials(key, endpoint.job.name), None, folder)
         address = runner.connections.listen(endpoint.coordinator)
         if on_listen is not None:
@@ -53,6 +59,19 @@ def serve_coordinator(
         runner.run(Coordinator(endpoint.job, records, loop.clock()))
         _run_until(loop, runner, should_stop)
         runner.close()
+
+
+def lock_log(folder: Path) -> FolderLock:
+    """Lock the folder of a coordinator's log, which is created if it does not exist.
+
+    Raises:
+        CheckpointError: it cannot be written, or another coordinator has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock_folder(folder, "", "give another --folder", name=COORDINATOR_LOCK)
+    except OSError as error:
+        raise write_failure(folder, error) from error
 
 
 def serve_shards(  # noqa: PLR0913 - what a server is

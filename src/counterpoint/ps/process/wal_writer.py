@@ -25,6 +25,7 @@ from counterpoint.ps.server import JournalTracker, ServerNode, fill_gaps
 from counterpoint.ps.write_ahead_log import JournalRecord, encode_chunks
 
 THREAD_JOIN_S = 60.0
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no pipe
 
 
 class WalWriter:
@@ -47,7 +48,10 @@ class WalWriter:
         self._is_stopping = False
         self._is_healthy = True
         self._files: dict[str, int] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_failure(folder, error) from error
         self._thread = threading.Thread(target=self._run, name="counterpoint writer", daemon=True)
         self._thread.start()
 
@@ -89,11 +93,7 @@ class WalWriter:
                 with self._changed:
                     self._is_healthy = False
                     self._changed.notify_all()
-                self._on_failure(
-                    CheckpointError(
-                        f"cannot write to {self._folder}: {error.strerror}; free space, or use another folder"
-                    )
-                )
+                self._on_failure(write_failure(self._folder, error))
                 return
             with self._changed:
                 self._num_done += len(orders)
@@ -135,9 +135,14 @@ class WalWriter:
         fd = self._files.get(log)
         if fd is None:
             path = self._segment_paths(log)[0]
-            fd = self._files[log] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            fd = self._files[log] = os.open(path, LOG_FLAGS, 0o644)
             sync_folder(self._folder)
         return fd
+
+
+def write_failure(folder: Path, error: OSError) -> CheckpointError:
+    """Return the error for a folder of logs that cannot be written."""
+    return CheckpointError(f"cannot write to {folder}: {error.strerror}; free space, or use another folder")
 
 
 def journal_folder(folder: Path) -> Path:

@@ -44,7 +44,7 @@ class CheckpointDir:
         """Check that no other run has taken the folder.
 
         Raises:
-            CheckpointError: one has.
+            CheckpointWriteError: one has.
         """
         if self.lock is not None:
             self.lock.require_held()

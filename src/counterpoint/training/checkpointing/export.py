@@ -6,6 +6,7 @@ A ``.pt`` file is written by ``torch.save``, which pickles; what is in it are te
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def write_torch_files(
         writers["optimizer.pt"] = lambda path: torch.save(optimizer, path)
         num_tensors["optimizer.pt"] = sum(len(state) for state in optimizer["state"].values())
     for path in map(output.joinpath, writers):
-        if path.exists():
+        if os.path.lexists(path):
             raise CheckpointError(
                 f"{path} exists and is not overwritten; give another output folder, or remove the file"
             )

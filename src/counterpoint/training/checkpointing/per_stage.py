@@ -21,7 +21,8 @@ from counterpoint.checkpoint import (
     join_draft,
     step_folders,
 )
-from counterpoint.errors import CheckpointWriteError, PlanError
+from counterpoint.checkpoint.file_ops import is_folder
+from counterpoint.errors import CheckpointError, CheckpointWriteError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.runtime.rank_builder import RankRuntime
@@ -70,6 +71,8 @@ class StageCheckpointer:
             slices, state = self.collect_part(self.local_ranks.ranks[fabric.rank], fabric, progress, metadata)
             require_finite_weights(slices)
             try:
+                self.target.require_held()
+                require_folder(self.target.path)
                 draft = join_draft(self.target.path, progress.step, self.target.draft_id, files=files)
                 drafts.append(draft)
                 add_part(draft, (fabric.rank, fabric.num_ranks), slices, state, files=files)
@@ -101,11 +104,18 @@ class StageCheckpointer:
         return slices + collect_frozen_params(self.local_ranks), state
 
     def pop_completed(self) -> list[tuple[int, Path]]:
-        """Return the steps that were completed since the last call, and their folders, except those pruned already."""
+        """Return the steps that were completed since the last call, and their folders, except those pruned already.
+
+        Raises:
+            CheckpointWriteError: the folder cannot be read; what was completed is returned later.
+        """
         completed = [step for step, drafts in self.drafts.items() if not any(map(is_pending, drafts))]
+        try:
+            folders = {int(folder.name.removeprefix("step-")): folder for folder in step_folders(self.target.path)}
+        except CheckpointError as error:
+            raise CheckpointWriteError(str(error)) from error
         for step in completed:
             self.release(step)
-        folders = {int(folder.name.removeprefix("step-")): folder for folder in step_folders(self.target.path)}
         return [(step, folders[step]) for step in completed if step in folders]
 
     def finish(self) -> None:
@@ -127,6 +137,19 @@ class StageCheckpointer:
         """Release all locks; incomplete drafts are left for the next run to recover or remove."""
         for step in list(self.drafts):
             self.release(step)
+
+
+def require_folder(path: Path) -> None:
+    """Check that the folder of all checkpoints is still there, on a rank that does not hold its lock.
+
+    Raises:
+        CheckpointWriteError: it is not.
+    """
+    if not is_folder(path):
+        raise CheckpointWriteError(
+            f"{path} was removed or renamed while this run used it; nothing was saved: rename it back, with what was "
+            "in it"
+        )
 
 
 def require_checkpoint_mode(local_ranks: LocalRanks, checkpoint_mode: CheckpointMode, save_every: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -27,6 +28,7 @@ from counterpoint.checkpoint import (
     whole_tensor,
     write_shard,
 )
+from counterpoint.checkpoint.file_ops import is_folder
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.fabric.fabric import Fabric, Json
@@ -451,9 +453,9 @@ def find_newest(config: ResumeConfig) -> Checkpoint | None:
         CheckpointError: there is none where one is needed, or none is intact.
     """
     path = config.path
-    if path.is_dir():
+    if is_folder(path):
         recover_drafts(path)
-    if not path.exists() or (path.is_dir() and not is_checkpoint(path) and not step_folders(path)):
+    if not os.path.lexists(path) or (is_folder(path) and not is_checkpoint(path) and not step_folders(path)):
         if config.if_missing == "start":
             return None
         try:
