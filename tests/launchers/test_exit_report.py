@@ -15,6 +15,7 @@ from counterpoint.launchers.exit_report import (
     exit_code,
     find_root_cause,
     format_report,
+    format_stop,
     wait_for_others_s,
 )
 from counterpoint.launchers.rank_activity import RankActivity, StopTimer, parse_stack
@@ -253,3 +254,12 @@ def test_the_first_record_of_a_rank_stays(tmp_path):
     raised("ValueError", 1.0).write(path)
     raised("PeerError", 2.0, peer=True).write(path)
     assert ErrorRecord.read(path) == raised("ValueError", 1.0)
+
+
+def test_a_rank_that_could_not_save_because_it_was_stopped_is_named_and_no_more_time_is_advised():
+    outcomes = [ended(0, -9, stopped_s=2.0), ended(1, -9, stopped_s=2.0, activity=RankActivity("SIGSTOP", 3.0))]
+    assert format_stop(outcomes, signal.SIGTERM, [0, 1], 3.0).splitlines() == [
+        "stopped by SIGTERM; all 2 ranks have ended",
+        "ranks 0 and 1 had not ended 3 s after the signal and were killed: rank 1 was stopped by SIGSTOP, and others "
+        "waited for it",
+    ]

@@ -1,5 +1,6 @@
 """Real processes: whatever ends a run, it ends soon, says why, and leaves nothing behind."""
 
+import math
 import os
 import re
 import signal
@@ -305,6 +306,22 @@ peer.recv(1)
 def test_what_cannot_start_is_refused(argv, ranks, port, text):
     with pytest.raises(LaunchError, match=text):
         run_command(argv, ranks, port=port)
+
+
+@pytest.mark.parametrize("limit", [{"grace_s": math.nan}, {"grace_s": -1.0}, {"grace_s": math.inf}, {"timeout_s": 1e300}, {"timeout_s": 0.0},
+                                   {"timeout_s": math.nan}])  # fmt: skip
+def test_a_time_limit_that_never_passes_is_refused_before_a_rank_is_started(limit):
+    with pytest.raises(
+        LaunchError, match=r"is no time limit; give a number of seconds (above 0|from 0 on), 2000000 at most"
+    ):
+        run_command([sys.executable], 1, **limit)
+
+
+def test_ranks_whose_output_this_process_cannot_hold_open_are_refused_before_one_is_started():
+    with pytest.raises(
+        LaunchError, match=r"10000000 ranks need 20000032 open files .*; start fewer ranks on this host"
+    ):
+        run_command([sys.executable], 10**7)
 
 
 def test_a_script_that_is_not_there_is_refused():

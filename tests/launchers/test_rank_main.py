@@ -1,6 +1,7 @@
 """A script runs in a rank as `python script.py` would run it."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -81,3 +82,28 @@ def test_an_error_is_written_down_where_a_supervisor_asked_for_it(tmp_path, monk
     monkeypatch.delenv("COUNTERPOINT_ERROR_FILE")
     report_error(ValueError("nobody watches"))
     assert [file.name for file in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+class MuteError(Exception):
+    """Has a text that cannot be made, a long name, and notes that are no texts."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+MuteError.__name__ = "Mute" * 100_000
+
+
+def test_an_error_that_cannot_be_written_as_it_is_is_written_all_the_same(tmp_path, monkeypatch):
+    """Its rank was said to have ended with an exit code, and who had waited for it was blamed."""
+    mute, foreign = MuteError(), FileNotFoundError(os.fsdecode(b"no file x\xff"))
+    mute.__notes__ = [1, None]  # type: ignore[list-item]  # what Python does not check
+    for number, (error, kind, message, notes) in enumerate((
+        (mute, "Mute" * 1000, "its text could not be made: RuntimeError in __str__", ("1", "None")),
+        (foreign, "FileNotFoundError", "no file x\\udcff", ()),
+    )):  # fmt: skip
+        monkeypatch.setenv("COUNTERPOINT_ERROR_FILE", str(tmp_path / f"{number}.json"))
+        report_error(error)
+        record = ErrorRecord.read(tmp_path / f"{number}.json")
+        assert record is not None
+        assert (record.kind, record.message, record.notes) == (kind, message, notes)

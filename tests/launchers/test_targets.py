@@ -111,6 +111,11 @@ def test_the_key_is_in_no_text_and_no_command(name, tmp_path):
 
 REFUSED = [
     ("spork", PLAIN, "there is no launcher 'spork'; give one of local, torchrun, mpi, slurm, ray, kubernetes"),
+    (
+        "slurm",
+        replace(PLAIN, timeout_s=float("nan")),
+        "timeout=nan is no time limit; give a number of seconds above 0, ",
+    ),
     ("slurm", replace(PLAIN, num_hosts=0), "0 hosts are not possible; give 1 or more"),
     ("slurm", replace(PLAIN, resources=ResourceRequest(cpus_per_rank=0)), "0 cores per rank are not possible"),
     ("slurm", replace(PLAIN, port=0), "port 0 does not exist"),

@@ -1,5 +1,9 @@
+import math
 from typing import Any
 
+import pytest
+
+from counterpoint.errors import PlanError
 from counterpoint.ps.actions import AppendLog, SendMessage
 from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.coordinator import Coordinator
@@ -48,6 +52,23 @@ def with_worker():
 def test_jobs_with_one_second_as_integer_and_as_float_are_equal():
     digests = {JobConfig("job", Asp(), timeouts=Timeouts(heartbeat_s=seconds)).digest() for seconds in (1, 1.0)}
     assert len(digests) == 1
+
+
+BAD_JOBS = {
+    "no heartbeat": lambda: Timeouts(heartbeat_s=0),
+    "a negative limit": lambda: Timeouts(resend_s=-1.0),
+    "a limit that is no number": lambda: Timeouts(lease_s=math.nan),
+    "a limit that never passes": lambda: Timeouts(failure_timeout_s=math.inf),
+    "tasks of a terabyte": lambda: DataConfig(num_slices=10**12, num_epochs=1),
+    "a billion servers": lambda: JobConfig("job", Asp(), 10**9),
+    "a negative capacity": lambda: JobConfig("job", Asp(), capacity_bytes=-1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JOBS)
+def test_a_job_that_would_spin_wait_forever_or_fill_the_memory_is_refused(name):
+    with pytest.raises(PlanError, match=r"; give "):
+        BAD_JOBS[name]()
 
 
 def test_a_second_member_of_one_name_is_refused_while_the_first_is_alive():

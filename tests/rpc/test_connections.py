@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from counterpoint.errors import LaunchError, PeerError, ProtocolError
-from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.address import parse_address, resolve_address
 from counterpoint.rpc.client import RpcClient
 from counterpoint.rpc.connection import ConnectionLostError
 from counterpoint.rpc.event_loop import EventLoop
@@ -280,3 +280,15 @@ def stay_inside(loop, is_inside, is_over):
 def test_what_is_gathered_leaves_when_somebody_waits(loop, asking):
     with loop.cork():
         assert asking.request(RpcMessage("ask", {"index": 3})).wait(10.0).fields["index"] == 3
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "..", "é" * 60])
+def test_a_name_that_no_host_can_have_is_unknown(host):
+    with pytest.raises(LaunchError, match=r"cannot be resolved: .*; give a host's name or address"):
+        resolve_address(parse_address(f"tcp:{host}:4000"), is_keyed=True)
+
+
+@pytest.mark.parametrize("text", ["unix:x\udcff", "unix:", "tcp:x\udcff:4000", "tcp:127.0.0.1\0.a:4000", "tcp:a:70000"])
+def test_a_text_that_is_no_address_is_refused(text):
+    with pytest.raises(LaunchError, match="is not an address; write unix:NAME or tcp:HOST:PORT"):
+        parse_address(text)

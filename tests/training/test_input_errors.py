@@ -362,6 +362,13 @@ def test_an_error_of_torch_says_in_which_step_and_microbatch_it_was(strategy):
         ({"share_params_on_host": "off"}, r"^share_params_on_host='off' is a str; give True or False$"),
         ({"retain_freed_memory": None}, r"^retain_freed_memory=None is a NoneType; give True or False$"),
         ({"clip_norm": True}, r"^clip_norm=True is a bool; give a positive number$"),
+        *(
+            (
+                {"timeout_s": limit},
+                r"^timeout_s=.* is no time to wait; give a positive number of seconds, 2000000 at most$",
+            )
+            for limit in (0.0, float("nan"), float("inf"))
+        ),
         ({"timeout_s": "3"}, r"^timeout_s='3' is a str; give a positive number$"),
         ({"optimizer": partial(optim.LBFGS, lr=1.0)}, r"^LBFGS.step needs a closure that computes the loss again"),
     ],

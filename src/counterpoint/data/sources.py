@@ -85,7 +85,7 @@ def select_split(sources: tuple[SourceFile, ...], split: DatasetSplit, one_in: i
 
 def is_held_out(path: str, one_in: int) -> bool:
     """Tell whether a file is held out; the same on every machine and in every process."""
-    return zlib.crc32(path.encode()) % one_in == 0
+    return zlib.crc32(path.encode("utf-8", "surrogateescape")) % one_in == 0
 
 
 def _walk(root: Path) -> Iterator[SourceFile]:

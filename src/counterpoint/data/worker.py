@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from counterpoint.data.microbatch_reader import MicrobatchIndex, SampleReader
-from counterpoint.errors import DataError
+from counterpoint.errors import DataError, error_text
 from counterpoint.value_codec import decode_value, encode_parts
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -167,7 +167,9 @@ def run_worker(number: int, reader: SampleReader, init: Callable[[int], None] | 
 def describe_error(error: Exception, index: MicrobatchIndex) -> WorkerError:
     """Return an error of reading a microbatch as text."""
     note = [f"while reading {index}", *getattr(error, "__notes__", ())][-1]
-    return WorkerError(f"{type(error).__name__}: {error}", note, "".join(traceback.format_exception(error)).rstrip())
+    return WorkerError(
+        f"{type(error).__name__}: {error_text(error)}", str(note), "".join(traceback.format_exception(error)).rstrip()
+    )
 
 
 def exit_when_closed(keepalive: Connection) -> None:

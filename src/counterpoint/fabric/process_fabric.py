@@ -11,6 +11,7 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.peer_liveness import PeerProcesses
+from counterpoint.terminal_text import escape_surrogates
 
 REASON_WAIT_S = 0.5  # after a lost connection, wait this long for a rank that posts the reason
 EXIT_WAIT_S = 0.3  # on one host: a process closes its connections a moment before the kernel reports its exit
@@ -125,6 +126,7 @@ class ProcessFabric(Fabric, ABC):
 
     def fail(self, text: str) -> PeerError:
         """Mark the fabric as failed, broadcast the text, and return the error."""
+        text = escape_surrogates(text)  # it may be that of a user's error
         for fabric in (self, *self.linked_fabrics):
             fabric.failure = fabric.failure or text
             fabric.broadcast_abort(text)

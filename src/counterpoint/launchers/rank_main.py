@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from counterpoint.errors import PeerError
+from counterpoint.errors import PeerError, error_text
 from counterpoint.launchers.environment import ERROR_FILE, EXITED_FILE
 from counterpoint.launchers.exit_report import ErrorRecord
 from counterpoint.launchers.rank_activity import register_stack_dump
@@ -67,15 +67,17 @@ def delay_secondary_error(error: BaseException) -> None:
 
 def make_error_record(error: BaseException) -> ErrorRecord:
     """Return the supervisor's record of an error."""
-    kind, message, notes = type(error).__name__, str(error), getattr(error, "__notes__", ())
-    return ErrorRecord(kind, message, user_location(error), is_peer_error(error), time.monotonic(), tuple(notes))
+    kind, message, notes = type(error).__name__, error_text(error), getattr(error, "__notes__", ())
+    return ErrorRecord(
+        kind, message, user_location(error), is_peer_error(error), time.monotonic(), tuple(map(str, notes))
+    )
 
 
 def is_peer_error(error: BaseException | None) -> bool:
     """Return whether the error, or its cause, only says that another rank was lost."""
     if error is None:
         return False
-    text = str(error).lower()
+    text = error_text(error).lower()
     network = isinstance(error, OSError | RuntimeError) and any(words in text for words in PEER_TEXTS)
     return isinstance(error, PeerError) or network or is_peer_error(error.__cause__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, first_line
 from counterpoint.model.spec import LayerSpec, ModelSpec, TensorParallelSpec
 from counterpoint.partitioning.fx_ops import fake_value
 from counterpoint.partitioning.seed_hooks import no_seed
@@ -91,7 +91,7 @@ class _ShardedLayerCheck:
             try:
                 partial_outputs.append(self._run(values, shard_params(weights, self.tp_spec, index, num_shards)))
             except (RuntimeError, IndexError, ValueError) as error:
-                reason = str(error).strip().splitlines()[0]
+                reason = first_line(error)
                 raise PlanError(
                     f"{self.layer.name} does not run on shard {index} of {num_shards} along {self.tp_spec.dim}: "
                     f"{reason}; {self._advice()}"

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from counterpoint.compiler.compile import CompiledPlan
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, first_line
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import Plan
@@ -203,7 +203,7 @@ def rank_with_simulator(
         try:
             prediction = predict_with_simulator(plan, simulator, max_step_s, attributes_time=tolerance is None)
         except PlanError as error:
-            rejected[index] = RejectedPlan(plan, str(error).splitlines()[0])
+            rejected[index] = RejectedPlan(plan, first_line(error))
         except StepTooSlow:
             pruned[index] = plan
         else:

@@ -8,7 +8,12 @@ import msgspec
 from msgspec import Struct, field
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.validation import MAX_SECONDS
 from counterpoint.ps.consistency import Bsp, Consistency
+
+MAX_SERVERS = 10_000
+MAX_TASKS = 1_000_000
+"""The largest number of tasks of an epoch, which the coordinator holds in memory."""
 
 
 class DataConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +34,8 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if min(self.num_slices, self.num_epochs, self.slices_per_step) < 0 or self.slices_per_task < 1:
             raise PlanError(f"{self} has a negative number, or slices_per_task below 1")
+        if self.num_slices > MAX_TASKS * self.slices_per_task:
+            raise PlanError(f"{self} has more than {MAX_TASKS:,} tasks in an epoch; give more slices_per_task")
         if self.slices_per_step and (
             self.num_slices % self.slices_per_step
             or self.slices_per_step % min(self.slices_per_task, self.slices_per_step)
@@ -77,6 +84,11 @@ class Timeouts(Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 300.0
     resend_s: float = 1.0
 
+    def __post_init__(self) -> None:
+        limits = (self.heartbeat_s, self.failure_timeout_s, self.lease_s, self.resend_s)
+        if not all(0 < seconds <= MAX_SECONDS for seconds in limits):
+            raise PlanError(f"{self} has no time limits; give numbers of seconds above 0, {MAX_SECONDS:.0f} at most")
+
 
 class JobConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration that must be identical on every member of a job.
@@ -106,8 +118,10 @@ class JobConfig(Struct, frozen=True, forbid_unknown_fields=True):
     is_replicated: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_servers < 0:
-            raise PlanError(f"job {self.name} with {self.num_servers} servers; give 0 or more")
+        if not 0 <= self.num_servers <= MAX_SERVERS:
+            raise PlanError(f"job {self.name} with {self.num_servers} servers; give 0 to {MAX_SERVERS:,}")
+        if self.capacity_bytes < 0:
+            raise PlanError(f"job {self.name} with {self.capacity_bytes} bytes a shard; give 0 or more")
         if not self.num_servers and not self.allows_recompute:
             raise PlanError(
                 f"job {self.name} without servers trains by allreduce in lockstep, which needs bsp and epochs, but has "

@@ -53,11 +53,11 @@ def parse_address(text: str) -> RpcAddress:
         (TcpAddress(host='10.0.0.1', port=4000), 'tcp:[::1]:4000', UnixAddress(name='job-7'))
     """
     kind, _, rest = text.partition(":")
-    if kind == "unix" and 0 < len(rest.encode()) <= MAX_NAME_BYTES and rest.isprintable():
+    if kind == "unix" and rest.isprintable() and 0 < len(rest.encode()) <= MAX_NAME_BYTES:
         return UnixAddress(rest)
     host, _, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if kind == "tcp" and host and re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 1 << 16:
+    if kind == "tcp" and host.isprintable() and host and re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 1 << 16:
         return TcpAddress(host, int(port))
     raise LaunchError(f"{text[:120]!r} is not an address; write unix:NAME or tcp:HOST:PORT, such as tcp:10.0.0.1:4000")
 
@@ -162,7 +162,7 @@ def resolve_address(address: RpcAddress, *, is_keyed: bool) -> tuple[socket.Addr
 def _resolve_tcp(rpc_address: TcpAddress) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
         family, _, _, _, address = socket.getaddrinfo(rpc_address.host, rpc_address.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a UnicodeError for a name that DNS cannot have
         raise LaunchError(f"{rpc_address} cannot be resolved: {error}; give a host's name or address") from error
     return family, (str(address[0]), rpc_address.port)
 

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, first_line
 from counterpoint.runtime.state_of_ranks import StateOfRanks
 from counterpoint.world.topology import format_count
 
@@ -124,7 +124,7 @@ def step_without_closure(optimizer: optim.Optimizer) -> None:
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         if not any(text in str(error) for text in NEEDS_CLOSURE):
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise closure_error(type(optimizer), f"without a closure failed ({reason})") from error
 
 

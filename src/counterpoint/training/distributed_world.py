@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from counterpoint.errors import LaunchError
+from counterpoint.errors import LaunchError, first_line
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.fabric.rendezvous import Address, connect, parse_transport
@@ -160,7 +160,7 @@ class DistributedWorld:
     def stop(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed."""
         if not self.has_failed:
-            self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.failures.append(f"{type(error).__name__}: {first_line(error)}")
             self.fabrics[0].abort(self.failures[0])
 
     def close(self) -> None:

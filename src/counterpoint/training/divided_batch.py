@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from counterpoint.device.select import accelerator_for, model_device
-from counterpoint.errors import CounterpointError, DataError
+from counterpoint.errors import CounterpointError, DataError, first_line
 from counterpoint.partitioning.dry_run import preserve_state, raise_batch_norm_error, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
@@ -80,7 +80,7 @@ def explain_division(
         if failure is None or find_failure(model, loss, whole) is not None:
             raise
         what = type(model).__name__ if failure.what == "model" else "the loss"
-        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = first_line(error).strip()
         raise DataError(
             f"{what} computes on the batch of {whole.num_samples} samples, but not on {name}, which has "
             f"{part.num_samples} of them: {type(error).__name__}{f': {reason}' if reason else ''}; {plan} divides a "

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
@@ -133,8 +133,11 @@ class TrainingOptions:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
         if self.clip_value is not None and not self.clip_value > 0:
             raise PlanError(f"clip_value={self.clip_value} would leave no gradient; give a positive number, or None")
-        if not self.timeout_s > 0:
-            raise PlanError(f"timeout_s={self.timeout_s} leaves no time to wait; give a positive number of seconds")
+        if not 0 < self.timeout_s <= MAX_SECONDS:
+            raise PlanError(
+                f"timeout_s={self.timeout_s} is no time to wait; give a positive number of seconds, {MAX_SECONDS:.0f} "
+                "at most"
+            )
         for name, allowed in (
             ("clip_by", ("model", "stage")),
             ("check_finite", ("loss", "gradients")),

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.select import accelerator_for, model_device
-from counterpoint.errors import CounterpointError, DataError, PlanError
+from counterpoint.errors import CounterpointError, DataError, PlanError, first_line
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.partitioning.partitioned_model import as_call_args
@@ -371,7 +371,7 @@ def compare_plan(
     try:
         trained = train_with_plan(run, requested, dtype, num_ranks)
     except CounterpointError as error:
-        return PlanParity(name, refusal=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return PlanParity(name, refusal=f"{type(error).__name__}: {first_line(error)}")
     state = trained.state.without(expected.noise)
     differences = {
         kind: difference

@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import nn
 
 from counterpoint.device.select import accelerator_for, model_device
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, first_line
 from counterpoint.fabric.fabric import Json
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice, PlanTrial, candidates_to_measure, decide_by_trials
@@ -200,7 +200,7 @@ def build_runner(plan: Plan, target: TrialTarget, stack: ExitStack) -> TrialRunn
     try:
         local_ranks.build(batch.inputs(0), batch.sizes[0])
     except PlanError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error) or "it was refused"
     reasons = cast("list[str]", all_gather_values(local_ranks, reason))
     return RejectedPlan(plan, next(filter(None, reasons))) if any(reasons) else TrialRunner(plan, local_ranks, batch)
 

@@ -27,6 +27,7 @@ from counterpoint.fabric.fingerprint import dtype_name, format_ranks
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.partitioned_model import find_embedding_tables
 from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.terminal_text import escape_surrogates
 from counterpoint.training.options import TrainingOptions
 
 NamedFacts: TypeAlias = Sequence[Sequence[str]]
@@ -333,7 +334,7 @@ def describe_code(code: CodeType) -> tuple[Any, ...]:
 
 def digest(text: str) -> str:
     """Return a short digest of a text."""
-    return sha256(text.encode()).hexdigest()[:12]
+    return sha256(escape_surrogates(text).encode()).hexdigest()[:12]
 
 
 def describe_mode(model: nn.Module) -> str:

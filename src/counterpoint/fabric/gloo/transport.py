@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PeerError
+from counterpoint.errors import PeerError, first_line
 from counterpoint.fabric.c10d import GlooProcessGroup
 from counterpoint.fabric.fabric import CompletedWork, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
@@ -404,5 +404,5 @@ class GlooCollectiveWork(Work):
 
 def error_summary(error: Exception) -> str:
     """Return the first line of a gloo error, without its source location and closing phrase."""
-    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    line = first_line(error) or type(error).__name__
     return re.sub(r"^\[[^\]]*\]\s*", "", line.split("GLHF")[0]).strip(" .;,")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.environment import KEY_FILE, MASTER_VARIABLES, TIMEOUT_S, TRANSPORT
+from counterpoint.launchers.environment import KEY_FILE, MASTER_VARIABLES, TIMEOUT_S, TRANSPORT, require_seconds
 from counterpoint.rpc.job_key import read_key
 
 JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
@@ -120,6 +120,7 @@ def validate_spec(spec: LaunchSpec) -> None:
     for what, (number, lowest) in least.items():
         if number < lowest:
             raise LaunchError(f"{number} {what} are not possible; give {lowest} or more")
+    require_seconds("timeout", spec.timeout_s)
     if not 0 < spec.port < 65536:
         raise LaunchError(f"port {spec.port} does not exist; give one from 1 to 65535")
     if not JOB_NAME.fullmatch(spec.name):

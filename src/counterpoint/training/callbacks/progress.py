@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO, TypeAlias
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, first_line
 from counterpoint.training.callbacks.callback import (
     Callback,
     CheckpointFailed,
@@ -196,7 +196,7 @@ def format_error(error: BaseException | None) -> str | None:
         return None
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by Ctrl-C"
-    first = "".join(str(error).splitlines()[:1])
+    first = first_line(error)
     if isinstance(error, SystemExit) and first:
         return first
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
