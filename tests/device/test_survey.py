@@ -3,47 +3,62 @@
 import math
 
 import pytest
+import torch
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.registry import STRATEGIES
+from counterpoint.testing.device_survey import (
+    BUILDERS,
+    CASES,
+    MODEL_PLANS,
+    OPTION_PLANS,
+    OPTIONS,
+    TOLERANCE,
+    SurveyCase,
+    largest_difference,
+    train,
+)
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
 from tests.covering import each_value_once
-from tests.device.survey_cases import BUILDERS, MODEL_PLANS, PLANS, SYSTEMS, train
 
-TOLERANCE = 1e-12
 pytestmark = pytest.mark.filterwarnings("ignore")  # the CPU's run warns as well
 
-CASES = [("mlp", plan) for plan in dict.fromkeys(PLANS + SYSTEMS)]
-CASES += each_value_once([name for name in BUILDERS if name != "mlp"], MODEL_PLANS)
+CHOSEN = [case for case in CASES if case.model == "mlp" and not case.options]
+CHOSEN += [SurveyCase(*pair) for pair in each_value_once([name for name in BUILDERS if name != "mlp"], MODEL_PLANS)]
+CHOSEN += [SurveyCase("mlp", plan, options) for options, plan in each_value_once([*OPTIONS, "trainer"], OPTION_PLANS)]
 
 
-def differences(actual, expected):
-    (losses, weights), (expected_losses, expected_weights) = actual, expected
-    for loss, other in zip(losses, expected_losses, strict=True):
-        if not (math.isnan(loss) and math.isnan(other)):  # a pipeline without a flush has no loss at first
-            yield abs(loss - other)
-    for name, value in weights.items():
-        yield float((value.double() - expected_weights[name].double()).abs().max())
-
-
-@pytest.mark.parametrize(("name", "plan"), CASES)
-def test_a_device_has_the_numbers_of_the_cpu(name, plan):
-    expected = train(name, plan, "cpu")
-    assert max(differences(train(name, plan, StandInAccelerator()), expected)) <= TOLERANCE
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_a_device_has_the_numbers_of_the_cpu(case):
+    expected = train(case, "cpu")
+    assert largest_difference(train(case, StandInAccelerator()), expected) <= TOLERANCE
     DEVICE.require_no_races()
+
+
+def test_a_difference_is_found_and_nan_is_no_number():
+    outcome = [1.0, math.nan], {"w": torch.ones(2)}
+    assert largest_difference(outcome, outcome) == 0.0
+    assert largest_difference(([1.5, math.nan], outcome[1]), outcome) == 0.5
+    assert math.isnan(largest_difference(([math.nan, math.nan], outcome[1]), outcome))
+    assert math.isnan(largest_difference((outcome[0], {"w": torch.full((2,), math.nan)}), outcome))
+    assert math.isnan(largest_difference((outcome[0], {}), outcome))
 
 
 def test_what_the_cpu_refuses_is_refused_with_the_same_words():
     errors = []
     for device in ("cpu", StandInAccelerator()):
         with pytest.raises(PlanError, match=r"share weights, but under .*; untie them") as found:
-            train("gpt", "pipeline(2, schedule=pipedream)", device)
+            train(SurveyCase("gpt", "pipeline(2, schedule=pipedream)"), device)
         errors.append(str(found.value))
     assert errors[0] == errors[1]
 
 
 def test_every_name_is_in_the_survey():
+<<<<<<< HEAD
     plans = " ".join(PLANS + SYSTEMS)
+=======
+    plans = " ".join(case.plan for case in CASES)
+>>>>>>> 2bb1ca9d (Share the survey of a device between tests and benchmarks)
     aliases = {"zero1", "zero2", "zero3", "one_f_one_b", "interleaved", "bsp", "ssp", "asp"}
     assert not [name for name in STRATEGIES if name not in aliases and f"{name}(" not in plans]
