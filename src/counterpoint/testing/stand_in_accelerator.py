@@ -13,9 +13,6 @@ from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Str
 from counterpoint.testing.stand_in_device import DEVICE, NAME, StandInTensor
 from counterpoint.testing.stand_in_streams import Clock
 
-TOTAL_BYTES = 1 << 30
-"""Memory of the device; nothing limits it to that."""
-
 
 @final
 class StandInEvent:
@@ -148,7 +145,8 @@ class StandInAccelerator(Accelerator):
     def memory_stats(self) -> MemoryStats:
         """Return how much memory is used."""
         used_bytes = DEVICE.allocated_bytes
-        return MemoryStats(used_bytes, DEVICE.peak_bytes, used_bytes, TOTAL_BYTES - used_bytes, TOTAL_BYTES)
+        total_bytes = DEVICE.total_bytes
+        return MemoryStats(used_bytes, DEVICE.peak_bytes, used_bytes, total_bytes - used_bytes, total_bytes)
 
     def reset_peak_memory_stats(self) -> None:
         """Let ``peak_allocated_bytes`` start again from what is allocated now."""

@@ -84,12 +84,16 @@ class Allocation:
         self.storage, self.device = storage, device
         self.accesses = device.order.new_accesses()
         self.num_bytes = 0
-        self.update_size()
+        self._count(storage.nbytes())
 
-    def update_size(self) -> None:
-        """Count the bytes that it has now."""
-        self.device.count_bytes(self.storage.nbytes() - self.num_bytes)
-        self.num_bytes = self.storage.nbytes()
+    def resize(self, num_bytes: int) -> None:
+        """Change the size; 0 frees the memory."""
+        self._count(num_bytes)
+        self.storage.resize_(num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.device.count_bytes(num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
 
     def __del__(self) -> None:
         self.device.count_bytes(-self.num_bytes)
@@ -120,8 +124,7 @@ class StandInStorage:
 
     def resize_(self, num_bytes: int) -> None:
         """Change the size; 0 frees the memory."""
-        self._allocation.storage.resize_(num_bytes)
-        self._allocation.update_size()
+        self._allocation.resize(num_bytes)
 
     def data_ptr(self) -> DeviceAddress:
         """Return the address."""
@@ -223,6 +226,7 @@ class StandInDevice:
     Attributes:
         host_waits: by kind and source line, how often the host waited for the device.
         num_launches: operations so far.
+        total_bytes: memory of the device.
     """
 
     make_accelerator: Callable[[torch.device], object] | None = None
@@ -233,6 +237,7 @@ class StandInDevice:
         self.host_waits: Counter[tuple[str, str]] = Counter()
         self.num_launches = 0
         self.allocated_bytes = self.peak_bytes = 0
+        self.total_bytes = 1 << 30
         self._generator = torch.Generator()
         self._allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -330,7 +335,13 @@ class StandInDevice:
         return tensor.untyped_storage() in self._pinned
 
     def count_bytes(self, num_bytes: int) -> None:
-        """Add to the allocated bytes."""
+        """Add to the allocated bytes.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not so many.
+        """
+        if num_bytes > 0 and self.allocated_bytes + num_bytes > self.total_bytes:
+            raise torch.OutOfMemoryError(f"{NAME} out of memory. Tried to allocate {num_bytes} bytes")
         self.allocated_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 

@@ -62,6 +62,8 @@ def explain_division(
     """
     try:
         yield
+    except torch.OutOfMemoryError:  # a whole batch needs even more
+        raise
     except Exception as error:
         cause = (
             error.__cause__ if isinstance(error, DataError) else error

@@ -64,6 +64,7 @@ from counterpoint.training.between_steps.shared_models import SharedModel
 from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
+from counterpoint.training.device_memory import DeviceMemory, explain_full_device
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.divided_batch import explain_division
 from counterpoint.training.hook_stores import require_no_kept_outputs
@@ -139,7 +140,7 @@ def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: s
             local_ranks.released_params.poison(error)
         else:
             local_ranks.export_weights()
-    except CounterpointError as export_error:
+    except (CounterpointError, torch.OutOfMemoryError) as export_error:
         error.add_note(
             f"the trained weights could not be exported: {export_error}; the model's are from before {entry_point}, or "
             "those of some rank when it failed: load a checkpoint (resume=...), or build the model again"
@@ -249,7 +250,9 @@ class LocalRanks:
         require_grad_recording()
         if self.compiled is None or self.changes is None:
             self.shared_model.find_partners()
-            self.build_ranks(self.compile_plan(inputs, num_samples), self.accelerator.to_device(inputs))
+            memory = self.device_memory(inputs, num_samples)
+            with explain_full_device(self.accelerator, memory.describe, "before the first step"):
+                self.build_ranks(self.compile_plan(inputs, num_samples), self.accelerator.to_device(inputs))
         assert self.compiled is not None, "compiled"
         return self.compiled
 
@@ -470,7 +473,10 @@ class LocalRanks:
 
         self.is_in_step = True
         try:
-            with rollback_on_error(self.world, self.ranks, self.in_flight):
+            with (
+                explain_full_device(self.accelerator, lambda: self.memory_of(batch).describe(), f"in step {number}"),
+                rollback_on_error(self.world, self.ranks, self.in_flight),
+            ):
                 results = [result for result in self.world.run(work) if result is not None]
             self.stale_weights.mark()
             self.shared_model.record_step()
@@ -500,6 +506,16 @@ class LocalRanks:
             return part, Samples(*batch.undivided(micro)), f"microbatch {rng.micro} on rank {rank}"
 
         return explain_division(self.model, loss, self.plan, read)
+
+    def device_memory(self, inputs: Any, num_samples: int) -> DeviceMemory:  # noqa: ANN401 - whatever the model takes
+        """Return what the ranks need of their device for microbatches like this one."""
+        return DeviceMemory(self.accelerator, self.plan, self.model, inputs, max(num_samples, 1), self.optimizer_spec)
+
+    def memory_of(self, batch: MicrobatchSource) -> DeviceMemory:
+        """Return what the ranks need of their device for a batch."""
+        interpreter = next(iter(self.ranks.values())).interpreter
+        micro = interpreter.rng.step * interpreter.program.microbatches_per_batch
+        return self.device_memory(batch.inputs(micro), batch.sizes[micro])
 
     @property
     def knows_stop_signal(self) -> bool:

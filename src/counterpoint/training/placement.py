@@ -7,6 +7,7 @@ from torch import nn, optim
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.select import DeviceArgument, LocalRank, move_model, select_accelerator
 from counterpoint.launchers.environment import RankEnvironment
+from counterpoint.training.device_memory import describe_model, explain_full_device
 
 
 def place_model(
@@ -38,5 +39,7 @@ def place_model(
     if device is None:
         return None
     accelerator = select_accelerator(device, local_rank)
-    move_model([module for module in (model, loss) if isinstance(module, nn.Module)], optimizers, accelerator.device)
+    modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
+    with explain_full_device(accelerator, lambda: describe_model(modules), "while the model is moved to it"):
+        move_model(modules, optimizers, accelerator.device)
     return accelerator
