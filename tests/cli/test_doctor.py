@@ -3,7 +3,9 @@ from typer.testing import CliRunner
 
 from counterpoint.cli import doctor
 from counterpoint.cli.main import build_app
-from counterpoint.launchers.variables import allocator_variables, requested_threads
+from counterpoint.device.cuda import take_inventory
+from counterpoint.device.inventory import DeviceInventory, GpuInfo, PciLanes, read_driver, read_lanes
+from counterpoint.launchers.variables import allocator_variables, requested_threads, visibility_variables
 from counterpoint.runtime.malloc import heap_of_process
 
 
@@ -58,3 +60,128 @@ def test_what_training_changes_in_the_allocator_is_said_and_how_to_leave_it(monk
 def test_tunables_count_as_an_allocator_that_is_set_up_only_if_they_are_about_it():
     assert allocator_variables({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}) == ["GLIBC_TUNABLES"]
     assert not allocator_variables({"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F"})
+
+
+H100 = GpuInfo("NVIDIA H100", 80 << 30, 79 << 30, "0000:01:00.0")
+FULL = GpuInfo("NVIDIA H100", 80 << 30, 12 << 30)
+OLD = GpuInfo("Tesla T4", 16 << 30, 16 << 30)
+DRIVER = {"driver": "580.95.05", "runtime": "CUDA 13.0", "nccl": "2.29.7"}
+
+
+def judged(ranks, **inventory):
+    return [
+        f"{finding.grade} {finding.subject}: {finding.fact}; {finding.fix}"
+        for finding in doctor.judge_devices(DeviceInventory(**inventory), ranks)
+    ]
+
+
+def test_a_host_without_gpus_has_no_line_about_them():
+    assert judged(2) == []
+    assert judged(2, runtime="CUDA 13.0") == []
+
+
+def test_a_host_of_equal_gpus_is_good():
+    lines = judged(1, gpus=[H100, H100], num_on_host=2, lanes=[PciLanes(16, 16), None], **DRIVER)
+    assert lines == [
+        "good cuda:0: NVIDIA H100, 79.0 of 80.0 GiB free; ",
+        "good cuda:1: NVIDIA H100, 79.0 of 80.0 GiB free; ",
+        "good GPU peers: every GPU accesses the memory of every other; ",
+        "good GPU driver: driver 580.95.05, torch's CUDA 13.0; ",
+        "good NCCL: NCCL 2.29.7; ",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inventory", "line"),
+    [
+        (1, {"gpus": [FULL]}, "hurts cuda:0: NVIDIA H100, 12.0 of 80.0 GiB free; another program uses the rest"),
+        (
+            1,
+            {"gpus": [H100, OLD]},
+            "hurts GPU kinds: they differ: cuda:0 NVIDIA H100, cuda:1 Tesla T4; synchronous ranks",
+        ),
+        (
+            1,
+            {"gpus": [H100], "lanes": [PciLanes(8, 16)]},
+            "hurts GPU link: cuda:0 uses 8 of 16 PCIe lanes; batches arrive",
+        ),
+        (
+            1,
+            {"gpus": [H100] * 2, "apart": [(0, 1)]},
+            "hurts GPU peers: no direct access between cuda:0 and cuda:1; what they",
+        ),
+        (
+            1,
+            {"gpus": [H100], "nccl": None},
+            "note NCCL: this torch has no NCCL; tensors of GPUs then travel through host",
+        ),
+        (
+            3,
+            {"gpus": [H100] * 2},
+            "hurts GPU ranks: 3 ranks, but 2 GPUs: processes of a host need a GPU each; use at most 2,",
+        ),
+        (
+            2,
+            {"gpus": [H100]},
+            "hurts GPU ranks: 2 ranks, but 1 GPU: processes of a host need a GPU each; use at most 1,",
+        ),
+        (2, {"gpus": [H100] * 2}, "hurts GPU ranks: ranks in several processes exchange tensors in host memory only"),
+        (1, {"num_on_host": 0}, "hurts GPUs: driver 580.95.05 has no GPU; look at dmesg and nvidia-smi"),
+        (
+            1,
+            {"gpus": [H100], "num_on_host": 4, "visible": [("CUDA_VISIBLE_DEVICES", "1")]},
+            "good visible GPUs: CUDA_VISIBLE_DEVICES='1': this process sees 1 of 4 GPUs; ",
+        ),
+        (
+            1,
+            {"gpus": [H100], "num_on_host": 4, "visible": [("CUDA_VISIBLE_DEVICES", "0,7,1")]},
+            "hurts visible GPUs: CUDA_VISIBLE_DEVICES='0,7,1': this process sees 1 of 4 GPUs; it names 3, but the first",
+        ),
+        (
+            1,
+            {"num_on_host": 4, "visible": [("CUDA_VISIBLE_DEVICES", "")]},
+            "note visible GPUs: CUDA_VISIBLE_DEVICES='': this process sees 0 of 4 GPUs; unset CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            1,
+            {"gpus": [H100], "num_on_host": 2},
+            "hurts visible GPUs: this process sees 1 of 2 GPUs; the driver and torch's",
+        ),
+        (
+            1,
+            {"num_on_host": 2, "runtime": None},
+            "hurts visible GPUs: 2 GPUs, but torch is built without CUDA; pip install",
+        ),
+    ],
+)
+def test_what_hurts_on_a_gpu_is_said_with_a_remedy(ranks, inventory, line):
+    assert any(found.startswith(line) for found in judged(ranks, **{**DRIVER, **inventory}))
+
+
+def test_the_kernel_says_the_driver_and_the_lanes(tmp_path):
+    assert read_driver(tmp_path) == (None, None)
+    assert read_lanes(tmp_path, "0000:01:00.0") is None
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)\nGCC version: gcc 13\n"
+    (tmp_path / "proc/driver/nvidia/version").write_text(text)
+    folder = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
+    folder.mkdir(parents=True)
+    (folder / "current_link_width").write_text("8\n")
+    (folder / "max_link_width").write_text("16\n")
+    assert read_driver(tmp_path) == ("580.95.05", 1)
+    assert read_lanes(tmp_path, "0000:01:00.0") == PciLanes(8, 16)
+    assert read_lanes(tmp_path, None) is None
+
+
+def test_variables_that_choose_gpus_are_read_and_an_empty_one_too():
+    assert visibility_variables({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "1"}) == [
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("HIP_VISIBLE_DEVICES", "1"),
+    ]
+    assert visibility_variables({}) == []
+
+
+def test_the_inventory_of_this_host_is_judged():
+    inventory = take_inventory([])
+    assert len(inventory.lanes) == len(inventory.gpus)
+    assert [finding.grade for finding in doctor.check_devices(1) if finding.grade == "broken"] == []

@@ -17,6 +17,7 @@ import typer
 
 from counterpoint.cli.echo import echo
 from counterpoint.cli.error_handling import FAILED
+from counterpoint.device.inventory import DeviceInventory, read_driver
 from counterpoint.launchers.machine import place_on_this_host, this_host
 from counterpoint.launchers.variables import (
     ALLOCATOR_VARIABLES,
@@ -30,6 +31,8 @@ Grade = Literal["good", "note", "hurts", "broken"]
 OLDEST_TORCH = (2, 11)
 TRIED_TORCH = "2.13.0"
 RANKS_SHOWN = 8
+LEAST_FREE = 0.5
+"""Share of a GPU's memory; less is said to hurt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
         yield Finding("torch", "broken", f"torch {version}", f"install 2.11 or newer; {TRIED_TORCH} is what is tested")
-    elif "+cu" in version and not count_gpus():
+    elif "+cu" in version and not count_gpus() and not read_driver(Path("/"))[1]:
         yield Finding(
             "torch", "hurts", f"torch {version} brings CUDA, but there is no GPU", "a CPU build saves gigabytes"
         )
@@ -111,6 +114,96 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
         )
     else:
         yield Finding("shared memory", "good", f"the native extension is available and uses {library.instruction_set}")
+
+
+def check_devices(ranks: int) -> Iterator[Finding]:
+    """Check the GPUs that this process sees."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from counterpoint.device.cuda import take_inventory
+    from counterpoint.launchers.variables import visibility_variables
+
+    yield from judge_devices(take_inventory(visibility_variables()), ranks)
+
+
+def judge_devices(inventory: DeviceInventory, ranks: int) -> Iterator[Finding]:
+    """Say what there is, and what will hurt."""
+    num_gpus = len(inventory.gpus)
+    yield from _judge_visibility(inventory)
+    if not num_gpus:
+        if inventory.num_on_host == 0:
+            yield Finding("GPUs", "hurts", f"driver {inventory.driver} has no GPU", "look at dmesg and nvidia-smi")
+        return
+    for index, gpu in enumerate(inventory.gpus):
+        free, total = gpu.free_bytes / 2**30, gpu.total_bytes / 2**30
+        is_used = gpu.free_bytes < LEAST_FREE * gpu.total_bytes
+        fix = "another program uses the rest: nvidia-smi names it; end it, or choose another GPU" if is_used else ""
+        fact = f"{gpu.name}, {free:.1f} of {total:.1f} GiB free"
+        yield Finding(f"cuda:{index}", "hurts" if is_used else "good", fact, fix)
+    yield from _judge_links(inventory)
+    driver = f"driver {inventory.driver or 'of an unknown version'}, torch's {inventory.runtime}"
+    yield Finding("GPU driver", "good", driver)
+    if inventory.nccl is None:
+        yield Finding("NCCL", "note", "this torch has no NCCL", "tensors of GPUs then travel through host memory")
+    else:
+        yield Finding("NCCL", "good", f"NCCL {inventory.nccl}")
+    if ranks > 1:
+        yield _judge_ranks(ranks, num_gpus)
+
+
+def _judge_visibility(inventory: DeviceInventory) -> Iterator[Finding]:
+    num_gpus, on_host = len(inventory.gpus), inventory.num_on_host
+    if not num_gpus and not on_host:
+        return
+    of_host = "" if on_host is None else f" of {on_host}"
+    for name, value in inventory.visible:
+        num_named = len([part for part in value.split(",") if part.strip()])
+        fact = f"{name}={value!r}: this process sees {num_gpus}{of_host} GPUs"
+        if num_named > num_gpus:
+            fix = (
+                f"it names {num_named}, but the first that does not exist hides all after it; name only GPUs that exist"
+            )
+            yield Finding("visible GPUs", "hurts", fact, fix)
+        elif not num_gpus:
+            yield Finding("visible GPUs", "note", fact, f"unset {name} to train on them")
+        else:
+            yield Finding("visible GPUs", "good", fact)
+    if not inventory.visible and on_host is not None and num_gpus < on_host and inventory.runtime is not None:
+        fix = "the driver and torch's build do not fit, or a container hides some: nvidia-smi, docker run --gpus all"
+        yield Finding("visible GPUs", "hurts", f"this process sees {num_gpus} of {on_host} GPUs", fix)
+    elif not inventory.visible and on_host and inventory.runtime is None:
+        fix = "pip install torch from an index with CUDA builds"
+        yield Finding("visible GPUs", "hurts", f"{on_host} GPUs, but torch is built without CUDA", fix)
+
+
+def _judge_links(inventory: DeviceInventory) -> Iterator[Finding]:
+    names = {gpu.name for gpu in inventory.gpus}
+    if len(names) > 1:
+        kinds = ", ".join(f"cuda:{index} {gpu.name}" for index, gpu in enumerate(inventory.gpus))
+        fix = "synchronous ranks wait for the slowest; choose equal ones with CUDA_VISIBLE_DEVICES"
+        yield Finding("GPU kinds", "hurts", f"they differ: {kinds}", fix)
+    for index, lanes in enumerate(inventory.lanes):
+        if lanes is not None and lanes.used < lanes.possible:
+            fact = f"cuda:{index} uses {lanes.used} of {lanes.possible} PCIe lanes"
+            yield Finding(
+                "GPU link", "hurts", fact, "batches arrive more slowly; try another slot, or ask the host's owner"
+            )
+    if inventory.apart:
+        pairs = ", ".join(f"cuda:{first} and cuda:{second}" for first, second in inventory.apart)
+        fix = "what they exchange passes through host memory; see nvidia-smi topo -m"
+        yield Finding("GPU peers", "hurts", f"no direct access between {pairs}", fix)
+    elif len(inventory.gpus) > 1:
+        yield Finding("GPU peers", "good", "every GPU accesses the memory of every other")
+
+
+def _judge_ranks(ranks: int, num_gpus: int) -> Finding:
+    together = "train all ranks in one process on one GPU (device='cuda' without a launcher, or train --local)"
+    if ranks > num_gpus:
+        gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        fact = f"{ranks} ranks, but {gpus}: processes of a host need a GPU each"
+        return Finding("GPU ranks", "hurts", fact, f"use at most {num_gpus}, or {together}")
+    fact = "ranks in several processes exchange tensors in host memory only, so they are refused on GPUs"
+    return Finding("GPU ranks", "hurts", fact, together)
 
 
 def check_cores(ranks: int) -> Iterator[Finding]:
@@ -221,6 +314,7 @@ def check_data(_ranks: int) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
+    check_devices,
     check_cores,
     check_topology,
     check_memory,

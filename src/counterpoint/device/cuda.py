@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import combinations
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
+from counterpoint.device.inventory import DeviceInventory, GpuInfo, read_driver, read_lanes
 
 
 @final
@@ -106,3 +110,39 @@ def describe_absence() -> str:
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return f"torch {torch.__version__} is built without CUDA"
     return "torch finds no GPU or driver, or CUDA_VISIBLE_DEVICES hides them"
+
+
+def take_inventory(visible: Sequence[tuple[str, str]]) -> DeviceInventory:
+    """Return the GPUs of this host.
+
+    Args:
+        visible: the variables that choose among them, by name, as a launcher or the user has set them.
+    """
+    root, num_gpus = Path("/"), count_gpus()
+    gpus = [_describe_gpu(index) for index in range(num_gpus)]
+    driver, num_on_host = read_driver(root)
+    return DeviceInventory(
+        gpus=gpus,
+        num_on_host=num_on_host,
+        driver=driver,
+        runtime=_describe_runtime(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if num_gpus else None,  # type: ignore[no-untyped-call]
+        visible=visible,
+        apart=[pair for pair in combinations(range(num_gpus), 2) if not torch.cuda.can_device_access_peer(*pair)],
+        lanes=[read_lanes(root, gpu.pci_address) for gpu in gpus],
+    )
+
+
+def _describe_gpu(index: int) -> GpuInfo:
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    pci_address = None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    return GpuInfo(properties.name, total_bytes, free_bytes, pci_address)
+
+
+def _describe_runtime() -> str | None:
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    hip = getattr(torch.version, "hip", None)
+    return None if hip is None else f"ROCm {hip}"

@@ -27,6 +27,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 MEBIBYTE = 1 << 20
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 ALLOCATOR_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 
@@ -35,6 +36,17 @@ def requested_threads(environ: Mapping[str, str] | None = None) -> int | None:
     """Return OMP_NUM_THREADS; None if it is not set."""
     text = (os.environ if environ is None else environ).get(THREADS_VARIABLE, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0 else None
+
+
+def visibility_variables(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Return the variables that choose among the GPUs of this host, with their values; an empty one hides all.
+
+    Example:
+        >>> visibility_variables({"CUDA_VISIBLE_DEVICES": "0,2"})
+        [('CUDA_VISIBLE_DEVICES', '0,2')]
+    """
+    variables = os.environ if environ is None else environ
+    return [(name, variables[name]) for name in VISIBILITY_VARIABLES if name in variables]
 
 
 def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
