@@ -8,7 +8,7 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 PARALLEL := -n $(WORKERS) --dist worksteal  # one pytest process more than cores, since some tests wait
 export PYTHONDONTWRITEBYTECODE :=  # the processes that tests start read what the first of them has compiled
 
-.PHONY: setup spark check test test-all soak hashes audit sbom golden docs bench demo clean
+.PHONY: setup spark check test test-all soak hashes audit sbom golden docs bench gpu-pack demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
 $(READY): pyproject.toml constraints.txt requirements-ci.txt setup.py $(wildcard native/*)
@@ -51,6 +51,8 @@ docs: $(READY)  ## build the pages and run their examples; a warning is an error
 	$(BIN)/sphinx-build -q -W --keep-going --nitpicky -b doctest docs docs/_build/doctest
 bench: $(READY)  ## one claim (make bench CLAIM=parity) or all of them
 	$(BIN)/counterpoint bench $(CLAIM)
+gpu-pack: $(READY)  ## fill .gpu/ with what benchmarks/gpu needs on a machine without a network
+	bash benchmarks/gpu/pack.sh
 demo: $(READY)  ## train a small GPT on two ranks and write its report
 	$(BIN)/counterpoint train text -n 2
 clean:

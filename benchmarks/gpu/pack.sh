@@ -12,4 +12,6 @@ unzip -o -q build/nccl/nvidia_nccl_cu13-2.30.7-*.whl 'nvidia/nccl/lib/libnccl.so
 .venv/bin/python benchmarks/gpu/keep_architecture.py build/nccl/nvidia/nccl/lib/libnccl.so.2 90 build/nccl/libnccl-sm90.so.2
 xz -T0 -k -f -3 build/nccl/libnccl-sm90.so.2 && mv build/nccl/libnccl-sm90.so.2.xz .gpu/
 cp src/counterpoint/fabric/shm/_native.so .gpu/
-du -sh .gpu
+packed=$(du -sb .gpu | cut -f 1) tree=$(git ls-files -z | xargs -0 -r stat -c %s | awk '{ total += $1 } END { print total }')
+echo ".gpu has $((packed >> 20)) MiB, the tree $((tree >> 20)) MiB"
+[ $((packed + tree)) -lt $((64 << 20)) ] || { echo "together they are more than 64 MiB" >&2; exit 1; }

@@ -1,326 +1,222 @@
-"""Train small models under every strategy on a GPU and compare the numbers with the same run on the CPU.
+"""Every strategy, system and kind of model on the device, with the CPU's numbers in float64; waits of the host.
 
-    python benchmarks/gpu/survey.py --device cuda --out survey.json
-
-Each case runs in processes of its own, many at a time, so that one that crashes or hangs is one line of the table. In
-float64, losses and parameters must equal those of the CPU; with dropout, those of one rank on the same device.
+The cases are those of the tests (``counterpoint.testing.device_survey``). Processes take them one by one: one that
+crashes or hangs is a line of the result, and a new process takes the next one.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
-import json
-import math
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import traceback
 import warnings
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-TOLERANCE = 1e-10
-STRATEGIES = (
-    "solo",
-    "data(2)",
-    "data(2) + overlap",
-    "data(2, compress=fp16)",
-    "data(2, compress=int8)",
-    "data(2, compress=topk)",
-    "data(2, compress=powersgd)",
-    "tree(2)",
-    "zero(2, level=1)",
-    "zero(2, level=2)",
-    "zero(2, level=3)",
-    "pipeline(2, schedule=gpipe)",
-    "pipeline(2)",
-    "pipeline(2, schedule=zero_bubble)",
-    "pipeline(2, schedule=interleaved, chunks_per_stage=2)",
-    "tensor(2)",
-    "server(2)",
-    "pipeline(2) * data(2)",
-    "tensor(2) * data(2)",
-    "zero(2, level=3) * data(2)",
-)
-ASYNCHRONOUS = ("pipeline(2, schedule=pipedream)", "data(2, sync_every=2)", "server(2, consistency=asp)")
-PROCESS_STRATEGIES = (
-    "data(2)",
-    "data(2) + overlap",
-    "zero(2, level=1)",
-    "zero(2, level=3)",
-    "pipeline(2)",
-    "tensor(2)",
-    "server(2)",
-)
-MODELS = ("mlp", "gpt", "dropout", "batch_norm", "sync_batch_norm", "embedding")
-MODEL_STRATEGIES = ("solo", "data(2)", "zero(2, level=3)", "pipeline(2)", "pipeline(2) * data(2)")
-OPTIONS = {
-    "clip": {"clip_norm": 0.5},
-    "check_gradients": {"check_finite": "gradients", "nonfinite": "skip"},
-    "recompute": {"passes": ("recompute",)},
-}
+import torch
+
+from benchmarks.gpu.checks import Check, passes_if, skip
+from benchmarks.gpu.target import Target
+from counterpoint.errors import PlanError
+from counterpoint.testing.device_survey import BUILDERS, CASES, TOLERANCE, SurveyCase, largest_difference, train
+
+NUM_STEPS = 4
+"""Checks of a loss are made in the first, second, third and fifth step: the fourth has as few waits as most have."""
+CASE_S = 40.0
+DRY_CASES = (SurveyCase("mlp", "data(2)"), SurveyCase("mlp", "solo", "trainer"))
 
 
-def make_cases(device: str) -> list[dict]:
-    cases = [{"model": "mlp", "strategy": strategy} for strategy in STRATEGIES + ASYNCHRONOUS]
-    cases += [{"model": model, "strategy": s} for model in MODELS[1:] for s in MODEL_STRATEGIES]
-    for name in OPTIONS:
-        cases += [{"model": "mlp", "strategy": s, "options": name} for s in MODEL_STRATEGIES]
-    cases += [{"model": "dropout", "strategy": s, "options": "recompute"} for s in ("solo", "pipeline(2)")]
-    cases += [{"model": "trainer", "strategy": s} for s in MODEL_STRATEGIES]
-    for transport in ("shm", "gloo"):
-        cases += [{"model": "mlp", "strategy": s, "transport": transport} for s in PROCESS_STRATEGIES]
-    return [{"device": device, **case} for case in cases]
+def measure(target: Target) -> Iterator[Check]:
+    """Yield one check for each model, and one for the waits."""
+    cases = target.size(CASES, DRY_CASES)
+    results = run_cases(cases, str(target.device), target)
+    for model in BUILDERS:
+        chosen = [result for case, result in zip(cases, results, strict=True) if case.model == model]
+        yield check_of(model, chosen) if chosen else skip(model, "not in a dry run")
+    yield check_waits(results)
 
 
-def case_name(case: dict) -> str:
-    parts = [case["model"], case["strategy"], case.get("options", ""), case.get("transport", "")]
-    return " | ".join(part for part in parts if part)
+def check_of(model: str, results: Sequence[dict]) -> Check:
+    """Return whether all cases of a model have the CPU's numbers."""
+    counts = collections.Counter(result["outcome"] for result in results)
+    text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    wrong = [
+        f"{result['case']}: {result.get('error', result.get('difference'))}"
+        for result in results
+        if result["outcome"] != "same"
+    ]
+    largest = max((result["difference"] for result in results if result["outcome"] == "same"), default=0.0)
+    reason = "; ".join(wrong) or f"differences at most {TOLERANCE}; {largest:.1e}"
+    return Check(f"{model}, {len(results)} plans", passes_if(not wrong), text, reason, {"cases": list(results)})
 
 
-# One case, in a process of its own.
+def check_waits(results: Sequence[dict]) -> Check:
+    """Return whether no step waits more often than it has ranks."""
+    counted = {result["case"]: result["waits"] for result in results if result.get("waits") is not None}
+    too_many = {case: waits for case, waits in counted.items() if sum(waits.values()) > most_waits(case)}
+    most = max((sum(waits.values()) for waits in counted.values()), default=0)
+    reason = "; ".join(f"{case}: {waits}" for case, waits in too_many.items()) or "at most one for each rank"
+    return Check("waits of the host in a step", passes_if(not too_many), f"at most {most}", reason, {"waits": counted})
 
 
-def build_model(name: str):
-    import torch
-    from torch import nn
-
-    from counterpoint.jobs.job import sequence_loss
-    from counterpoint.jobs.models import GPT, GPTShape
-
-    torch.manual_seed(0)
-    draw = torch.Generator().manual_seed(1)
-    labels = torch.randint(0, 4, (8,), generator=draw)
-    if name == "gpt":
-        model = GPT(GPTShape(num_layers=2, width=32, head_dim=8, context=16, num_tokens=64, dropout=0.0))
-        tokens = torch.randint(0, 64, (8, 17), generator=draw)
-        return model.double(), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), sequence_loss
-    if name == "embedding":
-        model = nn.Sequential(nn.EmbeddingBag(64, 16, sparse=True), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-        return model.double(), (torch.randint(0, 64, (8, 5), generator=draw), labels), nn.functional.cross_entropy
-    layers = {"dropout": [nn.Dropout(0.3)], "batch_norm": [nn.BatchNorm1d(32)], "sync_batch_norm": [nn.BatchNorm1d(32)]}
-    model = nn.Sequential(
-        nn.Linear(16, 32, bias=not name.endswith("batch_norm")),  # its gradient would be rounding errors alone
-        *layers.get(name, []),
-        nn.GELU(),
-        *(layer for _ in range(2) for layer in (nn.Linear(32, 32), nn.GELU())),
-        nn.Linear(32, 4),
-    )
-    inputs = torch.randn(8, 16, generator=draw, dtype=torch.float64)
-    return model.double(), (inputs, labels), nn.functional.cross_entropy
+def most_waits(case: str) -> int:
+    """Return how many waits a step of a plan may have: one for each rank, which gives its report."""
+    plan = case.split(" | ")[1]
+    return 4 if " * " in plan else 3 if plan.startswith(("server", "downpour", "easgd")) else 2
 
 
-def train(case: dict, strategy: str, device: str, num_steps: int = 4) -> dict:
-    """Return the losses, the trained parameters and the places where the host waited in the last step."""
-    import torch
+# One case, in whichever process.
 
-    import counterpoint as cp
 
-    text, _, added_pass = strategy.partition(" + ")
-    options = dict(OPTIONS.get(case.get("options", ""), {}))
-    if case["strategy"] not in ASYNCHRONOUS:
-        num_replicas = 2 ** sum(text.count(word) for word in ("data(", "zero(", "tree("))
-        options["num_microbatches"] = 4 // num_replicas
-    if added_pass:
-        options["passes"] = (*options.get("passes", ()), added_pass)
-    if case["model"] == "sync_batch_norm":
-        options["batch_norm"] = "sync"
-    model, (inputs, targets), loss = build_model(case["model"])
-    model, inputs, targets = model.to(device), inputs.to(device), targets.to(device)
-    optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    if case["model"] == "embedding":
-        optimizer = partial(torch.optim.SGD, lr=0.1)
+def run_case(case: SurveyCase, device: str) -> dict[str, Any]:
+    """Train a case on the CPU and on the device; return how they compare."""
+    waits: collections.Counter | None = None
+
+    def observe(step: Callable[[], float]) -> float:
+        nonlocal waits
+        with count_waits(device) as waits:
+            return step()
+
+    result: dict[str, Any] = {"case": str(case)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = train(case, "cpu", num_steps=NUM_STEPS)
+            actual = train(case, device, num_steps=NUM_STEPS, observe_last=observe)
+        difference = largest_difference(actual, expected)
+        outcome = "same" if difference <= TOLERANCE else "differs"
+        return {**result, "outcome": outcome, "difference": difference, "waits": None if waits is None else dict(waits)}
+    except Exception as error:  # noqa: BLE001 - an outcome of the survey
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "counterpoint/" in f.filename]
+        lines = ["/".join(f.filename.split("/")[-3:]) + f":{f.lineno}" for f in frames[::-1][:4]]
+        outcome = "refused" if isinstance(error, PlanError) else "error"
+        return {**result, "outcome": outcome, "error": f"{type(error).__name__}: {str(error)[:400]}", "at": lines}
+
+
+def count_waits(device: str) -> AbstractContextManager[collections.Counter]:
+    """Return a context that counts by source line how often the host waits for the device."""
+    return count_cuda_waits() if device.startswith("cuda") else count_stand_in_waits()
+
+
+@contextmanager
+def count_stand_in_waits() -> Iterator[collections.Counter]:
+    from counterpoint.testing.stand_in_device import DEVICE
+
+    by_line: collections.Counter = collections.Counter()
+    with DEVICE.count_host_waits() as waits:
+        yield by_line
+    for (_, line), count in waits.items():
+        by_line[line] += count
+    DEVICE.require_no_races()
+
+
+@contextmanager
+def count_cuda_waits() -> Iterator[collections.Counter]:
     waits: collections.Counter = collections.Counter()
-    with cp.parallelize(model, optimizer(model.parameters()), loss, strategy=text, timeout_s=30.0, **options) as step:
-        losses = [float(step(inputs, targets)) for _ in range(num_steps - 1)]
-        if device == "cuda":
-            with CountWaits(waits):
-                losses.append(float(step(inputs, targets)))
-        else:
-            losses.append(float(step(inputs, targets)))
-    devices = sorted({parameter.device.type for parameter in model.parameters()})
-    return {
-        "losses": losses,
-        "params": [parameter.detach().cpu() for parameter in model.parameters()],
-        "devices": devices,
-        "waits": dict(waits),
-    }
 
-
-class CountWaits:
-    """Count by source line how often the host waits for the device."""
-
-    def __init__(self, waits: collections.Counter) -> None:
-        self.waits = waits
-
-    def __enter__(self) -> None:
-        import torch
-
-        self.filter = warnings.catch_warnings()
-        self.filter.__enter__()
-        warnings.simplefilter("always")
-        warnings.showwarning = self.record
-        torch.cuda.set_sync_debug_mode("warn")
-
-    def record(self, message, *_: object) -> None:
+    def record(message: Any, *_: object) -> None:
         if "synchroniz" in str(message):
-            self.waits[source_line(traceback.extract_stack())] += 1
+            waits[source_line()] += 1
 
-    def __exit__(self, *_: object) -> None:
-        import torch
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = record
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
-        torch.cuda.set_sync_debug_mode("default")
-        self.filter.__exit__(None, None, None)
 
-
-def source_line(stack) -> str:
-    for frame in reversed(stack):
+def source_line() -> str:
+    """Return the innermost line of the library."""
+    for frame in reversed(traceback.extract_stack()):
         if "counterpoint/" in frame.filename and "benchmarks" not in frame.filename:
             return "/".join(frame.filename.split("/")[-3:]) + f":{frame.lineno}"
     return "autograd thread"
 
 
-def train_with_trainer(case: dict, device: str) -> dict:
-    import torch
-    from torch.utils.data import TensorDataset
-
-    import counterpoint as cp
-
-    model, (inputs, targets), loss = build_model("mlp")
-    dataset = TensorDataset(inputs.repeat(4, 1), targets.repeat(4))
-    trainer = cp.Trainer(
-        model.to(device), loss=loss, optimizer=partial(torch.optim.AdamW, lr=1e-2), strategy=case["strategy"]
-    )
-    history = trainer.fit(dataset, batch_size=8, epochs=2)
-    return {
-        "losses": list(history.losses),
-        "params": [parameter.detach().cpu() for parameter in model.parameters()],
-        "devices": sorted({parameter.device.type for parameter in model.parameters()}),
-        "waits": {},
-    }
+# All cases, divided among processes.
 
 
-def run_case(case: dict) -> dict:
-    import torch
+def run_cases(cases: Sequence[SurveyCase], device: str, target: Target) -> list[dict]:
+    """Return the result of each case."""
+    if not target.num_workers:
+        return [run_case(case, device) for case in cases]
+    workers = [CaseWorker(target.context, run_case, device) for _ in range(target.num_workers)]
+    idle = collections.deque(workers)
 
-    torch.set_num_threads(1)
-    device = case["device"]
-    result: dict = {}
-    try:
-        if case["model"] == "trainer":
-            expected, actual = train_with_trainer(case, "cpu"), train_with_trainer(case, device)
-        elif case["model"] == "dropout":
-            expected, actual = train(case, "solo", device), train(case, case["strategy"], device)
-        elif "transport" in case:  # the CPU's run has its processes too
-            expected, actual = train(case, case["strategy"], "cpu"), train(case, case["strategy"], device)
-        else:
-            expected, actual = train(case, case["strategy"], "cpu"), train(case, case["strategy"], device)
-        difference = max(
-            [
-                abs(a - b) / max(abs(b), 1e-30)
-                for a, b in zip(actual["losses"], expected["losses"], strict=True)
-                if not math.isnan(a) or not math.isnan(b)  # the first steps of an asynchronous pipeline have no loss
-            ]
-            + [
-                float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-                for a, b in zip(actual["params"], expected["params"], strict=True)
-            ]
-        )
-        result = {
-            "outcome": "same" if difference <= TOLERANCE else "differs",
-            "difference": difference,
-            "devices": actual["devices"],
-            "waits": actual["waits"],
-        }
-    except BaseException as error:  # noqa: BLE001 - an outcome of the survey
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "counterpoint/" in f.filename]
-        lines = ["/".join(f.filename.split("/")[-3:]) + f":{f.lineno}" for f in frames[::-1][:4]]
-        kind = "refused" if type(error).__name__ in {"PlanError", "UnsupportedError"} else "error"
-        message = str(error).splitlines()[0][:400] if str(error) else ""
-        result = {"outcome": kind, "error": f"{type(error).__name__}: {message}", "at": lines}
-    return result
-
-
-# All cases.
-
-
-def measure_case(case: dict, timeout_s: float) -> dict:
-    num_ranks = "3" if case["strategy"].startswith("server") else "2"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result"
-        command = [sys.executable, __file__, "--case", json.dumps(case), "--out", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if "transport" in case:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                num_ranks,
-                *command[1:],
-            ]
-            environment["COUNTERPOINT_TRANSPORT"] = case["transport"]
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def take(case: SurveyCase) -> dict:
+        seconds = min(CASE_S, target.seconds_left() - 5)
+        if seconds <= 0:
+            return {"case": str(case), "outcome": "not run", "error": "the part's time was over"}
+        worker = idle.pop()
         try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return {**case, "outcome": "hangs", "error": f"killed after {timeout_s:.0f} s"}
-        results = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("result*"))]
-        if not results or (process.returncode and all(r["outcome"] == "same" for r in results)):
-            kind = "crashes" if "SIG" in output or process.returncode < 0 else "error"
-            lines = [line for line in output.splitlines() if line.strip()]
-            signals = [line.strip() for line in lines if "Signal" in line or "SIG" in line]
-            return {**case, "outcome": kind, "error": (signals or lines or [""])[-1][:300]}
-        order = ("crashes", "error", "differs", "refused", "same")
-        return {**case, **min(results, key=lambda result: order.index(result["outcome"]))}
+            return worker.run(case, seconds)
+        finally:
+            idle.append(worker)
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+            return list(pool.map(take, cases))
+    finally:
+        for worker in workers:
+            worker.end()
 
 
-def print_table(results: list[dict]) -> None:
-    for result in results:
-        text = f"{result['outcome']:8s} {case_name(result):56s} "
-        if "error" in result:
-            text += f"{result['error'][:150]}  at {' < '.join(result.get('at', []))}"
-        else:
-            counts = sorted(result["waits"].items(), key=lambda item: -item[1])
-            places = ", ".join(f"{count}x {place}" for place, count in counts[:6])
-            text += f"{result['difference']:.1e} on {'+'.join(result['devices'])}; "
-            text += f"{sum(result['waits'].values())} waits: {places}"
-        print(text)
-    print(dict(collections.Counter(result["outcome"] for result in results)))
+class CaseWorker:
+    """A process that runs cases until one kills it; then another.
+
+    Args:
+        context: of multiprocessing.
+        run: of a case and a device.
+        device: that it computes on.
+    """
+
+    def __init__(self, context: Any, run: Callable[[Any, str], dict], device: str) -> None:
+        self.context, self.run_case, self.device = context, run, device
+        self.process: Any = None
+        self.pipe: Any = None
+
+    def run(self, case: SurveyCase, timeout_s: float) -> dict:
+        """Return the result of a case."""
+        if self.process is None:
+            self.pipe, theirs = self.context.Pipe()
+            self.process = self.context.Process(target=serve_cases, args=(theirs, self.run_case, self.device))
+            self.process.start()
+            theirs.close()
+        try:
+            self.pipe.send(case)
+            if self.pipe.poll(timeout_s):
+                return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            code = self.process.exitcode
+            self.end()
+            return {"case": str(case), "outcome": "crashes", "error": f"the process ended with exit code {code}"}
+        self.end()
+        return {"case": str(case), "outcome": "hangs", "error": f"killed after {timeout_s:.0f} s"}
+
+    def end(self) -> None:
+        """Kill the process."""
+        if self.process is not None:
+            self.pipe.close()
+            self.process.kill()
+            self.process.join()
+            self.process = None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--case")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--timeout", type=float, default=90.0)
-    arguments = parser.parse_args()
-    if arguments.case:
-        result = run_case(json.loads(arguments.case))
-        Path(arguments.out + os.environ.get("RANK", "")).write_text(json.dumps(result))
-        return
-    cases = [case for case in make_cases(arguments.device) if arguments.only in case_name(case)]
-    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda case: measure_case(case, arguments.timeout), cases))
-    print_table(results)
-    Path(arguments.out).write_text(json.dumps(results, indent=1))
+def serve_cases(pipe: Any, run: Callable[[Any, str], dict], device: str) -> None:
+    """Run the cases that come, in a process of its own."""
+    torch.set_num_threads(1)
+    if device.startswith("stand_in"):
+        from counterpoint.testing.stand_in_accelerator import StandInAccelerator  # registers it
 
-
-if __name__ == "__main__":
-    main()
+        StandInAccelerator()
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(run(case, device))

@@ -1,0 +1,30 @@
+"""Missing waits between streams: by torch's sanitizer of CUDA, or by the stand-in device's order of streams.
+
+The driver sets ``TORCH_CUDA_SANITIZER=1``, which torch reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from benchmarks.gpu.checks import Check, passes_if, skip
+from benchmarks.gpu.survey import run_case
+from benchmarks.gpu.target import Target
+from counterpoint.plan.plan import KNOWN_PASSES
+from counterpoint.testing.device_survey import SurveyCase
+
+PLANS = ("data(2) + overlap", "zero(2, level=3)")
+
+
+def measure(target: Target) -> Iterator[Check]:
+    """Yield for each plan whether it trains without a race."""
+    if not target.is_dry_run and os.environ.get("TORCH_CUDA_SANITIZER") != "1":
+        yield skip("no race", "TORCH_CUDA_SANITIZER=1 is not set")
+        return
+    for plan in PLANS:
+        result = run_case(SurveyCase("mlp", plan), str(target.device))
+        reason = result.get("error", "no race, and the CPU's numbers")
+        yield Check(plan, passes_if(result["outcome"] == "same"), result["outcome"], reason, {"case": result})
+    if "offload" not in KNOWN_PASSES:
+        yield skip("offload", "no pass moves optimizer state to host memory yet")
