@@ -1,14 +1,19 @@
-"""What every accelerator promises, on the host and on the stand-in device."""
+"""What every accelerator promises, on the host, on the stand-in device, and on a GPU where there is one."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from counterpoint.device.cuda import CudaAccelerator
 from counterpoint.device.host import HostAccelerator
 from counterpoint.device.pending_scalars import PendingScalars
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 
+GPU = pytest.param(partial(CudaAccelerator, 0), marks=pytest.mark.gpu)
 
-@pytest.fixture(params=[HostAccelerator, StandInAccelerator], ids=["host", "stand_in"])
+
+@pytest.fixture(params=[HostAccelerator, StandInAccelerator, GPU], ids=["host", "stand_in", "cuda"])
 def accelerator(request):
     return request.param()
 

@@ -16,6 +16,12 @@ from counterpoint.testing.stand_in_device import DEVICE
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.fixture(params=[StandInAccelerator().device.type, pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """A device that is not the host: the stand-in one, or a GPU where there is one."""
+    return request.param
+
+
 def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.2), nn.Linear(12, 12), nn.Linear(12, 4)).double()
@@ -46,23 +52,23 @@ def fit(device, strategy, folder, epochs, **options):
         ("data(2, staleness=1)", "data(2, staleness=1)"),
     ],
 )
-def test_training_goes_on_from_a_checkpoint_with_every_state_on_the_device(tmp_path, first, second):
+def test_training_goes_on_from_a_checkpoint_with_every_state_on_the_device(tmp_path, device, first, second):
     losses = {}
-    for name, device in (("cpu", "cpu"), ("stand_in", StandInAccelerator())):
-        fit(device, first, tmp_path / name, 1, save_every=2)
-        losses[name] = fit(device, second, tmp_path / name, 3, resume="auto")
-    assert losses["stand_in"] == pytest.approx(losses["cpu"], rel=1e-12)
+    for name in ("cpu", device):
+        fit(name, first, tmp_path / name, 1, save_every=2)
+        losses[name] = fit(name, second, tmp_path / name, 3, resume="auto")
+    assert losses[device] == pytest.approx(losses["cpu"], rel=1e-12)
     assert len(losses["cpu"]) == 4
 
 
-def test_a_checkpoint_of_the_device_is_one_of_the_cpu(tmp_path):
-    fit(StandInAccelerator(), "solo", tmp_path, 1, save_every=2)
+def test_a_checkpoint_of_the_device_is_one_of_the_cpu(tmp_path, device):
+    fit(device, "solo", tmp_path, 1, save_every=2)
     assert fit("cpu", "solo", tmp_path, 2, resume="auto") == pytest.approx(
         fit("cpu", "solo", tmp_path / "cpu", 2)[2:], rel=1e-12
     )
 
 
-def test_gradients_norms_and_state_can_be_read():
+def test_gradients_norms_and_state_can_be_read(device):
     def read(device):
         model = build()
         optimizer = optim.AdamW(model.parameters(), lr=0.01)
@@ -73,21 +79,21 @@ def test_gradients_norms_and_state_can_be_read():
             step(*samples()[:8])
         return [*norms.values(), *(float(each["exp_avg"].sum()) for each in state["state"].values())]
 
-    assert read(StandInAccelerator()) == pytest.approx(read("cpu"), rel=1e-9)
+    assert read(device) == pytest.approx(read("cpu"), rel=1e-9)
 
 
-def test_a_loss_that_is_a_module_is_moved_too():
+def test_a_loss_that_is_a_module_is_moved_too(device):
     def train(device):
         model, loss = build(), nn.CrossEntropyLoss(weight=torch.arange(1.0, 5.0, dtype=torch.float64))
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         with cp.parallelize(model, optimizer, loss, strategy="data(2)", device=device) as step:
             return [step(*samples()[:8]) for _ in range(2)]
 
-    assert train(StandInAccelerator()) == pytest.approx(train("cpu"), rel=1e-12)
+    assert train(device) == pytest.approx(train("cpu"), rel=1e-12)
 
 
-def test_plans_are_measured_on_copies_of_the_model_on_the_device():
-    model, device = build(), StandInAccelerator()
+def test_plans_are_measured_on_copies_of_the_model_on_the_device(device):
+    model = build()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     with cp.parallelize(
         model, optimizer, F.cross_entropy, strategy="auto", num_measured_plans=1, device=device
