@@ -136,8 +136,8 @@ def take_inventory(visible: Sequence[tuple[str, str]]) -> DeviceInventory:
 def _describe_gpu(index: int) -> GpuInfo:
     properties = torch.cuda.get_device_properties(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    pci_address = None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    place = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    pci_address = None if -1 in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
     return GpuInfo(properties.name, total_bytes, free_bytes, pci_address)
 
 
