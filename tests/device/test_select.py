@@ -7,11 +7,12 @@ import torch
 from torch import nn, optim
 
 import counterpoint as cp
-from counterpoint.device import select
+from counterpoint.device import cuda, select
 from counterpoint.device.host import HostAccelerator
 from counterpoint.device.select import (
     LocalRank,
     accelerator_for,
+    choose_gpu,
     model_device,
     move_model,
     require_device,
@@ -21,6 +22,7 @@ from counterpoint.device.select import (
 from counterpoint.errors import PlanError
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
+from tests.house.source import ROOT
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -176,3 +178,29 @@ def test_a_gpu_gives_the_losses_of_the_cpu(strategy):
             return [step(inputs, targets) for _ in range(3)]  # batches on the host are moved
 
     assert train("cuda") == pytest.approx(train("cpu"), rel=1e-10)
+
+
+def message_of(run, *arguments):
+    with pytest.raises(PlanError) as found:
+        run(*arguments)
+    return str(found.value)
+
+
+def test_the_page_on_gpus_quotes_what_is_raised(monkeypatch):
+    page = (ROOT / "docs" / "how-to" / "gpus.md").read_text(encoding="utf-8").partition("## Errors")[2]
+    quoted = [line.split("`")[1] for line in page.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    raised = [
+        message_of(model_device, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))),
+        message_of(require_device, nn.Linear(2, 1), META),
+        message_of(require_single_process, META, 1, 2),
+        message_of(accelerator_for, torch.device("xla")),
+    ]
+    monkeypatch.setattr(select, "count_gpus", lambda: 0)
+    for reason in ("torch 2.13.0+cpu is built without CUDA", cuda.NO_GPU):
+        monkeypatch.setattr(select, "describe_absence", lambda reason=reason: reason)
+        raised.append(message_of(select_accelerator, "cuda", LocalRank()))
+    monkeypatch.setattr(select, "count_gpus", lambda: 2)
+    raised += [message_of(select_accelerator, "cuda:2", LocalRank()), message_of(choose_gpu, LocalRank(2, 3))]
+    texts = [text.replace("meta", "cuda:0") for text in raised]
+    unknown = [one for one in quoted if not one.startswith("the memory of ") and not any(one in text for text in texts)]
+    assert (len(quoted), unknown) == (9, [])  # a full device has tests of its own

@@ -14,6 +14,8 @@ from torch import Tensor
 from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
 from counterpoint.device.inventory import DeviceInventory, GpuInfo, read_driver, read_lanes
 
+NO_GPU = "torch finds no GPU or driver, or CUDA_VISIBLE_DEVICES hides them"
+
 
 @final
 class CudaAccelerator(Accelerator):
@@ -109,7 +111,7 @@ def describe_absence() -> str:
     """Return why no GPU is seen."""
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return f"torch {torch.__version__} is built without CUDA"
-    return "torch finds no GPU or driver, or CUDA_VISIBLE_DEVICES hides them"
+    return NO_GPU
 
 
 def take_inventory(visible: Sequence[tuple[str, str]]) -> DeviceInventory:
