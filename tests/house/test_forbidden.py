@@ -50,6 +50,7 @@ OPENED_WITHOUT_FILE_READER = {
     "src/counterpoint/cli/doctor.py": "files of the kernel",
     "src/counterpoint/cli/rank_main.py": "the job that the process which started this one has written",
     "src/counterpoint/data/sources.py": "modules of this Python",
+    "src/counterpoint/device/inventory.py": "files of the kernel",
     "src/counterpoint/rpc/segments.py": "memory that another process of the job has announced",
     "src/counterpoint/spark/shard.py": "the task's own temporary folder",
     "src/counterpoint/testing/claims.py": "the claims of benchmarks/ in this repository",
