@@ -25,8 +25,14 @@ from tests.covering import each_value_once
 pytestmark = pytest.mark.filterwarnings("ignore")  # the CPU's run warns as well
 
 CHOSEN = [case for case in CASES if case.model == "mlp" and not case.options]
-CHOSEN += [SurveyCase(*pair) for pair in each_value_once([name for name in BUILDERS if name != "mlp"], MODEL_PLANS)]
-CHOSEN += [SurveyCase("mlp", plan, options) for options, plan in each_value_once([*OPTIONS, "trainer"], OPTION_PLANS)]
+CHOSEN += [
+    pytest.param(SurveyCase(*one.values), marks=one.marks)
+    for one in each_value_once([name for name in BUILDERS if name != "mlp"], MODEL_PLANS)
+]
+CHOSEN += [
+    pytest.param(SurveyCase("mlp", *one.values), marks=one.marks)
+    for one in each_value_once(OPTION_PLANS, [*OPTIONS, "trainer"])
+]
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
@@ -55,10 +61,6 @@ def test_what_the_cpu_refuses_is_refused_with_the_same_words():
 
 
 def test_every_name_is_in_the_survey():
-<<<<<<< HEAD
-    plans = " ".join(PLANS + SYSTEMS)
-=======
     plans = " ".join(case.plan for case in CASES)
->>>>>>> 2bb1ca9d (Share the survey of a device between tests and benchmarks)
     aliases = {"zero1", "zero2", "zero3", "one_f_one_b", "interleaved", "bsp", "ssp", "asp"}
     assert not [name for name in STRATEGIES if name not in aliases and f"{name}(" not in plans]
