@@ -125,7 +125,7 @@ def test_a_host_of_equal_gpus_is_good():
             {"gpus": [H100]},
             "hurts GPU ranks: 2 ranks, but 1 GPU: processes of a host need a GPU each; use at most 1,",
         ),
-        (2, {"gpus": [H100] * 2}, "hurts GPU ranks: ranks in several processes exchange tensors in host memory only"),
+        (2, {"gpus": [H100] * 2}, "good GPU ranks: 2 ranks and 2 GPUs: each process takes one"),
         (1, {"num_on_host": 0}, "hurts GPUs: driver 580.95.05 has no GPU; look at dmesg and nvidia-smi"),
         (
             1,

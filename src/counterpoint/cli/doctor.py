@@ -202,8 +202,7 @@ def _judge_ranks(ranks: int, num_gpus: int) -> Finding:
         gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         fact = f"{ranks} ranks, but {gpus}: processes of a host need a GPU each"
         return Finding("GPU ranks", "hurts", fact, f"use at most {num_gpus}, or {together}")
-    fact = "ranks in several processes exchange tensors in host memory only, so they are refused on GPUs"
-    return Finding("GPU ranks", "hurts", fact, together)
+    return Finding("GPU ranks", "good", f"{ranks} ranks and {num_gpus} GPUs: each process takes one")
 
 
 def check_cores(ranks: int) -> Iterator[Finding]:
