@@ -223,6 +223,45 @@ def test_torchs_checkpoint_recomputes_with_the_masks_of_its_forward():
         assert max(relative_difference(other[name], value) for name, value in alone.items()) <= 1e-12
 
 
+class RecomputingFunctions(Recomputing):
+    """Torch's own checkpoint around functions that draw, of the module itself."""
+
+    def compute(self, x):
+        hidden = F.dropout(torch.tanh(self.inner[0](x)), 0.5, self.training)
+        return F.dropout(torch.tanh(self.inner[2](hidden)), 0.5, self.training)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x))
+
+
+def noisy_error(output, targets):
+    return F.mse_loss(output * (1 + torch.rand_like(output)), targets * torch.rand_like(targets))
+
+
+def recomputed_error(output, targets):
+    return checkpoint(noisy_error, output, targets, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_microbatches"), [("solo", 1), ("solo", 2), ("data(2)", None), ("zero3(2)", None)]
+)
+def test_torchs_checkpoint_recomputes_functions_and_losses_with_their_masks(plan, num_microbatches):
+    """The first draw of a recomputation was taken for one of the loss, so that gradients had other masks."""
+
+    def make(recomputes):
+        loss = recomputed_error if recomputes else noisy_error
+        return (
+            RecomputingFunctions(recomputes=recomputes),
+            loss,
+            torch.randn(4, 6, dtype=DTYPE),
+            torch.ones(4, 2, dtype=DTYPE),
+        )
+
+    alone = train(lambda: make(False))
+    other = train(lambda: make(True), plan, num_microbatches)
+    assert max(relative_difference(other[name], value) for name, value in alone.items()) <= 1e-12
+
+
 def denoise(output, targets):
     """A diffusion model's loss: a level and noise for each sample."""
     level = torch.randint(1, 10, (len(targets),)) / 10

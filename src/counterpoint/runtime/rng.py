@@ -83,6 +83,7 @@ class SampleRNG:
         self.micro = 0
         self.samples = SampleRange()
         self.site = DrawSite("", 0)
+        self.loss_seeds = False
         self.step_key = self.microbatch_key = 0
         self.site_keys: dict[DrawSite, int] = {}
         self.log = CallLog()
@@ -112,9 +113,16 @@ class SampleRNG:
         if self.seed_device is not None:
             self.seed_device(number)
 
-    def begin_loss(self) -> None:
-        """Let the next draws be those of the loss function."""
-        self.site = DrawSite(LOSS, 0)
+    def begin_loss(self, *, seeds: bool) -> None:
+        """Let the next draws be those of the loss function.
+
+        Args:
+            seeds: whether torch's generator is seeded for each draw, as it is for those of a model that draws; else it
+                is the user's.
+        """
+        self.site, self.loss_seeds = DrawSite(LOSS, 0), seeds
+        if seeds:
+            self._seed_generator(self.site)
 
     def select(self, shape: Sequence[int], p: float, value: float, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a tensor whose elements are 0 with probability ``p``, else ``value``."""
@@ -135,15 +143,18 @@ class SampleRNG:
     def _next_draw(self, shape: Sequence[int]) -> tuple[int, int, SampleRange]:
         """Return the next draw's key, its batch dim, and the samples along that dim; one for what is not by sample."""
         site, samples = self.site, self.samples
+        if _is_in_backward():
+            site = self.log.sites.get(torch.initial_seed(), site)
+        following = DrawSite(site.path, site.number + 1)
         batch_dim: int | None
         if site.path == LOSS:
             batch_dim = 0 if shape and shape[0] == samples.size else _UNKNOWN
-            self.site = DrawSite(LOSS, site.number + 1)
         else:
-            if _is_in_backward():
-                site = self.log.sites.get(torch.initial_seed(), site)
-            self._seed_generator(DrawSite(site.path, site.number + 1))
             batch_dim = self.batch_dims.get(site, _UNKNOWN)
+        if site.path != LOSS or self.loss_seeds:
+            self._seed_generator(following)
+        else:
+            self.site = following
         key = self.step_key ^ self._site_key(site)
         if batch_dim is None:
             return key, 0, SampleRange()

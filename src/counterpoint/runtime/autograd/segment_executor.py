@@ -439,7 +439,7 @@ class SegmentExecutor:
         output, targets = unflatten_batch(leaves, own.spec)
         num_samples = sum(sizes.values())
         self.rng.begin_microbatch(self.rng.step, 0, SampleRange(0, num_samples, num_samples))
-        self.rng.begin_loss()
+        self.rng.begin_loss(seeds=self.model.uses_rng)
         loss = compute_mean_loss(
             self.loss_function(sum(sizes[micro] for micro in self.outputs) / num_samples),
             output,
@@ -501,7 +501,7 @@ class SegmentExecutor:
         output = model.unflatten(outputs, input_shapes=self.shapes_of(micro))
         is_whole = micro in self.loss_weights.is_whole
         with self.autocast(micro):
-            self.rng.begin_loss()
+            self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
             loss, weight, parts = compute_mean_loss(
                 loss_function,
