@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,9 +68,9 @@ def measure_speeds(target: Target) -> Iterator[tuple[str, float, str]]:
     there = copy[: num_bytes // 4]
     for kind, allocate in (("pinned", target.accelerator.empty_pinned), ("pageable", torch.empty)):
         host = allocate(len(there), dtype=torch.uint8)
-        seconds = target.median_s(lambda host=host: there.copy_(host, non_blocking=True))
+        seconds = target.median_s(partial(there.copy_, host, non_blocking=True))
         yield f"from {kind} host memory", len(there) / seconds / 1e9, "GB/s"
-        seconds = target.median_s(lambda host=host: host.copy_(there, non_blocking=True))
+        seconds = target.median_s(partial(host.copy_, there, non_blocking=True))
         yield f"to {kind} host memory", len(there) / seconds / 1e9, "GB/s"
     small = torch.ones(8, device=device)
     yield "launch and wait", target.median_s(lambda: small.add_(1), 200) * 1e6, "us"

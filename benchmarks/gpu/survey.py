@@ -115,7 +115,7 @@ def count_stand_in_waits() -> Iterator[collections.Counter]:
 def count_cuda_waits() -> Iterator[collections.Counter]:
     waits: collections.Counter = collections.Counter()
 
-    def record(message: Any, *_: object) -> None:
+    def record(message: Any, *_: object, **__: object) -> None:
         if "synchroniz" in str(message):
             waits[source_line()] += 1
 

@@ -1,6 +1,7 @@
 """Every strategy, system and kind of model has the CPU's numbers on a device that is not the host."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.covering import each_value_once
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the CPU's run warns as well
 
-CHOSEN = [case for case in CASES if case.model == "mlp" and not case.options]
+CHOSEN: list[Any] = [case for case in CASES if case.model == "mlp" and not case.options]
 CHOSEN += [
     pytest.param(SurveyCase(*one.values), marks=one.marks)
     for one in each_value_once([name for name in BUILDERS if name != "mlp"], MODEL_PLANS)

@@ -7,16 +7,13 @@ import pytest
 import counterpoint as cp
 from counterpoint.errors import CounterpointError
 from counterpoint.launchers.environment import detect
+from counterpoint.testing.device_survey import CASES, TOLERANCE, SurveyCase, largest_difference, train
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
-from tests.device.survey_cases import BUILDERS, MODEL_PLANS, PLANS, SYSTEMS, train
-from tests.device.test_survey import differences
 from tests.process.forked_ranks import run_forked
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
-TOLERANCE = 1e-12
-CASES = [("mlp", plan) for plan in dict.fromkeys(PLANS + SYSTEMS)]
-CASES += [(name, plan) for name in BUILDERS if name != "mlp" for plan in MODEL_PLANS]
+ALL = [(case.model, case.plan) for case in CASES if not case.options]
 SOME = [
     ("mlp", "data(2) + overlap"), ("mlp", "data(2, compress=topk)"), ("mlp", "zero(2, level=2)"), ("embedding", "data(2)"),
     ("gpt", "zero(2, level=3)"), ("cnn", "pipeline(2)"), ("experts", "tensor(2)"), ("sync_batch_norm", "data(2)"),
@@ -24,8 +21,6 @@ SOME = [
     ("embedding", "server(2)"),
 ]  # fmt: skip
 """Each kind of exchange and each model once."""
-
-
 OWN_LOSSES = ("asp", "downpour", "project_adam", "parameter_server_strategy", "easgd")
 """In names of plans whose workers have losses of their own: they train, and nothing more is compared."""
 
@@ -34,21 +29,22 @@ def num_ranks(plan):
     return cp.Plan.parse(plan.split(" + ")[0]).num_ranks
 
 
-def survey(cases):
-    """Return for each case by how much the device differs from the CPU in one process, or what is wrong."""
-    result = {}
+def survey(pairs):
+    """Return for each model and plan by how much the device differs from the CPU in one process, or what is wrong."""
+    result: dict[str, float | str] = {}
     detected = detect()
     assert detected is not None, "a rank has been told who it is"
     alone, together = replace(detected, world_size=1, rank=0), replace(detected, transport="process_group")
-    for name, plan in cases:
+    for model, plan in pairs:
+        case = SurveyCase(model, plan)
         try:
-            expected = train(name, plan, "cpu", environment=alone)
-            actual = train(name, plan, StandInAccelerator(), environment=together)
+            expected = train(case, "cpu", environment=alone)
+            actual = train(case, StandInAccelerator(), environment=together)
             DEVICE.require_no_races()
             is_comparable = not any(word in plan for word in OWN_LOSSES)
-            result[f"{name} {plan}"] = max(differences(actual, expected)) if is_comparable else 0.0
+            result[f"{model} {plan}"] = largest_difference(actual, expected) if is_comparable else 0.0
         except CounterpointError as error:
-            result[f"{name} {plan}"] = f"{type(error).__name__}: {error}"
+            result[f"{model} {plan}"] = f"{type(error).__name__}: {error}"
     return result
 
 
@@ -65,7 +61,7 @@ def jobs(cases):
 def require_equal(cases):
     for by_case in run_forked(survey, ranks=num_ranks(cases[0][1]), args=[cases]):
         assert isinstance(by_case, dict), by_case
-        assert {key: value for key, value in by_case.items() if isinstance(value, str) or value > TOLERANCE} == {}
+        assert {key: value for key, value in by_case.items() if isinstance(value, str) or not value <= TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("cases", jobs(SOME))
@@ -74,6 +70,6 @@ def test_a_device_in_processes_has_the_numbers_of_the_cpu_in_one(cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", jobs([case for case in CASES if case not in SOME]))
+@pytest.mark.parametrize("cases", jobs([pair for pair in ALL if pair not in SOME]))
 def test_every_plan_and_model_on_a_device_in_processes_has_the_numbers_of_the_cpu_in_one(cases):
     require_equal(cases)

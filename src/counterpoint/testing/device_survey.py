@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.jobs.job import sequence_loss
 from counterpoint.jobs.models import GPT, GPTShape
+from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.plan.registry import STRATEGIES
 from counterpoint.training.parallelize import TrainStep, parallelize
 from counterpoint.training.trainer import Trainer
@@ -208,7 +209,12 @@ def make_step(name: str, plan: str, device: str | Accelerator, **options: Any) -
 
 
 def train(
-    case: SurveyCase, device: str | Accelerator, *, num_steps: int = STEPS, observe_last: Observer = lambda step: step()
+    case: SurveyCase,
+    device: str | Accelerator,
+    *,
+    num_steps: int = STEPS,
+    observe_last: Observer = lambda step: step(),
+    environment: RankEnvironment | None = None,
 ) -> Outcome:
     """Train a case on a device.
 
@@ -217,10 +223,11 @@ def train(
         device: where.
         num_steps: how many; those of ``Trainer`` are fixed.
         observe_last: takes the last step.
+        environment: of this rank, if the ranks are in several processes; not for ``Trainer``.
     """
     if case.options == "trainer":
         return _fit(case, device)
-    step, model = make_step(case.model, case.plan, device, **OPTIONS.get(case.options, {}))
+    step, model = make_step(case.model, case.plan, device, environment=environment, **OPTIONS.get(case.options, {}))
     with step:
         *before, last = (batch for _, batch in zip(range(num_steps), batches(case.model), strict=False))
         losses = [step(*batch) for batch in before]
