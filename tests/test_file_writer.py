@@ -100,7 +100,7 @@ def test_a_folder_of_another_user_is_refused_before_anything_is_computed(tmp_pat
 def test_a_timeline_that_the_disk_does_not_take_ends_and_stops_nothing(tmp_path):
     with pytest.raises(PlanError, match="Is a directory; give another file"):
         HorovodTimeline(tmp_path, 0)
-    with pytest.warns(RuntimeWarning, match=r"/dev/full ends here: No space left on device; training goes on"):
+    with pytest.warns(RuntimeWarning, match=r"/dev/full ends here: No space left on device; training continues"):
         timeline = HorovodTimeline("/dev/full", 0)
     with warnings.catch_warnings(action="error"):
         timeline.record("loss", "ALLREDUCE", 0.0)

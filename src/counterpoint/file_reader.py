@@ -29,14 +29,14 @@ _KINDS = {
 
 
 FileKind: TypeAlias = Literal["nothing", "folder", "file"]
-"""What a path names: ``file`` is everything that is no folder."""
+"""What a path names; ``file`` stands for everything that is not a folder, such as a pipe."""
 
 
 def find_file_kind(path: Path) -> FileKind:
     """Return what is at a path, links followed.
 
     Raises:
-        OSError: that cannot be told: its name is too long, or this user may not look there.
+        OSError: the path cannot be examined: its name is too long, or this user has no access.
     """
     try:
         status = _status(path)

@@ -77,7 +77,7 @@ def escape_surrogates(text: str) -> str:
 def write_line(stream: TextIO, line: str) -> None:
     """Write a line at once; characters that the stream's encoding does not have are escaped.
 
-    A line that a full or failing disk behind the stream does not take is lost, and what the line is about goes on.
+    A line that cannot be written, because the disk of the file is full or fails, is lost; no error is raised.
     """
     encoding = stream.encoding or "utf-8"
     with losing_lines():

@@ -103,7 +103,8 @@ def test_a_draft_that_another_process_keeps_locked_is_given_up_and_the_save_is_o
             fcntl.flock(held[-1], fcntl.LOCK_EX)
 
     with pytest.raises(
-        CheckpointWriteError, match=r"step-00000001.tmp-\w+ is locked by a process that is no run of this"
+        CheckpointWriteError,
+        match=r"step-00000001.tmp-\w+ has been locked for 0 s by a process that does not",
     ):
         start(tmp_path, 1, files=Watched())
     for descriptor in held:

@@ -124,9 +124,9 @@ def lock_draft(files: FileOps, step: int, make_name: Callable[[], Path]) -> Chec
             return CheckpointDraft(folder, step, lock, files)
         if time.monotonic() >= end_s:
             raise CheckpointWriteError(
-                f"{folder} is locked by a process that is no run of this folder, for {DRAFT_LOCK_S:.0f} s by now; "
-                "nothing was saved and earlier checkpoints are untouched: let other users not read the folder "
-                f"(chmod 700 {folder.parent}), or end that process"
+                f"{folder} has been locked for {DRAFT_LOCK_S:.0f} s by a process that does not belong to this run; "
+                "nothing was saved and earlier checkpoints are untouched: deny other users access "
+                f"to the folder (chmod 700 {folder.parent}), or end that process"
             )
         time.sleep(DRAFT_POLL_S)
 

@@ -58,12 +58,12 @@ def may_be_folder(path: Path) -> bool:
 
 
 def list_drafts(root: Path) -> list[Path]:
-    """Return the drafts in ``root``, in progress or of dead runs, oldest first; raise ``OSError`` if it is hidden."""
+    """Return the drafts in ``root``, in progress or of dead runs, oldest first; raise ``OSError`` if that fails."""
     return sorted(path for path in list_folder(root) if _DRAFT.fullmatch(path.name))
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return what is in a folder, nothing if it is none; raise ``OSError`` if it cannot be read."""
+    """Return the entries of a folder; none if the path is not a folder. Raise ``OSError`` if it cannot be read."""
     return list(folder.iterdir()) if find_file_kind(folder) == "folder" else []
 
 

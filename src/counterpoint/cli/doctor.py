@@ -32,7 +32,7 @@ OLDEST_TORCH = (2, 11)
 TRIED_TORCH = "2.13.0"
 RANKS_SHOWN = 8
 LEAST_FREE = 0.5
-"""Share of a GPU's memory; less is said to hurt."""
+"""If a smaller share of a GPU's memory is free, it is a finding that hurts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def check_devices(ranks: int) -> Iterator[Finding]:
 
 
 def judge_devices(inventory: DeviceInventory, ranks: int) -> Iterator[Finding]:
-    """Say what there is, and what will hurt."""
+    """Yield the findings about the GPUs of an inventory, and about ranks that would use them."""
     num_gpus = len(inventory.gpus)
     yield from _judge_visibility(inventory)
     if not num_gpus:

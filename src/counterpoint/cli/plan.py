@@ -316,7 +316,7 @@ def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> 
     if memory_gib is None:
         return cluster
     if not isfinite(memory_gib):
-        raise PlanError(f"--memory {memory_gib} is no size; give a number of GiB")
+        raise PlanError(f"--memory {memory_gib} is not an amount of memory; give a finite number of GiB above 0")
     return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))
 
 

@@ -220,7 +220,7 @@ def test_a_full_disk_costs_records_and_no_step_and_what_is_written_can_be_read(t
     folder.on_start(make_run_start())
     folder.on_step(make_step_end(0))
     disk.room = 20
-    with pytest.warns(RuntimeWarning, match=r"could not be written to .*: No space left on device; training goes on"):
+    with pytest.warns(RuntimeWarning, match=r"could not be written to .*: No space left on device; training continues"):
         folder.on_step(make_step_end(1))
     folder.on_step(make_step_end(2))
     disk.room = 10**6

@@ -64,7 +64,9 @@ class HorovodTimeline:
             append_whole(self._descriptor, encode_text(text))
         except OSError as error:
             warn(
-                f"the timeline {self._path} ends here: {error.strerror}; training goes on", RuntimeWarning, stacklevel=3
+                f"the timeline {self._path} ends here: {error.strerror}; training continues",
+                RuntimeWarning,
+                stacklevel=3,
             )
             self._end()
 

@@ -220,7 +220,7 @@ class RunFolder(Callback):
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """Count what the disk does not take, and warn of the first time; training goes on."""
+        """Count what the disk does not take, and warn of the first time; training continues."""
         try:
             yield
         except OSError as error:
@@ -228,14 +228,14 @@ class RunFolder(Callback):
             if self.num_failed_writes == 1:
                 warn(
                     f"a record of the run could not be written to {self.folder}: {error.strerror or error}; training "
-                    "goes on, and so do the records when the disk takes them again",
+                    "continues, and so do the records as soon as the disk has space",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
 
 def find_checkpoints(folder: Path) -> Path:
-    """Return the folder of checkpoints in a run's folder, or another folder as it is.
+    """Return the folder of checkpoints in a run's folder; a folder without one is returned unchanged.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -257,7 +257,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turn an error of the system into one that says what to do.
+    """Turn an ``OSError`` into an error with a remedy.
 
     Raises:
         PlanError: the folder cannot be written.
@@ -275,7 +275,7 @@ def require_unused_folder(folder: Path) -> None:
     """Check that no run has written to a folder.
 
     Raises:
-        PlanError: one has, or that cannot be told.
+        PlanError: one has, or the folder cannot be read.
     """
     try:
         is_used = find_file_kind(folder / METRICS) != "nothing"
