@@ -131,5 +131,5 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(PlanError, match=message):
             load_profile(path)
-    with pytest.raises(PlanError, match="cannot be read: embedded null byte"):
+    with pytest.raises(PlanError, match="cannot be read: its name has a null byte"):
         load_profile(tmp_path / "a\0b")

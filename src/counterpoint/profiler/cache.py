@@ -14,6 +14,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from counterpoint.errors import PlanError
@@ -42,7 +43,8 @@ def load_or_measure(
         try:
             return parse_profile(read_regular_text(path))
         except (PlanError, OSError, UnicodeDecodeError):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # what stands in the way is an error when the new profile is written
+                path.unlink(missing_ok=True)
     profile = measure()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
