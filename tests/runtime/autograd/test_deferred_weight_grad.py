@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.runtime.autograd.deferred_weight_grad import DeferredGradSink, WeightGradQueue, build_grad_sinks
-from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.grad_sinks import ParamGradSink
 from tests.runtime.local_ranks import build_local_ranks
@@ -25,7 +26,7 @@ def intercept_with(module, queue):
         id(param): DeferredGradSink(ParamGradSink(name, param, InBackward()), queue)
         for name, param in module.named_parameters()
     }
-    return InPlaceGradMode(GradSinks(places, places))
+    return InterceptFunctions(in_place_grad_functions(GradSinks(places, places)))
 
 
 class KernelRecorder(TorchDispatchMode):
@@ -151,7 +152,7 @@ def test_rows_are_added_to_a_tables_gradient_without_another_one_of_its_size(nam
     (expected,) = torch.autograd.grad(2 * module(x).square().sum(), module.weight)
     ways = GradSinks({}, {id(module.weight): ParamGradSink("weight", module.weight, InBackward())})
     for _ in range(2):
-        with InPlaceGradMode(ways), KernelRecorder() as kernels:
+        with InterceptFunctions(in_place_grad_functions(ways)), KernelRecorder() as kernels:
             run_backward([module(x).square().sum()], [None])
     assert torch.allclose(module.weight.grad, expected, rtol=1e-12, atol=1e-12)
     assert not any(result.startswith(("embedding_dense", "_embedding_bag_dense")) for result in kernels.names)

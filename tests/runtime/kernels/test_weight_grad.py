@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
 
 
 class RecordingGradSink:
@@ -58,7 +59,7 @@ def checkpointed_loss(module, x):
 def test_gradients_are_torchs(loss):
     module, sink, x = layer()
     to_input, to_bias, to_weight = expected(module, x, loss)
-    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+    with InterceptFunctions(in_place_grad_functions(GradSinks({id(module.weight): sink}))):
         run_backward([loss(module, x)], [None])
     assert torch.allclose(x.grad, to_input)
     assert torch.allclose(module.bias.grad, to_bias)
@@ -68,14 +69,14 @@ def test_gradients_are_torchs(loss):
 
 def test_weights_without_a_sink_are_torchs():
     module, _, x = layer()
-    with InPlaceGradMode(GradSinks()):
+    with InterceptFunctions(in_place_grad_functions(GradSinks())):
         module(x).sum().backward()
     assert module.weight.grad is not None
 
 
 def test_a_gradient_that_is_differentiated_is_torchs():
     module, sink, x = layer()
-    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+    with InterceptFunctions(in_place_grad_functions(GradSinks({id(module.weight): sink}))):
         (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
     result, sink.accepts_grads = module.weight.grad + (sink.memory if sink.is_used else 0), False
@@ -88,7 +89,7 @@ def test_a_gradient_that_is_differentiated_is_torchs():
 def test_a_gradient_outside_of_a_step_is_returned():
     module, sink, x = layer()
     sink.accepts_grads = False
-    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+    with InterceptFunctions(in_place_grad_functions(GradSinks({id(module.weight): sink}))):
         (result,) = torch.autograd.grad(square_loss(module, x), module.weight)
     assert not sink.is_used
     assert torch.allclose(result, expected(module, x, square_loss)[2])
@@ -98,7 +99,7 @@ def test_a_compiled_graph_stays_one_graph():
     module, sink, x = layer()
     *_, to_weight = expected(module, x, square_loss)
     whole = torch.compile(module, backend="eager", fullgraph=True)
-    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+    with InterceptFunctions(in_place_grad_functions(GradSinks({id(module.weight): sink}))):
         run_backward([square_loss(whole, x)], [None])
     assert torch.allclose(sink.memory if sink.is_used else module.weight.grad, to_weight)
 
@@ -114,6 +115,6 @@ def test_factors_are_read_if_they_are_smaller_than_the_product(num_rows, is_aske
         return False
 
     monkeypatch.setattr(sink, "is_bounded", is_bounded)
-    with InPlaceGradMode(GradSinks({id(module.weight): sink})):
+    with InterceptFunctions(in_place_grad_functions(GradSinks({id(module.weight): sink}))):
         run_backward([module(torch.randn(num_rows, 64)).square().sum()], [None])
     assert asked == ([num_rows] if is_asked else [])

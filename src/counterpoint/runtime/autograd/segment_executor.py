@@ -40,7 +40,7 @@ from counterpoint.runtime.batch_loss import (
 )
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
 from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import (
     LossCheck,
@@ -357,7 +357,7 @@ class SegmentExecutor:
         if recorder is not None and (self.reduces_inside or any(self.grad_sinks)):
             replacements = {**replacements, **recorder.replacements}
         if any(self.grad_sinks):
-            return InPlaceGradMode(self.grad_sinks, replacements)
+            replacements = {**replacements, **in_place_grad_functions(self.grad_sinks)}
         return InterceptFunctions(replacements) if replacements else nullcontext()
 
     def sync_running_stats(self, first: int, last: int, micro: int) -> None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.runtime.kernels.embedding import EMBEDDING_FNS, RowGradSink, embedding_lookup
-from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
+from counterpoint.runtime.kernels.function_mode import FunctionReplacement, TorchFunction
 from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
 
 
@@ -222,45 +222,38 @@ def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
     sink.check(target, is_bounded=is_bounded)
 
 
-class InPlaceGradMode(InterceptFunctions):
-    """Function mode under which layers with a gradient sink use the functions of this module.
+def in_place_grad_functions(sinks: GradSinks) -> Mapping[TorchFunction, FunctionReplacement]:
+    """Return what replaces torch's functions where layers have a gradient sink, for a function mode.
 
     Linear layers use :class:`LinearWeightGrad`, embedding tables :class:`EmbeddingRowGrad`, and convolutions
     :class:`ConvWeightGrad` if gradients may be deferred.
 
     Args:
         sinks: by weight.
-        replacements: of other functions, active at the same time.
     """
+    return dict.fromkeys(INTERCEPTED_FNS, partial(_call_with_sink, sinks))
 
-    def __init__(
-        self, sinks: GradSinks, replacements: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({})
-    ) -> None:
-        super().__init__({**replacements, **dict.fromkeys(INTERCEPTED_FNS, self.call)})
-        self.weight_sinks, self.row_sinks = sinks
 
-    def call(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """Call the function or its replacement; inside a compiled graph always the function."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+def _call_with_sink(sinks: GradSinks, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Call the function or its replacement; inside a compiled graph always the function."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return func(*args, **kwargs)
+    if func in EMBEDDING_FNS:
+        call = EMBEDDING_FNS[func](*args, **kwargs)
+        row_sink = sinks.row_sinks.get(id(call.weight)) if call is not None else None
+        return embedding_lookup(call, row_sink) if call is not None and row_sink is not None else func(*args, **kwargs)
+    if torch.is_autocast_enabled(args[0].device.type if args else "cpu"):
+        return func(*args, **kwargs)
+    if func in CONV_FNS:
+        conv_call = CONV_FNS[func](*args, **kwargs)
+        sink = sinks.weight_sinks.get(id(conv_call.weight)) if conv_call is not None else None
+        if conv_call is None or sink is None or not sink.is_deferred:
             return func(*args, **kwargs)
-        if func in EMBEDDING_FNS:
-            call = EMBEDDING_FNS[func](*args, **kwargs)
-            row_sink = self.row_sinks.get(id(call.weight)) if call is not None else None
-            return (
-                embedding_lookup(call, row_sink) if call is not None and row_sink is not None else func(*args, **kwargs)
-            )
-        if torch.is_autocast_enabled(args[0].device.type if args else "cpu"):
-            return func(*args, **kwargs)
-        if func in CONV_FNS:
-            conv_call = CONV_FNS[func](*args, **kwargs)
-            sink = self.weight_sinks.get(id(conv_call.weight)) if conv_call is not None else None
-            if conv_call is None or sink is None or not sink.is_deferred:
-                return func(*args, **kwargs)
-            return conv_with_sink(conv_call, sink)
-        sink = self.weight_sinks.get(id(args[1])) if not kwargs else None
-        if sink is None:
-            return func(*args, **kwargs)
-        return LinearWeightGrad.apply(args[0], args[1], args[2] if len(args) > 2 else None, sink)  # type: ignore[no-untyped-call]
+        return conv_with_sink(conv_call, sink)
+    sink = sinks.weight_sinks.get(id(args[1])) if not kwargs else None
+    if sink is None:
+        return func(*args, **kwargs)
+    return LinearWeightGrad.apply(args[0], args[1], args[2] if len(args) > 2 else None, sink)  # type: ignore[no-untyped-call]
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
