@@ -1,8 +1,10 @@
-"""Products of parameters of which `make test` runs some cases, and `make test-all` every one."""
+"""Products of parameters and laws of which `make test` runs some cases; the others are marked ``slow`` or ``long``."""
 
+import inspect
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
 
 
 def each_value_once(*lists):
@@ -15,3 +17,25 @@ def each_value_once(*lists):
         )
         for case in product(*(range(len(values)) for values in lists))
     ]
+
+
+def given_few_or_many(few, many, *strategies, **named_strategies):
+    """Hypothesis' ``given`` with ``few`` examples in `make test`, and once more with ``many`` that is marked long."""
+
+    def decorate(law):
+        drawn = given(*strategies, **named_strategies)
+        laws = {count: settings(max_examples=count)(drawn(law)) for count in (few, many)}
+
+        def run(examples, **values):
+            laws[examples](**values)
+
+        examples = inspect.Parameter("examples", inspect.Parameter.KEYWORD_ONLY)
+        others = inspect.signature(laws[few]).parameters.values()
+        run.__signature__ = inspect.Signature([*(one.replace(kind=examples.kind) for one in others), examples])
+        run.__name__, run.__qualname__, run.__module__, run.__doc__ = (
+            law.__name__, law.__qualname__, law.__module__, law.__doc__,
+        )  # fmt: skip
+        counts = [few, pytest.param(many, marks=pytest.mark.long)]
+        return pytest.mark.parametrize("examples", counts, ids=["few", "many"])(run)
+
+    return decorate

@@ -5,13 +5,13 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import strategies as st
 from torch import nn, optim
 
 from counterpoint.plan.plan import Plan
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
-from tests.covering import each_value_once
+from tests.covering import each_value_once, given_few_or_many
 from tests.training.trainers import build_seeded, fit, max_difference
 
 SCHEDULES = ["gpipe(2)", "pipeline(2)", "interleaved(2)", "gpipe(2, chunks_per_stage=2)", "zero_bubble(2)",
@@ -88,8 +88,7 @@ def compositions(draw):
     return " * ".join(part for part in (text, around) if part), recipe, (2 * micros, *lengths)
 
 
-@settings(max_examples=10)
-@given(compositions())
+@given_few_or_many(2, 10, compositions())
 def test_any_composition_trains_the_same_on_batches_of_any_size(case):
     assert max_error(*case) <= parity.TOLERANCE
 

@@ -7,13 +7,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError
 from counterpoint.runtime.loss_reduction import compute_plain_loss
+from tests.covering import given_few_or_many
 from tests.training.trainers import params_of
 
 DTYPE = torch.float64
@@ -218,11 +219,16 @@ SIZES = st.tuples(st.integers(1, 2), st.integers(1, 6))
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", PLANS)
-@settings(max_examples=212)
-@given(
-    nest=INPUTS, loss=LOSSES, num_microbatches=st.integers(1, 2), reduction=REDUCTIONS, sizes=SIZES,
+@given_few_or_many(
+    8,
+    212,
+    nest=INPUTS,
+    loss=LOSSES,
+    num_microbatches=st.integers(1, 2),
+    reduction=REDUCTIONS,
+    sizes=SIZES,
     seed=st.integers(0, 9),
-)  # fmt: skip
+)
 def test_random_nests_and_losses_train_as_a_plain_loop_or_are_refused(
     plan, nest, loss, num_microbatches, reduction, sizes, seed
 ):
@@ -232,10 +238,15 @@ def test_random_nests_and_losses_train_as_a_plain_loop_or_are_refused(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", STAGED)
-@settings(max_examples=34)
-@given(
-    loss=LOSSES, num_microbatches=st.sampled_from([2, 4]), reduction=REDUCTIONS, sizes=SIZES, seed=st.integers(0, 9)
-)  # fmt: skip
+@given_few_or_many(
+    4,
+    34,
+    loss=LOSSES,
+    num_microbatches=st.sampled_from([2, 4]),
+    reduction=REDUCTIONS,
+    sizes=SIZES,
+    seed=st.integers(0, 9),
+)
 def test_random_losses_train_through_stages_as_in_a_plain_loop_or_are_refused(
     plan, loss, num_microbatches, reduction, sizes, seed
 ):

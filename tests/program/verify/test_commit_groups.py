@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, strategies as st
 
 from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes
 from counterpoint.errors import ProgramError
@@ -11,6 +11,7 @@ from counterpoint.program.instruction import Commit
 from counterpoint.program.program import Program
 from counterpoint.program.rewrite import map_parts
 from counterpoint.program.verify.verifier import verify
+from tests.covering import given_few_or_many
 from tests.program.verify.damaged_programs import ALL_RANKS, DamagedProgram, verify_damaged, verify_text
 from tests.program.verify.random_plans import legal_cases
 
@@ -196,8 +197,7 @@ def broken_rule(case, change):
     return caught.value.rule
 
 
-@settings(max_examples=80)
-@given(legal_cases(), st.integers(1, 11))
+@given_few_or_many(10, 80, legal_cases(), st.integers(1, 11))
 def test_no_commit_of_any_composition_can_fall_in_two(case, at):
     compiled = compile_plan(case[1], case[0])
     rows = compiled.program.rank_programs
@@ -219,8 +219,7 @@ def test_no_commit_of_any_composition_can_fall_in_two(case, at):
     assert caught.value.rule == 6
 
 
-@settings(max_examples=80)
-@given(legal_cases(), st.data())
+@given_few_or_many(10, 80, legal_cases(), st.data())
 def test_no_microbatch_of_any_composition_can_be_omitted(case, data):
     left_out = data.draw(st.integers(0, case[1].global_num_microbatches - 1))
 
@@ -231,8 +230,7 @@ def test_no_microbatch_of_any_composition_can_be_omitted(case, data):
     assert broken_rule(case, change) == 4
 
 
-@settings(max_examples=80)
-@given(legal_cases(), st.data())
+@given_few_or_many(10, 80, legal_cases(), st.data())
 def test_no_block_of_any_composition_can_be_omitted(case, data):
     compiled = compile_plan(case[1], case[0])
     block = data.draw(st.integers(0, compiled.model.num_blocks - 1))

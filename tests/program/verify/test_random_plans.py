@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import chain as joined
 from math import lcm
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import strategies as st
 
 from counterpoint.compiler.compile import compile as compile_plan, count_bytes
 from counterpoint.errors import PlanError
@@ -17,6 +17,7 @@ from counterpoint.program.text import format_program, parse_program
 from counterpoint.program.verify.verifier import Bounds, verify
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from tests.covering import given_few_or_many
 from tests.program.verify.random_plans import (
     TESTED_SCHEDULES,
     any_strategy,
@@ -27,35 +28,29 @@ from tests.program.verify.random_plans import (
     legal_cases,
 )
 
-PROPERTY_SETTINGS = settings(max_examples=120)
 
-
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_a_legal_composition_compiles_and_keeps_every_rule(case):
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
     assert compiled.program.num_ranks == plan.num_ranks == len(compiled.cost.ranks)
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_a_program_reads_back_as_it_was_written(case):
     model, plan, _ = case
     program = compile_plan(plan, model).program
     assert parse_program(format_program(program)) == program
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_a_plan_reads_back_as_it_was_written(case):
     _, plan, _ = case
     assert Plan.parse(str(plan), num_microbatches=plan.num_microbatches).strategies == plan.strategies
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_the_execution_order_has_every_instruction_once_and_keeps_the_order_of_each_rank(case):
     model, plan, _ = case
     rows = compile_plan(plan, model).program.unroll(1)
@@ -65,16 +60,14 @@ def test_the_execution_order_has_every_instruction_once_and_keeps_the_order_of_e
     check_rendezvous_sends(rows)
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_the_instructions_move_the_bytes_that_the_formulas_say_on_every_rank(case):
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
     assert count_bytes(compiled.program, compiled.model, samples) == compiled.cost.sent_bytes()
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(case):
     model, plan, _ = case
     compiled = compile_plan(plan, model)
@@ -91,8 +84,7 @@ def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(ca
         assert sorted(done) == sorted(every)
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(TESTED_SCHEDULES), st.integers(1, 6), st.integers(1, 13))
+@given_few_or_many(8, 60, st.sampled_from(TESTED_SCHEDULES), st.integers(1, 6), st.integers(1, 13))
 def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_it_has(kind, stages, count):
     schedule, chunks = kind
     plan = Plan((Pipeline(stages, schedule, chunks_per_stage=chunks),), count)
@@ -101,8 +93,9 @@ def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
-@settings(max_examples=40)
-@given(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+@given_few_or_many(
+    8, 40, st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]), st.lists(st.integers(1, 4), min_size=1, max_size=4)
+)
 def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(schedule, replicas):
     plan = Plan((Pipeline(len(replicas), schedule, tuple(replicas)),), 2 * lcm(*replicas))
     rows = compile_plan(plan, linear_chain(len(replicas), width=12)).program.unroll(1)
@@ -110,8 +103,7 @@ def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(schedule, r
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_overlap_moves_instructions_but_neither_adds_work_nor_changes_what_enters_an_update(case):
     model, plan, _ = case
     plain = compile_plan(Plan(plan.strategies, plan.num_microbatches), model)
@@ -129,8 +121,7 @@ def test_overlap_moves_instructions_but_neither_adds_work_nor_changes_what_enter
     assert sorted(entered[0], key=str) == sorted(entered[1], key=str)
 
 
-@settings(max_examples=200)
-@given(st.lists(any_strategy(), min_size=1, max_size=4))
+@given_few_or_many(20, 200, st.lists(any_strategy(), min_size=1, max_size=4))
 def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strategies):
     try:
         compile_plan(Plan(tuple(strategies), 2), linear_chain(4, width=12))
@@ -140,8 +131,7 @@ def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strate
     assert refused == (not can_be_composed(strategies))
 
 
-@settings(max_examples=40)
-@given(legal_cases(), st.integers(2, 3))
+@given_few_or_many(8, 40, legal_cases(), st.integers(2, 3))
 def test_a_synchronous_program_keeps_the_rules_step_after_step(case, times):
     model, plan, _ = case
     compiled = compile_plan(plan, model)
@@ -150,8 +140,7 @@ def test_a_synchronous_program_keeps_the_rules_step_after_step(case, times):
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
-@settings(max_examples=40)
-@given(delayed_plans(), st.integers(1, 3))
+@given_few_or_many(8, 40, delayed_plans(), st.integers(1, 3))
 def test_delayed_gradients_keep_every_rule_and_send_as_much_as_an_all_reduce_in_each_step(case, times):
     model, plan = case
     compiled = compile_plan(plan, model)
@@ -163,8 +152,7 @@ def test_delayed_gradients_keep_every_rule_and_send_as_much_as_an_all_reduce_in_
     assert len(list(execution_order(rows))) == len(list(joined(*rows)))
 
 
-@settings(max_examples=40)
-@given(async_pipelines(), st.integers(1, 3))
+@given_few_or_many(8, 40, async_pipelines(), st.integers(1, 3))
 def test_a_pipeline_without_a_flush_keeps_every_rule_and_its_formulas_are_what_the_program_does(case, times):
     model, plan = case
     compiled = compile_plan(plan, model)
@@ -184,8 +172,7 @@ def test_a_pipeline_without_a_flush_keeps_every_rule_and_its_formulas_are_what_t
     check_rendezvous_sends(compiled.program.unroll(times), compiled.cost.recv_buffer_depth)
 
 
-@PROPERTY_SETTINGS
-@given(legal_cases())
+@given_few_or_many(12, 120, legal_cases())
 def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(case):
     model, plan, _ = case
     compiled = compile_plan(plan, model)

@@ -1,7 +1,7 @@
 """Each kind of damage violates the rule that names it, and the message marks the place."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import strategies as st
 
 from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes
 from counterpoint.errors import ProgramError
@@ -9,6 +9,7 @@ from counterpoint.program.execution_order import check_rendezvous_sends
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.text import parse_instruction
 from counterpoint.program.verify.verifier import add_row_gathers, verify
+from tests.covering import given_few_or_many
 from tests.program.verify.damaged_programs import ALL_RANKS, DamagedProgram, verify_damaged, verify_text
 from tests.program.verify.random_plans import legal_cases
 
@@ -246,8 +247,7 @@ def without(program, rank, index):
     return Program(tuple(rows))
 
 
-@settings(max_examples=150)
-@given(legal_cases(), st.data())
+@given_few_or_many(15, 150, legal_cases(), st.data())
 def test_no_instruction_of_any_composition_can_be_omitted(case, data):
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
