@@ -1,4 +1,4 @@
-"""What holds for every test: one seed, one thread, a time limit, laws on the same examples each time, quick cases."""
+"""What holds for every test: one seed, one thread, a time limit, laws on the same examples each time."""
 
 import functools
 import random
@@ -24,23 +24,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(120))
         if item.get_closest_marker("gpu") and not has_a_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no GPU that torch can use"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector):
-    """Take the mark ``long`` from the cases that its argument ``quick`` lists; each of them must be there."""
-    made = yield
-    items = [item for item in made or [] if isinstance(item, pytest.Function)] if isinstance(made, list) else []
-    marks = [mark for item in items[:1] for mark in item.iter_markers("long") if "quick" in mark.kwargs]
-    for quick in (set(mark.kwargs["quick"]) for mark in marks):
-        cases = {item.callspec.id: item for item in items if hasattr(item, "callspec")}
-        if unknown := sorted(quick - {*cases}):
-            raise collector.CollectError(
-                f"{items[0].originalname} has no cases {unknown}; quick names ids of its cases"
-            )
-        for name in quick:
-            cases[name].own_markers[:] = [mark for mark in cases[name].own_markers if mark not in marks]
-    return made
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Golden files, texts that a person has read once and that must not change unseen; and signals that tests can send."""
+"""Golden files, texts that a person has read once and that must not change unseen; quick cases; signals that tests send."""
 
 import gc
 import signal
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.covering import unmark_quick_cases
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -17,6 +19,14 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--golden"):
         items[:] = [item for item in items if "golden" in item.fixturenames]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    made = yield
+    if isinstance(made, list):
+        unmark_quick_cases([item for item in made if isinstance(item, pytest.Function)])
+    return made
 
 
 def pytest_collection_finish():

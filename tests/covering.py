@@ -39,3 +39,16 @@ def given_few_or_many(few, many, *strategies, **named_strategies):
         return pytest.mark.parametrize("examples", counts, ids=["few", "many"])(run)
 
     return decorate
+
+
+def unmark_quick_cases(cases):
+    """Take the mark ``long`` from those cases of a test that its argument ``quick`` lists; each of them must be there."""
+    mark = cases[0].get_closest_marker("long") if cases else None
+    if mark is None or "quick" not in mark.kwargs:
+        return
+    by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
+    if unknown := [name for name in mark.kwargs["quick"] if name not in by_id]:
+        message = f"{cases[0].originalname} has no case {', '.join(unknown)}; long(quick=...) takes ids of its cases"
+        raise pytest.Collector.CollectError(message)
+    for name in mark.kwargs["quick"]:
+        by_id[name].own_markers.remove(mark)

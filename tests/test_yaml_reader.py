@@ -111,6 +111,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.long(quick=["aliases", "merged keys", "nested keys", "items"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_text_is_refused_in_little_memory_and_few_words(monkeypatch, text):
     monkeypatch.setattr(yaml_reader, "MAX_NODES", 1000)

@@ -181,6 +181,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.long(quick=["objects-state", "sparse lists-state", "digits-state", "a text-slices"])
 @pytest.mark.parametrize("place", ["state", "slices"])
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_manifest_takes_at_most_four_times_its_size(name, place, tmp_path):

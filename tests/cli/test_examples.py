@@ -68,6 +68,7 @@ def test_the_example_of_the_readme_comes_to_the_same_loss_in_every_start(capsys)
     assert shown[0] == shown[1] != ""
 
 
+@pytest.mark.long(quick=["counterpoint"])
 @pytest.mark.process
 @pytest.mark.parametrize(
     "launcher",
@@ -85,6 +86,7 @@ def test_the_digits_have_the_same_losses_alone_and_under_a_launcher(launcher, mo
     assert alone == lines("-m", *launcher, "2", *DIGITS)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_launched_ranks_return_the_same_losses():
     first, second = lines("examples/launch.py")
@@ -96,6 +98,7 @@ def test_a_script_of_horovod_learns_the_digits(capsys):
     assert capsys.readouterr().out.startswith("epoch 0: ")
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_script_of_horovod_runs_on_ranks():
     reached = lines("-m", "counterpoint", "run", "-n", "2", "examples/horovod_mnist.py", "--epochs", "1")

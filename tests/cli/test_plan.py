@@ -153,6 +153,7 @@ def test_passes_are_those_that_training_has_unless_others_are_asked_for():
     assert [actual["plans"][0]["passes"] for actual in ways.values()] == [["overlap"], [], ["recompute"]]
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(tmp_path):
     result = plan("digits", "-n", "2", "--measure", "1", "--json", "--report", tmp_path / "report.html")
@@ -165,6 +166,7 @@ def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(
     assert find_html_errors(page) == []
 
 
+@pytest.mark.long
 def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
     listed = json.loads(plan("-n", "4", "--blocks", "4", "--json").stdout)
     actual = [

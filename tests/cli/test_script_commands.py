@@ -167,6 +167,7 @@ def test_show_cuts_batches_whose_samples_do_not_lie_along_dim_0(recipe):
     assert (shown.exit_code, "rules 1 to 8 hold" in shown.stdout) == (0, True)
 
 
+@pytest.mark.long(quick=["own_loop.py"])
 @pytest.mark.process
 @pytest.mark.parametrize("script", ["own_loop.py", "digits.py"])
 def test_an_example_trains_the_same_under_its_plan(script):

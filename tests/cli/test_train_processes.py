@@ -66,6 +66,7 @@ def losses_in(folder):
     return [line["loss"] for line in lines if line["event"] == "step"]
 
 
+@pytest.mark.long
 def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ("--steps", 4, "--progress", "plain", "--folder")
@@ -78,6 +79,7 @@ def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path, monke
     assert losses_in(tmp_path / "apart") == pytest.approx(losses_in(tmp_path / "together"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_and_the_report_begins_with_its_name(tmp_path):
     with training(tmp_path) as (run, ranks):
         began_s = time.monotonic()
@@ -102,6 +104,7 @@ def test_ctrl_c_ends_all_ranks_with_130(tmp_path):
     assert "ended early: interrupted by Ctrl-C" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away_ends_the_run(tmp_path):
     with training(tmp_path) as (run, ranks):
         run.stdout.close()
@@ -109,6 +112,7 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
     assert not any(map(is_alive, ranks.values()))
 
 
+@pytest.mark.long
 def test_an_error_on_all_ranks_is_reported_once(tmp_path):
     result = subprocess.run(words("--batch-size", 7), cwd=tmp_path, capture_output=True, text=True)
     first, second = result.stderr.splitlines()

@@ -51,6 +51,7 @@ def test_without_a_distributed_package_registering_does_nothing():
     assert python(WITHOUT, SOURCE.parent) == "None"
 
 
+@pytest.mark.long
 def test_registering_twice_is_registering_once():
     code = "from counterpoint.compat.torch_backend import register\nregister(), register()\n"
     counted = "import torch.distributed as dist; print(dist.Backend.backend_list.count('counterpoint'))"

@@ -34,6 +34,7 @@ LINES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_a_dry_run_prints_the_whole_table_without_a_gpu(tmp_path, capsys, monkeypatch):

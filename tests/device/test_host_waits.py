@@ -24,6 +24,7 @@ def count_waits(name, plan, **options):
     return waits
 
 
+@pytest.mark.long(quick=["mlp-zero(2, level=3)-2", "embedding-data(2)-2"])
 @pytest.mark.parametrize(
     ("name", "plan", "num_waits"),
     [

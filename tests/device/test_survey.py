@@ -36,6 +36,16 @@ CHOSEN += [
 ]
 
 
+@pytest.mark.long(
+    quick=[
+        "mlp | zero(2, level=1)",
+        "mlp | zero(2, level=2)",
+        "mlp | pipeline(2)",
+        "mlp | pipeline(2, schedule=pipedream)",
+        "gpt | pipeline(2)",
+        "mlp | parameter_server_strategy(2)",
+    ]
+)
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_a_device_has_the_numbers_of_the_cpu(case):
     expected = train(case, "cpu")

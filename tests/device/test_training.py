@@ -43,6 +43,7 @@ def fit(device, strategy, folder, epochs, **options):
     return history.losses
 
 
+@pytest.mark.long(quick=["stand_in-data(2, staleness=1)-data(2, staleness=1)"])
 @pytest.mark.parametrize(
     ("first", "second"),
     [

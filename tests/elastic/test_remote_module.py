@@ -78,6 +78,7 @@ def test_the_row_of_padding_never_travels_and_is_zeros():
     assert not served.export_weights(tables=True).get_parameter("0.weight")[4].any()
 
 
+@pytest.mark.long(quick=["fp16", "int8"])
 @pytest.mark.parametrize("code", ["fp16", "int8", "twobit:0.25", "topk:0.1", "sign"])
 def test_a_code_sends_fewer_bytes_and_keeps_the_rest_on_the_worker(code):
     workers = InterleavedWorkers(make_slices(make_numeric_data(80), Asp(), batch_size=4), epochs=4, num_servers=1)

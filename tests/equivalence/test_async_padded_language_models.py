@@ -85,6 +85,7 @@ def require_equal_losses(losses, expected):
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.long(quick=["asp(2)-2-2-own_loss"])
 @pytest.mark.parametrize("loss", [causal_loss, own_loss])
 @pytest.mark.parametrize(
     ("strategy", "num_workers", "num_microbatches"), [("asp(2)", 2, 2), ("asp(4, servers=2)", 4, 1)]
@@ -122,6 +123,7 @@ def test_an_elastic_average_is_of_workers_with_their_own_means_over_tokens(num_m
     require_equal(params, dict(center.named_parameters()))
 
 
+@pytest.mark.long(quick=["2-sync_every=2-2-0"])
 @pytest.mark.parametrize(("strategy", "every", "first"), [("sync_every=2", 2, 0), ("sync_every=2, sync_first=1", 2, 1)])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_replicas_of_local_sgd_update_with_their_own_means_over_tokens(strategy, every, first, num_microbatches):
@@ -152,6 +154,7 @@ def test_a_late_gradient_is_that_of_the_mean_over_all_tokens(strategy):
     require_equal_losses(losses, expected_losses)
 
 
+@pytest.mark.long(quick=["pipedream(2, vertical_sync=on)-<lambda>-1"])
 @pytest.mark.parametrize(
     ("strategy", "read", "interval"),
     [

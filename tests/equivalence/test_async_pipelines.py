@@ -10,6 +10,7 @@ from tests.equivalence.async_pipeline_cases import ADAMW, MOMENTUM, SLOW, Case, 
 RULES = ["stashing", "vertical_sync", "double_buffer"]
 
 
+@pytest.mark.long(quick=["stashing-2 momentum", "vertical_sync-2 momentum"])
 @pytest.mark.parametrize(("num_stages", "optimizer"), [(2, MOMENTUM), (4, ADAMW)], ids=["2 momentum", "4 adamw"])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_stage_reads_the_versions_of_its_rule(rule, num_stages, optimizer):
@@ -24,6 +25,7 @@ def test_it_does_so_with_any_number_of_stages_and_either_optimizer(rule, num_sta
     assert max_error(Case(rule, (1,) * num_stages, (5,) * 30, optimizer=optimizer)) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["stashing-replicas0-0-sgd"])
 @pytest.mark.parametrize("optimizer", [MOMENTUM, pytest.param(ADAMW, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("rule", "replicas", "per_body"),
@@ -56,6 +58,7 @@ def test_batches_may_be_fewer_than_stages_and_leave_some_microbatches_empty(rule
     assert max_error(Case(rule, (2, 1, 1), (3, 1), per_body=4 if rule == "double_buffer" else 2)) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["stashing-replicas0-0"])
 @pytest.mark.parametrize(
     ("rule", "replicas", "per_body"),
     [("stashing", (1, 1, 1), 0), ("vertical_sync", (2, 1), 0), ("double_buffer", (1, 2), 4)],

@@ -85,6 +85,7 @@ def alone(build):
     return {**state_of(model), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
+@pytest.mark.long(quick=["data(2)-chain", "zero(2, level=1)-chain", "pipeline(2) * zero(2, level=1)-chain"])
 @pytest.mark.parametrize(
     ("strategy", "build"), [*((one, chain) for one in PLANS), *((one, Whole) for one in OF_GRAPHS)]
 )
@@ -175,6 +176,7 @@ def test_a_norm_that_cannot_be_distinguished_from_others_is_refused():
         )
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_processes_normalize_as_the_global_batch_does():
     result = launch(on_processes, ranks=2)

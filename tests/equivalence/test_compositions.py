@@ -67,6 +67,7 @@ def max_error(strategy, recipe, lengths=(12, 7, 3)):
     return max(parity.relative_difference(run.params[name], param) for name, param in expected.params.items())
 
 
+@pytest.mark.long(quick=["tensor(2) * gpipe(2, chunks_per_stage=2)"])
 @pytest.mark.parametrize("strategy", SLICED)
 def test_slices_inside_the_stages_of_every_order_train_the_same(strategy):
     assert max_error(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
@@ -93,6 +94,7 @@ def test_any_composition_trains_the_same_on_batches_of_any_size(case):
     assert max_error(*case) <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["gpipe(2, chunks_per_stage=2)-"])
 @pytest.mark.parametrize(("schedule", "around"), each_value_once(SCHEDULES, ["", " * data(2)", " * zero(2, level=2)"]))
 def test_clipped_numbers_and_a_schedule_of_rates_come_out_the_same(schedule, around):
     how = {"clip_norm": 0.5, "clip_value": 0.02, "lr_scheduler": partial(optim.lr_scheduler.StepLR, step_size=2)}

@@ -25,6 +25,14 @@ ADASUM = [
 ]
 
 
+@pytest.mark.long(
+    quick=[
+        "data(4, compress=fp16)",
+        "data(4, compress=bf16)",
+        "data(2, compress=int8) + overlap",
+        "pipeline(2) * data(2, reduce=adasum)",
+    ]
+)
 @pytest.mark.parametrize("strategy", [*CODED, *ADASUM])
 def test_a_lossy_sum_equals_its_workers_simulated_one_after_the_other(strategy):
     assert parameter_error(strategy) <= parity.TOLERANCE

@@ -117,6 +117,7 @@ def expected(build, *, num_micros=4):
     return {**state_of(model), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
+@pytest.mark.long(quick=["zero(2, level=2)", "pipeline(2, replicas=(2,1))"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_resnet_has_the_running_statistics_of_whole_batches(strategy):
     assert max_difference(trained(resnet, strategy), expected(resnet)) <= 1e-12

@@ -31,6 +31,14 @@ def solo(name, model):
     )
 
 
+@pytest.mark.long(
+    quick=[
+        "zero(2, level=1)-LARS",
+        "zero(2, level=2)-LAMB",
+        "pipeline(2) * data(2)-LARS",
+        "zero(2, level=1) + overlap-LARS",
+    ]
+)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("strategy", ["solo", *WHOLE])
 def test_a_rate_for_each_layer_is_the_same_under_every_plan(name, strategy):

@@ -52,6 +52,7 @@ def plain(loss):
     return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2)-2"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_the_loss_of_a_padded_batch_is_the_mean_over_its_tokens(plan, num_microbatches):
     expected_losses, expected = plain(causal_loss)
@@ -127,6 +128,7 @@ def require_plain(losses, model, loss):
     assert max(relative_difference(param.detach(), expected[name]) for name, param in model.named_parameters()) < 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2)-2"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches):
     model = build_float64()
@@ -136,6 +138,7 @@ def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches):
         require_plain(trainer.fit(loader()).losses, model, causal_loss)
 
 
+@pytest.mark.long(quick=["pipeline(2)-4"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_step_takes_the_dicts_of_a_loader_with_the_loss_of_the_model(plan, num_microbatches):
     model = build_float64()

@@ -48,6 +48,7 @@ def trained(build, strategy, *, dtype=torch.float32, casts=False, num_steps=4):
     return params_of(model), losses
 
 
+@pytest.mark.long(quick=["pipeline(2)-chain", "zero_bubble(2)-Branches"])
 @pytest.mark.parametrize("build", [chain, Branches])
 @pytest.mark.parametrize("strategy", PLANS[:3])
 def test_a_pipeline_under_autocast_trains_as_solo_does_bit_for_bit(strategy, build):

@@ -69,6 +69,7 @@ def difference(make, *plan):
     return max(relative_difference(other[name], value) for name, value in alone.items())
 
 
+@pytest.mark.long(quick=["gpt2-row6", "cnn-row10", "cnn-row12", "cnn-row16"])
 @pytest.mark.parametrize(("make", "row"), each_value_once([gpt2, cnn], PLANS))
 def test_masks_depend_on_samples_only(make, row):
     assert difference(make, *row) <= 1e-12
@@ -146,6 +147,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long(quick=["rrelu", "alpha dropout", "feature alpha dropout", "dropout1d"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_that_draws_does_so_by_sample(name):
     def make():
@@ -173,6 +175,7 @@ class SkippedTwice(nn.Module):
         return self.last(self.attention(x))
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "pipeline(2)", "zero3(2)"])
 def test_a_traced_model_draws_as_one_that_runs_eagerly(plan):
     def make():

@@ -27,6 +27,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.long(quick=["pipeline(4, schedule=gpipe, recompute=except_last)", "pipeline(4, recompute=always)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_model_that_draws_and_shares_weights_trains_the_same(strategy):
     assert difference(trained(strategy)) <= TOLERANCE

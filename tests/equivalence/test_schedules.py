@@ -39,11 +39,18 @@ WORDS = SingleProcessBaseline(subject())
 alone, difference, trained = WORDS.baseline, WORDS.difference, WORDS.train
 
 
+@pytest.mark.long(quick=["schedule=interleaved, chunks_per_stage=2-zero(2, level=1)"])
 @pytest.mark.parametrize(("schedule", "around"), each_value_once(SCHEDULES, AROUND), ids=str)
 def test_every_schedule_trains_the_same_with_replicas_around_it(schedule, around):
     assert difference(trained(f"pipeline(2, {schedule}) * {around}")) <= parity.TOLERANCE
 
 
+@pytest.mark.long(
+    quick=[
+        "pipeline(4, schedule=interleaved, chunks_per_stage=2)",
+        "pipeline(2, schedule=interleaved, chunks_per_stage=5)",
+    ]
+)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -65,6 +72,13 @@ def test_clipping_by_the_norm_over_all_chunks_trains_the_same(schedule):
     assert parity.relative_difference(alone().params["0.weight"], alone(CLIPPED).params["0.weight"]) > 1e-3
 
 
+@pytest.mark.long(
+    quick=[
+        "pipeline(2, schedule=gpipe) * data(2)",
+        "pipeline(2) * data(2)",
+        "pipeline(2, schedule=gpipe, chunks_per_stage=2) * data(2)",
+    ]
+)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -5,6 +5,7 @@ import pytest
 from counterpoint.testing import parity
 
 
+@pytest.mark.long(quick=["pipeline(3, split_points=blocks.0+head)"])
 @pytest.mark.parametrize(
     "plan",
     [

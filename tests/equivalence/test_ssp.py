@@ -117,6 +117,7 @@ def test_an_asynchronous_server_applies_what_has_been_sent_in_the_code(strategy)
     assert parity.max_difference(float(left.abs().max()) for left in sent.residuals.values()) > 0
 
 
+@pytest.mark.long(quick=["int8"])
 @pytest.mark.parametrize("code", CODES)
 def test_a_synchronous_server_adds_up_the_same_codes_as_replicas_do(code):
     _, _, served = run_of(f"bsp(4, servers=2, compress={code})", 4)

@@ -22,6 +22,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.long(quick=["gpt2"])
 @pytest.mark.timeout(180)  # five plans of each, traced one by one
 @pytest.mark.parametrize("name", transformer_models.KINDS)
 def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
@@ -29,6 +30,7 @@ def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
     assert not {strategy: off for strategy, off in result.items() if not off <= TOLERANCE}
 
 
+@pytest.mark.long(quick=["llama-{}.post_attention_layernorm"])
 @pytest.mark.parametrize(
     ("name", "layer"), [("gpt2", "transformer.h.{}.ln_2"), ("llama", "{}.post_attention_layernorm")]
 )

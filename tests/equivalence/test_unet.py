@@ -72,16 +72,19 @@ def max_error(strategy, recipe):
     )
 
 
+@pytest.mark.long(quick=["zero_bubble(3)", "gpipe(2, chunks_per_stage=2)"])
 @pytest.mark.parametrize("strategy", ORDERS)
 def test_stages_in_any_order_change_nothing(strategy):
     assert max_error(strategy, TrainConfig()) <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["pipeline(3, replicas=(1,2,1))"])
 @pytest.mark.parametrize("strategy", WITH_REPLICAS)
 def test_replicas_around_stages_change_nothing(strategy):
     assert max_error(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["interleaved(3)"])
 @pytest.mark.parametrize("strategy", ["gpipe(4)", "interleaved(3)"])
 def test_fewer_microbatches_than_stages_change_nothing(strategy):
     assert max_error(strategy, TrainConfig(num_microbatches=2)) <= parity.TOLERANCE

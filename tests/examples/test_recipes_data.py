@@ -19,6 +19,7 @@ RECIPES = {
 PACKAGES = {"lora": "peft", "sequence_classification": "datasets"}
 
 
+@pytest.mark.long(quick=["causal_lm"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_plan_trains_a_recipe_as_a_plain_loop_does(name, tmp_path):

@@ -30,12 +30,14 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.long(quick=["clip"])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_trains_a_recipe_as_a_plain_loop_does(name):
     assert worst_difference(compare_recipe(name, strategies=PLANS[name])) < 1e-10
 
 
+@pytest.mark.long(quick=["diffusion"])
 @pytest.mark.parametrize("name", RANDOM)
 def test_every_plan_draws_the_noise_of_one_rank(name):
     run = record_script(RECIPES / f"{name}.py", (), num_steps=2)
@@ -46,6 +48,7 @@ def test_every_plan_draws_the_noise_of_one_rank(name):
     assert worst_difference(report) < 1e-10
 
 
+@pytest.mark.long(quick=["actor_critic-arguments1"])
 @pytest.mark.parametrize(("name", "arguments"), [("gan", ("--steps", "3")), ("actor_critic", ("--rounds", "3"))])
 def test_two_models_are_trained_as_in_a_plain_loop(name, arguments, double, monkeypatch):
     recipe = load_recipe(name)

@@ -156,6 +156,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.long(quick=["gloo-gloo", "shm-auto"])
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_a_closed_fabric_leaves_no_thread_and_no_file(processes, transport):
     more = processes(partial(come_and_go, transport), 3)

@@ -85,6 +85,7 @@ def test_each_rank_gets_its_environment(lab, interleaved, expected):
     assert [one.text().strip() for one in ended] == expected
 
 
+@pytest.mark.long
 def test_two_gloo_ranks_on_two_hosts_add_up_over_the_wire(lab):
     ended = lab.run_ranks([sys.executable, str(Path(__file__).with_name("all_reduce.py")), "250000"])
     assert [one.text() for one in ended] == ["3.0 h0\n", "3.0 h1\n"]

@@ -77,6 +77,7 @@ def sample(*shape):
 SHAPES = [(3, 4), (3, 5), (3, 7), (2, 3), (3, 8), (1, 6), (4, 1), (3, 4), (5, 2)]
 
 
+@pytest.mark.long(quick=["Length"])
 @pytest.mark.parametrize("kind", [Layers, Positions, Branch, Loop, Length])
 def test_inputs_of_other_lengths_and_numbers_give_what_the_model_gives(kind):
     partitioned = TracedPartition(model := kind(), sample(3, 4))
@@ -94,6 +95,7 @@ def test_after_the_third_shape_nothing_is_traced_again(kind):
     assert partitioned.num_traces == 3
 
 
+@pytest.mark.long(quick=["perceptron-blocks", "long_skip-pairs"])
 @pytest.mark.parametrize(("name", "prefer"), each_value_once([*ALL], ["blocks", "pairs"]))
 def test_one_trace_serves_every_number_of_samples(name, prefer):
     model, inputs = ALL[name]()

@@ -11,18 +11,28 @@ from tests.partitioning.models import ALL, cnn, gpt, long_skip
 from tests.partitioning.segment_runs import in_segments, seed, worst_of
 
 
+@pytest.mark.long(
+    quick=[
+        "perceptron-blocks",
+        "long_skip-tensor_parallel",
+        "draws_in_forward-tensor_parallel",
+        "changes_in_place-blocks",
+    ]
+)
 @pytest.mark.parametrize(("name", "granularity"), each_value_once([*ALL], ["blocks", "tensor_parallel"]))
 def test_losses_gradients_and_buffers_equal_those_of_the_model(name, granularity):
     model, inputs = ALL[name]()
     assert worst_of(partition_model(model, inputs, granularity=granularity), model, inputs) <= 1e-12
 
 
+@pytest.mark.long(quick=["perceptron", "cnn", "long_skip", "changes_in_place"])
 @pytest.mark.parametrize("name", ALL)
 def test_evaluation_in_layers_equals_evaluation(name):
     model, inputs = ALL[name]()
     assert worst_of(partition_model(model, inputs, granularity="blocks"), model, inputs, training=False) <= 1e-12
 
 
+@pytest.mark.long(quick=["bounds0"])
 @pytest.mark.parametrize("bounds", [(0, 16), (0, 1, 16), (0, 6, 16), (0, 3, 4, 15, 16)])
 def test_any_run_of_layers_may_be_one_segment(bounds):
     model, inputs = gpt()
@@ -68,6 +78,7 @@ def test_the_output_gets_back_its_nesting():
     assert (output["nothing"], output["three"]) == (None, 3)
 
 
+@pytest.mark.long(quick=["1"])
 @pytest.mark.parametrize("samples", [1, 3, 9])
 def test_another_number_of_samples_is_traced_when_it_comes(samples):
     model, (tokens,) = gpt()

@@ -138,6 +138,7 @@ def test_a_mask_whose_values_torch_looks_at_is_to_be_given_by_is_causal():
     assert partition_model(Masked(is_causal=True), (x,), granularity="blocks").spec.num_blocks > 1
 
 
+@pytest.mark.long
 def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
     code = (
         "import torch\n"

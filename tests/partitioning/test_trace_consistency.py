@@ -21,6 +21,7 @@ from tests.partitioning.models import ALL, Residual, fixed_heads, residual
 from tests.partitioning.segment_runs import clone_tensors, forward, seed, with_samples, worst_of
 
 
+@pytest.mark.long(quick=["perceptron-blocks", "long_skip-pairs", "changes_in_place-blocks"])
 @pytest.mark.parametrize(("name", "prefer"), each_value_once([*ALL], ["blocks", "pairs"]))
 def test_the_same_values_cross_every_split_for_another_number_of_samples(name, prefer):
     model, inputs = ALL[name]()
@@ -79,6 +80,7 @@ def batch(size):
     return torch.randn(size, 8, generator=torch.Generator().manual_seed(size)), torch.arange(size) % 4
 
 
+@pytest.mark.long(quick=["pipeline(2, balance=(1,5))"])
 @pytest.mark.parametrize(
     "strategy",
     ["pipeline(2, balance=(1,5))", "zero3(2)", "pipeline(2, replicas=(1,2))", "tensor(2) * pipeline(2)"],

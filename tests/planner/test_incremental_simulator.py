@@ -21,6 +21,7 @@ def listed(model, num_ranks, every=1):
     return [replace(plan, passes=DEFAULT_PASSES) for plan in plans[::every]]
 
 
+@pytest.mark.long(quick=["tied-flat"])
 @pytest.mark.parametrize("cluster", [FLAT, HOSTS, COPIES], ids=["flat", "hosts", "copies"])
 @pytest.mark.parametrize("name", ["transformer", "tied"])
 def test_a_plan_of_a_list_is_predicted_as_by_itself(cluster, name):

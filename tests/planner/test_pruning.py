@@ -37,6 +37,7 @@ def problem(name, cluster):
     return PlanningProblem(MODELS[name], CLUSTERS[cluster], 48)
 
 
+@pytest.mark.long(quick=["tied-copies"])
 @pytest.mark.parametrize(("name", "cluster"), each_value_once([*MODELS], [*CLUSTERS]))
 def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(name, cluster):
     asked, plans = problem(name, cluster), listed(name)

@@ -10,6 +10,7 @@ from benchmarks.published.table import FigureRow, FigureTable
 pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
 
+@pytest.mark.long(quick=["volume_table", "all_reduce_table", "communication_table", "tensorflow_table"])
 @pytest.mark.parametrize("index", range(len(TABLES)), ids=[build.__name__ for build in TABLES])
 def test_every_published_figure_agrees_or_has_a_reason(index):
     assert TABLES[index]().find_errors() == []

@@ -108,6 +108,7 @@ def test_activations_count_until_their_backward_with_and_without_partitioning():
     assert many - few == 100 * 4 * 4 * 64
 
 
+@pytest.mark.long
 def test_the_order_is_the_same_in_a_process_that_hashes_otherwise():
     outputs = {
         subprocess.run(

@@ -35,6 +35,7 @@ def test_two_processes_that_do_not_wait_for_each_other_equal_the_sequential_loop
     assert worst(every((1, 1), flushes=(11,))) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_three_processes_with_replicas_equal_the_sequential_loop():
     assert worst([every((2, 1))[0], every((1, 2))[3], every((2, 1))[5]]) <= TOLERANCE
 
@@ -46,6 +47,7 @@ def test_three_and_four_processes_equal_the_sequential_loop_under_every_rule_and
     assert worst([case for case in every(replicas) if case.rule == rule]) <= TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_a_run_with_a_killed_stage_continues_from_the_last_step_that_all_stages_had_saved(replicas, tmp_path):
     """Behind its ninth step stage 1 has saved after six, and stage 0, which is ahead of it, too."""

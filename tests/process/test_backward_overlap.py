@@ -66,6 +66,7 @@ def compare(num_ranks, transport):
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "gloo"), pytest.param(3, "auto", marks=pytest.mark.slow)])
 def test_whatever_begins_early_ends_where_solo_ends(num_ranks, transport):
     for one in cp.launch(compare, ranks=num_ranks, args=[num_ranks, transport]):

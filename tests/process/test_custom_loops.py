@@ -54,6 +54,7 @@ def test_ranks_that_shard_the_dataset_themselves_do_not_train():
     )
 
 
+@pytest.mark.long(quick=["loader"])
 @pytest.mark.parametrize("kind", ["loader", "collated", "stream"])
 def test_processes_train_on_any_data_as_one_process_does(kind):
     results = run_ranks(ranks.train_on, kind)
@@ -106,6 +107,7 @@ def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(
     assert any("LaunchError: this is loader worker 0, which imports the script of" in text for text in lines)
 
 
+@pytest.mark.long(quick=["zero3(2)"])
 @pytest.mark.parametrize("strategy", ["data(2)", "zero3(2)", "pipeline(2)"])
 def test_several_models_and_turns_are_trained_as_in_a_plain_loop(strategy):
     expected = train_adversaries(PlainStep, PlainStep)[0] + train_in_turns(PlainStep, PlainStep)[0]

@@ -56,6 +56,7 @@ def learned(servers):
         return RemoteModule(mlp(), session, SGD).export_weights()
 
 
+@pytest.mark.long
 def test_two_jobs_share_workers_and_learn_what_they_would_alone():
     with (
         start_servers(plan("long").job) as first,

@@ -48,6 +48,7 @@ def came(request, expected, tmp_path_factory):
     return num_ranks, run_forked(ranks.train, ranks=num_ranks, args=arguments)
 
 
+@pytest.mark.long(quick=["2"])
 def test_every_strategy_trains_and_measures_as_solo_does(came):
     num_ranks, result = came
     assert len(result) == num_ranks
@@ -55,6 +56,7 @@ def test_every_strategy_trains_and_measures_as_solo_does(came):
         assert [row for row, offs in zip(ROWS[num_ranks], one["compared"], strict=True) if not max(offs) <= 1e-12] == []
 
 
+@pytest.mark.long(quick=["2"])
 def test_plans_that_skip_or_delay_sums_come_to_what_they_do_in_one_process(came):
     """There, they equal their sequential references."""
     num_ranks, result = came
@@ -63,12 +65,14 @@ def test_plans_that_skip_or_delay_sums_come_to_what_they_do_in_one_process(came)
     assert max(offs, default=0.0) <= 1e-12
 
 
+@pytest.mark.long(quick=["2"])
 def test_a_run_continues_bit_for_bit_from_what_every_rank_has_saved(came):
     """And it has come further than where it was saved."""
     num_ranks, result = came
     assert [one["saved"] for one in result] == [[[True, False]] * len(SAVED[num_ranks])] * num_ranks
 
 
+@pytest.mark.long(quick=["2"])
 def test_an_asynchronous_server_learns_and_gives_every_rank_its_weights(came):
     """With one worker nothing can be stale, so that it equals solo; with two, the order in which they come is open."""
     num_ranks, (first, *others) = came

@@ -85,6 +85,7 @@ def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(tmp_path):
         assert gone(pids)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_run_with_130(tmp_path):
     with running(tmp_path, "zero(2, level=3)", 2) as (process, pids):
         began = time.monotonic()
@@ -95,6 +96,7 @@ def test_ctrl_c_ends_the_run_with_130(tmp_path):
         assert gone(pids)
 
 
+@pytest.mark.long
 def test_ranks_that_differ_or_fail_are_named_on_all_ranks():
     lines: dict[int, list[str]] = {0: [], 1: []}
     with pytest.raises(

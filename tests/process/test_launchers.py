@@ -29,6 +29,7 @@ def losses_of(folder):
     return result[0], len(result)
 
 
+@pytest.mark.long
 def test_one_script_under_three_launchers(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -104,6 +104,7 @@ def where_the_key_is(texts):
     return [name for name, text in texts.items() if any(form in text for form in FORMS)]
 
 
+@pytest.mark.long
 def test_the_key_of_a_job_is_nowhere_but_in_its_file(tmp_path, monkeypatch):
     key = JobKey(SECRET)
     write_key(key, tmp_path / "job.key")

@@ -25,6 +25,7 @@ def test_a_signal_to_one_rank_at_any_moment_loses_no_step_on_any_rank(rows, num_
     assert all(0 < steps <= 16 for steps in stopped)
 
 
+@pytest.mark.long(quick=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_commit_alone_stop_in_mid_epoch_after_one_step_of_all(num_ranks, tmp_path):
     plans = {

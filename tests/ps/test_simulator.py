@@ -18,6 +18,7 @@ def job(consistency, *, num_servers=2, epochs=2):
     return JobConfig("jj", consistency, num_servers, DataConfig(6, epochs, 1, step), RETRY_POLICY, TIMEOUTS)
 
 
+@pytest.mark.long(quick=["0", "40", "80", "120", "160"])
 @pytest.mark.parametrize("first", range(0, 2000, 40))
 def test_nothing_is_lost_or_counted_twice_in_2000_worlds(first):
     result = {seed: simulate(seed).violations for seed in range(first, first + 40)}
@@ -36,6 +37,9 @@ def test_the_same_seed_makes_the_same_world():
     )  # fmt: skip
 
 
+@pytest.mark.long(
+    quick=["Bsp(slices_per_step=3)-3-calm", "Ssp(staleness=0)-1-calm", "Ssp(staleness=2)-1-crashes", "Asp()-1-calm"]
+)
 @pytest.mark.parametrize("faults", [CALM, CRASHES], ids=["calm", "crashes"])
 @pytest.mark.parametrize("num_servers", [1, 3])
 @pytest.mark.parametrize("consistency", [Bsp(3), Ssp(0), Ssp(2), Asp()], ids=str)

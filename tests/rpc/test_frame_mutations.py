@@ -36,6 +36,7 @@ turns = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long(quick=["checked-4000-1"])
 @turns
 @pytest.mark.parametrize(("way", "count"), [("keyed", 10_000), ("checked", 4_000)])
 def test_frames_that_were_changed_on_their_way_change_nothing(way, count, turns):

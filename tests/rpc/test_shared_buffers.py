@@ -51,6 +51,7 @@ def test_messages_that_are_kept_stay_as_they_are(loop, linked):
     assert [message.tensors[0].unique().tolist() for message in received.messages] == [[float(i)] for i in range(8)]
 
 
+@pytest.mark.long
 def test_a_buffer_is_reused_when_no_tensor_of_it_is_alive(loop, linked):
     connection, received = linked
     places = set()

@@ -50,6 +50,7 @@ def run(function, dtype):
             return function(x), expected, rng.site.number
 
 
+@pytest.mark.long(quick=["bernoulli-dtype1", "randint-dtype1", "dropout-dtype0", "dropout1d-dtype1"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", DRAWS)
 def test_values_have_the_distribution_of_torchs(name, dtype):

@@ -67,6 +67,7 @@ def test_weights_loaded_into_the_ranks_are_gathered_again(plan):
             assert all(torch.equal(full[name], value) for name, value in other.items())
 
 
+@pytest.mark.long(quick=["zero(2, level=1)", "zero(3, level=2)", "pipeline(2)", "pipeline(2) * data(2)"])
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in {"asp(2)", "ssp(2)"}])
 def test_replicas_have_equal_weights_after_a_step(plan):
     """Ranks with a whole parameter, or with the same slice of it, have the same bits; a server's workers as well."""

@@ -120,6 +120,9 @@ def train_plain(steps, optimizer, clip_norm):
     return {name: param.detach() for name, param in model.named_parameters()}, built.state_dict()["state"]
 
 
+@pytest.mark.long(
+    quick=["data(2)-SGD-0.1", "zero(2, level=2)-SGD-None", "zero(2, level=3)-Adafactor-0.1", "pipeline(2)-AdamW-None"]
+)
 @pytest.mark.parametrize(("plan", "name", "clip_norm"), each_value_once(SKIP_PLANS, [*OPTIMIZERS], [None, 0.1]))
 def test_a_parameter_without_a_gradient_in_a_step_is_left_alone_as_in_plain_torch(plan, name, clip_norm):
     """Its momentum, decay and step count are those of the steps that used it; the first one does not."""

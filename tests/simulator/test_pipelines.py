@@ -49,6 +49,7 @@ def test_gpipe_on_three_stages_computes_at_these_ticks():
     ]  # fmt: skip
 
 
+@pytest.mark.long(quick=["2-2-5", "3-2-2", "3-4-4", "3-4-9"])
 @pytest.mark.parametrize(("n", "m"), [(2, 2), (2, 5), (4, 4), (4, 9), (4, 32), (8, 32)])
 @pytest.mark.parametrize("v", [2, 3])
 def test_chunks_make_the_bubble_as_many_times_smaller(n, m, v):

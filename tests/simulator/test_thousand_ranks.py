@@ -26,6 +26,7 @@ def compile_and_simulate(plan, m, blocks):
     return compiled, simulate(compiled.program, unit_costs())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "blocks", "m", "num_classes", "bubble", "calls"), PLANS)
 def test_a_thousand_ranks_take_some_thousand_calls_each(plan, blocks, m, num_classes, bubble, calls):
     """Counted, not timed: how many functions are called is the same on every machine, however busy. A call is 1 us."""

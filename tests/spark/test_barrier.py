@@ -68,6 +68,7 @@ def test_ranks_know_their_number_and_share_a_secret_key():
     assert repr(rank_spec.key) not in repr(rank_spec)
 
 
+@pytest.mark.long
 def test_the_error_of_one_rank_ends_all_and_is_reported_with_its_traceback():
     with pytest.raises(LaunchError, match="rank 1 failed: ValueError: the cat sat") as caught:
         run_and_parse(make_rank_spec(ranked.raise_on_rank, [1], 2, 1), 2)
@@ -75,6 +76,7 @@ def test_the_error_of_one_rank_ends_all_and_is_reported_with_its_traceback():
     assert 'raise ValueError("the cat sat on the keyboard")' in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_all():
     with pytest.raises(LaunchError, match="rank 0 was killed by SIGKILL"):
         run_and_parse(make_rank_spec(ranked.kill_rank, [0], 2, 1), 2)

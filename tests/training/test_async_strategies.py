@@ -20,6 +20,7 @@ def test_a_run_repeats_itself_in_one_process(strategy):
     assert history.losses == repeated.losses
 
 
+@pytest.mark.long(quick=["asp(2)"])
 @pytest.mark.parametrize("strategy", ASP)
 def test_it_learns(strategy):
     """The samples can be distinguished by their sum, so that there is something to learn."""

@@ -103,6 +103,7 @@ def assert_same(actual, expected):
     assert max_difference(actual[1], expected[1]) < 1e-12
 
 
+@pytest.mark.long(quick=["data(4)-None", "data(2)-3", "zero2(2)-2", "gpipe(2)-4"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_contrastive_loss_is_that_of_the_whole_batch_under_every_plan_that_can(plan, num_microbatches):
     assert_same(train(clip, plan, num_microbatches), train_plain(clip))

@@ -100,6 +100,7 @@ def train(rank, plan, changes):
         return f"{type(error).__name__}: {error}", time.perf_counter() - began
 
 
+@pytest.mark.long(quick=["pipeline(2)-thaw", "pipeline(2)-add_group", "data(2)-set_mode", "zero3(2)-freeze"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_change_on_one_rank_is_named_on_all_of_them_at_once(plan, change, monkeypatch):
@@ -158,6 +159,7 @@ def train_with_buffer(rank, plan, change, changed, imports):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.long(quick=["zero3(2)-True-load"])
 @pytest.mark.parametrize("change", [set_in_place, replace_buffer, load])
 @pytest.mark.parametrize(
     ("plan", "imports"), [("data(2)", False), ("data(2)", True), ("zero3(2)", True), ("pipeline(2)", True)]

@@ -45,6 +45,14 @@ def test_gradient_hooks_are_refused_where_they_would_not_be_called(strategy, reg
     assert list_rank_threads() == []
 
 
+@pytest.mark.long(
+    quick=[
+        "data(2)-register_hook",
+        "zero(2, level=1)-register_post_accumulate_grad_hook",
+        "zero(2, level=2)-register_hook",
+        "tensor(2)-register_hook",
+    ]
+)
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradient_hooks_that_are_registered_between_steps_are_refused_too(strategy, register):
@@ -272,6 +280,7 @@ def loss_of(output, targets):
     return F.cross_entropy(output.logits, targets) + output.hidden["first"].pow(2).mean()
 
 
+@pytest.mark.long(quick=["Force-data(2)", "ReturnsDataclass-pipeline(2)"])
 @pytest.mark.parametrize(
     ("build", "strategy"),
     [

@@ -117,6 +117,14 @@ def test_the_remedy_of_the_error_trains():
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
+@pytest.mark.long(
+    quick=[
+        "WrongShape-mse_loss-pipeline(2)-2",
+        "Net-loss_of_seven-data(2)-1",
+        "Net-loss_of_seven-zero3(2)-1",
+        "Net-loss_of_seven-tensor(2)-2",
+    ]
+)
 @pytest.mark.parametrize(("strategy", "num_microbatches"), PLANS)
 @pytest.mark.parametrize(("model", "loss"), [(WrongShape, F.mse_loss), (Net, loss_of_seven)])
 def test_what_is_wrong_on_the_whole_batch_too_keeps_its_own_error(model, loss, strategy, num_microbatches):

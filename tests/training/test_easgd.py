@@ -15,6 +15,7 @@ CENTERED = [
 RARE = ["asp(2, pull_every=2)", "asp(2, compress=twobit:0.05)", "bsp(2, compress=topk:0.1)", "ssp(2)"]
 
 
+@pytest.mark.long(quick=["easgd(2, servers=2, alpha=0.5, tau=1)"])
 @pytest.mark.parametrize("strategy", CENTERED)
 def test_the_model_is_the_center_and_evaluations_change_no_worker(strategy):
     measured, _ = fit(strategy, epochs=2, fit_options={"eval_dataset": dataset(7), "evaluate_every": 1})
@@ -31,6 +32,7 @@ def unit_of(store, unit):
     return [(name, param.detach()) for name, param in store.units[unit].params.items()]
 
 
+@pytest.mark.long(quick=["easgd(2, servers=2, alpha=0.5, tau=1)"])
 @pytest.mark.parametrize("strategy", [*CENTERED, *RARE])
 def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     """Saved in the middle of a period: every worker's weights and optimizer state, the center, and what is unsent."""
@@ -52,6 +54,7 @@ def test_another_plan_continues_from_the_center(tmp_path):
         assert equal_bits(params_of(two.model), params_of(one.model))
 
 
+@pytest.mark.long(quick=["asp(2, pull_every=3)"])
 @pytest.mark.parametrize("strategy", ["easgd(2, alpha=0.5, tau=2)", "ssp(2)", "asp(2, pull_every=3)"])
 def test_it_learns(strategy):
     """The samples can be distinguished by their sum, so that there is something to learn."""

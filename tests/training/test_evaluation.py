@@ -41,6 +41,7 @@ def by_hand(model, data):
     return {name: metric_value.mean for name, metric_value in metric_values.items()}
 
 
+@pytest.mark.long(quick=["data(2)-31", "zero(2, level=2)-24", "pipeline(2)-3"])
 @pytest.mark.parametrize(("strategy", "num_samples"), each_value_once(ALL, [24, 31, 3]), ids=str)
 def test_every_strategy_measures_what_the_model_alone_would(strategy, num_samples):
     """The last batch of 24 samples is full, that of 31 uneven; 3 samples are fewer than microbatches."""
@@ -53,6 +54,7 @@ def test_every_strategy_measures_what_the_model_alone_would(strategy, num_sample
     assert again == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_measuring_in_between_leaves_no_trace_in_the_training(strategy):
     often = {"eval_dataset": dataset(9), "evaluate_every": 1}
@@ -114,6 +116,7 @@ def test_statistics_of_replicas_are_one_before_they_are_measured():
     assert not torch.equal(buffers[0], build_seeded(lambda: torch.nn.BatchNorm1d(8)).running_mean)
 
 
+@pytest.mark.long(quick=["pipeline(2)", "server(2)1"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "server(2)"])
 def test_weights_that_were_changed_after_training_are_those_that_are_measured(strategy, tmp_path):
     best, held_out = batch_norm_mlp(), dataset(24)
@@ -159,6 +162,7 @@ def deep():
     return build_seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Dropout(0.3), *mlp()))
 
 
+@pytest.mark.long(quick=["zero_bubble(3)", "pipedream(3)"])
 @pytest.mark.parametrize("strategy", [*DEEPER, *ENDLESS])
 def test_every_order_measures_what_the_model_alone_would_as_often_unchanged_asked(strategy):
     """An async pipeline flushes for it."""
@@ -183,6 +187,7 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
 def test_a_mean_over_tokens_that_the_model_computes_is_measured_over_all_of_them(strategy):
     """It was weighted by samples."""

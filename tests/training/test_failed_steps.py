@@ -54,6 +54,7 @@ def off(strategy, spoilt, error, at):
     return max_difference(trained(strategy, batches(spoilt, at), at, error), expected)
 
 
+@pytest.mark.long(quick=["pipeline(2)-failure12"])
 @pytest.mark.parametrize(
     ("strategy", "failure"), each_value_once(PLANS, [("nan", cp.DataError, 2), ("raises", ValueError, 0)])
 )

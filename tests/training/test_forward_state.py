@@ -92,12 +92,14 @@ def train(kind, plan, num_microbatches=None):
     return params_of(model)
 
 
+@pytest.mark.long(quick=["data(2)-Stateful", "zero1(2)-Stateful", "zero2(2)-Counter"])
 @pytest.mark.parametrize("kind", [Counter, Stateful])
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero1(2)", "zero2(2)"])
 def test_runs_that_inspect_a_model_leave_its_attributes_as_they_are(kind, plan):
     assert max_difference(train(kind, plan), plain(kind)) < 1e-12
 
 
+@pytest.mark.long(quick=["data(2)-2-Counter", "pipeline(2)-4-Stateful", "tensor(2)-1-Counter"])
 @pytest.mark.parametrize("kind", [Counter, Stateful])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"), [("solo", 4), ("data(2)", 2), ("pipeline(2)", 4), ("tensor(2)", 1)]
@@ -111,6 +113,7 @@ def test_an_attribute_that_a_forward_computes_with_is_refused_where_ranks_run_it
         train(kind, plan, num_microbatches)
 
 
+@pytest.mark.long(quick=["pipeline(2)-4"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 4), ("zero3(2)", 2), ("pipeline(2)", 4)])
 def test_an_attribute_that_does_not_change_the_output_may_be_changed(plan, num_microbatches):
     assert max_difference(train(Cached, plan, num_microbatches), plain(Cached)) < 1e-12

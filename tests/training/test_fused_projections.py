@@ -75,6 +75,7 @@ def train(form, layer, strategy, **options):
     return state_of(model), {name for block in blocks if block.tp for name, _ in block.tp.sharded_dims}
 
 
+@pytest.mark.long(quick=["split-Linear-False"])
 @pytest.mark.parametrize(
     ("form", "layer", "has_sharded_attention"),
     [
@@ -94,6 +95,7 @@ def test_a_fused_layer_is_sharded_by_heads_or_kept_whole_and_exact(form, layer, 
     assert ("out.weight" in sharded) is has_sharded_attention
 
 
+@pytest.mark.long(quick=["three, heads, size-Linear"])
 @pytest.mark.parametrize(
     ("form", "layer"),
     [

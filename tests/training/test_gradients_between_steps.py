@@ -55,6 +55,7 @@ def require_equal(found, expected):
     assert max_difference(found, expected) < 1e-12
 
 
+@pytest.mark.long(quick=["zero3(2)-{}", "server(2)-{'share_params_on_host': False}"])
 @pytest.mark.parametrize(
     ("plan", "options"),
     each_value_once(PLANS, [{}, {"clip_norm": 0.05}, {"num_microbatches": 2}, {"share_params_on_host": False}]),
@@ -73,6 +74,7 @@ def test_gradients_after_each_step_are_those_of_a_plain_loop(plan, options):
             require_equal(grads_of(model), grads)
 
 
+@pytest.mark.long(quick=["zero2(2)", "zero3(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_may_be_read_after_the_weights(plan):
     model = net()

@@ -92,6 +92,7 @@ def train(kind, plan, num_microbatches=1, *, how="loss"):
 KINDS = ["global", "object", "method", "partial", "rebind"]
 
 
+@pytest.mark.long(quick=["method"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_hook_keeps_is_read_where_the_model_runs_and_refused_where_a_part_of_it_does(kind):
     """Under zero3 and pipelines, losses and gradients were others, without a word."""

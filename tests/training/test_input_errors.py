@@ -200,6 +200,7 @@ def test_a_model_with_nothing_to_train_is_refused(model, text):
     assert refused(cp.PlanError, model).startswith(f"{text} train; pass a model with parameters that require")
 
 
+@pytest.mark.long(quick=["data(2)", "zero(2, level=2)", "pipeline(2)", "server(2)"])
 @pytest.mark.parametrize("strategy", [name for name in FAMILIES if name != "tensor(2)"])
 def test_unused_parameters_are_named_under_every_strategy(strategy):
     text = refused(cp.DataError, build_seeded(Forgetful), strategy=strategy)
@@ -207,6 +208,7 @@ def test_unused_parameters_are_named_under_every_strategy(strategy):
     assert text.endswith("to leave them as they are in such a step, or 'zero' to use gradients of zeros")
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor(2)"])
 def test_unused_parameters_may_have_gradients_of_zeros_under_every_strategy(strategy):
     """Weight decay still moves them, and by as much under every plan."""
@@ -222,6 +224,7 @@ def broken_at(step):
     return TensorDataset(inputs, targets)
 
 
+@pytest.mark.long(quick=["data(2)", "pipeline(2)", "server(2, consistency=asp)"])
 @pytest.mark.parametrize("strategy", FAMILIES)
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
     model = mlp()
@@ -237,6 +240,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
     assert list_rank_threads() == []
 
 
+@pytest.mark.long(quick=["zero(2, level=1)", "pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_a_skipped_step_changes_nothing_on_any_rank(strategy):
     skipped, history = fit(strategy, data=broken_at(1), nonfinite="skip", fit_options={"max_steps": 2})
@@ -303,6 +307,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_split
     assert "train it with a strategy that keeps the model whole (data, zero of level 1 or 2, server)" in text
 
 
+@pytest.mark.long(quick=["zero(2, level=1)", "server(2)"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in {"pipeline(2)", "tensor(2)"}])
 def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_split(strategy):
     """Under level 3 the second rank copied the model after the first had freed its weights, and torch crashed."""

@@ -23,6 +23,7 @@ def train(strategy):
         return one.rank, history.losses, params_of(one.model), len(recorded_steps), dict(metrics)
 
 
+@pytest.mark.long
 def test_a_launched_trainer_gives_every_rank_the_weights_and_the_metrics_of_solo():
     expected, history = fit("solo", fit_options={"eval_dataset": dataset(9)})
     result = cp.launch(train, ranks=2, args=["zero(2, level=3)"])

@@ -90,6 +90,7 @@ def assert_same(actual, expected):
     assert max_difference(actual[2], expected[2]) < 1e-12
 
 
+@pytest.mark.long(quick=["tree(2)-None", "tensor(2)-2", "zero_bubble(2)-3"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_the_parameters_of_a_loss_are_trained_under_every_plan(plan, num_microbatches):
     assert_same(train(plan, num_microbatches), train_plain())
@@ -113,6 +114,7 @@ def test_a_loss_of_the_whole_batch_may_have_parameters(plan):
     assert_same(train(*plan, loss_reduction="batch"), train_plain())
 
 
+@pytest.mark.long(quick=["gpipe(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "gpipe(2)"])
 def test_a_checkpoint_has_the_parameters_of_the_loss_by_their_names(plan, tmp_path):
     data = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches(), strict=True)))

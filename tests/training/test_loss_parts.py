@@ -91,6 +91,14 @@ def assert_same(actual, expected):
     assert max_difference(actual[2], expected[2]) < 1e-12
 
 
+@pytest.mark.long(
+    quick=[
+        "tree(2)-None-token_means",
+        "pipeline(2)-4-sums",
+        "tensor(2)-2-means",
+        "server(2, consistency=bsp)-None-means",
+    ]
+)
 @pytest.mark.parametrize("loss", [means, token_means, sums])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_dict_of_losses_is_summed_under_every_plan(plan, num_microbatches, loss):

@@ -101,6 +101,14 @@ def train(loss, plan, num_microbatches, **options):
     return losses, params_of(model)
 
 
+@pytest.mark.long(
+    quick=[
+        "cross_entropy-('zero1(2)', 2)",
+        "module-('zero2(2)', None)",
+        "class_weights-('zero3(2)', 2)",
+        "smoothing-('tree(2)', None)",
+    ]
+)
 @pytest.mark.parametrize(("name", "row"), each_value_once([*LOSSES], PLANS), ids=str)
 def test_every_plan_trains_on_the_mean_over_all_tokens_of_the_batch(name, row):
     plan, num_microbatches = row
@@ -219,6 +227,7 @@ def summed(output, targets):
     return F.cross_entropy(output, targets, reduction="sum")
 
 
+@pytest.mark.long(quick=["data(4)-None", "zero1(2)-2", "tree(2)-None", "gpipe(2)-3"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), [*PLANS, ("tensor(2)", 2), ("tensor(2) * data(2)", 1)], ids=str)
 def test_a_declared_sum_is_the_sum_over_the_batch_under_every_plan(plan, num_microbatches):
     model = build()
@@ -270,6 +279,7 @@ def test_losses_of_single_samples_are_compared_with_that_of_two(loss):
         train(loss, "solo", SAMPLES)
 
 
+@pytest.mark.long(quick=["pipeline(2)-2"])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"), [("solo", 2), ("data(2)", 2), ("pipeline(2)", 2), ("solo", SAMPLES)], ids=str
 )
@@ -289,6 +299,7 @@ def test_a_mean_over_tokens_is_refused_in_the_step_with_the_first_padding(plan, 
     assert len(plain) == 6
 
 
+@pytest.mark.long(quick=["masked_mean"])
 @pytest.mark.parametrize("loss", [F.cross_entropy, masked_mean])
 def test_losses_of_single_samples_add_up(loss):
     expected_losses, expected = train_plain(loss)

@@ -53,6 +53,7 @@ def train(model, loss, plan, num_microbatches=None):
         return [step(*batch) for batch in batches()]
 
 
+@pytest.mark.long(quick=["data(2)", "gpipe(2)", "tensor(2)", "server(2)"])
 @pytest.mark.parametrize(
     "plan", ["data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "gpipe(2)", "tensor(2)", "server(2)"]
 )

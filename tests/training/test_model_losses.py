@@ -89,6 +89,7 @@ def train(model, loss, data, plan, num_microbatches, **options):
     return losses, params_of(model)
 
 
+@pytest.mark.long(quick=["index-data(2)-None", "samples-zero3(2)-None"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 @pytest.mark.parametrize("how", ["index", "samples"])
 def test_a_mean_that_adds_up_is_trained_exactly(plan, num_microbatches, how):

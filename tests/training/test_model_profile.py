@@ -97,6 +97,7 @@ class ScaledError(nn.Module):
         return F.mse_loss(self.scale * output, targets)
 
 
+@pytest.mark.long(quick=["counted"])
 @pytest.mark.parametrize("device", [None, Device(cost_per_s=1.0, memory_bytes_per_s=1e9)], ids=["measured", "counted"])
 def test_a_model_whose_loss_has_parameters_is_profiled(device):
     """The optimizer of such a recipe was refused for holding a tensor that the model does not train."""

@@ -99,6 +99,7 @@ def train(model, strategy, batches, loss=F.cross_entropy, **options):
     return losses, state_of(model)
 
 
+@pytest.mark.long(quick=["data(2)-inf", "zero(2, level=1)-nan", "pipeline(2, schedule=one_f_one_b)-nan"])
 @pytest.mark.parametrize(("strategy", "value"), each_value_once(PLANS, [float("nan"), float("inf")]), ids=str)
 def test_the_gradient_is_named_in_its_step_and_nothing_is_applied(strategy, value):
     model, data = planted(value), marked_data(step=1, sample=7)
@@ -139,6 +140,7 @@ def test_an_asynchronous_plan_names_the_gradient_or_applies_none_of_it(strategy)
     assert all(bool(value.isfinite().all()) for value in state.values())
 
 
+@pytest.mark.long(quick=["data(2)", "zero(2, level=1)", "pipeline(2, schedule=zero_bubble)", "easgd(2)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_skipped_step_leaves_every_bit(strategy):
     data = marked_data(step=1, sample=2)

@@ -95,6 +95,7 @@ def compare(plan, make_optimizer, change=no_change, num=6, prepare=lambda model:
     require_equal_states(found_state, expected_state)
 
 
+@pytest.mark.long(quick=["SGD-data(2)", "SGD-server(2, consistency=bsp)", "RMSprop-pipeline(2)"])
 @pytest.mark.parametrize(("name", "plan"), each_value_once([*OPTIMIZERS], PLANS))
 def test_the_state_of_the_optimizer_is_that_of_a_plain_loop(name, plan):
     compare(plan, lambda model: OPTIMIZERS[name](model.parameters()), num=3)
@@ -105,6 +106,7 @@ def test_the_state_of_an_optimizer_that_needs_whole_tensors_is_that_of_a_plain_l
     compare(plan, lambda model: optim.Adafactor(model.parameters(), lr=0.01), num=3)
 
 
+@pytest.mark.long(quick=["AdamW-server(2, consistency=bsp)", "SGD-data(2)", "Adagrad-zero1(2)", "Adagrad-tensor(2)"])
 @pytest.mark.parametrize(("name", "plan"), each_value_once(["AdamW", "SGD", "Adagrad"], PLANS))
 def test_a_run_may_begin_and_end_in_plain_torch(name, plan):
     """Two steps of a plain loop, two under the plan, and two of a plain loop are six of a plain loop."""
@@ -122,6 +124,7 @@ def test_a_run_may_begin_and_end_in_plain_torch(name, plan):
     assert max_difference(state_of(model), state_of(expected)) < 1e-12
 
 
+@pytest.mark.long(quick=["zero1(2)", "tensor(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_optimizer_goes_through_plain_loops_and_plans(plan):
     expected, model = net(), net()
@@ -172,6 +175,7 @@ def test_state_that_is_on_ranks_of_other_processes_is_gathered_by_all_of_them():
             assert all(torch.equal(states[name][key], value) for key, value in state.items())
 
 
+@pytest.mark.long(quick=["data(2)", "zero1(2)", "pipeline(2)", "tensor(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_state_that_is_loaded_between_two_steps_is_used(plan):
     model = net()
@@ -184,6 +188,7 @@ def test_state_that_is_loaded_between_two_steps_is_used(plan):
     compare(plan, lambda model: ADAMW(model.parameters()), load, num=4)
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_frozen_parameters_may_be_in_the_optimizer(plan):
     def freeze(model):
@@ -192,6 +197,7 @@ def test_frozen_parameters_may_be_in_the_optimizer(plan):
     compare(plan, lambda model: ADAMW(model.parameters()), prepare=freeze, num=3)
 
 
+@pytest.mark.long(quick=["data(2)", "tensor(2)"])
 @pytest.mark.parametrize("plan", KEEPS_GROUPS)
 def test_parameters_may_be_frozen_and_thawed_between_steps(plan):
     def toggle(number, model, _):
@@ -245,6 +251,15 @@ def forget_all_by_a_new_mapping(number, _, optimizer):
         optimizer.state = defaultdict(dict)
 
 
+@pytest.mark.long(
+    quick=[
+        "halve_moments-zero3(2)",
+        "replace_moments-pipeline(2)",
+        "forget_one_parameter-data(2)",
+        "forget_all-tensor(2)",
+        "forget_all_by_a_new_mapping-zero1(2)",
+    ]
+)
 @pytest.mark.parametrize("plan", KEEPS_GROUPS)
 @pytest.mark.parametrize(
     "change",

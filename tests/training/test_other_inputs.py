@@ -66,6 +66,9 @@ def train_plain(form):
     return params_of(model)
 
 
+@pytest.mark.long(
+    quick=["data(2)-2-tuple", "data(2, update=sharded)-None-late", "zero2(2)-None-late", "tree(2)-None-dict"]
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("plan", "num_microbatches"), WHOLE, ids=str)
 def test_a_plan_that_keeps_the_model_whole_passes_the_values_of_this_step(plan, num_microbatches, form):

@@ -190,6 +190,7 @@ def test_a_wrong_schedule_is_refused_with_what_it_lacks(schedule, error, message
         first_step(cp.Pipeline(2, schedule=schedule), num_microbatches=4)
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize(
     "strategy",
     ["data(2)", "zero3(2)", "pipeline(2)", "pipeline(2, schedule=gpipe) * data(2)", "tensor(2)", "bsp(2)", "solo"],

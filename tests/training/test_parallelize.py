@@ -58,6 +58,7 @@ def by_hand(model, form):
 FORMS = {"a tuple": lambda x, extra: (x, extra), "a dict": lambda x, extra: {"extra": extra, "x": x}}
 
 
+@pytest.mark.long(quick=["zero(2, level=1)-a tuple", "zero(2, level=2)-a dict", "server(2)-a tuple"])
 @pytest.mark.parametrize(("strategy", "name"), each_value_once(["solo", *UNSLICED], [*FORMS]), ids=str)
 def test_a_custom_loop_is_the_same_under_every_strategy(strategy, name):
     """Its batches are uneven and smaller than the number of microbatches, its scheduler sits on the optimizer."""
@@ -92,6 +93,7 @@ def both(outputs, targets):
     return F.cross_entropy(outputs["logits"], targets["label"]) + (targets["weight"] * outputs["size"]).mean()
 
 
+@pytest.mark.long(quick=["tensor(2)"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "data(4)"])
 def test_outputs_and_targets_may_be_dicts(strategy):
     result = {}
@@ -181,6 +183,7 @@ def test_weights_that_are_changed_between_steps_are_taken_to_all_ranks(strategy)
         assert step(x, y) == pytest.approx(float(F.cross_entropy(theirs(x), y).detach()), rel=1e-12)
 
 
+@pytest.mark.long(quick=["zero(2, level=2)", "pipeline(2)", "tensor(2)"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_that_are_changed_silently_are_refused_where_ranks_train_copies(strategy):
     (x, _, y), *_ = batches()

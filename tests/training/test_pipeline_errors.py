@@ -130,6 +130,7 @@ def test_layers_without_parameters_never_make_a_stage_of_their_own():
     )
 
 
+@pytest.mark.long(quick=["the last half-interleaved(2)"])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "gpipe(4)", "interleaved(2)", "zero_bubble(2) * zero(2, level=2)"])
 @pytest.mark.parametrize("trained", [slice(4, None), slice(0, 4)], ids=["the last half", "the first half"])
 def test_a_stage_that_trains_nothing_passes_on_what_others_need(strategy, trained):
@@ -163,6 +164,7 @@ def call_entry_point(entry_point, model, strategy="pipeline(2)", **options):
         return step(*dataset(12).tensors)
 
 
+@pytest.mark.long(quick=["pipeline(4)"])
 @pytest.mark.parametrize(
     "strategy", ["gpipe(2)", "pipeline(4)", "interleaved(2)", "zero_bubble(2, chunks_per_stage=2)"]
 )
@@ -176,6 +178,7 @@ def centered(x):
     return x - x.mean(0)
 
 
+@pytest.mark.long(quick=["gpipe(2)-parallelize", "pipeline(2) * data(2)-parallelize", "pipedream_2bw(2)-fit"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("strategy", ["gpipe(2)", "pipeline(2) * data(2)", "pipedream_2bw(2)"])
 def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(entry_point, strategy):
@@ -207,6 +210,7 @@ def test_microbatches_may_be_accepted_as_batches_and_one_microbatch_is_the_whole
         assert max_difference(*map(params_of, result)) <= 1e-12
 
 
+@pytest.mark.long(quick=["<lambda>"])
 @pytest.mark.parametrize("between", [lambda x: x + torch.randn_like(x), nn.BatchNorm1d(8, track_running_stats=False)])
 def test_noise_and_norms_of_microbatches_are_not_taken_for_it(between):
     assert len(train("fit", blocks(between))[1].losses) == 1
@@ -231,6 +235,7 @@ def again(x):
     return checkpoint(torch.tanh, x, use_reentrant=True)
 
 
+@pytest.mark.long(quick=["apply-Blocks has the autograd.Function Reversed-parallelize"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize(
     ("between", "what"),
@@ -257,6 +262,7 @@ def test_an_async_pipeline_of_one_stage_has_one_update_in_a_step(strategy):
     assert "num_microbatches=" in result
 
 
+@pytest.mark.long(quick=["gpipe(1)", "interleaved(1)", "mpi_caffe(1)"])
 @pytest.mark.parametrize(
     "strategy", ["pipedream_2bw(1)", "gpipe(1)", "interleaved(1)", "zero_bubble(1)", "mpi_caffe(1)", "pipeline(1)"]
 )

@@ -53,6 +53,7 @@ def test_a_run_whose_plan_was_measured_equals_solo():
     assert losses == pytest.approx(solo_losses, rel=1e-12)
 
 
+@pytest.mark.long
 def test_measuring_draws_nothing_and_changes_no_statistics_of_the_model():
     torch.manual_seed(5)
     trainer, weights, losses = trained("auto(2)", batch_norm_mlp, num_measured_plans=1)
@@ -64,6 +65,7 @@ def test_measuring_draws_nothing_and_changes_no_statistics_of_the_model():
     assert torch.equal(after, torch.rand(3))
 
 
+@pytest.mark.long
 def test_what_is_taken_has_not_measured_slower_than_data_parallelism():
     trainer, _, _ = trained("auto(2)", num_measured_plans=2)
     times = {str(trial.plan): trial.step_s for trial in trainer.choice.trials}
@@ -84,6 +86,7 @@ def test_an_optimizer_that_was_made_for_the_model_stays_unchanged():
         assert len(trainer.fit(dataset(48), batch_size=12).losses) == 4
 
 
+@pytest.mark.long
 def test_a_custom_loop_measures_on_its_first_batch_and_trains_on_it_as_ever():
     inputs, targets = dataset(24)[:]
     losses = {}
@@ -134,6 +137,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **options)
 
 
+@pytest.mark.long
 def test_data_parallelism_the_choice_and_the_fastest_are_worth_measuring():
     choice = chosen(4)
     plans = [str(plan) for plan in candidates_to_measure(choice, 2)]
@@ -213,6 +217,7 @@ def test_a_plan_without_rounds_keeps_its_time():
     assert normalize_speed([given_up]) == [given_up]
 
 
+@pytest.mark.long
 def test_the_best_of_each_kind_is_tried_before_a_second_one_of_a_kind():
     choice = chosen(4, PlanningProblem(layers(16, cost=1e9), Cluster(), 16))
     kinds = [tuple(map(type, plan.strategies)) for plan in candidates_to_measure(choice, 3)]

@@ -107,6 +107,7 @@ def alone():
     return given
 
 
+@pytest.mark.long(quick=["1"])
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
 def test_they_are_zeros_from_a_step_until_they_are_exported(results_by_rank, rank):

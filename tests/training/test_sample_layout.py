@@ -108,6 +108,7 @@ def train_plainly(model, loss, batches):
     return losses
 
 
+@pytest.mark.long(quick=["sequence-data(2)", "graph-pipeline(2)", "images-data(2)"])
 @pytest.mark.parametrize(
     ("case", "plan"),
     [(case, plan) for case in CASES for plan in ("solo", "data(2)", "zero3(2)", "pipeline(2)")
@@ -134,6 +135,7 @@ def test_parity_cuts_batches_as_training_does(case):
     assert cp.parity(kind(), sgd, loss, list(batches()), strategies=["data(2)"], **options).all_equal
 
 
+@pytest.mark.long(quick=["graph"])
 @pytest.mark.parametrize("case", ["sequence", "graph"])
 def test_profiles_cut_batches_as_training_does(case):
     kind, loss, batches, options = CASES[case]

@@ -88,6 +88,7 @@ ADAMW, SGD = partial(optim.AdamW, lr=0.05), partial(optim.SGD, lr=0.1, momentum=
 TOKENS = torch.arange(96).view(24, 4) * 7 % 10, torch.arange(24) % 3
 
 
+@pytest.mark.long(quick=["sharded-tensor(2)", "whole-tensor(2)"])
 @pytest.mark.parametrize("strategy", ["tensor(2)", "tensor(2) * data(2)"])
 @pytest.mark.parametrize(
     ("names", "first"),

@@ -32,6 +32,7 @@ def check_equal(train, *strategies):
     torch.testing.assert_close(weights, list(expected[1:]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.long(quick=["zero3(2)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_loss_that_goes_through_another_model_is_that_of_a_plain_loop(strategy):
     """Its backward left gradients on the other model, which that one's next step added to its own on one rank."""
@@ -55,6 +56,7 @@ def test_gradients_that_others_have_left_are_dropped(strategy):
     check_equal(train, strategy)
 
 
+@pytest.mark.long(quick=["zero(2, level=1)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_two_steps_train_one_model_in_turns(strategy):
     """Each had a copy of its own under plans of several ranks, and the last to be closed had the last word."""
@@ -76,6 +78,7 @@ def train_shared_trunk(make_first, make_second):
     return losses, *finish(first, second)
 
 
+@pytest.mark.long(quick=["zero3(2)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_models_with_a_part_in_common_train_it_together(strategy):
     check_equal(train_shared_trunk, strategy)

@@ -35,6 +35,7 @@ def data():
     return TensorDataset(*inputs, torch.randint(0, 3, (46,), generator=random))
 
 
+@pytest.mark.long(quick=["pipeline(5)"])
 @pytest.mark.parametrize("strategy", ["pipeline(3)", "pipeline(5)", "pipeline(2, schedule=pipedream)"])
 def test_a_value_with_fewer_readers_in_evaluation_comes_to_them(strategy):
     with make_trainer(strategy, ladder()) as one:

@@ -71,6 +71,7 @@ READS = {
 }
 
 
+@pytest.mark.long(quick=["norm-zero1(2)", "pickle-tensor(2)", "list-server(2)", "vector-tree(2)"])
 @pytest.mark.parametrize(("name", "plan"), each_value_once([*READS], PLANS))
 def test_a_read_after_each_step_gives_what_a_plain_loop_has(plan, name):
     read = READS[name]
@@ -79,6 +80,7 @@ def test_a_read_after_each_step_gives_what_a_plain_loop_has(plan, name):
     assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long(quick=["data(2)", "zero1(2)", "zero3(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_averages_of_weights_are_those_of_a_plain_loop(plan):
     (expected, norms), (found, read) = averages(plain_states()), averages(planned_states(plan))
@@ -86,6 +88,7 @@ def test_averages_of_weights_are_those_of_a_plain_loop(plan):
     assert read == pytest.approx(norms, rel=1e-12)
 
 
+@pytest.mark.long(quick=["tensor(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_reads_do_not_change_what_is_trained(plan):
     model, other = net(), net()
@@ -199,6 +202,7 @@ def test_a_read_that_needs_other_processes_is_refused():
     assert layer.weight.isfinite().all()
 
 
+@pytest.mark.long(quick=["True-zero1(2)", "False-zero2(2)", "False-zero3(2)", "False-tree(2)"])
 @pytest.mark.parametrize(
     "plan", ["data(2)", "zero1(2)", "zero2(2)", "zero3(2)", "pipeline(2)", "tree(2)", "server(2, consistency=asp)", "easgd(2)",
              "pipeline(2)*data(2)", "pipeline(2)*zero2(2)"],

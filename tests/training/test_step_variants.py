@@ -48,6 +48,7 @@ def test_replicas_with_weights_or_gradients_of_their_own_do_not_share_their_upda
     assert share_params_per_host(plan, range(4)) == share_params_per_host(plan, (0, 0, 0, 0)) == plan
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2, sync_every=3)"])
 @BOTH
 def test_an_interrupted_run_continues_bit_for_bit_in_mid_period(strategy, tmp_path):
     build = mlp if "tensor" in strategy else batch_norm_mlp
@@ -60,6 +61,7 @@ def test_an_interrupted_run_continues_bit_for_bit_in_mid_period(strategy, tmp_pa
     assert equal_bits(result, whole)
 
 
+@pytest.mark.long(quick=["data(2, sync_every=3, sync_first=1)"])
 @pytest.mark.parametrize("strategy", [APART, LATE])
 def test_the_checkpoint_at_the_end_of_a_fit_continues_as_if_the_fit_had_been_longer(strategy, tmp_path):
     """Although the model was given the mean of the replicas, or misses the last gradient."""
@@ -68,6 +70,7 @@ def test_the_checkpoint_at_the_end_of_a_fit_continues_as_if_the_fit_had_been_lon
     assert equal_bits(fit(strategy, epochs=2, fit_options={"resume": tmp_path})[0], whole)
 
 
+@pytest.mark.long(quick=["data(2, sync_every=3, sync_first=1)"])
 @pytest.mark.parametrize("strategy", [APART, LATE])
 def test_looking_at_a_run_does_not_change_it(strategy):
     looked = {"eval_dataset": dataset(7), "evaluate_every": 1}
@@ -88,6 +91,7 @@ def test_what_is_measured_in_mid_period_is_the_mean_of_the_replicas():
     assert relative_difference(torch.stack(copies).mean(0), mean) <= 1e-12
 
 
+@pytest.mark.long(quick=["data(4, sync_every=3)"])
 @pytest.mark.parametrize("strategy", ["data(4)", "solo", "data(4, sync_every=3)"])
 def test_another_plan_continues_from_the_mean_of_the_replicas(strategy, tmp_path):
     mean, _ = fit("data(2, sync_every=3)", fit_options={"max_steps": 2, "checkpoint_dir": tmp_path})
@@ -95,6 +99,7 @@ def test_another_plan_continues_from_the_mean_of_the_replicas(strategy, tmp_path
     assert max_difference(result, mean) <= 1e-15
 
 
+@pytest.mark.long
 def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_replicas_continues(tmp_path):
     whole, _ = fit(LATE, epochs=2)
     fit(LATE, epochs=2, fit_options={"max_steps": 3, "checkpoint_dir": tmp_path})
@@ -116,6 +121,7 @@ def test_a_checkpoint_has_the_weights_and_the_optimizer_of_every_replica(tmp_pat
         assert relative_difference(first, second) > 0
 
 
+@pytest.mark.long(quick=["data(4, sync_every=8, sync_first=4)-5"])
 @pytest.mark.parametrize(
     ("strategy", "sums"), [("data(4)", 16), ("data(4, sync_every=8)", 2), ("data(4, sync_every=8, sync_first=4)", 5),
                            ("data(4, staleness=1)", 15)]

@@ -37,6 +37,7 @@ def stop(strategy="data(2)", number=SAVED, step=2, times=1, **fit_options):
     return caught.value
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_stopped_run_continues_bit_for_bit_and_loses_no_step(strategy, tmp_path):
     whole, _ = fit(strategy, batch_norm_mlp(), epochs=2, fit_options={"checkpoint_dir": tmp_path / "w"})
@@ -51,6 +52,7 @@ def test_a_stopped_run_continues_bit_for_bit_and_loses_no_step(strategy, tmp_pat
     assert equal_bits(rest, whole)
 
 
+@pytest.mark.long(quick=["pipedream_2bw(2)"])
 @pytest.mark.parametrize("strategy", ["server(2, consistency=asp)", "easgd(2)", "pipedream(3)", "pipedream_2bw(2)"])
 def test_asynchronous_plans_stop_in_mid_epoch_when_their_batches_in_flight_are_done(strategy, tmp_path):
     whole, _ = fit(strategy, epochs=2, fit_options={"checkpoint_dir": tmp_path / "w"})

@@ -53,6 +53,7 @@ def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_valu
     return losses, norms
 
 
+@pytest.mark.long(quick=["pipeline(2)-39", "server(2)-39", "pipeline(2, replicas=(2,1))-46"])
 @pytest.mark.parametrize(("strategy", "num_samples"), each_value_once(["solo", *STRATEGIES, *MORE], [46, 39]), ids=str)
 def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
     """The last batch of 46 samples is uneven; that of 39 has an empty microbatch."""
@@ -72,6 +73,7 @@ def test_accumulated_microbatches_equal_one_large_batch(num_microbatches):
     assert max_difference(result, params_of(model)) <= 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2, replicas=(2,1))-0.05"])
 @pytest.mark.parametrize(
     ("strategy", "clip_norm"), each_value_once(["solo", *STRATEGIES, *MORE], [0.05, 100.0]), ids=str
 )
@@ -83,6 +85,7 @@ def test_clipping_is_that_of_torch(strategy, clip_norm):
     assert max_difference(result, params_of(model)) <= 1e-12
 
 
+@pytest.mark.long(quick=["zero(2, level=2)-0.5", "zero(2, level=3)-None", "pipeline(2)-0.5", "server(2)-0.5"])
 @pytest.mark.parametrize(
     ("strategy", "clip_norm"),
     each_value_once(["solo", *STRATEGIES, "zero(2, level=3) * data(2)"], [None, 0.5]),
@@ -199,6 +202,7 @@ def test_parameters_may_be_of_several_dtypes(strategy):
     assert mine["scale"].shape == ()
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "pipeline(2) * data(2)"])
 def test_what_is_drawn_depends_on_the_seed_and_not_on_the_plan(strategy):
     names = params_of(batch_norm_mlp())
@@ -208,6 +212,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_plan(strategy):
     assert fit(strategy, batch_norm_mlp(), seed=6)[1].losses[0] != pytest.approx(expected.losses[0], rel=1e-6)
 
 
+@pytest.mark.long(quick=["zero(2, level=1)", "zero(2, level=2)", "pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_the_users_random_numbers_continue_as_if_nothing_was_trained(strategy):
     torch.manual_seed(77)
@@ -217,6 +222,7 @@ def test_the_users_random_numbers_continue_as_if_nothing_was_trained(strategy):
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.long(quick=["zero(2, level=1)", "pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_two_calls_of_fit_train_as_one_longer_one(strategy):
     with make_trainer(strategy) as one:
@@ -228,6 +234,7 @@ def test_two_calls_of_fit_train_as_one_longer_one(strategy):
     assert max_difference(result, whole) <= 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_a_trainer_that_was_closed_continues_with_the_optimizers_state(strategy):
     """The steps counted on, but the momentum was gone."""

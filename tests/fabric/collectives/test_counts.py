@@ -33,6 +33,7 @@ def check_cost(schedule, cost, extent, group=None):
     assert tuple(one.sent_bytes for one in counts) == cost.elements
 
 
+@pytest.mark.long(quick=["star-8", "ring-7", "pipelined_ring-9", "torus-6"])
 @pytest.mark.parametrize("num_ranks", range(1, 18))
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(length=LENGTHS)

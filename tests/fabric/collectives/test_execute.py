@@ -54,6 +54,7 @@ def promised(name, num_ranks, length):
     ]
 
 
+@pytest.mark.long(quick=["star-8", "ring-3", "pipelined_ring-5", "torus-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_does_in_one_process_what_its_schedule_promises(name, num_ranks):

@@ -22,6 +22,7 @@ def stuck(schedule, group):
     return {rank: moves[-1] for rank, moves in ahead.items() if moves}
 
 
+@pytest.mark.long(quick=["star-8", "ring-7", "pipelined_ring-9", "torus-6"])
 @pytest.mark.parametrize("num_ranks", range(1, 18))
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_rank_is_left_waiting(name, num_ranks):

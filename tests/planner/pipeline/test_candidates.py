@@ -40,6 +40,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long(quick=["wide-3"])
 @pytest.mark.parametrize(("model", "num_ranks"), each_value_once([*MODELS], [3, 4, 6]))
 def test_they_are_no_slower_than_two_stages_with_any_replicas(model, num_ranks):
     model, size = MODELS[model], 24 * num_ranks

@@ -49,6 +49,7 @@ def every_layout(pipeline):
                 yield StageLayout((0, *cuts, last), replicas)
 
 
+@pytest.mark.long(quick=["vgg16-[4]-1e+09", "vgg16-[4]-1e+10", "resnet18-[4]-1e+10"])
 @pytest.mark.parametrize("case", cases(max_ranks=8))
 def test_the_simulated_step_is_no_slower_than_that_of_the_released_optimizer(case):
     pipeline = query_for(case)
@@ -56,6 +57,7 @@ def test_the_simulated_step_is_no_slower_than_that_of_the_released_optimizer(cas
     assert find_pipeline(pipeline).step_s <= reference.step_s + 1e-9
 
 
+@pytest.mark.long(quick=["vgg16-[4]-1e+09", "resnet18-[4]-1e+10"])
 @pytest.mark.parametrize("case", cases(max_ranks=4))
 def test_neither_is_it_with_a_flush(case):
     straight = query_for(case)

@@ -42,6 +42,9 @@ def compared(space, cluster, seed, count):
     return spent
 
 
+@pytest.mark.long(
+    quick=["plain-flat-tied", "plain-copies-layers", "overlap-hosts-ladder", "overlap-copies-transformer"]
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cluster", [FLAT, HOSTS, COPIES], ids=["flat", "hosts", "copies"])
 @pytest.mark.parametrize("passes", [(), ("overlap",)], ids=["plain", "overlap"])

@@ -45,6 +45,7 @@ def test_processes_serve_and_none_is_left():
     assert not file.parent.exists()
 
 
+@pytest.mark.long
 def test_a_process_that_ends_by_itself_is_reported_of_with_what_it_said(tmp_path):
     (tmp_path / "shard-0.log").mkdir()
     with start_servers(JobConfig("short", Asp()), folder=tmp_path) as servers:
@@ -89,6 +90,7 @@ def count(seed, folder, **options):
     assert chaos_run.values == [-1.0] * total_of(chaos_run.job)
 
 
+@pytest.mark.long
 def test_every_slice_is_counted_once_though_processes_are_killed(tmp_path):
     count(1, tmp_path, num_strikes=3)
 

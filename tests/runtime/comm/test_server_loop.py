@@ -103,6 +103,7 @@ def run_server(seed, num_workers, staleness):
     return workers, interpreter, expected
 
 
+@pytest.mark.long(quick=["2-0"])
 @pytest.mark.parametrize(("num_workers", "staleness"), [(2, 0), (2, 2), (3, 1), (4, 3)])
 def test_workers_of_all_speeds_keep_the_bound_and_replay_bit_for_bit(num_workers, staleness):
     for seed in range(8):

@@ -58,12 +58,14 @@ def test_rows_that_are_gathered_twice_are_those_of_a_single_process(case, strate
     assert max_difference(strategy, *CASES[case], share_params_on_host=False) <= BAR
 
 
+@pytest.mark.long(quick=["sgd-pipeline(2) * data(2)", "dense-pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "pipeline(2) * data(2)"])
 @pytest.mark.parametrize("case", ["sgd", "dense", "adagrad"])
 def test_pipelines_train_tables_as_a_single_process(case, strategy):
     assert max_difference(strategy, *CASES[case]) <= BAR
 
 
+@pytest.mark.long(quick=["gpipe 1-none", "zero_bubble 1-overlap", "interleaved 2-none"])
 @pytest.mark.parametrize("passes", [None, ()], ids=["overlap", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: f"{one.name} {one.chunk_counts.start}")
 def test_a_sparse_table_of_two_stages_trains_as_a_single_process(schedule, passes):

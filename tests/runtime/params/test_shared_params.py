@@ -90,6 +90,7 @@ def test_a_run_continues_after_weights_were_exported():
 WELL_CONDITIONED = [optim.SGD, partial(optim.Adam, eps=1e-3), partial(optim.RMSprop, eps=1e-3)]
 
 
+@pytest.mark.long(quick=["1-None-SGD", "1-0.01-Adam", "3-None-RMSprop"])
 @pytest.mark.parametrize("optimizer", WELL_CONDITIONED, ids=["SGD", "Adam", "RMSprop"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 @pytest.mark.parametrize("num_microbatches", [1, 3])

@@ -20,6 +20,7 @@ def interrupted(folder, strategy):
         fit(strategy, epochs=2, fit_options={"checkpoint_dir": folder, "save_every": 2}, callbacks=[StopAt(2)])
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2, compress=topk:0.1)"])
 @pytest.mark.parametrize("strategy", CODED)
 def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     whole, _ = fit(strategy, epochs=2)

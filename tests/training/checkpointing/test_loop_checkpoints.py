@@ -70,6 +70,7 @@ def require_same_end(found, expected, num_losses):
             torch.testing.assert_close(found[2]["state"][index][key], value, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long(quick=["data(2)-1", "tensor(2)-0"])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_loop_continues_from_its_checkpoint_under_any_plan(plan, first, tmp_path):

@@ -58,6 +58,7 @@ def resumed(folder, strategy, model, **options):
     return fit(strategy, model(), fit_options={"resume": folder}, epochs=2, **options)
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "pipeline(2) * data(2)", "pipeline(2, schedule=gpipe)",
                                       "zero_bubble(2, chunks_per_stage=2)"])  # fmt: skip
 def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
@@ -72,6 +73,7 @@ def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     assert equal_bits(result, whole)
 
 
+@pytest.mark.long(quick=["nadam-zero(2, level=3)"])
 @pytest.mark.parametrize(("name", "strategy"), each_value_once([*OPTIMIZERS], ["zero(2, level=3)", "solo"]))
 def test_every_optimizer_keeps_its_state(name, strategy, tmp_path):
     optimizer = OPTIMIZERS[name]
@@ -104,6 +106,7 @@ def test_options_that_a_schedule_changes_in_addition_to_the_learning_rate_contin
     assert equal_bits(resumed(tmp_path, "data(2)", mlp, **settings)[0], whole)
 
 
+@pytest.mark.long(quick=["data(2)-pipeline(2)"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
