@@ -31,7 +31,8 @@ def given_few_or_many(few, many, *strategies, **named_strategies):
 
         examples = inspect.Parameter("examples", inspect.Parameter.KEYWORD_ONLY)
         others = inspect.signature(laws[few]).parameters.values()
-        run.__signature__ = inspect.Signature([*(one.replace(kind=examples.kind) for one in others), examples])
+        signature = inspect.Signature([*(one.replace(kind=examples.kind) for one in others), examples])
+        vars(run)["__signature__"] = signature
         run.__name__, run.__qualname__, run.__module__, run.__doc__ = (
             law.__name__, law.__qualname__, law.__module__, law.__doc__,
         )  # fmt: skip
