@@ -23,14 +23,17 @@ class PendingScalars:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._scalars: dict[int, HostCopy] = {}
+        self.on_device: dict[int, Tensor] = {}  # by key, until they are read or cleared
 
     def add(self, key: int, scalar: Tensor) -> None:
         """Remember a scalar, and start to copy it."""
-        self._scalars[key] = self.accelerator.start_copy_to_host(scalar.detach().double())
+        self.on_device[key] = scalar.detach().double()
+        self._scalars[key] = self.accelerator.start_copy_to_host(self.on_device[key])
 
     def clear(self) -> None:
         """Forget all scalars."""
         self._scalars.clear()
+        self.on_device.clear()
 
     def read(self) -> dict[int, float]:
         """Return all scalars by key, and forget them; wait for the last copy if necessary."""
@@ -40,5 +43,5 @@ class PendingScalars:
         copies[-1].wait()  # the others have arrived before
         values = torch.stack([copy.tensor for copy in copies]).tolist()
         result = dict(zip(self._scalars, values, strict=True))
-        self._scalars.clear()
+        self.clear()
         return result

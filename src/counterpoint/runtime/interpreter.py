@@ -15,9 +15,10 @@ A rank updates only after its commit (4), so a step that fails before it changes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Literal
 
@@ -26,17 +27,30 @@ from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.fabric.shm.magnitudes import find_magnitudes
+from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
 from counterpoint.model.spec import Unit
 from counterpoint.program.instruction import Collective, Commit, Free, Pull, Push, Recv, Send, SwapGradBuffers
 from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
+from counterpoint.runtime.autograd.recompute import mismatch_error
 from counterpoint.runtime.autograd.segment_executor import BoundModel, SegmentExecutor
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.busy_time import BusyTimer
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
+from counterpoint.runtime.device_commit import (
+    NUM_HOST_COMMITS,
+    DeviceReport,
+    LateResult,
+    PendingCommit,
+    add_losses,
+    add_names,
+    decide_on_device,
+    first_nonfinite,
+    gather_rows,
+    scale_grad,
+)
 from counterpoint.runtime.loss_reduction import PartTotal
 from counterpoint.runtime.lowering import (
     ApplyPushesRun,
@@ -52,7 +66,7 @@ from counterpoint.runtime.lowering import (
     shift_call,
 )
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource, commit_scope, compute_loss_weights
-from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
+from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm, squared_norm_tensor
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
@@ -99,6 +113,7 @@ class Interpreter:
         batch_norm: the rank's batch norm modules; None where the plan changes nothing about them.
         unused_params: what a commit does about parameters without a gradient.
         replica_groups: the groups of ranks whose weights are compared.
+        decides_on_device: whether commits may leave their decision on the device; the same on all ranks.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -117,7 +132,10 @@ class Interpreter:
         batch_norm: BatchNormState | None = None,
         unused_params: Literal["error", "zero", "skip"] = "error",
         replica_groups: Sequence[Group] = (),
+        decides_on_device: bool = False,
     ) -> None:
+        self.decides_on_device = decides_on_device
+        self.pending_commits: list[tuple[PendingCommit, LateResult]] = []  # which the host has not read
         self.programs = {
             name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
         }
@@ -172,17 +190,21 @@ class Interpreter:
         )
         self.replica_checksum = ReplicaChecksum(self.replica_groups, self.store)
 
-    def rollback(self) -> None:
+    def rollback(self, unread_steps: Collection[int] = ()) -> None:
         """Discard what a failed step left on this rank; all ranks do so, and none of them communicates.
 
         Weights, optimizer states and error feedback are those from before the step, because no rank updates before all
         have committed. An asynchronous pipeline has several batches in flight, and some stages may have applied some of
         them already: the others are lost, and the next batches use the newest weights.
+
+        Args:
+            unread_steps: earlier steps whose decisions stay on the device, because no rank has read them.
         """
         self.executor.clear()
         self.server_loop.clear()
         self.store.rollback(self.communication.delayed_grads_summed_elsewhere())
         self.state.rollback()
+        self.pending_commits = [pair for pair in self.pending_commits if pair[0].step in unread_steps]
         self.build_parts()
 
     def use_clock(self, clock: Callable[[], float] | None) -> None:
@@ -196,7 +218,7 @@ class Interpreter:
         variant: str,
         given: GivenValues | None = None,
         stop_signals: Sequence[int] = (),
-    ) -> StepResult | None:
+    ) -> StepResult | LateResult | None:
         """Run the program of one step variant once.
 
         Args:
@@ -207,7 +229,8 @@ class Interpreter:
             stop_signals: those that have asked this rank to stop, also during the step; a commit tells all members.
 
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
-        ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
+        ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others. If decisions are
+        left on the device, the error is raised by the next step, or by :meth:`finish_commits`.
         """
         self.busy_timer.begin_step()
         self.step_number, self.given, self.stop_signals = number, given, stop_signals
@@ -227,7 +250,8 @@ class Interpreter:
         with self.communication.overlap.time_step():
             self.run_calls(calls)
         self.busy_timer.end_step()
-        return self.state.result
+        self.finish_commits(before=number)
+        return self.state.result if self.state.late_result is None else self.state.late_result
 
     def evaluate(self, batch: MicrobatchSource, model: BoundModel, number: int) -> dict[int, dict[str, PartTotal]]:
         """Run only the program's forwards in the mode of ``model``, with the random numbers of one step.
@@ -340,12 +364,32 @@ class Interpreter:
         """Agree with the group on whether and how the step is applied."""
         scope = commit_scope(self.program, self.step_number, self.state.num_commits)
         batch, batch_norm = self.executor.batch, self.batch_norm
+        loss_weights = self.executor.loss_weights
+        decide = partial(
+            decide_step,
+            group=group,
+            guard=self.guard,
+            loss_group=loss_group,
+            microbatches_per_batch=self.program.microbatches_per_batch,
+            weight_unit=0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit,
+            delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
+            num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
+        )
 
         # 1. Report this rank's losses and gradients; gather the reports and the statistics of batch norm together.
-        report = self.make_report(scope)
-        if batch_norm is not None:
-            batch_norm.start_gather(scope)
-        reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        if self.may_decide_on_device(scope):
+            pending = self.gather_on_device(scope, group, decide)
+            if not any(report.missing_grads or report.loss_kinds & PARTS for report in pending.reports):
+                self.leave_decision(pending)
+                return
+            self.finish_commits()
+            reports = self.read_reports(pending)
+        else:
+            self.finish_commits()
+            report = self.make_report(scope)
+            if batch_norm is not None:
+                batch_norm.start_gather(scope)
+            reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
         parts = self.gather_parts(reports, scope, group)
         if may_overflow(reports):
             reports = self.add_overflows(reports, group)
@@ -354,23 +398,11 @@ class Interpreter:
         self.busy_timer.restart()
 
         # 2. Check that the members were given the same, and that replicas hold the same weights.
-        if self.given is not None and len({report.given_digest for report in reports if report.given_digest}) > 1:
-            self.given.require_same(self.fabric, group, self.step_number)
-        checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
-        self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
+        self.require_same_given(reports, group)
+        self.compare_replicas(reports, group, self.step_number)
 
         # 3. Decide. All members have the same reports, so that they reach the same result.
-        loss_weights = self.executor.loss_weights
-        result = decide_step(
-            reports,
-            group,
-            self.guard,
-            loss_group,
-            self.program.microbatches_per_batch,
-            weight_unit=0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit,
-            delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
-            num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
-        )
+        result = decide(reports)
         skip_update, skip_delayed_update = decide_skips(
             reports,
             result,
@@ -393,9 +425,133 @@ class Interpreter:
             is_bad = has_unusable_grads(reports) if self.delays_grads else bool(result.skip_reason)
             batch_norm.commit(is_applied=not is_bad)
         if not self.is_skipped():
+            self.store.num_host_commits += 1
             self.fill_unused_grads(reports, group)
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
+
+    def require_same_given(self, reports: Sequence[StepReport], group: Group) -> None:
+        """Raise unless all members were given the same for this step."""
+        if self.given is not None and len({report.given_digest for report in reports if report.given_digest}) > 1:
+            self.given.require_same(self.fabric, group, self.step_number)
+
+    def compare_replicas(self, reports: Sequence[StepReport], group: Group, step: int) -> None:
+        """Raise unless replicas hold the same weights."""
+        checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
+        self.replica_checksum.compare(checksums, group, self.fabric, step)
+
+    def may_decide_on_device(self, scope: frozenset[int]) -> bool:
+        """Return whether the decision of a commit may be left on the device; the same on all ranks."""
+        batch = self.executor.batch
+        return (
+            self.decides_on_device
+            and self.store.num_host_commits >= NUM_HOST_COMMITS
+            and batch is not None
+            and any(batch.sizes[micro] for micro in scope)
+        )
+
+    def gather_on_device(
+        self, scope: frozenset[int], group: Group, decide: Callable[[Sequence[StepReport]], StepResult]
+    ) -> PendingCommit:
+        """Gather what members report: what the host knows over the hosts, and rows of what the device knows."""
+        executor, device = self.executor, self.accelerator.device
+        sizes = executor.batch.sizes if executor.batch is not None else {}
+        losses: dict[int, Tensor | float] = {**executor.losses, **executor.pending_losses.on_device}
+        weights: dict[int, Tensor | float] = {**executor.loss_weight_sums, **executor.pending_weight_sums.on_device}
+        report = make_step_report(
+            {micro: 0.0 for micro in losses if micro in scope},
+            sizes,
+            0.0,
+            self.store.params_without_grad(self.computed_units),
+            weights=dict.fromkeys(weights, 0.0),
+            is_sum=self.model.loss_is_sum,
+            has_parts=not scope.isdisjoint(executor.loss_parts),
+            given_digest=0 if self.given is None else self.given.digest,
+            is_idle=not any(sizes[micro] for micro in scope if micro in self.backward_micros),
+            busy_s=self.busy_timer.read(),
+            stop_signal=next(iter(self.stop_signals), 0),
+        )
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        grads = self.store.grad_check.take_device_report(self.accelerator)
+        outputs = executor.recompute_store.take_matches() if executor.recompute_store.pending_matches else None
+        owned = [grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()]
+        is_checked = self.store.grad_check.is_enabled and bool(owned)
+        total, weight, nonfinite_micro = add_losses(losses, sizes, weights, scope, self.accelerator)
+        row = DeviceReport(
+            total,
+            weight,
+            squared_norm_tensor(owned, device) if self.guard.needs_norm else zero,
+            nonfinite_micro,
+            self.replica_checksum.checksum_tensor(device),
+            first_nonfinite(grads.shares, self.accelerator),
+            grads.share,
+            (~torch.stack([magnitude_tensor(grad).double() for grad in owned]).isfinite().all()).double()
+            if is_checked
+            else zero,
+            zero if outputs is None else (~outputs[1].all()).double(),
+        )
+        reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        rows = gather_rows(self.fabric, self.accelerator, row, group)
+        self.busy_timer.restart()
+        pending_before = self.pending_commits[-1][0] if self.pending_commits else None
+        decision = decide_on_device(
+            rows,
+            reports,
+            self.guard,
+            weight_unit=0.0 if not executor.loss_weights.is_whole.isdisjoint(scope) else executor.loss_weights.unit,
+            num_samples=sum(sizes[micro] for micro in scope),
+            num_skipped=torch.full_like(zero, self.state.num_skipped)
+            if pending_before is None
+            else pending_before.decision.num_skipped,
+        )
+        return PendingCommit(
+            self.step_number,
+            group,
+            reports,
+            self.accelerator.start_copy_to_host(rows),
+            grads,
+            None if outputs is None else (outputs[0], self.accelerator.start_copy_to_host(outputs[1])),
+            decision,
+            decide,
+        )
+
+    def leave_decision(self, pending: PendingCommit) -> None:
+        """Apply a decision that stays on the device; the host reads it after the next step."""
+        self.require_same_given(pending.reports, pending.group)
+        result = LateResult(pending.reports, pending.group, lambda: pending.decide(pending.read()))
+        self.pending_commits.append((pending, result))
+        self.state.record_late_commit(result)
+        self.store.skips = pending.decision.skips
+        self.clip_grads(1.0 if pending.decision.scale is None else pending.decision.scale)
+
+    def read_reports(self, pending: PendingCommit) -> list[StepReport]:
+        """Return the complete reports of a commit; a collective call, which waits for the device.
+
+        Raises:
+            DataError: a recomputed output of this rank is another one than at first.
+        """
+        location = pending.read_unequal_output()
+        if location:
+            raise mismatch_error(location, "other values")
+        return add_names(self.fabric, pending.read(), pending.grads.read_name, pending.group)
+
+    def finish_commits(self, before: int | None = None) -> None:
+        """Read the decisions that were left on the device; a collective call.
+
+        Args:
+            before: a step; by default those of all steps are read.
+
+        Raises:
+            DataError: a step may not be skipped; weights and optimizer state are those before it.
+        """
+        while self.pending_commits and (before is None or self.pending_commits[0][0].step < before):
+            pending, late_result = self.pending_commits.pop(0)
+            reports = self.read_reports(pending)
+            self.compare_replicas(reports, pending.group, pending.step)
+            result = pending.decide(reports)
+            late_result.resolve(result)
+            self.state.record_late_result(result)
+            require_finite(result.skip_reason, pending.step, self.state.num_skipped, self.guard)
 
     def gather_parts(self, reports: Sequence[StepReport], scope: frozenset[int], group: Group) -> dict[str, PartTotal]:
         """Return the parts of the group's loss if any member has some; then all of them gather these."""
@@ -407,6 +563,7 @@ class Interpreter:
     def make_report(self, scope: frozenset[int]) -> StepReport:
         """Return this rank's report on the microbatches of a commit."""
         own_squared_norm = 0.0
+        self.store.grad_check.start_copy_to_host()
         if self.guard.needs_norm:
             own_squared_norm = squared_norm(
                 [
@@ -443,15 +600,16 @@ class Interpreter:
         gathered = self.fabric.gather_values("overflows", has_overflow, group) if len(group) > 1 else [has_overflow]
         return [replace(report, has_overflow=bool(value)) for report, value in zip(reports, gathered, strict=True)]
 
-    def clip_grads(self, scale: float) -> None:
+    def clip_grads(self, scale: Tensor | float) -> None:
         """Scale all gradients that updates will use, then clip each element to the guard's value."""
         bound = self.guard.clip_value
-        if (scale == 1.0 and bound is None) or self.is_skipped():
+        is_scaled = isinstance(scale, Tensor) or scale != 1.0
+        if (not is_scaled and bound is None) or self.is_skipped():
             return
         for unit in self.store.units.values():
             for grad in unit.grads():
-                if scale != 1.0:
-                    grad.mul_(scale)
+                if is_scaled:
+                    scale_grad(grad, scale)
                 if bound is not None:
                     clip_by_value(grad, bound)
 

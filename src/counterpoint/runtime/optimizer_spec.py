@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from counterpoint.errors import PlanError, first_line
 from counterpoint.runtime.state_of_ranks import StateOfRanks
@@ -79,6 +80,10 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset(
     }
 )
 """Optimizers whose update is elementwise, so that parameters may be merged into one tensor, or split."""
+
+
+SKIPPING_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset({optim.SGD, optim.Adam, optim.AdamW})
+"""Optimizers whose fused kernels on a device leave weights and state as they are if ``found_inf`` is 1 there."""
 
 
 SCALAR_STATE_KEYS: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
@@ -156,6 +161,7 @@ class OptimizerSpec:
         self.group_index = map_params_to_groups(self.optimizer, params)
         self._group_structure = self._read_group_structure()
         self._updates_apart = False
+        self._kernel_options: Mapping[str, bool] = {}  # which ranks use in place of the template's
         self._probe()
         self.has_new_state = any(self.optimizer.state.values())  # which the ranks do not have yet
         self._idle_state: dict[str, dict[str, Any]] = {}  # of frozen parameters
@@ -177,6 +183,29 @@ class OptimizerSpec:
     def update_apart(self) -> None:
         """Update each parameter as a tensor of its own from now on, because some may be skipped in a step."""
         self._updates_apart = True
+
+    def use_fused_kernels(self, device: torch.device) -> bool:
+        """Let ranks on a device update with torch's fused kernels, which can skip a step there; return whether they do.
+
+        They do not if the user has chosen another implementation, or there is none for the optimizer or the device.
+        """
+        params = [param for param in self.params.values() if param.requires_grad]
+        groups = self.optimizer.param_groups
+        can_fuse = (
+            self.optimizer_class in SKIPPING_OPTIMIZERS
+            and device.type in _get_fused_kernels_supported_devices()
+            and all(param.is_floating_point() for param in params)
+            and not any(group.get(key) for group in groups for key in ("foreach", "differentiable"))
+            and not any(group.get("fused") is False for group in groups)
+            and not self._updates_apart
+        )
+        self._kernel_options = {"fused": True} if can_fuse else {}
+        return can_fuse
+
+    @property
+    def uses_fused_kernels(self) -> bool:
+        """Whether ranks update with torch's fused kernels although the template does not ask for them."""
+        return bool(self._kernel_options)
 
     def _read_group_structure(self) -> tuple[list[int], list[bool]]:
         return (
@@ -386,7 +415,7 @@ class OptimizerSpec:
         with without_dynamo_import():
             built = self._from_factory(param_groups) or self._from_class(param_groups)
         for param_group, group in zip(built.param_groups, groups, strict=True):
-            param_group.update(self.options(group))
+            param_group.update(self.options(group), **self._kernel_options)
             param_group["spec_group"] = group
         return built
 
@@ -436,17 +465,33 @@ class OptimizerSpec:
                 )
         return built
 
-    def sync_options(self, optimizer: optim.Optimizer) -> None:
-        """Copy the template's options, which a scheduler may have changed, into an optimizer made by :meth:`build`."""
-        for param_group in optimizer.param_groups:
-            param_group.update(self.options(param_group["spec_group"]))
+    def sync_options(self, optimizer: optim.Optimizer, skips: Tensor | None = None) -> None:
+        """Copy the template's options, which a scheduler may have changed, into an optimizer made by :meth:`build`.
 
-    def after_step(self, *, is_applied: bool = True) -> None:
-        """Mark the template as stepped, for schedulers that warn otherwise, and run its hooks unless it was skipped."""
+        Args:
+            optimizer: the rank's.
+            skips: on a device, 1 if its next step is skipped; None if the host knows that it is not.
+        """
+        # torch's fused SGD needs the momentum of all parameters or of none; those of the first steps may have some
+        options = {} if skips is None and isinstance(optimizer, optim.SGD) else self._kernel_options
+        for param_group in optimizer.param_groups:
+            param_group.update(self.options(param_group["spec_group"]), **options)
+        optimizer.found_inf = skips  # type: ignore[attr-defined]  # which torch's fused kernels read
+
+    def after_step(self, is_applied: Callable[[], bool] = lambda: True) -> None:
+        """Mark the template as stepped, for schedulers that warn otherwise, and run its hooks unless it was skipped.
+
+        Args:
+            is_applied: returns whether the step was not skipped, which on a device waits for it; called for hooks only.
+        """
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's wrapper sets
-        for optimizer in self.user_optimizers if is_applied else ():
-            for hook in tuple(optimizer._optimizer_step_post_hooks.values()):  # noqa: SLF001 - as above
-                hook(optimizer, (optimizer,), {})
+        hooks = [
+            (optimizer, hook)
+            for optimizer in self.user_optimizers
+            for hook in optimizer._optimizer_step_post_hooks.values()  # noqa: SLF001 - as above
+        ]
+        for optimizer, hook in hooks if hooks and is_applied() else ():
+            hook(optimizer, (optimizer,), {})
 
 
 def is_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -571,10 +616,7 @@ def temporarily_trainable(tensors: Iterable[Tensor]) -> Iterator[None]:
 def squared_norm(grads: Iterable[Tensor]) -> float:
     """Return the sum of squares over all gradients, accumulated in float64."""
     total, device_norms = 0.0, []
-    for grad in grads:
-        dense = grad.coalesce().values() if grad.is_sparse else grad.detach()
-        is_narrow = not dense.is_complex() and dense.dtype != torch.float64
-        norm = torch.linalg.vector_norm(dense, dtype=torch.float32 if is_narrow else None)
+    for norm in map(_norm, grads):
         if norm.device.type == "cpu":
             total += float(norm) ** 2
         else:
@@ -582,6 +624,19 @@ def squared_norm(grads: Iterable[Tensor]) -> float:
     if device_norms:  # read together: every read waits for the device
         total += sum(norm**2 for norm in torch.stack(device_norms).tolist())
     return total
+
+
+def squared_norm_tensor(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares over gradients on a device as a scalar of float64 there, without waiting."""
+    norms = [_norm(grad).double() for grad in grads]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _norm(grad: Tensor) -> Tensor:
+    dense = grad.coalesce().values() if grad.is_sparse else grad.detach()
+    is_narrow = not dense.is_complex() and dense.dtype != torch.float64
+    norm: Tensor = torch.linalg.vector_norm(dense, dtype=torch.float32 if is_narrow else None)
+    return norm
 
 
 def clip_by_value(grad: Tensor, bound: float) -> None:

@@ -29,7 +29,10 @@ from counterpoint.program.instruction import (
     Commit,
     Forward,
     Group,
+    Pull,
+    Push,
     Recv,
+    SwapGradBuffers,
 )
 from counterpoint.program.program import Program, weight_versions_needed
 from counterpoint.program.step_variants import StepVariant
@@ -123,6 +126,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     accelerator: Accelerator,
     is_only: bool = False,
     state_allocator: StateAllocator = nullcontext,
+    decides_on_device: bool = False,
 ) -> RankRuntime:
     """Return the rank that ``fabric`` belongs to.
 
@@ -134,6 +138,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         accelerator: that the model is on.
         is_only: whether no other rank of this process uses the model, so that it may be trained in its own memory.
         state_allocator: active while optimizer state is allocated.
+        decides_on_device: whether commits may leave their decision on the device, see :func:`can_decide_on_device`.
 
     Raises:
         PlanError: batch norm modules would have to synchronize where they cannot.
@@ -182,8 +187,36 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         batch_norm=make_batch_norm(run_spec, model, bound_model, store, fabric),
         unused_params=run_spec.unused_params,
         replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
+        decides_on_device=decides_on_device,
     )
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
+
+
+def can_decide_on_device(run_spec: RunSpec, model: nn.Module, accelerator: Accelerator) -> bool:
+    """Return whether commits can leave their decision on the device, for the update there; the same on all ranks.
+
+    The host has to know it where it sends or keeps something else for a step that is skipped: servers, asynchronous
+    pipelines, delayed gradients, codecs, running statistics of batch norm; where ranks commit in several groups; and
+    where the optimizer cannot skip a step on the device.
+    """
+    if accelerator.is_host or any(find_embedding_tables(model).values()):
+        return False
+    programs = [variant.program for variant in run_spec.step_variants]
+    bodies = [rank_program.body for program in programs for rank_program in program.rank_programs]
+    commits = [[one for one in body if isinstance(one, Commit)] for body in bodies]
+    if any(len(found) != 1 or found[0].loss_group for found in commits) or not commits_together(programs):
+        return False
+    if any(variant.async_pipeline is not None or variant.server_ranks for variant in run_spec.step_variants):
+        return False
+    if any(
+        isinstance(one, Push | Pull | ApplyPushes | SwapGradBuffers) or getattr(one, "codec", None)
+        for body in bodies
+        for one in body
+    ):
+        return False
+    if find_batch_norm_buffers(model) and defers_batch_norm(run_spec, 0):
+        return False
+    return run_spec.optimizer_spec.use_fused_kernels(accelerator.device)
 
 
 def lower_step(run_spec: RunSpec, variant: StepVariant, rank: int) -> LoweredProgram:
@@ -531,6 +564,12 @@ def load_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         assign_values(targets[name].detach(), value)
 
 
+def defers_batch_norm(run_spec: RunSpec, rank: int) -> bool:
+    """Return whether running statistics are updated at the commit, and not by each microbatch."""
+    is_split = any(len(scope) > 1 for scope in loss_scopes(run_spec.program, rank))
+    return run_spec.batch_norm != "microbatch" and (is_split or run_spec.guard.nonfinite == "skip")
+
+
 def make_batch_norm(
     run_spec: RunSpec, model: nn.Module, bound_model: BoundModel, store: ParamStore, fabric: Fabric
 ) -> BatchNormState | None:
@@ -562,8 +601,7 @@ def make_batch_norm(
         )
     if not modules and sync_groups is None:
         return None
-    is_split = any(len(scope) > 1 for scope in loss_scopes(run_spec.program, fabric.rank))
     deferred = None
-    if modules and rule != "microbatch" and (is_split or run_spec.guard.nonfinite == "skip"):
+    if modules and defers_batch_norm(run_spec, fabric.rank):
         deferred = DeferredBatchNorm(modules, store.buffers, fabric, find_stats_peers(run_spec.program, fabric.rank))
     return BatchNormState(modules, store, sync_groups, deferred)

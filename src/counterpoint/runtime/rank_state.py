@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.step_commit import StepResult, merge_results
 
 
@@ -37,6 +38,7 @@ class RankState:
 
     Args:
         result: of the last commit; None for a rank without commits.
+        late_result: of the last commit, if its decision is on the device.
         num_commits: commits of this step that are done.
         num_skipped: commits in a row in which something was not finite.
         scale: what the last commit multiplies gradients with; a rank with several commits in a step has one for each.
@@ -49,6 +51,7 @@ class RankState:
     """
 
     result: StepResult | None = None
+    late_result: LateResult | None = None
     num_commits: int = 0
     num_skipped: int = 0
     scale: float = 1.0
@@ -62,7 +65,7 @@ class RankState:
 
     def begin_step(self) -> None:
         """Start a step without results."""
-        self.result, self.num_commits, self.scale, self.skip_update = None, 0, 1.0, False
+        self.result, self.late_result, self.num_commits, self.scale, self.skip_update = None, None, 0, 1.0, False
         self.timings.clear()
         self._before_step = self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale
 
@@ -73,6 +76,16 @@ class RankState:
         self.weight_unit, self.delayed_loss_scale = result.weight_unit, result.loss_scale
         self.scale = result.scale
         self.num_commits += 1
+        self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
+
+    def record_late_commit(self, result: LateResult) -> None:
+        """Record a commit whose decision the host reads a step later."""
+        self.late_result = result
+        self.num_commits += 1
+
+    def record_late_result(self, result: StepResult) -> None:
+        """Record what the commit of the step before has decided."""
+        self.weight_unit = result.weight_unit
         self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
 
     def restore_delayed(self, *, is_skipped: bool, loss_scale: float = 1.0) -> None:

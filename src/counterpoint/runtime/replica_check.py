@@ -49,6 +49,20 @@ class ReplicaChecksum:
 
     def checksum(self) -> int:
         """Return a checksum of less than 48 bits over the next part of the weights."""
+        checksum = 0
+        sums = self._sums()
+        for part in torch.stack(sums).tolist() if len(sums) > 1 else map(int, sums):  # every read waits for the device
+            checksum = (31 * checksum + part) % (1 << 48)
+        return checksum
+
+    def checksum_tensor(self, device: torch.device) -> Tensor:
+        """Return the same as a scalar of float64 on the weights' device, without waiting."""
+        checksum = torch.zeros((), dtype=torch.int64, device=device)
+        for part in self._sums():
+            checksum = (31 * checksum + part) % (1 << 48)  # a sum that exceeds 64 bits has the same remainder
+        return checksum.double()
+
+    def _sums(self) -> list[Tensor]:
         sums: list[Tensor] = []
         count = 0
         for _ in range(min(len(self.parts), MAX_PARTS)):
@@ -57,10 +71,7 @@ class ReplicaChecksum:
             self.next_part, count = (self.next_part + 1) % len(self.parts), count + stop - start
             if count >= NUM_CHECKED:
                 break
-        checksum = 0
-        for part in torch.stack(sums).tolist() if len(sums) > 1 else map(int, sums):  # every read waits for the device
-            checksum = (31 * checksum + part) % (1 << 48)
-        return checksum
+        return sums
 
     def compare(self, checksums: Mapping[int, int], group: Group, fabric: Fabric, step: int) -> None:
         """Raise if ranks that should hold equal weights do not; all members of a commit call it together.

@@ -318,7 +318,8 @@ def collect_optimizer_state(
             for slot, first, last in target.param_slots():
                 name = f"{slot.name}{shard_map.name_suffix(slot.name, tp_rank, shard_map.replica_of_rank(this_rank))}"
                 if is_scalar_state(key, value, target.tensor):
-                    scalars.setdefault(name, {})[key] = value
+                    moves = isinstance(value, Tensor) and shard_map.run_spec.optimizer_spec.uses_fused_kernels
+                    scalars.setdefault(name, {})[key] = value.cpu() if moves else value
                 elif value.shape == target.tensor.shape:
                     whole = value.to_dense() if value.is_sparse else value
                     part = whole.reshape(-1)[first - target.start : last - target.start].contiguous()
@@ -395,6 +396,7 @@ def restore_optimizers(
     Raises:
         CheckpointError: parameters that are updated as one tensor have different scalars.
     """
+    rank.interpreter.store.num_host_commits = 0  # the host decides the next steps, in which missing state is made
     for target in optimizer_targets(shard_map, rank):
         slots = target.param_slots()
         state: dict[str, Any] = {}

@@ -23,7 +23,8 @@ from counterpoint.plan.registry import STRATEGIES
 from counterpoint.training.parallelize import TrainStep, parallelize
 from counterpoint.training.trainer import Trainer
 
-SAMPLES, STEPS = 4, 2
+SAMPLES, STEPS = 4, 3
+"""Of a batch, and of a case: the decision of the second step stays on the device, and is read after the third."""
 TOLERANCE = 1e-12
 """Largest difference of a loss or a weight in float64."""
 

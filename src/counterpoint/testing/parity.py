@@ -120,7 +120,7 @@ def train(parity_model: ParityModel, plan: Plan, config: TrainConfig, world: Fab
     if local_world is not None:
         local_world.close()
     return ParityRun(
-        tuple(losses),
+        tuple(map(float, losses)),
         {name: param.detach().clone() for name, param in model.named_parameters()},
         {name: buffer.clone() for name, buffer in model.named_buffers()},
         compiled,

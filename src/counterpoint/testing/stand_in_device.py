@@ -226,6 +226,7 @@ class StandInDevice:
     Attributes:
         host_waits: by kind and source line, how often the host waited for the device.
         num_launches: operations so far.
+        max_operations_behind: how many operations the device is behind the host at most; None for any number.
         total_bytes: memory of the device.
     """
 
@@ -236,6 +237,7 @@ class StandInDevice:
         self.order = StreamOrder(find_line)
         self.host_waits: Counter[tuple[str, str]] = Counter()
         self.num_launches = 0
+        self.max_operations_behind: int | None = None
         self.allocated_bytes = self.peak_bytes = 0
         self.total_bytes = 1 << 30
         self._generator = torch.Generator()
@@ -301,13 +303,24 @@ class StandInDevice:
     # What tests and the accelerator ask of it.
 
     @contextmanager
-    def count_host_waits(self) -> Iterator[Counter[tuple[str, str]]]:
-        """Yield a counter of the host's waits inside, by kind and source line."""
+    def count_host_waits(self, max_operations_behind: int | None = None) -> Iterator[Counter[tuple[str, str]]]:
+        """Yield a counter of the host's waits inside, by kind and source line.
+
+        Args:
+            max_operations_behind: how many operations the device is behind the host at most. The host need not wait for
+                an event that is further back. By default it waits for every event.
+        """
         before, inside = self.host_waits.copy(), Counter[tuple[str, str]]()
+        former, self.max_operations_behind = self.max_operations_behind, max_operations_behind
         try:
             yield inside
         finally:
+            self.max_operations_behind = former
             inside.update(self.host_waits - before)
+
+    def has_passed(self, num_launches: int) -> bool:
+        """Return whether the device has surely done its first operations, as it is not so far behind the host."""
+        return self.max_operations_behind is not None and self.num_launches - num_launches > self.max_operations_behind
 
     def require_no_races(self) -> None:
         """Raise the first race that was found where memory was freed.

@@ -20,6 +20,7 @@ from counterpoint.errors import CheckpointError, CheckpointWriteError, PlanError
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
@@ -286,6 +287,7 @@ class FitLoop:
         while not self.is_finished:
             self.step(traced=self.progress.step == traced_step or self.reporter.is_trace_due)
             if self.progress.step == self.stop_step:
+                self.finish_steps()
                 self.save_last()
                 self.local_ranks.export_weights()
                 raise StoppedBySignal(self.describe_stop(), self.stop_signal)
@@ -293,6 +295,7 @@ class FitLoop:
                 self.evaluate()
             if checkpoint.every is not None and self.progress.step % checkpoint.every == 0:
                 self.try_save()
+        self.finish_steps()
         if self.config.evaluation.open_batches is not None and self.last_evaluation_step != self.progress.step:
             self.evaluate()
         self.local_ranks.export_weights()
@@ -350,7 +353,7 @@ class FitLoop:
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
         num_samples = sum(batch.sizes.values())
         num_left = self.batches.count_left(cursor, 2)  # this batch, and whether there is another one
-        self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
+        self.local_ranks.optimizer_spec.after_step(lambda: not result.skip_reason)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.progress = save_restore.TrainProgress(number + 1, cursor.advance(cursor.batch + num_left))
@@ -366,7 +369,7 @@ class FitLoop:
         if not self.stop_signal:
             self.find_stop_signal(result)
 
-    def find_stop_signal(self, result: StepResult) -> None:
+    def find_stop_signal(self, result: StepResult | LateResult) -> None:
         """Find out whether a signal has asked the ranks to stop, and after which step they will, the same on all."""
         step, ranks = self.progress.step, self.local_ranks
         if ranks.knows_stop_signal:
@@ -411,8 +414,18 @@ class FitLoop:
         every = self.config.evaluation.every
         return self.progress.cursor.batch == 0 or (every is not None and self.progress.step % every == 0)
 
+    def finish_steps(self) -> None:
+        """Wait for the last step, and report it, if its result was left on a device.
+
+        Raises:
+            DataError: the step may not be skipped.
+        """
+        self.local_ranks.finish_steps()
+        self.reporter.flush()
+
     def evaluate(self) -> None:
         """Evaluate held-out data and call the callbacks."""
+        self.finish_steps()
         assert self.config.evaluation.open_batches is not None, "there is held-out data"
         batches = self.config.evaluation.open_batches()
         metrics = evaluate(self.local_ranks, batches, self.config.evaluation.metrics)
@@ -422,6 +435,7 @@ class FitLoop:
 
     def try_save(self) -> None:
         """Write a checkpoint; if the disk does not take it, count and report that, and train on."""
+        self.finish_steps()
         try:
             if self.stage_checkpointer is None:
                 self.save_synchronously()
@@ -614,6 +628,7 @@ class FitLoop:
 
     def close(self, error: BaseException | None) -> None:
         """Stop the workers, release the folder of checkpoints, and call the callbacks' ``on_end``."""
+        self.reporter.end(error)
         self.batches.close()
         if self.stage_checkpointer is not None:
             self.stage_checkpointer.close()

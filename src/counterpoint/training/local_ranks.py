@@ -29,6 +29,7 @@ from counterpoint.planner.choose import PlanChoice
 from counterpoint.program.instruction import ApplyPushes, Forward, Free
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_parameters import find_trained_modules, model_of
 from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
@@ -40,6 +41,7 @@ from counterpoint.runtime.rank_builder import (
     RunSpec,
     StaleGradientHook,
     build_rank,
+    can_decide_on_device,
     commits_together,
     communication_groups,
     load_values,
@@ -110,16 +112,25 @@ def stop_others_on_error(world: FabricWorld) -> Iterator[None]:
 
 @contextmanager
 def rollback_on_error(
-    world: FabricWorld, ranks: Mapping[int, RankRuntime], in_flight: InFlightBatches
+    world: FabricWorld, ranks: Mapping[int, RankRuntime], in_flight: InFlightBatches, number: int = 0
 ) -> Iterator[None]:
-    """Roll back a step that fails, if all ranks are in this process; otherwise the error ends the ranks."""
+    """Roll back a step that fails, if all ranks are in this process; otherwise the error ends the ranks.
+
+    Args:
+        world: of the ranks.
+        ranks: those of this process.
+        in_flight: batches, which are dropped.
+        number: of the step; decisions of earlier ones stay on the device if no rank has read them.
+    """
     try:
         yield
     except BaseException:
         in_flight.batches.clear()
         if not isinstance(world, DistributedWorld):
+            pending = [{commit.step for commit, _ in rank.interpreter.pending_commits} for rank in ranks.values()]
+            unread = {step for step in set.intersection(*pending) if step < number}
             for rank in ranks.values():
-                rank.interpreter.rollback()
+                rank.interpreter.rollback(unread)
         raise
 
 
@@ -138,7 +149,11 @@ def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: s
         if isinstance(local_ranks.world, DistributedWorld):
             local_ranks.world.stop(error)
             local_ranks.released_params.poison(error)
-        else:
+        elif local_ranks.changes is not None:
+            try:
+                local_ranks.finish_steps()
+            except DataError as late_error:  # of the step before the one that failed
+                error.add_note(str(late_error))
             local_ranks.export_weights()
     except (CounterpointError, torch.OutOfMemoryError) as export_error:
         error.add_note(
@@ -319,6 +334,7 @@ class LocalRanks:
             instruction.tensor.name == "weight" for instruction in free_instructions
         )
         num_local = len(self.world.fabrics)
+        decides_on_device = can_decide_on_device(self.run_spec, self.trained, self.accelerator)
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
         copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
@@ -342,6 +358,7 @@ class LocalRanks:
                 accelerator=self.accelerator,
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
+                decides_on_device=decides_on_device,
             )
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
@@ -450,8 +467,12 @@ class LocalRanks:
             broadcast_initial_values(fabric, self.trained, self.options.init_sync)
         require_device(self.model, self.accelerator.device)
 
-    def step(self, number: int, batch: MicrobatchSource) -> StepResult:
-        """Run one training step on all ranks and return the result of this process's first rank."""
+    def step(self, number: int, batch: MicrobatchSource) -> StepResult | LateResult:
+        """Run one training step on all ranks and return the result of this process's first rank.
+
+        If the step's decision is left on the device, an error of it is raised by the next step, or by
+        :meth:`finish_steps`.
+        """
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
@@ -461,7 +482,7 @@ class LocalRanks:
             self.require_model_loss(self.model_loss_check, batch)
         variant = self.variant_at(number)
 
-        def work(fabric: Fabric) -> StepResult | None:
+        def work(fabric: Fabric) -> StepResult | LateResult | None:
             """Take the step on one rank; return its result, None if it has none."""
             interpreter = self.ranks[fabric.rank].interpreter
             changes.require_same_weights(fabric.rank)
@@ -475,7 +496,7 @@ class LocalRanks:
         try:
             with (
                 explain_full_device(self.accelerator, lambda: self.memory_of(batch).describe(), f"in step {number}"),
-                rollback_on_error(self.world, self.ranks, self.in_flight),
+                rollback_on_error(self.world, self.ranks, self.in_flight, number),
             ):
                 results = [result for result in self.world.run(work) if result is not None]
             self.stale_weights.mark()
@@ -492,6 +513,17 @@ class LocalRanks:
         result = first_result(results)
         self.step_gradients.record_step(result)
         return result
+
+    def finish_steps(self) -> None:
+        """Read the decision of the last step if it was left on the device; a collective call.
+
+        Raises:
+            DataError: the step may not be skipped; the weights are those before it.
+        """
+        if not any(rank.interpreter.pending_commits for rank in self.ranks.values()):
+            return
+        with rollback_on_error(self.world, self.ranks, self.in_flight):
+            self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.finish_commits())
 
     def explain_division(self, batch: MicrobatchSource, rank: int) -> AbstractContextManager[None]:
         """Explain an error of a step or an evaluation inside whose cause is that a rank has a part of the batch."""
@@ -522,7 +554,7 @@ class LocalRanks:
         """Whether the result of a step tells of a signal to any rank: one process, or commits of all ranks."""
         return self.commits_together or not has_remote_ranks(self.world)
 
-    def stop_signal_of(self, result: StepResult) -> int:
+    def stop_signal_of(self, result: StepResult | LateResult) -> int:
         """Return the signal that has asked any rank to stop, which the step's commit has told all; 0 for none."""
         return result.stop_signal if has_remote_ranks(self.world) else next(iter(self.stop_signals), 0)
 
@@ -700,6 +732,7 @@ class LocalRanks:
                 losses = interpreter.evaluate(batch, model if metrics is None else replace(model, loss=record), number)
             measured.update({} if metrics is not None else losses)
 
+        self.finish_steps()
         self.shared_model.catch_up()
         with self.stale_weights.unmarked():
             self.world.run(work)
@@ -731,6 +764,7 @@ class LocalRanks:
 
         All ranks call it.
         """
+        self.finish_steps()
         self.shared_model.catch_up()
         self.stale_weights.unmark()
         self.step_gradients.drop()
@@ -750,12 +784,25 @@ class LocalRanks:
         """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""
         if self.changes is None or self.optimizer_exchange is None:
             return self.optimizer_spec.optimizer.state_dict()
+        self.finish_steps()
         return self.optimizer_exchange.full_state_dict()
 
     def export_weights(self) -> None:
-        """Load the trained weights and buffers into the user's model, on every rank."""
+        """Load the trained weights and buffers into the user's model, on every rank.
+
+        Raises:
+            DataError: the last step may not be skipped; the model has the weights before it.
+        """
         if self.changes is None:  # build() did not finish
             return
+        try:
+            self.finish_steps()
+        finally:
+            self.load_weights_into_model()
+
+    def load_weights_into_model(self) -> None:
+        """Load the trained weights and buffers into the user's model, whatever the last step has decided."""
+        assert self.changes is not None, "built"
         self.shared_model.catch_up()
         self.in_flight.require_flushed("export_weights()")
         self.changes.buffers.carry_over()
@@ -779,6 +826,7 @@ class LocalRanks:
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
+        self.finish_steps()
         self.shared_model.update_model()
         if self.stale_weights.is_stale:
             self.export_weights()  # the model was not changed, but is out of date
@@ -882,9 +930,10 @@ def require_grad_recording() -> None:
         )
 
 
-def first_result(results: Sequence[StepResult]) -> StepResult:
+def first_result(results: Sequence[StepResult | LateResult]) -> StepResult | LateResult:
     """Return the result of the first rank that has one, with the parts of the loss, which not all ranks may know."""
     if not results:
         return StepResult(float("nan"), 0, float("nan"), 1.0, "")
     parts = next((result.loss_parts for result in results if result.loss_parts), {})
-    return replace(results[0], loss_parts=parts) if parts else results[0]
+    first = results[0]
+    return replace(first, loss_parts=parts) if parts and isinstance(first, StepResult) else first

@@ -20,6 +20,7 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
@@ -107,7 +108,7 @@ class TrainStep:
         self.sample_layout = SampleLayout(local_ranks.model, options.batch_dims or {}, options.shared)
         self.number = 0
         self.loss_parts: dict[str, float] = {}
-        self.result = StepResult(math.nan, 0, math.nan, 1.0, "")  # of the last step
+        self.result: StepResult | LateResult = StepResult(math.nan, 0, math.nan, 1.0, "")  # of the last step
         self.open_contexts = ExitStack()  # until it is closed
         self.watches_signals = False
         self.has_fixed_microbatches = has_fixed_microbatches
@@ -131,6 +132,7 @@ class TrainStep:
         Returns:
             The mean loss over the batch of all ranks, before the update. Under an asynchronous pipeline (pipedream),
             that of the batch that has passed all stages, some calls after its own one, and nan before there is one.
+            On a device it is a number that waits for the device when it is used; ``float(loss)`` is a plain one.
 
         Raises:
             PlanError: the step is closed.
@@ -256,10 +258,10 @@ class TrainStep:
         if self.is_multi_process and isinstance(batch, SlicedBatch | AccumulatedBatches):
             rank = self.local_ranks.world.fabrics[0].rank
             require_full_batch(rank, number, result.num_samples, batch, self.committed_microbatches)
-        self.local_ranks.optimizer_spec.after_step(is_applied=not result.skip_reason)
+        self.local_ranks.optimizer_spec.after_step(lambda: not result.skip_reason)
         self.result = result
         self.loss_parts = {name: part.mean for name, part in result.loss_parts.items()}
-        return result.loss
+        return result.loss  # type: ignore[return-value]  # on a device a LateNumber, which is used as a float
 
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
         """Train on the batches of all ranks, including this one's, and return their mean loss."""
@@ -608,6 +610,7 @@ class TrainStep:
         self.require_open("save()")
         self.finish()
         self.flush()
+        self.local_ranks.finish_steps()
         return self.checkpoints.save(Path(folder), self.number, scheduler, keep_last)
 
     def load(

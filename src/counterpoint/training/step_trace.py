@@ -23,13 +23,14 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.rank_state import CallTiming
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.local_ranks import LocalRanks
 
 
-def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult, Trace]:
+def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult | LateResult, Trace]:
     """Take a step with a clock on every rank and return its trace, the same on all of them.
 
     Ranks of one process run one at a time, so their times are those of each rank, not of ranks that run concurrently.

@@ -115,14 +115,14 @@ class SavedForward:
             DataError: those in host memory are not.
         """
         if self.output_signatures != [tensor_signature(output) for output in outputs]:
-            raise _mismatch_error(location, "tensors of other shapes or dtypes")
+            raise mismatch_error(location, "tensors of other shapes or dtypes")
         matches = []
         for before, output in zip(self.output_samples, outputs, strict=True):
             match = samples_match(before, sample_values(output))
             if not before.is_cpu:
                 matches.append(match)
             elif not match:
-                raise _mismatch_error(location, "other values")
+                raise mismatch_error(location, "other values")
         return torch.stack(matches).all() if matches else None
 
 
@@ -159,11 +159,19 @@ class RecomputeStore:
         """
         if not self.pending_matches:
             return
-        matches = torch.stack([*self.pending_matches.values()]).tolist()
-        for location, match in zip(self.pending_matches, matches, strict=True):
+        locations, matches = self.take_matches()
+        for location, match in zip(locations, matches.tolist(), strict=True):
             if not match:
-                raise _mismatch_error(location, "other values")
+                raise mismatch_error(location, "other values")
+
+    def take_matches(self) -> tuple[list[str], Tensor]:
+        """Return the locations of recomputed outputs on a device, and whether each is the same; forget them.
+
+        There must be some.
+        """
+        locations, matches = [*self.pending_matches], torch.stack([*self.pending_matches.values()])
         self.pending_matches.clear()
+        return locations, matches
 
     def is_recomputed(self, block: int, micro: int) -> bool:
         """Return whether a block's forward on a microbatch saves only its inputs."""
@@ -217,7 +225,8 @@ def samples_match(before: Tensor, now: Tensor) -> Tensor:
     return (is_close | (before == now) | (before.isnan() & now.isnan())).all()
 
 
-def _mismatch_error(location: str, difference: str) -> DataError:
+def mismatch_error(location: str, difference: str) -> DataError:
+    """Return the error for outputs that differ when they are recomputed."""
     return DataError(
         f"{location}: recomputed for its backward, it gave {difference} than the first time; recomputed blocks must be "
         "deterministic: draw random numbers from torch in a module (as nn.Dropout does), not from Python, numpy or a "

@@ -16,7 +16,7 @@ product. Where the gradients are is kept for the update, which needs it, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple
@@ -57,6 +57,37 @@ class GradReport(NamedTuple):
 
 
 NO_REPORT = GradReport()
+
+
+class DeviceMagnitudes(NamedTuple):
+    """Magnitudes of gradients on a device.
+
+    Args:
+        micro: the microbatch that the gradients are of.
+        names: of their parameters.
+        values: of each gradient the largest magnitude, as float64.
+        largest_number: of their dtype.
+    """
+
+    micro: int
+    names: Sequence[str]
+    values: Tensor
+    largest_number: float
+
+
+class DeviceGradReport(NamedTuple):
+    """What is known on a device of the gradients of some microbatches.
+
+    Args:
+        shares: for each microbatch how large its gradients are, as a share of the largest number; inf or nan if one is
+            not finite. By microbatch, in order.
+        share: the sum of those that are finite.
+        read_name: returns the first parameter whose gradient in a microbatch is not finite; waits for the device.
+    """
+
+    shares: Sequence[tuple[int, Tensor]]
+    share: Tensor
+    read_name: Callable[[int], str]
 
 
 class ParamGroup:
@@ -110,7 +141,8 @@ class GradCheck:
         self.micro: int | None = None  # whose backward runs now
         self._nonfinite: dict[int, str] = {}  # the parameter, by microbatch
         self._shares: dict[int, float] = {}  # by microbatch
-        self._on_device: list[tuple[int, list[str], HostCopy, float]] = []  # magnitudes that are read at the commit
+        self._on_device: list[DeviceMagnitudes] = []  # which are read at the commit, or later
+        self._copy: HostCopy | None = None  # of them
         self._checked: dict[str, tuple[int, int]] = {}  # memory and version of a gradient that was checked
         self._readers: dict[str, MagnitudeReader] = {}  # of single gradients, by parameter
         self._factor_readers: dict[torch.dtype, FactorReader] = {}
@@ -127,7 +159,7 @@ class GradCheck:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.micro = None
+        self.micro = self._copy = None
         self.drop_collected()
         for found in (self._nonfinite, self._shares, self._on_device, self._checked):
             found.clear()
@@ -204,10 +236,8 @@ class GradCheck:
             return
         largest_number = torch.finfo(dtypes.pop()).max
         if not all(map(IS_CPU, grads)):  # read at the commit, where the host waits for the device anyway
-            assert self.accelerator is not None, "the gradients are on a device"
             magnitudes = torch.stack([magnitude_tensor(grad) for grad in grads]).double()
-            copy = self.accelerator.start_copy_to_host(magnitudes)
-            self._on_device.append((self.micro, list(names), copy, largest_number))
+            self._on_device.append(DeviceMagnitudes(self.micro, list(names), magnitudes, largest_number))
             return
         self._record(self.micro, names, find_magnitudes(grads), largest_number)
 
@@ -276,17 +306,58 @@ class GradCheck:
             first = int(np.flatnonzero(~np.isfinite(magnitudes))[0])
             self._nonfinite.setdefault(micro, list(names)[first])
 
+    def start_copy_to_host(self) -> HostCopy | None:
+        """Start to copy what a report will need from the device; None if there is nothing."""
+        if self._on_device:
+            assert self.accelerator is not None, "the gradients are on a device"
+            self._copy = self.accelerator.start_copy_to_host(torch.cat([one.values for one in self._on_device]))
+        return self._copy
+
     def take_report(self, scope: Collection[int]) -> GradReport:
-        """Return what is known of the gradients of some microbatches, and forget it."""
-        for _, _, copy, _ in self._on_device[-1:]:
-            copy.wait()  # the others have arrived before
-        for micro, names, copy, largest_number in self._on_device:
-            self._record(micro, names, copy.tensor.numpy(), largest_number)
-        self._on_device.clear()
+        """Return what is known of the gradients of some microbatches, and forget it; wait for those on a device."""
+        copy = self._copy if self._copy is not None else self.start_copy_to_host()
+        found, self._on_device, self._copy = self._on_device, [], None
+        for one, values in _split_by_check(found, copy):
+            self._record(one.micro, one.names, values.numpy(), one.largest_number)
         share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope)
-        found = sorted(micro for micro in self._nonfinite if micro in scope)
-        names = [self._nonfinite.pop(micro) for micro in found]
-        return GradReport(found[0], names[0], share) if found else NO_REPORT._replace(share=share)
+        nonfinite = sorted(micro for micro in self._nonfinite if micro in scope)
+        names = [self._nonfinite.pop(micro) for micro in nonfinite]
+        return GradReport(nonfinite[0], names[0], share) if nonfinite else NO_REPORT._replace(share=share)
+
+    def take_device_report(self, accelerator: Accelerator) -> DeviceGradReport:
+        """Return what is known of the gradients of this step, all on the device, without waiting; forget it.
+
+        Args:
+            accelerator: the device.
+        """
+        copy = self.start_copy_to_host()
+        found, self._on_device, self._copy = self._on_device, [], None
+        by_micro: dict[int, list[Tensor]] = {}
+        for one in found:
+            by_micro.setdefault(one.micro, []).append(one.values.amax() / one.largest_number)
+        shares = [
+            (micro, torch.stack(by_micro[micro]) if len(by_micro[micro]) > 1 else by_micro[micro][0][None])
+            for micro in sorted(by_micro)
+        ]
+        finite = [torch.where(values.isfinite(), values, torch.zeros_like(values)).amax() for _, values in shares]
+        total = torch.stack(finite).sum() if finite else torch.zeros((), dtype=torch.float64, device=accelerator.device)
+
+        def read_name(micro: int) -> str:
+            """Return the first parameter whose gradient is not finite."""
+            for one, values in _split_by_check(found, copy):
+                if one.micro == micro and not bool(values.isfinite().all()):
+                    return one.names[int(torch.nonzero(~values.isfinite())[0])]
+            return ""
+
+        return DeviceGradReport([(micro, values.amax()) for micro, values in shares], total, read_name)
+
+
+def _split_by_check(
+    found: Sequence[DeviceMagnitudes], copy: HostCopy | None
+) -> Iterator[tuple[DeviceMagnitudes, Tensor]]:
+    """Yield what was checked on a device with its magnitudes in host memory; wait until these have arrived."""
+    if copy is not None:
+        yield from zip(found, torch.split(copy.wait(), [len(one.values) for one in found]), strict=True)
 
 
 def _version_of(grad: Tensor | None) -> tuple[int, int]:

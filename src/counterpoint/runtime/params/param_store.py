@@ -198,6 +198,10 @@ class ParamStore:
         self.in_backward = False  # whether gradients computed now belong to a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
         self._have_state: set[tuple[Unit, ...]] = set()  # whose optimizer has allocated its state
+        self.num_host_commits = 0  # applied since the ranks were built, or have got other state
+        self.skips: Tensor | None = (
+            None  # on a device, 1 if updates are skipped; None if the host knows that they are not
+        )
         self.weight_versions: WeightVersions | None = None
         if num_weight_versions > 1:
             self.weight_versions = WeightVersions(self.params, list(self.flat_params()), num_weight_versions)
@@ -235,6 +239,7 @@ class ParamStore:
         for param in self.params.values():
             param.grad = None
         self._swapped_units.clear()
+        self.skips = None
         self.grad_check.begin_step()
         for unit_params in self.units.values():
             unit_params.skipped.clear()
@@ -341,7 +346,7 @@ class ParamStore:
         """Take one optimizer step on some units, and clear their gradients unless they are kept."""
         optimizer, tensors = self.optimizer(units)
         if optimizer is not None:
-            self.optimizer_spec.sync_options(optimizer)
+            self.optimizer_spec.sync_options(optimizer, self.skips)
             with nullcontext() if units in self._have_state else self.state_allocator():
                 if not self._try_fused_update(optimizer, tensors, units):
                     self._update_with_optimizer(optimizer, tensors, units)

@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from counterpoint.errors import DataError
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.full_state import gather_grad_norms, gather_grads
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.built_ranks import BuiltRanks
@@ -17,30 +18,31 @@ class StepGradients:
 
     Args:
         built: the ranks; None before they are built.
-
-    Attributes:
-        norm: of all gradients of the last step, if its commit has computed it.
-        exist: whether ranks have the gradients of the last step.
     """
 
     def __init__(self, built: BuiltRanks | None = None) -> None:
         self.built = built
-        self.norm = math.nan
-        self.exist = False
+        self._result: StepResult | LateResult | None = None  # of the last step
+        self._are_kept = False  # if that was not skipped
 
-    def record_step(self, result: StepResult) -> None:
+    @property
+    def norm(self) -> float:
+        """The norm; nan if there was no step, or it was not computed."""
+        return math.nan if self._result is None else float(self._result.norm)
+
+    @property
+    def exist(self) -> bool:
+        """Whether ranks have the gradients of the last step."""
+        return self._are_kept and self._result is not None and not self._result.skip_reason
+
+    def record_step(self, result: StepResult | LateResult) -> None:
         """Take note of a step."""
-        self.norm = result.norm
-        self.exist = (
-            self.built is not None
-            and self.built.keeps_grads
-            and not result.skip_reason
-            and not self.are_shared(self.built)
-        )
+        self._result = result
+        self._are_kept = self.built is not None and self.built.keeps_grads and not self.are_shared(self.built)
 
     def drop(self) -> None:
         """Take note that the ranks have none any more."""
-        self.exist = False
+        self._are_kept = False
 
     def keep_exported(self) -> None:
         """Keep the gradients when ranks leave shared memory; drop them if other processes have a part of it."""
@@ -49,7 +51,7 @@ class StepGradients:
             for store in stores:
                 store.copy_shared_grads()
         elif any(store.is_shared_on_host for store in stores):
-            self.exist = False
+            self.drop()
 
     def read(self) -> dict[str, Tensor]:
         """Return the gradients that the last step has applied, by parameter; a collective call."""

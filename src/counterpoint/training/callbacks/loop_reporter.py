@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.callbacks.callback import RunEnd, RunStart
 from counterpoint.training.callbacks.run_folder import RunFolder
@@ -29,7 +30,7 @@ class LoopReporter:
         self.num_steps = 0
         self.last_s = perf_counter()
 
-    def take_step(self, number: int) -> StepResult:
+    def take_step(self, number: int) -> StepResult | LateResult:
         """Take the step that finishes a batch, and report it unless there is no such batch yet."""
         ranks = self.local_ranks
         assert ranks.compiled is not None, "built"
@@ -60,5 +61,6 @@ class LoopReporter:
 
     def end(self, error: BaseException | None) -> None:
         """Report the end of the loop."""
+        self.reporter.end(error)
         for callback in self.callbacks:
             callback.on_end(RunEnd(self.num_steps, error))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from counterpoint.program.trace import Trace
+from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.callbacks.callback import Callback, StepEnd, TraceRecorded
 from counterpoint.training.callbacks.slow_ranks import SlowRankDetector
@@ -16,7 +17,7 @@ TRACED_STEP = 3
 
 
 class StepReporter:
-    """Calls the callbacks of a run after each step.
+    """Calls the callbacks of a run after each step; after the next one, if the result of the step is on a device.
 
     Args:
         callbacks: of this process.
@@ -29,11 +30,12 @@ class StepReporter:
         self.num_ranks = num_ranks
         self.slow_ranks = SlowRankDetector()
         self.is_trace_due = False  # the same on all ranks
+        self._waiting: tuple[StepResult | LateResult, Callable[[], None]] | None = None
 
     def report(  # noqa: PLR0913 - what a step is
         self,
         number: int,
-        result: StepResult,
+        result: StepResult | LateResult,
         *,
         epoch: int,
         num_samples: int,
@@ -52,19 +54,46 @@ class StepReporter:
             options: of the optimizer, after the step.
             trace: of the step, if it was traced.
         """
-        busy_s = dict(result.busy_s)
-        event = StepEnd(
-            number,
-            epoch,
-            result.loss,
-            num_samples,
-            seconds,
-            result.norm,
-            result.skip_reason,
-            numeric_options(options),
-            busy_s,
-            {name: part.mean for name, part in result.loss_parts.items()},
-        )
+        numbers = numeric_options(options)
+
+        def notify() -> None:
+            """Call the callbacks."""
+            event = StepEnd(
+                number,
+                epoch,
+                float(result.loss),
+                num_samples,
+                seconds,
+                float(result.norm),
+                result.skip_reason,
+                numbers,
+                dict(result.busy_s),
+                {name: part.mean for name, part in result.loss_parts.items()},
+            )
+            self._notify(event, trace)
+
+        self.flush()
+        self._waiting = result, notify
+        if not isinstance(result, LateResult):
+            self.flush()
+
+    def flush(self) -> None:
+        """Report the last step if that was left for later; waits for the device."""
+        if self._waiting is not None:
+            (_, notify), self._waiting = self._waiting, None
+            notify()
+
+    def end(self, error: BaseException | None) -> None:
+        """Report the last step if that was left for later, unless it is the one that has failed.
+
+        Args:
+            error: that has ended the run.
+        """
+        if error is None or (self._waiting is not None and not self._waiting[0].skip_reason):
+            self.flush()
+
+    def _notify(self, event: StepEnd, trace: Trace | None) -> None:
+        number, busy_s = event.step, event.busy_s
         changes = self.slow_ranks.add(number, busy_s) if self.num_ranks > 1 else []
         self.is_trace_due = len(busy_s) == self.num_ranks and any(change.until_step is None for change in changes)
         for callback in self.callbacks:
