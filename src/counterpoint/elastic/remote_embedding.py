@@ -26,7 +26,7 @@ from counterpoint.elastic.sync_policy import StepContext
 from counterpoint.errors import DataError
 from counterpoint.ps.consistency import Asp, Bsp
 from counterpoint.ps.row_pooling import RowPooling
-from counterpoint.ps.session import LateResult, PullResult, PushResult, Session, Versions
+from counterpoint.ps.session import PendingResult, PullResult, PushResult, Session, Versions
 from counterpoint.ps.update_rules import Initializer, UpdateRule
 
 
@@ -60,9 +60,9 @@ class PrefetchedRows:
     """
 
     unique: UniqueRows
-    early_pull: LateResult[PullResult] | None = None
+    early_pull: PendingResult[PullResult] | None = None
     late_positions: Tensor | None = None
-    late_pull: LateResult[PullResult] | None = None
+    late_pull: PendingResult[PullResult] | None = None
     pooled: PooledLookup | None = None
 
     def matches(self, rows: Tensor, pooled: PooledLookup | None) -> bool:
@@ -124,7 +124,7 @@ class RemoteEmbedding:
         self._prefetched: deque[PrefetchedRows] = deque()
         self._inputs: Sequence[Tensor] = ()
         self._accumulated: list[tuple[Tensor, Tensor, PooledLookup | None]] = []
-        self._pending_pushes: deque[LateResult[PushResult]] = deque()
+        self._pending_pushes: deque[PendingResult[PushResult]] = deque()
         for module in modules:
             if isinstance(module, nn.EmbeddingBag):
                 module.forward = partial(self.look_up_bags, module)  # type: ignore[method-assign]
@@ -329,7 +329,7 @@ class RemoteEmbedding:
 
     def _pull(
         self, rows: Tensor, pooled: PooledLookup | None, *, min_versions: int, is_open: bool
-    ) -> LateResult[PullResult]:
+    ) -> PendingResult[PullResult]:
         """Pull rows, or their sums; under bsp, those of a step as of that step."""
         is_exact = is_open and isinstance(self.session.job.consistency, Bsp)
         pooling = None if pooled is None else pooled.pull_pooling

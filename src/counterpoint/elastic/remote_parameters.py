@@ -13,7 +13,7 @@ from counterpoint.elastic.sync_policy import StepContext
 from counterpoint.errors import DataError
 from counterpoint.ps.consistency import Bsp
 from counterpoint.ps.placement import split_range
-from counterpoint.ps.session import LateResult, PullResult, PushResult, Session, Versions
+from counterpoint.ps.session import PendingResult, PullResult, PushResult, Session, Versions
 from counterpoint.ps.update_rules import UpdateRule
 
 MAX_PENDING_PUSHES = 2
@@ -30,7 +30,7 @@ class PendingPull:
         minibatch: number of the minibatch whose forward waits for them.
     """
 
-    pending: LateResult[PullResult]
+    pending: PendingResult[PullResult]
     buffer: Tensor | None
     minibatch: int
 
@@ -73,7 +73,7 @@ class RemoteParameters:
         self._spare_buffers: list[Tensor] = []
         self._pending_pulls: deque[PendingPull] = deque()
         self._minibatch = 0
-        self._pending_pushes: deque[tuple[LateResult[PushResult], Tensor | None]] = deque()
+        self._pending_pushes: deque[tuple[PendingResult[PushResult], Tensor | None]] = deque()
         self.versions: Versions = ()
         self.read_versions: Versions = ()
         self.exact_version = isinstance(session.job.consistency, Bsp)

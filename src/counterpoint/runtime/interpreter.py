@@ -67,6 +67,7 @@ from counterpoint.runtime.lowering import (
 )
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource, commit_scope, compute_loss_weights
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm, squared_norm_tensor
+from counterpoint.runtime.params.grad_check import DeviceGradReport
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
@@ -134,8 +135,6 @@ class Interpreter:
         replica_groups: Sequence[Group] = (),
         decides_on_device: bool = False,
     ) -> None:
-        self.decides_on_device = decides_on_device
-        self.pending_commits: list[tuple[PendingCommit, LateResult]] = []  # which the host has not read
         self.programs = {
             name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
         }
@@ -153,7 +152,7 @@ class Interpreter:
         self.fabric = fabric
         self.accelerator = accelerator
         self.rng = rng
-        self.guard = guard
+        self.guard, self.decides_on_device = guard, decides_on_device
         self.computing_ranks = computing_ranks
         runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
@@ -203,8 +202,7 @@ class Interpreter:
         self.executor.clear()
         self.server_loop.clear()
         self.store.rollback(self.communication.delayed_grads_summed_elsewhere())
-        self.state.rollback()
-        self.pending_commits = [pair for pair in self.pending_commits if pair[0].step in unread_steps]
+        self.state.rollback(unread_steps)
         self.build_parts()
 
     def use_clock(self, clock: Callable[[], float] | None) -> None:
@@ -364,17 +362,7 @@ class Interpreter:
         """Agree with the group on whether and how the step is applied."""
         scope = commit_scope(self.program, self.step_number, self.state.num_commits)
         batch, batch_norm = self.executor.batch, self.batch_norm
-        loss_weights = self.executor.loss_weights
-        decide = partial(
-            decide_step,
-            group=group,
-            guard=self.guard,
-            loss_group=loss_group,
-            microbatches_per_batch=self.program.microbatches_per_batch,
-            weight_unit=0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit,
-            delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
-            num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
-        )
+        decide = self.decision_of(scope, group, loss_group)
 
         # 1. Report this rank's losses and gradients; gather the reports and the statistics of batch norm together.
         if self.may_decide_on_device(scope):
@@ -430,6 +418,27 @@ class Interpreter:
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
 
+    def decision_of(
+        self, scope: frozenset[int], group: Group, loss_group: Group
+    ) -> Callable[[Sequence[StepReport]], StepResult]:
+        """Return what decides a commit from the reports of all members."""
+        batch = self.executor.batch
+        return partial(
+            decide_step,
+            group=group,
+            guard=self.guard,
+            loss_group=loss_group,
+            microbatches_per_batch=self.program.microbatches_per_batch,
+            weight_unit=self.weight_unit_of(scope),
+            delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
+            num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
+        )
+
+    def weight_unit_of(self, scope: frozenset[int]) -> float:
+        """Return the unit of the weights of a commit; 0 if its gradients are those of the weighted mean already."""
+        loss_weights = self.executor.loss_weights
+        return 0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit
+
     def require_same_given(self, reports: Sequence[StepReport], group: Group) -> None:
         """Raise unless all members were given the same for this step."""
         if self.given is not None and len({report.given_digest for report in reports if report.given_digest}) > 1:
@@ -454,7 +463,7 @@ class Interpreter:
         self, scope: frozenset[int], group: Group, decide: Callable[[Sequence[StepReport]], StepResult]
     ) -> PendingCommit:
         """Gather what members report: what the host knows over the hosts, and rows of what the device knows."""
-        executor, device = self.executor, self.accelerator.device
+        executor, copy = self.executor, self.accelerator.start_copy_to_host
         sizes = executor.batch.sizes if executor.batch is not None else {}
         losses: dict[int, Tensor | float] = {**executor.losses, **executor.pending_losses.on_device}
         weights: dict[int, Tensor | float] = {**executor.loss_weight_sums, **executor.pending_weight_sums.on_device}
@@ -471,13 +480,47 @@ class Interpreter:
             busy_s=self.busy_timer.read(),
             stop_signal=next(iter(self.stop_signals), 0),
         )
-        zero = torch.zeros((), dtype=torch.float64, device=device)
         grads = self.store.grad_check.take_device_report(self.accelerator)
         outputs = executor.recompute_store.take_matches() if executor.recompute_store.pending_matches else None
+        row = self.make_device_report(
+            add_losses(losses, sizes, weights, scope, self.accelerator), grads, None if outputs is None else outputs[1]
+        )
+        reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        rows = gather_rows(self.fabric, self.accelerator, row, group)
+        self.busy_timer.restart()
+        pending = self.state.pending_commits
+        decision = decide_on_device(
+            rows,
+            reports,
+            self.guard,
+            weight_unit=self.weight_unit_of(scope),
+            num_samples=sum(sizes[micro] for micro in scope),
+            num_skipped=pending[-1][0].decision.num_skipped
+            if pending
+            else torch.full_like(row.loss_sum, self.state.num_skipped),
+        )
+        copied_outputs = None if outputs is None else (outputs[0], copy(outputs[1]))
+        return PendingCommit(self.step_number, group, reports, copy(rows), grads, copied_outputs, decision, decide)
+
+    def make_device_report(
+        self, losses: tuple[Tensor, Tensor, Tensor], grads: DeviceGradReport, matches: Tensor | None
+    ) -> DeviceReport:
+        """Return this rank's report as numbers on the device.
+
+        Args:
+            losses: what :func:`add_losses` returned.
+            grads: of this rank.
+            matches: whether recomputed outputs are the same as at first; None if there are none.
+        """
+        device = self.accelerator.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
         owned = [grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()]
-        is_checked = self.store.grad_check.is_enabled and bool(owned)
-        total, weight, nonfinite_micro = add_losses(losses, sizes, weights, scope, self.accelerator)
-        row = DeviceReport(
+        has_overflow = zero
+        if self.store.grad_check.is_enabled and owned:
+            magnitudes = torch.stack([magnitude_tensor(grad).double() for grad in owned])
+            has_overflow = (~magnitudes.isfinite().all()).double()
+        total, weight, nonfinite_micro = losses
+        return DeviceReport(
             total,
             weight,
             squared_norm_tensor(owned, device) if self.guard.needs_norm else zero,
@@ -485,42 +528,15 @@ class Interpreter:
             self.replica_checksum.checksum_tensor(device),
             first_nonfinite(grads.shares, self.accelerator),
             grads.share,
-            (~torch.stack([magnitude_tensor(grad).double() for grad in owned]).isfinite().all()).double()
-            if is_checked
-            else zero,
-            zero if outputs is None else (~outputs[1].all()).double(),
-        )
-        reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
-        rows = gather_rows(self.fabric, self.accelerator, row, group)
-        self.busy_timer.restart()
-        pending_before = self.pending_commits[-1][0] if self.pending_commits else None
-        decision = decide_on_device(
-            rows,
-            reports,
-            self.guard,
-            weight_unit=0.0 if not executor.loss_weights.is_whole.isdisjoint(scope) else executor.loss_weights.unit,
-            num_samples=sum(sizes[micro] for micro in scope),
-            num_skipped=torch.full_like(zero, self.state.num_skipped)
-            if pending_before is None
-            else pending_before.decision.num_skipped,
-        )
-        return PendingCommit(
-            self.step_number,
-            group,
-            reports,
-            self.accelerator.start_copy_to_host(rows),
-            grads,
-            None if outputs is None else (outputs[0], self.accelerator.start_copy_to_host(outputs[1])),
-            decision,
-            decide,
+            has_overflow,
+            zero if matches is None else (~matches.all()).double(),
         )
 
     def leave_decision(self, pending: PendingCommit) -> None:
         """Apply a decision that stays on the device; the host reads it after the next step."""
         self.require_same_given(pending.reports, pending.group)
         result = LateResult(pending.reports, pending.group, lambda: pending.decide(pending.read()))
-        self.pending_commits.append((pending, result))
-        self.state.record_late_commit(result)
+        self.state.record_late_commit(pending, result)
         self.store.skips = pending.decision.skips
         self.clip_grads(1.0 if pending.decision.scale is None else pending.decision.scale)
 
@@ -544,8 +560,8 @@ class Interpreter:
         Raises:
             DataError: a step may not be skipped; weights and optimizer state are those before it.
         """
-        while self.pending_commits and (before is None or self.pending_commits[0][0].step < before):
-            pending, late_result = self.pending_commits.pop(0)
+        while self.state.pending_commits and (before is None or self.state.pending_commits[0][0].step < before):
+            pending, late_result = self.state.pending_commits.pop(0)
             reports = self.read_reports(pending)
             self.compare_replicas(reports, pending.group, pending.step)
             result = pending.decide(reports)

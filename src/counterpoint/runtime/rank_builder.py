@@ -126,7 +126,6 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     accelerator: Accelerator,
     is_only: bool = False,
     state_allocator: StateAllocator = nullcontext,
-    decides_on_device: bool = False,
 ) -> RankRuntime:
     """Return the rank that ``fabric`` belongs to.
 
@@ -138,7 +137,6 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         accelerator: that the model is on.
         is_only: whether no other rank of this process uses the model, so that it may be trained in its own memory.
         state_allocator: active while optimizer state is allocated.
-        decides_on_device: whether commits may leave their decision on the device, see :func:`can_decide_on_device`.
 
     Raises:
         PlanError: batch norm modules would have to synchronize where they cannot.
@@ -187,7 +185,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         batch_norm=make_batch_norm(run_spec, model, bound_model, store, fabric),
         unused_params=run_spec.unused_params,
         replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
-        decides_on_device=decides_on_device,
+        decides_on_device=can_decide_on_device(run_spec, model, accelerator),
     )
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.device_commit import LateResult, PendingCommit
 from counterpoint.runtime.step_commit import StepResult, merge_results
 
 
@@ -39,6 +40,7 @@ class RankState:
     Args:
         result: of the last commit; None for a rank without commits.
         late_result: of the last commit, if its decision is on the device.
+        pending_commits: those whose decision the host has not read, with their results.
         num_commits: commits of this step that are done.
         num_skipped: commits in a row in which something was not finite.
         scale: what the last commit multiplies gradients with; a rank with several commits in a step has one for each.
@@ -52,6 +54,7 @@ class RankState:
 
     result: StepResult | None = None
     late_result: LateResult | None = None
+    pending_commits: list[tuple[PendingCommit, LateResult]] = field(default_factory=list)
     num_commits: int = 0
     num_skipped: int = 0
     scale: float = 1.0
@@ -78,8 +81,9 @@ class RankState:
         self.num_commits += 1
         self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
 
-    def record_late_commit(self, result: LateResult) -> None:
+    def record_late_commit(self, pending: PendingCommit, result: LateResult) -> None:
         """Record a commit whose decision the host reads a step later."""
+        self.pending_commits.append((pending, result))
         self.late_result = result
         self.num_commits += 1
 
@@ -92,6 +96,11 @@ class RankState:
         """Record whether the update with the delayed gradients of a checkpoint will be skipped, and their scale."""
         self.skip_delayed_update, self.delayed_loss_scale = is_skipped, loss_scale
 
-    def rollback(self) -> None:
-        """Restore what a failed step has changed."""
+    def rollback(self, unread_steps: Collection[int] = ()) -> None:
+        """Restore what a failed step has changed.
+
+        Args:
+            unread_steps: earlier steps whose decisions stay on the device.
+        """
+        self.pending_commits = [pair for pair in self.pending_commits if pair[0].step in unread_steps]
         self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale = self._before_step

@@ -41,7 +41,6 @@ from counterpoint.runtime.rank_builder import (
     RunSpec,
     StaleGradientHook,
     build_rank,
-    can_decide_on_device,
     commits_together,
     communication_groups,
     load_values,
@@ -127,7 +126,7 @@ def rollback_on_error(
     except BaseException:
         in_flight.batches.clear()
         if not isinstance(world, DistributedWorld):
-            pending = [{commit.step for commit, _ in rank.interpreter.pending_commits} for rank in ranks.values()]
+            pending = [{commit.step for commit, _ in rank.interpreter.state.pending_commits} for rank in ranks.values()]
             unread = {step for step in set.intersection(*pending) if step < number}
             for rank in ranks.values():
                 rank.interpreter.rollback(unread)
@@ -334,7 +333,6 @@ class LocalRanks:
             instruction.tensor.name == "weight" for instruction in free_instructions
         )
         num_local = len(self.world.fabrics)
-        decides_on_device = can_decide_on_device(self.run_spec, self.trained, self.accelerator)
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
         copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
@@ -358,7 +356,6 @@ class LocalRanks:
                 accelerator=self.accelerator,
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
-                decides_on_device=decides_on_device,
             )
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
@@ -520,7 +517,7 @@ class LocalRanks:
         Raises:
             DataError: the step may not be skipped; the weights are those before it.
         """
-        if not any(rank.interpreter.pending_commits for rank in self.ranks.values()):
+        if not any(rank.interpreter.state.pending_commits for rank in self.ranks.values()):
             return
         with rollback_on_error(self.world, self.ranks, self.in_flight):
             self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.finish_commits())

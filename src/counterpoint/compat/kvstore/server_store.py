@@ -25,7 +25,7 @@ from counterpoint.errors import DataError, PeerError, PlanError
 from counterpoint.ps.consistency import NO_SLICE, Asp, Bsp
 from counterpoint.ps.job_config import JobConfig, Timeouts
 from counterpoint.ps.messages import DTYPES
-from counterpoint.ps.session import InitialRows, LateResult, PullResult, PushResult, Session, Versions
+from counterpoint.ps.session import InitialRows, PendingResult, PullResult, PushResult, Session, Versions
 from counterpoint.ps.update_rules import Assign, Sgd, UpdateRule
 
 WAIT_S = 600.0
@@ -83,7 +83,7 @@ class RemoteKey:
     ready_key: str = ""
     num_pushes: int = 0
     versions: Versions | None = None
-    pending_pushes: deque[LateResult[PushResult]] = field(default_factory=deque)
+    pending_pushes: deque[PendingResult[PushResult]] = field(default_factory=deque)
     is_initialized: bool = False
 
     @property
@@ -223,7 +223,7 @@ class ServerStore:
         remote.num_pushes += 1
         remote.pending_pushes.append(pending)
 
-    def _start_pull(self, remote: RemoteKey, rows: Tensor | None) -> LateResult[PullResult]:
+    def _start_pull(self, remote: RemoteKey, rows: Tensor | None) -> PendingResult[PullResult]:
         return self._session.pull(remote.server_key, rows=rows, min_versions=0 if self._is_async else remote.num_pushes)
 
     def _wait_pending(self, remote: RemoteKey, *, max_pending: int) -> None:
@@ -256,7 +256,7 @@ class ServerStore:
         rows = self._wait_pull(remote, self._start_pull(remote, row_ids))
         return rows.view(len(row_ids), *remote.spec.shape[1:])
 
-    def _wait_pull(self, remote: RemoteKey, pending: LateResult[PullResult]) -> Tensor:
+    def _wait_pull(self, remote: RemoteKey, pending: PendingResult[PullResult]) -> Tensor:
         self._wait_pending(remote, max_pending=0)
         try:
             result = pending.wait()
