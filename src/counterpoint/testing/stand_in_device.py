@@ -243,6 +243,7 @@ class StandInDevice:
         self.max_operations_behind: int | None = None
         self.allocated_bytes = self.peak_bytes = 0
         self.total_bytes = 1 << 30
+        self._recorded: list[str] | None = None
         self._generator = torch.Generator()
         self._allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -321,6 +322,18 @@ class StandInDevice:
             self.max_operations_behind = former
             inside.update(self.host_waits - before)
 
+    @contextmanager
+    def record_operators(self) -> Iterator[list[str]]:
+        """Yield a list of the operators that are launched inside, with numbers, and shapes and dtypes of tensors.
+
+        A device that compiles what a step launches, as XLA does, compiles again if one of these differs.
+        """
+        former, self._recorded = self._recorded, list[str]()
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = former
+
     def has_passed(self, num_launches: int) -> bool:
         """Return whether the device has surely done its first operations, as it is not so far behind the host."""
         return self.max_operations_behind is not None and self.num_launches - num_launches > self.max_operations_behind
@@ -379,6 +392,8 @@ class StandInDevice:
         """Run an operator of which a tensor is on the device, or the result is to be."""
         operator = _describe(func)
         name = operator.name
+        if self._recorded is not None:
+            self._recorded.append(f"{func} {_describe_values((args, kwargs))}")
         if name in COPIES:
             return self._copy(*(args if name == "copy_" else reversed(args[:2])), **kwargs)
         if name == "_to_copy":
@@ -591,6 +606,15 @@ def _find_tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += [one for one in value if isinstance(one, Tensor)]
     return found
+
+
+def _describe_values(value: Any) -> Any:  # noqa: ANN401 - any argument of an operator
+    """Return arguments of an operator with shapes and dtypes in place of tensors."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{[*value.shape]}"
+    if isinstance(value, dict):
+        return {key: _describe_values(one) for key, one in value.items()}
+    return [*map(_describe_values, value)] if isinstance(value, list | tuple) else value
 
 
 def _unwrap(value: Any) -> Any:  # noqa: ANN401 - any argument of an operator
