@@ -3,12 +3,16 @@
 import copy
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import optim
 
+import counterpoint as cp
 from counterpoint.errors import DataError
-from counterpoint.testing.device_survey import batches, make_step
+from counterpoint.testing.device_survey import batches, build, make_step
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
 
@@ -178,3 +182,53 @@ def test_no_wait_between_streams_is_missing(device):
         for batch in samples(5):
             step(*batch)
     DEVICE.require_no_races()
+
+
+def weighted_loss(outputs, targets):
+    """Return a mean over the targets that count, of which microbatches have different numbers."""
+    return F.cross_entropy(outputs, targets, ignore_index=0)
+
+
+def summed_loss(outputs, targets):
+    """Return a sum over samples."""
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def loss_of_parts(outputs, targets):
+    """Return a loss that is a dict."""
+    return {"loss": F.cross_entropy(outputs, targets), "norm": outputs.square().mean(1).mean()}
+
+
+SGD = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss", "options"),
+    [
+        (SGD, weighted_loss, {"clip_norm": 0.2}),
+        (SGD, summed_loss, {"loss_reduction": "sum", "clip_norm": 0.2}),
+        (partial(optim.Adam, lr=0.01, amsgrad=True), weighted_loss, {"clip_value": 0.01}),
+        (partial(optim.AdamW, lr=0.01, maximize=True), F.cross_entropy, {"unused_parameters": "zero"}),
+        (partial(optim.AdamW, lr=0.01, foreach=True), F.cross_entropy, {}),
+        (partial(optim.RMSprop, lr=0.01), F.cross_entropy, {}),
+        (SGD, loss_of_parts, {}),
+    ],
+)
+def test_every_kind_of_loss_and_optimizer_has_the_numbers_of_the_cpu(optimizer, loss, options, device):
+    def train(device):
+        model = build("mlp")
+        step = cp.parallelize(
+            model, optimizer(model.parameters()), loss, strategy="data(2)", num_microbatches=2, nonfinite="skip",
+            device=device, **options,
+        )  # fmt: skip
+        with step:
+            scheduler = optim.lr_scheduler.ExponentialLR(step.optimizer, 0.9)
+            losses = []
+            for number, batch in enumerate(samples(7)):
+                losses.append(step(*(spoil(batch) if number == 4 else batch)))
+                scheduler.step()
+        return [float(loss) for loss in losses], [param.detach().cpu() for param in model.parameters()]
+
+    (losses, weights), (expected_losses, expected) = train(device), train("cpu")
+    assert losses == pytest.approx(expected_losses, rel=1e-11, nan_ok=True)
+    assert all(torch.allclose(one, other, rtol=1e-10, atol=1e-13) for one, other in zip(weights, expected, strict=True))
