@@ -370,6 +370,43 @@ def test_hooks_before_a_step_are_refused_whenever_they_are_registered():
         step(*batches(1)[0])
 
 
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"])
+def test_a_step_of_the_optimizer_between_steps_is_refused_and_is_possible_after_them(plan):
+    """Under solo the gradients were applied a second time; elsewhere it changed nothing."""
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings(), cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan) as step:
+        warnings.simplefilter("error")
+        for inputs, targets in batches(2):
+            optimizer.zero_grad()
+            step(inputs, targets)
+            with pytest.raises(cp.DataError, match=r"SGD.step\(\) was called between two steps.*remove optimizer.step"):
+                optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    before = model.head.bias.detach().clone()
+    F.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+    optimizer.step()
+    assert not torch.equal(before, model.head.bias)
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)"])
+def test_gradients_dropped_between_steps_change_nothing(plan):
+    trained = []
+    for drops in (False, True):
+        model = net()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan) as step:
+            for inputs, targets in batches(2):
+                if drops:
+                    optimizer.zero_grad()
+                    model.zero_grad()
+                step(inputs, targets)
+        trained.append(torch.cat([param.detach().reshape(-1) for param in model.parameters()]))
+    assert torch.equal(*trained)
+
+
 def test_a_parameter_that_the_optimizer_holds_twice_is_refused():
     model = net()
     with warnings.catch_warnings():

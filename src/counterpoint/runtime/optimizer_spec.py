@@ -23,8 +23,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.utils.hooks import RemovableHandle
 
-from counterpoint.errors import PlanError, first_line
+from counterpoint.errors import DataError, PlanError, first_line
 from counterpoint.runtime.state_of_ranks import StateOfRanks
 from counterpoint.world.topology import format_count
 
@@ -133,6 +134,22 @@ def step_without_closure(optimizer: optim.Optimizer) -> None:
         raise closure_error(type(optimizer), f"without a closure failed ({reason})") from error
 
 
+class RefusedStep:
+    """A hook that refuses a step of the user's optimizer while ranks train with optimizers of their own."""
+
+    def __call__(self, optimizer: optim.Optimizer, *_: object) -> None:
+        """Raise.
+
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            f"{type(optimizer).__name__}.step() was called between two steps, but a call of step(inputs, targets) runs "
+            "forward, backward and the update, so the same gradients would be applied twice, or to weights that the "
+            "ranks do not see; remove optimizer.step() from the loop, or close() before it goes on without ranks"
+        )
+
+
 class OptimizerSpec:
     """The user's optimizer as ranks need it: how to build one, the option group of each parameter, and current options.
 
@@ -167,6 +184,7 @@ class OptimizerSpec:
         self._idle_state: dict[str, dict[str, Any]] = {}  # of frozen parameters
         self._export_state: Callable[[], None] | None = None  # of ranks, if there are any
         self._has_hooks = False
+        self._step_hooks: list[RemovableHandle] = []  # that refuse steps of the user's, while ranks train
         self._is_for_state_dict = False  # whether the state was loaded for a state_dict()
 
     @property
@@ -246,12 +264,20 @@ class OptimizerSpec:
         Args:
             export_state: called before the template's state is read; calls :meth:`put_state`, or raises.
         """
+        for optimizer in self.user_optimizers if not self._step_hooks else ():
+            self._step_hooks.append(optimizer.register_step_pre_hook(RefusedStep()))
         for optimizer in self.user_optimizers if not self._has_hooks else ():
             optimizer.register_state_dict_pre_hook(self._before_state_dict)
             optimizer.register_state_dict_post_hook(self._after_state_dict)
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self._has_hooks = True
         self._export_state = export_state
+
+    def allow_steps(self) -> None:
+        """Let the template be stepped again, after training."""
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
 
     def detach_ranks(self) -> None:
         """Make the template an ordinary optimizer with its own state again, after the ranks have ended."""
@@ -371,7 +397,8 @@ class OptimizerSpec:
             PlanError: it has one.
         """
         for optimizer in self.user_optimizers:
-            if not optimizer._optimizer_step_pre_hooks:  # noqa: SLF001 - there is no other way to see them
+            hooks = optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001 - there is no other way to see them
+            if all(isinstance(hook, RefusedStep) for hook in hooks):
                 continue
             raise PlanError(
                 f"{type(optimizer).__name__} has a hook of register_step_pre_hook, but ranks update shards with "
@@ -558,7 +585,8 @@ def map_params_to_groups(optimizer: optim.Optimizer, params: Mapping[str, nn.Par
     if missing:
         raise PlanError(
             f"the optimizer does not hold {missing_text}; give it all trainable parameters, or freeze these with "
-            "requires_grad_(False)"
+            "requires_grad_(False); give several optimizers as a list, or, if they train parts of a model in turns, "
+            "call parallelize(...) for each part"
         )
     return {name: index for name, index in groups.items() if params[name].requires_grad}
 
