@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
+from counterpoint.errors import PlanError
 
 TOKENS, TARGETS = torch.arange(12).view(4, 3) % 7, torch.tensor([0, 1, 2, 0])
 
@@ -81,3 +82,43 @@ def test_offsets_of_the_batch_are_refused_where_it_is_divided(strategy):
 
 def test_offsets_that_forward_makes_are_those_of_its_part():
     assert torch.allclose(train(Bags(), TOKENS, "data(2)"), train_plain(Bags(), TOKENS), rtol=1e-5)
+
+
+class Scaled(nn.Module):
+    """Divides the gradient of a row by how often it is looked up."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.look_up = nn.Embedding(7, 3), nn.Linear(3, 3), look_up
+        self.table.scale_grad_by_freq = look_up is None
+
+    def forward(self, tokens):
+        rows = self.table(tokens) if self.look_up is None else self.look_up(tokens, self.table.weight)
+        return self.head(rows.sum(1))
+
+
+LOOKUPS = {
+    "module": None,
+    "functional": lambda tokens, weight: F.embedding(tokens, weight, scale_grad_by_freq=True),
+    "torch": lambda tokens, weight: torch.embedding(weight, tokens, -1, True),
+    "bag": lambda tokens, weight: F.embedding_bag(tokens, weight, scale_grad_by_freq=True)[:, None],
+}
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize(
+    ("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero3(2)", 1), ("pipeline(2)", 2)]
+)
+def test_gradients_that_are_divided_by_counts_of_the_batch_are_refused_where_it_is_divided(
+    kind, strategy, num_microbatches
+):
+    with pytest.raises(PlanError, match=r"scale_grad_by_freq=True, which divides .* train with one microbatch"):
+        train(Scaled(LOOKUPS[kind]), TOKENS, strategy, num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("strategy", ["solo", "pipeline(2)"])
+def test_gradients_are_divided_by_the_counts_of_an_undivided_batch(kind, strategy):
+    trained = train(Scaled(LOOKUPS[kind]), TOKENS, strategy, num_microbatches=1)
+    assert torch.allclose(trained, train_plain(Scaled(LOOKUPS[kind]), TOKENS), rtol=1e-5, atol=1e-7)

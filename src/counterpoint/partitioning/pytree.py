@@ -160,3 +160,15 @@ def strip_unknown_leaves(output: Any) -> Any:  # noqa: ANN401
     ):
         return output
     return tree_map(lambda leaf: leaf if isinstance(leaf, KNOWN_LEAF_TYPES) else None, output)
+
+
+def has_plain_entries(values: object) -> bool:
+    """Tell whether a value is a list or a tuple with entries, but without tensors.
+
+    Example:
+        >>> has_plain_entries(["a", "b"]), has_plain_entries([]), has_plain_entries("ab")
+        (True, False, False)
+    """
+    if type(values) not in {list, tuple} or not values:
+        return False
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(values))

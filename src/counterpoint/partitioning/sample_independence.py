@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.pytree import has_plain_entries
 
 
 def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
@@ -26,48 +29,84 @@ def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
             yield path
 
 
-def require_sample_independence(model: nn.Module, inputs: Inputs, plan: str, num_microbatches: int) -> None:
+def require_sample_independence(
+    model: nn.Module,
+    inputs: Inputs,
+    plan: str,
+    num_microbatches: int,
+    read_batch: Callable[[], Inputs] | None = None,
+) -> None:
     """Check that a model's output for a sample does not depend on the other samples, in evaluation mode.
 
-    The model runs on one microbatch, and on its first half; a single sample is padded with zeros. The check is skipped
-    for a model that draws random numbers in evaluation too, has norms without running statistics, or does not run.
+    The model runs on one microbatch, on its halves, and on the first half together with the same samples multiplied
+    by 16, by which sums keep their sign, but the largest value of the batch changes. A single sample is padded with
+    zeros. If the model does not run on these, but on the single sample and on the whole batch, then the outputs of
+    both are compared: an input without samples, such as a mask, may be as long as the batch.
+
+    The check is skipped for a model that draws random numbers in evaluation too, has norms without running statistics,
+    or does not run. A branch that the samples of a microbatch decide on together is found only if one of these
+    forwards takes the other side.
 
     Args:
         model: the module; its state is preserved.
         inputs: those of a microbatch.
         plan: as text, for the message.
         num_microbatches: number of microbatches of a batch.
+        read_batch: returns the inputs of the whole batch; None if they cannot be read.
 
     Raises:
         PlanError: it does depend on them.
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return
-    batch_size = max(num_samples(inputs), 2)
-    half = batch_size // 2
     with preserve_state(model, training=False):
-        rng_state = torch.get_rng_state()
-        try:
-            full_outputs, half_outputs, again = (
-                _run_model(model, _resize_batch(inputs, count)) for count in (batch_size, half, batch_size)
-            )
-        except Exception:  # noqa: BLE001 - training raises it again, with its location
-            return
-        draws = not torch.equal(torch.get_rng_state(), rng_state)
-        if draws or not all(map(torch.equal, full_outputs, again)):  # the latter with a generator of its own
-            return
-    pairs = zip(full_outputs, half_outputs, strict=False)
-    error = max(
-        (_relative_error(*pair, half) for pair in pairs if _are_per_sample(*pair, batch_size, half)), default=0.0
+        errors = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
+    if any(not error for error in errors):
+        return
+    raise PlanError(
+        f"the output of {type(model).__name__} for a sample depends on the other samples of its batch: it changes "
+        f"by {errors[0]:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
+        "microbatches, so its gradient would not be that of the whole batch; take means and norms over the "
+        "features of one sample, give num_microbatches=1, name with shared=(NAME,) an input that has no samples, or "
+        "pass cross_sample='accept' if each microbatch is intended to be a batch of its own"
     )
-    if error:
-        raise PlanError(
-            f"the output of {type(model).__name__} for a sample depends on the other samples of its batch: it changes "
-            f"by {error:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
-            "microbatches, so its gradient would not be that of the whole batch; take means and norms over the "
-            "features of one sample, give num_microbatches=1, or pass cross_sample='accept' if each microbatch is "
-            "intended to be a batch of its own"
-        )
+
+
+def _ways_to_cut(inputs: Inputs) -> Sequence[bool]:
+    """Return whether lists without tensors are cut like tensors; both, if there are some."""
+    return (True, False) if any(map(has_plain_entries, tree_leaves(inputs, is_leaf=has_plain_entries))) else (True,)
+
+
+def _find_dependence(
+    model: nn.Module, inputs: Inputs, read_batch: Callable[[], Inputs] | None, *, cuts_lists: bool
+) -> float:
+    """Return by how much outputs depend on other samples, relative to the largest one; 0 if that is unknown."""
+    count = num_samples(inputs)
+    batch_size, half = max(count, 2), max(count, 2) // 2
+    resize = partial(_resize_batch, inputs, cuts_lists=cuts_lists)
+    rng_state = torch.get_rng_state()
+    try:
+        first = _run_model(model, resize(0, half))
+        full, again = (_run_model(model, resize(0, batch_size)) for _ in range(2))
+    except Exception:  # noqa: BLE001 - training raises it again, with its location
+        return 0.0 if count > 1 or read_batch is None else _compare_with_batch(model, inputs, read_batch)
+    draws = not torch.equal(torch.get_rng_state(), rng_state)
+    if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
+        return 0.0
+    error = _largest_error(full, first, 0, half, batch_size)
+    with suppress(Exception):  # a model need not take values that no batch has
+        if count > half:
+            error = error or _largest_error(full, _run_model(model, resize(half, count)), half, count - half, count)
+        error = error or _largest_error(_run_model(model, _add_multiples(resize(0, half))), first, 0, half, 2 * half)
+    return error
+
+
+def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[], Inputs]) -> float:
+    """Return by how much the output of a single sample differs from that in the whole batch; 0 if one does not run."""
+    with suppress(Exception):
+        one, batch = _run_model(model, sample), read_batch()
+        return _largest_error(_run_model(model, batch), one, 0, 1, num_samples(batch))
+    return 0.0
 
 
 def require_independent_buffers(
@@ -164,18 +203,34 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats  # noqa: SLF001
 
 
-def _resize_batch(inputs: Inputs, count: int) -> Inputs:
-    """Return copies of the first samples, padded with zeros if there are too few; a model may change them."""
+def _resize_batch(inputs: Inputs, start: int, stop: int, *, cuts_lists: bool) -> Inputs:
+    """Return copies of some samples, padded with zeros if there are too few; a model may change them."""
     batch_size = num_samples(inputs)
 
     def resize(leaf: Any) -> Any:  # noqa: ANN401
+        if cuts_lists and has_plain_entries(leaf) and len(leaf) == batch_size:
+            return (leaf * 2 if stop > batch_size else leaf)[start:stop]
         if not isinstance(leaf, Tensor):
             return leaf
         if not leaf.dim() or leaf.shape[0] != batch_size:
             return leaf.clone()
-        return leaf[:count].clone() if count <= batch_size else torch.cat([leaf, torch.zeros_like(leaf)])
+        return (leaf if stop <= batch_size else torch.cat([leaf, torch.zeros_like(leaf)]))[start:stop].clone()
 
-    return tree_map(resize, inputs)
+    return tree_map(resize, inputs, is_leaf=has_plain_entries if cuts_lists else None)
+
+
+def _add_multiples(inputs: Inputs) -> Inputs:
+    """Return samples, and the same ones multiplied by 16."""
+    batch_size = num_samples(inputs)
+
+    def add(leaf: Any) -> Any:  # noqa: ANN401
+        if has_plain_entries(leaf) and len(leaf) == batch_size:
+            return leaf * 2
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch_size:
+            return leaf
+        return torch.cat([leaf, leaf * 16 if leaf.is_floating_point() else leaf])
+
+    return tree_map(add, inputs, is_leaf=has_plain_entries)
 
 
 def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
@@ -188,18 +243,33 @@ def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
         attributes.restore()
 
 
-def _are_per_sample(output: Tensor, half_output: Tensor, batch_size: int, half: int) -> bool:
-    """Tell whether both tensors have one entry per sample."""
-    return (
-        output.is_floating_point()
-        and output.shape[:1] == (batch_size,)
-        and half_output.shape == (half, *output.shape[1:])
+def _largest_error(
+    outputs: Sequence[Tensor], parts: Sequence[Tensor], first: int, num_rows: int, batch_size: int
+) -> float:
+    """Return the largest difference between rows of outputs and those of a part of the samples.
+
+    Args:
+        outputs: of a batch.
+        parts: of some samples of it alone.
+        first: of these samples in the batch.
+        num_rows: how many they are.
+        batch_size: samples of the batch.
+    """
+    return max(
+        (
+            _relative_error(output, part, first, num_rows)
+            for output, part in zip(outputs, parts, strict=False)
+            if output.is_floating_point()
+            and output.shape[:1] == (batch_size,)
+            and part.shape == (num_rows, *output.shape[1:])
+        ),
+        default=0.0,
     )
 
 
-def _relative_error(output: Tensor, half_output: Tensor, half: int) -> float:
-    """Return the difference of the first samples, relative to the largest value; 0 if it is rounding."""
-    output, half_output = output.detach(), half_output.detach()
-    largest = float(output.abs().max()) if output.numel() else 0.0
-    error = float((output[:half] - half_output).abs().max()) / (largest or 1.0) if output.numel() else 0.0
+def _relative_error(output: Tensor, part: Tensor, first: int, num_rows: int) -> float:
+    """Return the difference of some samples, relative to the largest value; 0 if it is rounding."""
+    rows, part = output.detach()[first : first + num_rows], part.detach()
+    largest = float(output.detach().abs().max()) if rows.numel() else 0.0
+    error = float((rows - part).abs().max()) / (largest or 1.0) if rows.numel() else 0.0
     return error if error > torch.finfo(output.dtype).eps ** 0.5 else 0.0

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.data.microbatch_reader import preserve_rng
-from counterpoint.errors import PlanError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.runtime.draw_sites import other_rng_state
+from counterpoint.training.embedding_checks import FrequencyScalingDetector
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +27,15 @@ class ForwardState:
         attributes: of the model, which it has changed or added.
         difference: of the outputs of a second forward on the same inputs, relative to the largest value.
         uses_other_generators: whether it draws from Python's or numpy's generator.
+        scales_by_frequency: whether it divides gradients of a table by how often the batch has an index.
+        changed_inputs: the indices of the tensors among its inputs that it changes in place.
     """
 
     attributes: tuple[str, ...] = ()
     difference: float = 0.0
     uses_other_generators: bool = False
+    scales_by_frequency: bool = False
+    changed_inputs: tuple[int, ...] = ()
 
     @staticmethod
     def find(model: nn.Module, inputs: Inputs) -> ForwardState:
@@ -39,14 +47,19 @@ class ForwardState:
         """
         attributes = ModuleAttributes(model)
         try:
-            first, uses_other_generators = _run(model, inputs, attributes)
+            detector = FrequencyScalingDetector()
+            copies = _copy_tensors(inputs)
+            with detector:
+                first, uses_other_generators = _run(model, copies, attributes)
+            tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
+            changed_inputs = tuple(index for index, leaf in enumerate(tensors) if leaf._version)  # noqa: SLF001 - as torch counts changes
             changed = attributes.find_changed()
-            difference = _difference(first, _run(model, inputs, attributes)[0]) if changed else 0.0
+            difference = _difference(first, _run(model, _copy_tensors(inputs), attributes)[0]) if changed else 0.0
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             return ForwardState()
         finally:
             attributes.restore()
-        return ForwardState(tuple(changed), difference, uses_other_generators)
+        return ForwardState(tuple(changed), difference, uses_other_generators, detector.is_used, changed_inputs)
 
     def require_none(self, model: nn.Module, plan: str, way: str) -> None:
         """Check that an output does not depend on earlier forwards.
@@ -83,9 +96,80 @@ class ForwardState:
             )
 
 
+class InputReuse:
+    """Checks that memory which a forward changes in place is not read again, where ranks leave inputs as they are.
+
+    Args:
+        model: the name of its class.
+        changed: the indices of the tensors among the inputs of a forward that it changes.
+        plan: of ranks that do not change them, or not in all processes.
+        is_kept: whether they change none; otherwise the ranks that read the inputs do.
+    """
+
+    def __init__(self, model: str, changed: Sequence[int], plan: str, *, is_kept: bool) -> None:
+        self.model, self.changed, self.plan, self.is_kept = model, changed, plan, is_kept
+        self.newest: int | None = None  # number of the batch, of an asynchronous pipeline
+        self.read: list[tuple[StorageWeakRef, int, int]] = []  # inputs of earlier steps: memory, and which part of it
+
+    def check_batch(self, batch: object, submitted: Sequence[tuple[Any, Any]]) -> None:
+        """Check what the user has passed, once, though an asynchronous pipeline is flushed over several steps.
+
+        Args:
+            batch: what ranks read.
+            submitted: inputs and targets.
+        """
+        newest = getattr(batch, "batches", None)
+        key = max(newest, default=None) if isinstance(newest, dict) else None
+        if key is None or key != self.newest:
+            self.newest = key
+            for inputs, targets in submitted:
+                self.require_none(inputs, targets)
+
+    def require_none(self, inputs: Any, targets: Any) -> None:  # noqa: ANN401 - any nests
+        """Check the tensors of a batch.
+
+        Raises:
+            DataError: a tensor that the forward changes is also a target, or was an input of an earlier step.
+        """
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        changed = [_memory_of(tensors[index]) for index in self.changed if index < len(tensors)]
+        self.read = [entry for entry in self.read if not entry[0].expired()]
+        of_targets = [_memory_of(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
+        for memory in changed:
+            if any(_overlap(memory, other) for other in of_targets):
+                self._refuse("which is also a target")
+            if self.is_kept and any(_overlap(memory, other) for other in self.read):
+                self._refuse("which was one of an earlier step, too")
+        if self.is_kept:
+            self.read += changed
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise DataError(
+            f"the forward of {self.model} changes an input in place, {what}, so that a plain loop reads the changed "
+            f"values there, but under {self.plan} ranks run the operations of one call, or stages in other processes, "
+            "which leave it as it is; write the forward without in-place operations (x = x * 2 for x *= 2), pass a "
+            "copy (x.clone()), or use a strategy that keeps the model whole (data, zero of level 1 or 2, server)"
+        )
+
+
+def _memory_of(tensor: Tensor) -> tuple[StorageWeakRef, int, int]:
+    """Return the memory of a tensor, and where it begins and ends there."""
+    start = tensor.storage_offset() * tensor.element_size()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return StorageWeakRef(tensor.untyped_storage()), start, start + extent * tensor.element_size()
+
+
+def _overlap(one: tuple[StorageWeakRef, int, int], other: tuple[StorageWeakRef, int, int]) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+def _copy_tensors(inputs: Inputs) -> Inputs:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+
+
 def _run(model: nn.Module, inputs: Inputs, attributes: ModuleAttributes) -> tuple[list[Tensor], bool]:
     """Return the output tensors, and whether other generators than torch's were used; attributes stay changed."""
-    args, kwargs = split_call_args(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
+    args, kwargs = split_call_args(inputs)
     with preserve_rng(), preserve_state(model, attributes=attributes), torch.enable_grad():
         before = other_rng_state()
         output = model(*args, **kwargs)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.accelerator import Accelerator
@@ -43,7 +44,6 @@ from counterpoint.runtime.rank_builder import (
     build_rank,
     commits_together,
     communication_groups,
-    load_values,
     sliced_params,
     take_slice,
 )
@@ -68,6 +68,7 @@ from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.device_memory import DeviceMemory, explain_full_device
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
 from counterpoint.training.divided_batch import explain_division
+from counterpoint.training.forward_state import InputReuse
 from counterpoint.training.hook_stores import require_no_kept_outputs
 from counterpoint.training.initial_values import broadcast_initial_values
 from counterpoint.training.model_loss_check import ModelLossCheck, Samples
@@ -77,6 +78,7 @@ from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.rank_facts import CallFacts
 from counterpoint.training.run_compiler import RunCompiler
+from counterpoint.training.step_facts import submitted_batches
 from counterpoint.training.validation import require_values, uses_sync_batch_norm
 
 
@@ -161,6 +163,10 @@ def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: s
         )
 
 
+ReadBatch: TypeAlias = Callable[[], tuple[Any, Any, int]]
+"""Returns inputs, targets and number of samples of a batch."""
+
+
 class StepObserver(Protocol):
     """Sees the steps of ranks before they are taken, and may replace them."""
 
@@ -215,6 +221,7 @@ class LocalRanks:
         self.run_spec: RunSpec | None = None
         self.uses_rng = True
         self.ranks: dict[int, RankRuntime] = {}
+        self.model_tensors: dict[str, Tensor] = {}  # parameters and buffers of the user's model, once built
         self.delays_grads = False  # whether steps apply the gradients of the step before, once built
         self.has_delayed_grads = False  # whether delayed gradients are still to be applied
         self.in_flight = InFlightBatches()
@@ -227,6 +234,7 @@ class LocalRanks:
         self.stop_signals: list[int] = []  # that have asked this process to stop
         self.groups: Sequence[Group] = ()  # of ranks that communicate, once built
         self.commits_together = True  # whether every commit is one of all ranks, once built
+        self.input_reuse: InputReuse | None = None  # of a forward that changes its inputs, once compiled
         self.is_in_step = False
         self.model_loss_check: ModelLossCheck | None = None  # of a loss that the model computes, once built
         self.stale_hooks: list[Any] = []  # on parameters of the user's model of which ranks train copies
@@ -251,12 +259,14 @@ class LocalRanks:
         self,
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
+        undivided: ReadBatch | None = None,
     ) -> CompiledPlan:
         """Partition the model, compile the plan for it, and build the ranks; once.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
+            undivided: returns inputs, targets and number of samples of the batch; None if it cannot be read.
 
         Raises:
             PlanError: the model and the plan do not fit together.
@@ -266,7 +276,9 @@ class LocalRanks:
             self.shared_model.find_partners()
             memory = self.device_memory(inputs, num_samples)
             with explain_full_device(self.accelerator, memory.describe, "before the first step"):
-                self.build_ranks(self.compile_plan(inputs, num_samples), self.accelerator.to_device(inputs))
+                inputs = clone_tensors(inputs)  # which a forward may change in place
+                partition = self.compile_plan(inputs, num_samples, undivided)
+                self.build_ranks(partition, self.accelerator.to_device(inputs))
         assert self.compiled is not None, "compiled"
         return self.compiled
 
@@ -274,7 +286,7 @@ class LocalRanks:
         self,
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
-        undivided: Callable[[], tuple[Any, Any, int]],
+        undivided: ReadBatch,
     ) -> AbstractContextManager[None]:
         """Explain an error of :meth:`build` whose cause is that its microbatch is a part of a batch.
 
@@ -291,12 +303,18 @@ class LocalRanks:
 
         return explain_division(self.model, None, self.plan, read)
 
-    def compile_plan(self, inputs: Any, num_samples: int) -> PartitionedModel:  # noqa: ANN401 - what the model takes
+    def compile_plan(
+        self,
+        inputs: Any,  # noqa: ANN401 - what the model takes
+        num_samples: int,
+        undivided: ReadBatch | None = None,
+    ) -> PartitionedModel:
         """Partition the model and compile the plan for it; return the partition.
 
         Args:
             inputs: the model's inputs for one microbatch.
             num_samples: the number of samples in them.
+            undivided: returns inputs, targets and number of samples of the batch; None if it cannot be read.
 
         Raises:
             PlanError: the model and the plan do not fit together.
@@ -306,11 +324,18 @@ class LocalRanks:
             self.plan = share_params_per_host(self.plan, fabric.hosts)
         self.sync_initial_values()
         require_values(inputs)
-        run = self.compiler.compile(self.plan, self.buckets, self.accelerator.to_device(inputs), num_samples, fabric)
+        to_device = self.accelerator.to_device
+        read_batch = None if undivided is None else lambda: to_device(clone_tensors(undivided()[0]))
+        run = self.compiler.compile(self.plan, self.buckets, to_device(inputs), num_samples, fabric, read_batch)
         self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
         self.global_num_microbatches = len(run.compiled.program.micros)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(run.compiled.step_variants[-1])
+        is_kept = isinstance(run.partition, TracedPartition)
+        if run.changed_inputs and (is_kept or not (self.is_single_process or isinstance(run.partition, WholeModel))):
+            self.input_reuse = InputReuse(
+                type(self.model).__name__, run.changed_inputs, str(self.plan), is_kept=is_kept
+            )
         return run.partition
 
     def partition_copy(self, partition: PartitionedModel, model: nn.Module, inputs: Any) -> PartitionedModel:  # noqa: ANN401 - as above
@@ -323,6 +348,7 @@ class LocalRanks:
         """Build this process's ranks from a partition of the model."""
         assert self.run_spec is not None, "compiled"
         assert self.compiled is not None, "compiled"
+        self.model_tensors = dict((*self.trained.named_parameters(), *self.model.named_buffers()))
         first = self.world.fabrics[0].rank
         programs = [variant.program for variant in self.compiled.step_variants]
         self.groups, self.commits_together = communication_groups(programs), commits_together(programs)
@@ -630,10 +656,14 @@ class LocalRanks:
             self.optimizer_exchange.import_state()
         self.stale_weights.unmark()
         self.step_gradients.drop()
+        if self.input_reuse is not None:
+            self.input_reuse.check_batch(batch, submitted_batches(batch))
         changes = self.changes
         changes.begin_step(
             batch,
-            lambda: self.compiler.run_forward(batch.inputs(self.example_micro(batch)), ModuleAttributes(self.model)),
+            lambda: self.compiler.run_forward(
+                clone_tensors(batch.inputs(self.example_micro(batch))), ModuleAttributes(self.model)
+            ),
         )
         return changes
 
@@ -675,8 +705,9 @@ class LocalRanks:
         self.remove_hooks()
         self.ranks, self.eval_models, self.compiled, self.changes = {}, {}, None, None
         inputs, num_samples = batch.inputs(micro), batch.sizes[micro]
-        with self.explain_build(inputs, num_samples, partial(batch.undivided, micro)):
-            self.build(inputs, num_samples)
+        undivided = partial(batch.undivided, micro)
+        with self.explain_build(inputs, num_samples, undivided):
+            self.build(inputs, num_samples, undivided)
 
     def variant_at(self, number: int) -> StepVariant:
         """Return the step variant of the next step, given its number."""
@@ -739,7 +770,7 @@ class LocalRanks:
         """Synchronize running statistics, and weights that are on servers, to all ranks."""
         assert self.run_spec is not None, "built"
         shard_map, has_servers = self.shard_map(), self.has_servers()
-        names = [name for name, _ in self.model.named_buffers()]
+        names = [name for name, tensor in self.model_tensors.items() if not isinstance(tensor, nn.Parameter)]
 
         def work(fabric: Fabric) -> None:
             rank = self.ranks[fabric.rank]
@@ -775,7 +806,8 @@ class LocalRanks:
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
         assert self.run_spec is not None, "built"
-        return ShardMap(self.run_spec, {name: param.dtype for name, param in self.trained.named_parameters()})
+        params = {name: tensor for name, tensor in self.model_tensors.items() if isinstance(tensor, nn.Parameter)}
+        return ShardMap(self.run_spec, {name: param.dtype for name, param in params.items()})
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""
@@ -815,8 +847,8 @@ class LocalRanks:
         for flat_params in store.flat_params():
             flat_params.unshard_weights()
         with torch.no_grad():
-            load_values(self.trained, params)
-            load_values(self.trained, store.buffers)
+            for name, value in (*params.items(), *store.buffers.items()):
+                assign_values(self.model_tensors[name].detach(), value)
         self.retained_memory.stop()
         self.changes.record()
         self.stale_weights.mark_current()
@@ -824,6 +856,8 @@ class LocalRanks:
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
         self.finish_steps()
+        if self.changes is not None:
+            self.changes.structure.require_unchanged(str(self.plan))
         self.shared_model.update_model()
         if self.stale_weights.is_stale:
             self.export_weights()  # the model was not changed, but is out of date
@@ -872,6 +906,7 @@ class LocalRanks:
         self.remove_hooks()
         self.released_params.poison()
         self.shared_model.close()
+        self.optimizer_spec.allow_steps()
         if self.changes is not None and self.optimizer_exchange is not None:
             self.optimizer_exchange.close()
         self.world.close()
@@ -912,6 +947,11 @@ def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, r
             "reads the attribute would see another value; return the value from forward together with the "
             f"output{remedy}"
         )
+
+
+def clone_tensors(values: Any) -> Any:  # noqa: ANN401 - any nest
+    """Return a nest with copies of its tensors."""
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), values)
 
 
 def require_grad_recording() -> None:

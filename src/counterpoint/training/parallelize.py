@@ -291,13 +291,14 @@ class TrainStep:
                 "first step, with which every rank builds the model; give each one sample or more in its first batch"
             )
         global_size = max(counts) * (ranks.plan.global_num_microbatches // ranks.plan.num_microbatches)
-        self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
+        self.resolve_plan(partial(slice_samples, batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
         ranks.plan.require_batch(global_size)
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
         part, own = slice_samples(batch[0], 0, min(*counts, size)), counts[ranks.world.fabrics[0].rank]
         whole = make_global_batch(batch, own, 1)
-        with self.restore_after_build(), ranks.explain_build(part, min(*counts, size), partial(whole.undivided, 0)):
-            compiled = ranks.build(part, size)
+        undivided = partial(whole.undivided, 0)
+        with self.restore_after_build(), ranks.explain_build(part, min(*counts, size), undivided):
+            compiled = ranks.build(part, size, undivided)
         batch_exchange.set_program(compiled.step_variants[-1].program)
 
     def should_stop(self) -> bool:
@@ -411,7 +412,7 @@ class TrainStep:
                 ["the content of the batch", f"digest {batch_digest(*batches)}"],
             ]
             self.require_same_ranks(facts)
-        self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, batches[0])
+        self.resolve_plan(partial(slice_samples, inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, batches[0])
         if len(batches) == 1:
             local_ranks.plan.require_batch(count)
         elif not self.has_fixed_microbatches:
@@ -419,11 +420,9 @@ class TrainStep:
         _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]
         start, stop = split_batch(count, max(share, 1))[0]
         part, whole = slice_samples(inputs, start, stop), make_global_batch(batches[0], count, 1)
-        with (
-            self.restore_after_build(),
-            local_ranks.explain_build(part, stop - start, partial(whole.undivided, 0)),
-        ):
-            compiled = local_ranks.build(part, stop - start)
+        undivided = partial(whole.undivided, 0)
+        with self.restore_after_build(), local_ranks.explain_build(part, stop - start, undivided):
+            compiled = local_ranks.build(part, stop - start, undivided)
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
 
     @cached_property
@@ -445,8 +444,15 @@ class TrainStep:
         yield
         self.checkpoints.restore_pending()
 
-    def resolve_plan(self, sample_inputs: Any, count: int, batch: tuple[Any, Any] = ((), ())) -> None:  # noqa: ANN401
+    def resolve_plan(
+        self, read_sample_inputs: Callable[[], Any], count: int, batch: tuple[Any, Any] = ((), ())
+    ) -> None:
         """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size.
+
+        Args:
+            read_sample_inputs: returns the inputs of some samples.
+            count: the number of samples of the batch.
+            batch: inputs and targets.
 
         Raises:
             PlanError: there is no plan for it.
@@ -463,7 +469,7 @@ class TrainStep:
                 make_world,
                 make_batch,
             )
-            local_ranks.use_plan(*select_plan(self.auto_strategy, target, sample_inputs, count))
+            local_ranks.use_plan(*select_plan(self.auto_strategy, target, read_sample_inputs(), count))
         elif not self.has_fixed_microbatches:
             min_samples = min_microbatch_size(local_ranks.model)
             local_ranks.use_plan(local_ranks.plan.with_microbatches_for(count, min_samples=min_samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,11 @@ from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, Optimize
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, independent_replicas
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_grad_norm, require_version_memory
-from counterpoint.training.embedding_checks import require_no_max_norm, require_whole_bags
+from counterpoint.training.embedding_checks import (
+    require_no_frequency_scaling,
+    require_no_max_norm,
+    require_whole_bags,
+)
 from counterpoint.training.forward_state import ForwardState
 from counterpoint.training.model_partition import (
     build_model_spec,
@@ -53,12 +58,14 @@ class CompiledRun:
         compiled: the plan and its program.
         run_spec: what each rank is built of.
         uses_rng: whether the model draws random numbers.
+        changed_inputs: the indices of the input tensors that a forward changes in place.
     """
 
     partition: PartitionedModel
     compiled: CompiledPlan
     run_spec: RunSpec
     uses_rng: bool
+    changed_inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ class RunCompiler:
         inputs: Any,  # noqa: ANN401 - whatever the model takes
         num_samples: int,
         fabric: Fabric,
+        read_batch: Callable[[], Any] | None = None,
     ) -> CompiledRun:
         """Partition the model and compile a plan for it.
 
@@ -95,11 +103,12 @@ class RunCompiler:
             inputs: the model's inputs for one microbatch, on its device.
             num_samples: the number of samples in them.
             fabric: of the first rank of this process.
+            read_batch: returns the inputs of the whole batch; None if they cannot be read.
 
         Raises:
             PlanError: the model and the plan do not fit together.
         """
-        partition, state = self.partition_model(plan, inputs)
+        partition, state = self.partition_model(plan, inputs, read_batch)
         uses_rng = partition.uses_rng
         draws = uses_rng or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
@@ -128,14 +137,20 @@ class RunCompiler:
             options.batch_norm,
             options.unused_parameters,
             options.loss_reduction == "sum",
-            not (options.cross_sample == "accept" or options.batch_dims),  # which may have outputs without samples
+            not (options.cross_sample == "accept" or has_other_dims(options)),  # which may have outputs without samples
             draw_sites,
             keeps_grads,
             LossParameters.of(self.loss, self.trained),
+            options.cross_sample != "accept",
         )
-        return CompiledRun(partition, compiled, run_spec, uses_rng)
+        return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
-    def partition_model(self, plan: Plan, inputs: Any) -> tuple[PartitionedModel, ForwardState]:  # noqa: ANN401 - as above
+    def partition_model(
+        self,
+        plan: Plan,
+        inputs: Any,  # noqa: ANN401 - as above
+        read_batch: Callable[[], Any] | None,
+    ) -> tuple[PartitionedModel, ForwardState]:
         """Partition the model as a plan needs; return also what its forward leaves behind, if it sees parts of a batch.
 
         Raises:
@@ -152,13 +167,19 @@ class RunCompiler:
             state.require_none(self.model, str(plan), "the operations of its first call")
             state.require_no_traced_draws(self.model)
         if self.may_cut_batches() and not state.uses_other_generators:
-            require_sample_independence(self.model, as_call_args(inputs), str(plan), plan.global_num_microbatches)
+            require_sample_independence(
+                self.model,
+                as_call_args(inputs),
+                str(plan),
+                plan.global_num_microbatches,
+                None if read_batch is None else lambda: as_call_args(read_batch()),
+            )
         return partition, state
 
     def may_cut_batches(self) -> bool:
         """Return whether samples are independent and along dim 0 as far as the user says, so that it can be checked."""
         options = self.options
-        return not (options.cross_sample == "accept" or options.batch_dims or options.shared)
+        return not (options.cross_sample == "accept" or has_other_dims(options) or options.shared)
 
     def run_forward(self, inputs: Any, attributes: ModuleAttributes | None = None) -> None:  # noqa: ANN401
         """Run the user's model once in training; its state is preserved, with ``attributes`` except for these."""
@@ -191,6 +212,7 @@ class RunCompiler:
             require_no_max_norm(self.model, plan)
         if num_microbatches > 1:
             require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
+            require_no_frequency_scaling(self.model, plan, is_used=state.scales_by_frequency)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
@@ -205,6 +227,11 @@ class RunCompiler:
             require_skippable_params(plan, compiled, applies_one_gradient=applies_one_gradient)
         if skips_unused or not self.optimizer_spec.has_mergeable_state():
             self.optimizer_spec.update_apart()
+
+
+def has_other_dims(options: TrainingOptions) -> bool:
+    """Return whether samples of a part of the batch lie along another dim than 0."""
+    return any((options.batch_dims or {}).values())
 
 
 def applies_one_gradient(plan: Plan, compiled: CompiledPlan) -> bool:

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
@@ -254,6 +254,16 @@ def submitted_batch(batch: MicrobatchSource) -> tuple[Any, ...] | None:
     if isinstance(batch, AccumulatedBatches):
         return tuple(part.batch for part in batch.batches)
     return batch.batch if isinstance(batch, SlicedBatch) else None
+
+
+def submitted_batches(batch: MicrobatchSource) -> list[tuple[Any, Any]]:
+    """Return inputs and targets of what :func:`submitted_batch` returns, without marks of where samples are."""
+    if isinstance(batch, AsyncPipelineBatches):
+        newest = max(batch.batches, default=None)
+        return [] if newest is None else submitted_batches(batch.batches[newest])
+    parts = batch.batches if isinstance(batch, AccumulatedBatches) else [batch]
+    pairs = [part.batch for part in parts if isinstance(part, SlicedBatch)]
+    return [(tree_map(part_value, inputs), tree_map(part_value, targets)) for inputs, targets in pairs]
 
 
 def digest_batch(batch: MicrobatchSource) -> Iterator[object]:

@@ -513,8 +513,9 @@ class Trainer:
             start, stop = split_batch(count, self.plan.global_num_microbatches)[0]
             feed = batches.sample_batch(stop - start)
             has_new_state = self.optimizer_spec.has_new_state  # which was loaded since
-            with local_ranks.explain_build(feed.inputs(0), feed.sizes[0], partial(whole.undivided, 0)):
-                local_ranks.build(feed.inputs(0), feed.sizes[0])
+            undivided = partial(whole.undivided, 0)
+            with local_ranks.explain_build(feed.inputs(0), feed.sizes[0], undivided):
+                local_ranks.build(feed.inputs(0), feed.sizes[0], undivided)
             if self.optimizer_states is not None:
                 if not has_new_state:
                     restore_optimizer_states(local_ranks.ranks, self.optimizer_states)

@@ -3,7 +3,8 @@
 ::
 
     buffers                                             loaded into the ranks
-    frozen, thawed or added parameters, modes           ranks are built again
+    frozen or thawed parameters, new groups, modes      ranks are built again
+    modules, parameters and buffers added or removed    an error, with the remedy
     weights, and attributes that ranks have copies of   an error, with the remedy
     options, attributes, batch                          a digest in the commit, which is the same on all ranks
 """
@@ -15,6 +16,8 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import is_
 from typing import Any, Literal
 from zlib import crc32
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from counterpoint.errors import DataError
 from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
+from counterpoint.runtime.loss_parameters import find_loss_module
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -60,6 +64,7 @@ class ModelChanges:
     ) -> None:
         self.built = built
         self.optimizer_spec = optimizer_spec
+        self.structure = StructureCheck(model, *filter(None, [find_loss_module(loss)]))
         self.weights = ParameterMutationCheck(trained, built.ranks, built.world.fabrics[0].num_ranks)
         self.buffers = BufferChanges(model, built.ranks)
         self.attributes = AttributeCheck()
@@ -80,8 +85,10 @@ class ModelChanges:
 
         Raises:
             PlanError: the optimizer has got hooks that ranks cannot run.
-            DataError: a buffer was replaced by one of another shape or dtype.
+            DataError: a buffer was replaced by one of another shape or dtype; or a module or parameter was added,
+                removed or replaced.
         """
+        self.structure.require_unchanged(self.built.plan)
         self.optimizer_spec.require_no_step_hooks()
         self.buffers.carry_over()
 
@@ -129,6 +136,73 @@ class ModelChanges:
             self.buffers.end_step()
 
 
+class StructureCheck:
+    """Detects modules and parameters that were added, removed or replaced, and buffers that were added or removed.
+
+    Ranks run and train what the model had in the first step, also where they run the user's own model.
+
+    Args:
+        *models: the user's model, and a module that computes the loss.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self.slots: list[tuple[str, dict[str, Any], str, object]] = []
+        self.dicts: list[dict[str, Any]] = []
+        self.identified: list[dict[str, Any]] = []  # whose values must stay the same objects
+        self.names: list[str] = []  # of the modules that have the dicts
+        for path, module in [pair for model in models for pair in model.named_modules()]:
+            for key in _REGISTRIES:
+                values = vars(module)[key]
+                self.dicts.append(values)
+                self.names.append(path)
+                self.slots += [(f"{path}.{name}".lstrip("."), values, name, value) for name, value in values.items()]
+                if values and key != "_buffers":
+                    self.identified.append(values)
+        self.lengths = [*map(len, self.dicts)]
+        self.values = [values.values() for values in self.identified]
+        self.objects = [*chain.from_iterable(self.values)]
+
+    def require_unchanged(self, plan: str) -> None:
+        """Check that the model has the modules, parameters and buffers that it had.
+
+        Args:
+            plan: of the ranks, for the error.
+
+        Raises:
+            DataError: it has not.
+        """
+        if [*map(len, self.dicts)] == self.lengths and all(map(is_, chain.from_iterable(self.values), self.objects)):
+            return
+        name, change, current = next(self._find_changes(), ("a module", "replaced", None))
+        if change == "replaced" and isinstance(current, nn.Parameter):
+            raise DataError(
+                f"{name} of the model was replaced by another parameter between two steps, but under {plan} ranks "
+                "train the one that it was; change its values inside `with step.full_weights(writeback=True) as "
+                "model:`, or close() and call parallelize(...) again (or make a new Trainer)"
+            )
+        raise DataError(
+            f"{name} of the model was {change} between two steps, but under {plan} ranks train the model as it was in "
+            "the first step; close(), which gives the model the trained weights, and then change it and call "
+            "parallelize(...) again (or make a new Trainer), with an optimizer that holds its parameters"
+        )
+
+    def _find_changes(self) -> Iterator[tuple[str, str, object]]:
+        """Yield the names of what was changed, and how; replaced and removed ones first."""
+        for name, values, key, value in self.slots:
+            if key not in values:
+                yield name, "removed", None
+            elif values[key] is not value and any(values is one for one in self.identified):
+                yield name, "replaced", values[key]
+        known = {(id(values), key) for _, values, key, _ in self.slots}
+        for path, values in zip(self.names, self.dicts, strict=True):
+            for key, value in values.items():
+                if (id(values), key) not in known:
+                    yield f"{path}.{key}".lstrip("."), "added", value
+
+
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+
+
 class ParameterMutationCheck:
     """Detects changes of the user's parameters, which ranks would not see.
 
@@ -151,13 +225,6 @@ class ParameterMutationCheck:
         if num_ranks == 1:
             updated_in_place |= {id(param) for param in stores[0].params.values()}
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in updated_in_place]
-        checked = {id(param): name for name, param in self.params}
-        self.slots = [
-            (checked[id(param)], vars(module)["_parameters"], key, param)
-            for module in model.modules()
-            for key, param in module.named_parameters(recurse=False, remove_duplicate=False)
-            if id(param) in checked
-        ]
         self.stores = stores
         self.versions = self.version_counters()
         self.measures: list[str] = []  # of the values, if the model may have been read since the last step
@@ -186,7 +253,6 @@ class ParameterMutationCheck:
         """
         if not self.params:
             return
-        self._require_same_params(plan)
         versions, measures = self.version_counters(), self.measure_values() if self.measures else []
         if versions == self.versions and measures == self.measures:
             self.measures = []
@@ -205,20 +271,6 @@ class ParameterMutationCheck:
             "before the change and step.import_weights() after it; with a Trainer, change weights before fit() or "
             "between two calls"
         )
-
-    def _require_same_params(self, plan: str) -> None:
-        """Check that the model has the parameters that it had.
-
-        Raises:
-            DataError: one is another object.
-        """
-        for name, params, key, param in self.slots:
-            if params.get(key) is not param:
-                raise DataError(
-                    f"{name} of the model was replaced by another parameter between two steps, but under {plan} ranks "
-                    "train the one that it was; change its values inside `with step.full_weights(writeback=True) as "
-                    "model:`, or close() and call parallelize(...) again (or make a new Trainer)"
-                )
 
 
 CHUNK_VALUES = 1 << 16  # measured at once, so that no copy of a whole parameter in float64 is made

@@ -60,6 +60,20 @@ def get_own_grad(param: Tensor) -> Tensor | None:
         return grad
 
 
+def _require_no_new_parameter(name: str, plan: str) -> None:
+    """Raise if torch's class of parameters asks for a tensor's values, to make another parameter of the very tensor.
+
+    Raises:
+        DataError: it does.
+    """
+    if sys._getframe(2).f_code.co_name == "__new__":  # noqa: SLF001 - see there
+        raise DataError(
+            f"{name} of the model is made another parameter between two steps, as by registering a parametrization "
+            f"(weight_norm), but under {plan} ranks train the one that it was; do it before the first step, or close() "
+            "and call parallelize(...) again; nn.Parameter(param.detach().clone()) makes a copy"
+        )
+
+
 class WithoutOwnGrad(Tensor):
     """A parameter whose gradient is loaded, or refused, when it is read."""
 
@@ -84,6 +98,11 @@ class WithoutOwnGrad(Tensor):
     def grad(self) -> None:
         """Drop it."""
         self.grad = None
+
+    def detach(self) -> Tensor:
+        """Return the values, as torch's own."""
+        _require_no_new_parameter(self.stale_grads.names.get(id(self), "a parameter"), self.stale_grads.plan)
+        return super().detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy a plain parameter."""

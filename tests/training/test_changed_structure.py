@@ -1,0 +1,132 @@
+"""Modules, parameters and buffers that are added, removed or replaced between steps: refused by name under every plan."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.nn.utils import parametrizations, prune
+
+import counterpoint as cp
+from counterpoint.errors import DataError
+
+PLANS = ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"]
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(1, -1, 16).view(8, 2)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x).relu()).relu()) * self.scale
+
+
+def new_head(model):
+    model.head = nn.Linear(8, 2)
+
+
+def new_weight(model):
+    model.second.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def tied(model):
+    model.second.bias = model.first.bias
+
+
+def parametrized(model):
+    parametrizations.weight_norm(model.second)
+
+
+def pruned(model):
+    prune.random_unstructured(model.second, "weight", 0.5)
+
+
+def wrapped(model):
+    model.second = nn.Sequential(model.second, nn.ReLU())
+
+
+def module_added(model):
+    model.extra = nn.Linear(2, 2)
+
+
+def parameter_added(model):
+    model.head.register_parameter("extra", nn.Parameter(torch.ones(2)))
+
+
+def buffer_added(model):
+    model.head.register_buffer("extra", torch.ones(2))
+
+
+def module_removed(model):
+    del model.second
+
+
+def buffer_removed(model):
+    del model.scale
+
+
+def assigned(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES = {
+    new_head: "head of the model was replaced",
+    new_weight: "second.weight of the model was replaced by another parameter",
+    tied: "second.bias of the model was replaced by another parameter",
+    parametrized: "second.weight of the model (was removed|is made another parameter)",
+    pruned: "second.weight of the model was removed",
+    wrapped: "second of the model was replaced",
+    module_added: "extra of the model was added",
+    parameter_added: "head.extra of the model was added",
+    buffer_added: "head.extra of the model was added",
+    module_removed: "second of the model was removed",
+    buffer_removed: "scale of the model was removed",
+    assigned: "first.weight of the model was replaced by another parameter",
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_refused_and_the_trained_weights_are_exported(change, plan):
+    """A replaced head was left untrained under solo, and ignored where ranks train copies."""
+    model = Net()
+    weight, before = model.first.weight, model.first.weight.detach().clone()
+
+    def train():
+        with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy=plan) as step:
+            step(X, Y)
+            change(model)
+            step(X, Y)
+
+    with pytest.raises(DataError, match=rf"^{CHANGES[change]} between two steps, .*call\s+parallelize"):
+        train()
+    assert not torch.equal(weight.detach(), before)
+    assert type(weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("plan", ["solo", "tensor(2)"])
+def test_the_remedy_trains_the_new_head(plan):
+    model = Net()
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy=plan) as step:
+        step(X, Y)
+    new_head(model)
+    before = model.head.weight.detach().clone()
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy=plan) as step:
+        step(X, Y)
+    assert not torch.equal(model.head.weight.detach(), before)
+
+
+def test_a_change_of_the_loss_is_refused():
+    class Loss(nn.Module):
+        def forward(self, output, targets):
+            return F.mse_loss(output, targets)
+
+    model, loss = Net(), Loss()
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), loss, strategy="solo") as step:
+        step(X, Y)
+        loss.extra = nn.Parameter(torch.ones(()))
+        with pytest.raises(DataError, match="extra of the model was added"):
+            step(X, Y)
