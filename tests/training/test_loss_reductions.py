@@ -330,7 +330,7 @@ def test_a_loss_that_draws_or_counts_is_not_compared_with_its_halves():
 
     losses, _ = train(noisy, "solo", 2)
     assert len(losses) == 3
-    assert len(calls) == 2 * 3 + 3
+    assert len(calls) == 2 * 3 + 3 * 2  # twice again in steps 0, 1 and 2, to find a state
 
 
 def test_one_training_step_late_takes_the_weights_of_its_own_step():
@@ -370,3 +370,24 @@ def test_what_a_worker_pushes_is_clipped(consistency):
     losses, params = train(F.cross_entropy, f"server(1, consistency={consistency})", 3, clip_norm=0.05)
     assert losses == pytest.approx(expected_losses, rel=1e-12)
     assert max_difference(params, expected) < 1e-12
+
+
+def median(output, targets):
+    return (output.softmax(1)[:, 0] - targets.clamp(min=0)).abs().mean(1).quantile(0.5)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3, SAMPLES])
+def test_a_median_is_refused_however_few_samples_a_microbatch_has(num_microbatches):
+    """A median of two samples is their mean, and of one sample its value."""
+    with pytest.raises(DataError, match="of parts do not add up to that of the batch"):
+        train(median, "solo", num_microbatches)
+
+
+def test_a_loss_in_float32_of_outputs_in_float64_adds_up_as_float32_does():
+    """The numbers of tokens differ, so that sums are rounded in another order."""
+
+    def loss(output, targets):
+        return F.cross_entropy(output.float(), targets.clamp(min=0), reduction="none").mean() * 3e3
+
+    losses, _ = train(loss, "solo", 2)
+    assert len(losses) == 3

@@ -15,7 +15,9 @@ of the gradient by samples.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -26,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.runtime.sample_layout import find_tensor_lists
+from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 from counterpoint.value_codec import decode_value, encode_value
 
 EncodedSamples: TypeAlias = "list[Any]"
@@ -81,8 +83,9 @@ def flatten_output(output: Any, targets: Any, num_samples: int, what: str) -> Mi
             "have one for each; a loss of the whole batch needs samples along dim 0: stack them in one tensor, or give "
             "a tuple of tensors with all samples"
         )
-    output_leaves, _ = tree_flatten(output)
-    leaves, spec = tree_flatten((output, targets))
+    is_leaf = partial(has_entries, num_entries=num_samples)
+    output_leaves, _ = tree_flatten(output, is_leaf)
+    leaves, spec = tree_flatten((output, targets), is_leaf)
     detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     flags = tuple(leaf.requires_grad if isinstance(leaf, Tensor) else None for leaf in output_leaves)
     if any(type(leaf) is int and leaf == num_samples for leaf in output_leaves):
@@ -92,6 +95,11 @@ def flatten_output(output: Any, targets: Any, num_samples: int, what: str) -> Mi
             "number as a tensor"
         )
     return MicrobatchOutput(detached, spec, flags)
+
+
+def has_entries(values: object, num_entries: int) -> bool:
+    """Tell whether a value is a list without tensors, with so many entries."""
+    return is_plain_list(values) and len(cast("Sequence[Any]", values)) == num_entries
 
 
 def gather_microbatches(
@@ -157,6 +165,14 @@ def merge_leaf(parts: Sequence[Any], counts: Sequence[int]) -> MergedLeaf:
         >>> merge_leaf([0.07, 0.07], [1, 2])
         MergedLeaf(value=0.07, is_per_sample=False)
     """
+    if len(parts) > 1 and all(has_entries(part, count) for part, count in zip(parts, counts, strict=True)):
+        if all(part == parts[0] for part in parts[1:]):
+            raise DataError(
+                f"a loss of the whole batch gets the list {reprlib.repr(parts[0])} in microbatches of {counts[0]} "
+                "samples, so it may have an entry for each sample, or belong to all of them; make a tensor of what "
+                "belongs to samples, or let the loss function hold what belongs to all"
+            )
+        return MergedLeaf([entry for part in parts for entry in part], is_per_sample=True)
     if len(parts) == 1 or not all(isinstance(part, Tensor) for part in parts):
         if any(type(part) is not type(parts[0]) or not np.array_equal(part, parts[0]) for part in parts[1:]):
             raise DataError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
@@ -31,9 +31,9 @@ from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
-from counterpoint.runtime.loss_parameters import find_loss_module
+from counterpoint.runtime.loss_state import LossState, find_running_state
 from counterpoint.runtime.new_values import NewValues
-from counterpoint.runtime.sample_layout import find_tensor_lists
+from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 
 MEAN, SUM = 1, 2
 """Reductions, as torch's operations call them."""
@@ -301,7 +301,7 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
         DataError: the loss is neither a scalar nor a weighted mean, or cannot be added to those of other samples.
     """
     recorder = ReductionRecorder(is_whole=is_whole) if recorder is None else recorder
-    with InterceptFunctions({**random_functions, **recorder.replacements}):
+    with explain_unreachable_inputs(what), InterceptFunctions({**random_functions, **recorder.replacements}):
         loss: Any = loss_function(output, targets)
     if isinstance(loss, Mapping):
         return add_parts(loss, what, recorder, is_whole=is_whole, is_sum=is_sum)
@@ -309,6 +309,29 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
     if weight is None and not is_whole and not is_sum:
         recorder.require_sample_means(what)
     return MeanLoss(mean, weight)
+
+
+@contextmanager
+def explain_unreachable_inputs(what: str) -> Iterator[None]:
+    """Raise a clear error if a loss differentiates with respect to what its output was not computed from here.
+
+    Args:
+        what: the samples, for the error.
+
+    Raises:
+        DataError: it does.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error):
+            raise
+        raise DataError(
+            f"the loss of {what} differentiates with respect to a tensor that its output was not computed from: ranks "
+            "compute on parts of the inputs, and stages on copies without their graph; compute the gradient in the "
+            "model's forward, as in torch.autograd.grad(output.sum(), x, create_graph=True) after x = "
+            "x.detach().requires_grad_(), and return it together with the output"
+        ) from error
 
 
 def compute_plain_loss(loss: Tensor | WeightedMean | Mapping[str, Tensor | WeightedMean]) -> Tensor:
@@ -447,25 +470,106 @@ SUMS_REMEDY = (
 """Where parts of a batch are added up as means over samples."""
 
 
+STATE_REMEDY = (
+    "keep what changes from step to step outside of the loss: change it after the step, and give it to the loss with "
+    "the targets"
+)
+STATE_OPTIONS = (
+    "pass loss_reduction='batch', which computes the loss once on the outputs of the whole batch, or "
+    "cross_sample='accept' if each microbatch may be a batch of its own"
+)
+STATE_PROCESSES = (
+    "start one process for each rank (counterpoint run -n N script.py), each of which has a loss of its own"
+)
+
+
+def count_in_place_changes(values: Any) -> int:  # noqa: ANN401 - any nest of tensors
+    """Return how often the tensors of a nest were changed in place."""
+    if isinstance(values, Tensor):
+        return values._version  # noqa: SLF001 - as torch counts changes
+    return sum(leaf._version for leaf in tree_leaves(values) if isinstance(leaf, Tensor))  # noqa: SLF001 - as above
+
+
+class LossValue(NamedTuple):
+    """A loss that a check has computed.
+
+    Args:
+        mean: over samples, tokens or weights; or the sum, if the loss is one.
+        weight: of the mean.
+        dtype: of the loss.
+    """
+
+    mean: float
+    weight: float
+    dtype: torch.dtype
+
+
+class LossSamples(NamedTuple):
+    """What a loss is computed from.
+
+    Args:
+        output: of the model.
+        targets: of the samples.
+        num_samples: how many there are.
+        what: the samples, for errors.
+    """
+
+    output: Any
+    targets: Any
+    num_samples: int
+    what: str
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of the outputs."""
+        return {leaf.device for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)}
+
+    @property
+    def has_plain_list(self) -> bool:
+        """Whether there is a list without tensors that may have an entry for each sample."""
+        leaves = tree_leaves((self.output, self.targets), is_leaf=is_plain_list)
+        return any(is_plain_list(leaf) and len(leaf) == self.num_samples for leaf in leaves)
+
+    def take(self, first: int, stop: int, *, cuts_lists: bool) -> LossSamples:
+        """Return some of the samples; lists without tensors are cut as well, or belong to all samples."""
+        take = partial(_take_samples, num_samples=self.num_samples, first=first, stop=stop)
+        is_leaf = is_plain_list if cuts_lists else _never
+        output, targets = (tree_map(take, values, is_leaf=is_leaf) for values in self[:2])
+        return LossSamples(output, targets, stop - first, self.what)
+
+    def halve(self) -> LossSamples:
+        """Return samples with half of the values."""
+        return LossSamples(*(tree_map(_halve, values) for values in self[:2]), self.num_samples, self.what)
+
+    def join(self, other: LossSamples, *, cuts_lists: bool) -> LossSamples:
+        """Return these samples and others."""
+        join = partial(_concatenate, joins_lists=cuts_lists)
+        is_leaf = is_plain_list if cuts_lists else _never
+        output, targets = (tree_map(join, *pair, is_leaf=is_leaf) for pair in zip(self[:2], other[:2], strict=True))
+        return LossSamples(output, targets, self.num_samples + other.num_samples, self.what)
+
+
 class LossCheck:
-    """Checks that a loss of some samples is what the losses of their parts add up to.
+    """Checks that a loss of some samples is what the losses of their parts add up to, and that it keeps no state.
 
     It checks after 1, 2, 4, 8, ... steps, and, unless the loss is torch's own mean over class indices, where targets
     have values that none before had, such as the first padding.
 
     Args:
-        loss: the user's; a check calls it three times more, without gradients.
+        loss: the user's; a check calls it some times more, without gradients.
         is_sum: whether it is a sum over samples.
         remedy: for the error; by default that of a plan.
+        checks_parts: whether losses of parts must add up; if not, only a state is looked for.
     """
 
-    def __init__(self, loss: LossFunction, *, is_sum: bool, remedy: str = "") -> None:
+    def __init__(self, loss: LossFunction, *, is_sum: bool, remedy: str = "", checks_parts: bool = True) -> None:
         self.remedy = remedy
-        self.module = find_loss_module(loss)
+        self.loss = loss
         self.is_sum = is_sum
-        self.next_step: float = 0  # after 1, 2, 4, 8, ... steps
+        self.next_step: float = 0 if checks_parts else math.inf  # after 1, 2, 4, 8, ... steps
         self.last_step = -1  # all microbatches of a step are checked, because one may have no targets that count
-        self.single: tuple[Any, Any] | None = None  # output and targets of a microbatch of one sample
+        self.next_state_step = 0  # likewise, for the state
+        self.single: LossSamples | None = None  # a microbatch of one sample
         self.new_values = NewValues()
 
     def is_due(self, step: int, targets: Any, num_samples: int, weight: Tensor | float | None) -> bool:  # noqa: ANN401
@@ -478,10 +582,10 @@ class LossCheck:
             weight: of a mean over class indices that torch has computed; None for another loss.
         """
         if self.next_step == math.inf:
-            return False
+            return step >= self.next_state_step
         leaves = () if weight is not None else (leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
         has_new_values = self.new_values.find(leaves, num_samples)
-        return has_new_values or step >= self.next_step or step == self.last_step
+        return has_new_values or step >= min(self.next_step, self.next_state_step) or step == self.last_step
 
     def check(  # noqa: PLR0913 - what a loss was computed from
         self,
@@ -495,8 +599,8 @@ class LossCheck:
     ) -> None:
         """Check the loss of a microbatch, of a single sample together with the next such one.
 
-        Nothing is checked if outputs have no samples along dim 0, or lists that may have an entry for each sample, or
-        if the loss differs when it is computed again.
+        Whether it adds up is not checked if outputs have no samples along dim 0, or lists of tensors that may have an
+        entry for each sample, or if the loss draws random numbers.
 
         Args:
             loss_function: the user's, with the parameters of this step.
@@ -508,74 +612,192 @@ class LossCheck:
             what: the samples, for the error.
 
         Raises:
-            DataError: it is not what the losses of two parts add up to.
+            DataError: it is not what the losses of two parts add up to, or each call of it changes a state.
         """
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if not leaves:
+        samples, state = LossSamples(output, targets, num_samples, what), LossState(self.loss)
+
+        def check() -> None:
+            with state.preserve_generators(samples.devices):
+                total, changed = self._require_no_state(state, loss_function, step, samples, is_divided=True)
+                with state.restored(changed):
+                    self._check_parts(loss_function, step, samples, float(value), total)
+
+        _run_without_gradients(check)
+
+    def check_state(self, loss_function: LossFunction, step: int, samples: LossSamples) -> None:
+        """Check that a loss of a whole batch keeps no state, where a process computes it several times in a step.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: all of the batch.
+
+        Raises:
+            DataError: it does.
+        """
+        if step < self.next_state_step:
             return
-        has_list = any(len(values) == num_samples for values in find_tensor_lists((output, targets)))
+        state = LossState(self.loss)
+
+        def check() -> None:
+            with state.preserve_generators(samples.devices):
+                self._require_no_state(state, loss_function, step, samples, is_divided=False)
+
+        _run_without_gradients(check)
+
+    def _require_no_state(
+        self, state: LossState, loss_function: LossFunction, step: int, samples: LossSamples, *, is_divided: bool
+    ) -> tuple[LossValue, list[int]]:
+        """Compute the loss twice more, with the same random numbers.
+
+        Args:
+            state: of the loss.
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: from which it is computed.
+            is_divided: whether they are a part of a batch.
+
+        Returns:
+            The loss, and which values of the state have changed.
+
+        Raises:
+            DataError: the second loss differs, or the state has changed further.
+        """
+        losses: list[LossValue] = []
+
+        def compute() -> None:
+            with state.preserve_generators(samples.devices):
+                losses.append(self._compute(loss_function, samples))
+
+        before = state.read()
+        compute()
+        name, changed = find_running_state(state, before, compute)
+        first, second = losses
+        if not name and math.isfinite(first.mean + second.mean):
+            outputs = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+            tolerance = max((_relative_tolerance(leaf, first.dtype) for leaf in outputs), default=0.05)
+            is_other = abs(first.mean - second.mean) > tolerance * max(abs(first.mean), abs(second.mean))
+            name = "something" if is_other else ""
+        if name:
+            self._explain_state(name, first.mean, second.mean, samples.what, is_divided=is_divided)
+        if step >= self.next_state_step:
+            self.next_state_step = max(1, 2 * step)
+        return first, changed
+
+    def _explain_state(self, name: str, first: float, second: float, what: str, *, is_divided: bool) -> NoReturn:
+        again = "" if first == second else f", so that it is {first:.6g}, then {second:.6g} for the same output"
+        calls = "for each of its parts" if is_divided else "several times, as the ranks of a process share a loss"
+        options = "" if self.remedy else f"; or {STATE_OPTIONS if is_divided else STATE_PROCESSES}"
+        raise DataError(
+            f"each call of the loss changes {name}{again} ({what}); a loop without microbatches calls the loss once "
+            f"for a batch, but here it is called {calls}, and its values would be others; {STATE_REMEDY}{options}"
+        )
+
+    def _check_parts(
+        self, loss_function: LossFunction, step: int, samples: LossSamples, value: float, total: LossValue
+    ) -> None:
+        """Check that the losses of parts add up.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: from which the loss was computed.
+            value: the loss.
+            total: the loss, computed again.
+        """
+        leaves = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+        if not leaves or self.next_step == math.inf:
+            return
+        num_samples = samples.num_samples
+        has_list = any(len(values) == num_samples for values in find_tensor_lists(samples[:2]))
         if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
             self.next_step = math.inf
             return
-        with torch.no_grad(), _unchanged_buffers(self.module):
-            if num_samples > 1:
-                middle = num_samples // 2
-                parts = [
-                    tree_map(partial(_take_samples, num_samples=num_samples, first=first, stop=stop), (output, targets))
-                    for first, stop in ((0, middle), (middle, num_samples))
-                ]
-                losses: LossOfParts | None = self._compute_parts(loss_function, parts, (output, targets), what)
-            else:
-                losses = self._compute_pair(loss_function, (output, targets), what)
-        if losses is None:
+        relative = _relative_tolerance(leaves[0], total.dtype)
+        absolute = _rounding_error(leaves[0], total.dtype)
+        is_undefined = math.isnan(total.mean)  # as of samples without tokens
+        if is_undefined and num_samples > 1:
             return
-        again = losses.total if num_samples > 1 else losses.parts[0]
-        tolerance = RELATIVE_TOLERANCES.get(leaves[0].dtype, 0.05) * losses.magnitude + _rounding_error(leaves[0])
-        if not abs(again - float(value)) <= tolerance:
-            self.next_step = math.inf
+        if not is_undefined and not abs(total.mean - value) <= 2 * relative * abs(total.mean) + absolute:
+            self.next_step = math.inf  # it draws random numbers
             return
-        if not abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance:
-            raise DataError(self._explain(losses, what, tolerance))
+        for kinds in self._losses_of_parts(loss_function, samples, total):
+            tolerances = [relative * losses.magnitude + absolute for losses in kinds]
+            pairs = [*zip(kinds, tolerances, strict=True)]
+            if pairs and not any(
+                abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance
+                for losses, tolerance in pairs
+            ):
+                raise DataError(self._explain(kinds[0], samples.what, tolerances[0]))
         if self.single is None and step >= self.next_step:
             self.next_step, self.last_step = max(1, 2 * step), step
 
-    def _compute_pair(self, loss_function: LossFunction, sample: tuple[Any, Any], what: str) -> LossOfParts | None:
-        """Return the losses of a single sample and of an earlier one, or first of one that is made of it, and of both.
+    def _losses_of_parts(
+        self, loss_function: LossFunction, samples: LossSamples, total: LossValue
+    ) -> Iterator[list[LossOfParts]]:
+        """Yield losses of two parts of samples, and of both; for one kind of parts once, or with lists cut and whole.
 
-        What is made of it shows a loss that compares samples in the first step; an earlier sample may have targets of
-        another kind, such as padding. None if the loss does not take what is made.
+        One or two samples are compared with others, too, which are made of them: a median of two samples is a mean. A
+        single sample is compared with the next one, which may have targets of another kind, such as padding.
         """
-        if self.single is not None and _sample_shapes(self.single) == _sample_shapes(sample):
-            pair, self.single = (sample, self.single), None
-            return self._compute_parts(loss_function, pair, tree_map(_concatenate, *pair), what)
-        self.single = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, sample)
-        pair = sample, tree_map(_halve, sample)
-        with suppress(Exception):  # a loss need not take values that no model gives
-            losses = self._compute_parts(loss_function, pair, tree_map(_concatenate, *pair), what)
-            return losses if math.isfinite(losses.total + losses.sum) else None
-        return None
+        num_samples, middle = samples.num_samples, samples.num_samples // 2
+        cuts = (True, False) if samples.has_plain_list else (False,)
 
-    def _compute_parts(
-        self, loss_function: LossFunction, parts: Sequence[tuple[Any, Any]], whole: tuple[Any, Any], what: str
-    ) -> LossOfParts:
-        """Return the loss of some samples, and those of two parts of them."""
-        first, second = (_num_samples(part) for part in parts)
-        left, right, total = (
-            self._compute(loss_function, *part, size, what)
-            for part, size in zip((*parts, whole), (first, second, first + second), strict=True)
-        )
-        return LossOfParts(total[0], (left[0], right[0]), (left[1], right[1]), (first, second))
+        def compute(
+            make: Callable[[bool], tuple[LossSamples, LossSamples]], whole: LossValue | None, *, is_made: bool
+        ) -> list[LossOfParts]:
+            found = []
+            for cuts_lists in cuts:
+                # a loss need not take values that no model gives
+                with suppress(Exception) if is_made or len(cuts) > 1 else nullcontext():
+                    parts = make(cuts_lists)
+                    values = [self._compute(loss_function, part) for part in parts]
+                    both = whole or self._compute(loss_function, parts[0].join(parts[1], cuts_lists=cuts_lists))
+                    losses = LossOfParts(
+                        both.mean,
+                        (values[0].mean, values[1].mean),
+                        (values[0].weight, values[1].weight),
+                        (parts[0].num_samples, parts[1].num_samples),
+                    )
+                    if not is_made or math.isfinite(losses.total + losses.sum):
+                        found.append(losses)
+            return found
 
-    def _compute(
-        self,
-        loss_function: LossFunction,
-        output: Any,  # noqa: ANN401 - of the model
-        targets: Any,  # noqa: ANN401 - whatever the loss takes
-        num_samples: int,
-        what: str,
-    ) -> tuple[float, float]:
+        def cut(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - one of two kinds
+            return (
+                samples.take(0, middle, cuts_lists=cuts_lists),
+                samples.take(middle, num_samples, cuts_lists=cuts_lists),
+            )
+
+        def add(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - as above
+            half = samples.halve()
+            return samples, half if num_samples > 1 else half.join(half.halve(), cuts_lists=cuts_lists)
+
+        if num_samples > 1:
+            yield compute(cut, total, is_made=False)
+        if num_samples <= 2:
+            yield compute(add, None, is_made=True)
+        if num_samples > 1:
+            return
+        earlier, self.single = self.single, None
+        if earlier is not None and _sample_shapes(earlier) == _sample_shapes(samples):
+            yield compute(lambda _: (samples, earlier), None, is_made=False)
+        else:
+            self.single = LossSamples(
+                *(
+                    tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, own)
+                    for own in samples[:2]
+                ),
+                1,
+                samples.what,
+            )
+
+    def _compute(self, loss_function: LossFunction, samples: LossSamples) -> LossValue:
+        """Compute the loss of some samples."""
+        output, targets, num_samples, what = samples
         loss = compute_mean_loss(loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
-        return float(loss.mean), num_samples if loss.weight is None else float(loss.weight)
+        weight = num_samples if loss.weight is None else float(loss.weight)
+        return LossValue(float(loss.mean), weight, loss.mean.dtype)
 
     def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
         is_sum = not self.is_sum and abs(losses.total - losses.sum) <= tolerance
@@ -589,47 +811,55 @@ class LossCheck:
         )
 
 
-def _sample_shapes(values: Any) -> list[torch.Size]:  # noqa: ANN401 - any nest of tensors
+def _run_without_gradients(check: Callable[[], None]) -> None:
+    """Run a check without gradients; with them if the loss differentiates, as a penalty on gradients does."""
+    try:
+        with torch.no_grad():
+            check()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        with torch.enable_grad():
+            check()
+
+
+def _sample_shapes(samples: LossSamples) -> list[torch.Size]:
     """Return the shape of a sample of each tensor."""
-    return [leaf.shape[1:] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _num_samples(sample: tuple[Any, Any]) -> int:
-    """Return the number of samples along dim 0 of the output."""
-    return next(len(leaf) for leaf in tree_leaves(sample[0]) if isinstance(leaf, Tensor))
+    return [leaf.shape[1:] for leaf in tree_leaves(samples[:2]) if isinstance(leaf, Tensor)]
 
 
 def _halve(leaf: object) -> object:
     return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _concatenate(first: object, second: object) -> object:
-    return torch.cat([first, second]) if isinstance(first, Tensor) and isinstance(second, Tensor) else second
+def _concatenate(first: object, second: object, *, joins_lists: bool) -> object:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.cat([first, second])
+    return [*first, *second] if joins_lists and is_plain_list(first) else second  # type: ignore[misc]
 
 
-def _rounding_error(output: Tensor) -> float:
+def _never(_: object) -> bool:
+    return False
+
+
+def _rounding_error(output: Tensor, dtype: torch.dtype) -> float:
     """Return by how much a loss of an output may differ because of rounding, even if it is about 0."""
     if not output.is_floating_point() or not output.numel():
         return 0.0
-    return torch.finfo(output.dtype).eps * float(output.detach().abs().max().nan_to_num())
+    eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+    return eps * float(output.detach().abs().max().nan_to_num())
+
+
+def _relative_tolerance(output: Tensor, dtype: torch.dtype) -> float:
+    """Return by how much a loss of this dtype, of such an output, may differ because of rounding."""
+    return max(RELATIVE_TOLERANCES.get(one, 0.05) for one in (dtype, output.dtype) if one.is_floating_point)
 
 
 def _take_samples(leaf: object, *, num_samples: int, first: int, stop: int) -> object:
     has_samples = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == num_samples
-    return leaf[first:stop] if has_samples else leaf  # type: ignore[index]
-
-
-@contextmanager
-def _unchanged_buffers(module: nn.Module | None) -> Iterator[None]:
-    """Restore the buffers of a loss that has a module."""
-    buffers = [] if module is None else list(module.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, values in zip(buffers, before, strict=True):
-            if not torch.equal(buffer, values):
-                assign_values(buffer, values)
+    if has_samples or (is_plain_list(leaf) and len(leaf) == num_samples):  # type: ignore[arg-type]
+        return leaf[first:stop]  # type: ignore[index]
+    return leaf
 
 
 @contextmanager
@@ -637,12 +867,16 @@ def unchanged_loss(module: nn.Module | None) -> Iterator[None]:
     """Restore the buffers and the gradients of a loss that has a module; inside, it has no gradients."""
     params = [] if module is None else list(module.parameters())
     grads = [param.grad for param in params]
+    buffers = [] if module is None else list(module.buffers())
+    before = [buffer.clone() for buffer in buffers]
     for param in params:
         param.grad = None
     try:
-        with _unchanged_buffers(module):
-            yield
+        yield
     finally:
+        for buffer, values in zip(buffers, before, strict=True):
+            if not torch.equal(buffer, values):
+                assign_values(buffer, values)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
+from counterpoint.errors import DataError
 from counterpoint.fabric.rank_scheduler import DEVICES
 from counterpoint.runtime.lowering import LoweredProgram
 from counterpoint.runtime.sample_layout import SamplePart
@@ -96,7 +97,11 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
     another.
     """
     if isinstance(values, Tensor):
-        return values[start:stop] if values.requires_grad else values.data[start:stop]
+        if values.layout is not torch.strided or values.is_nested:
+            return slice_special(values, start, stop)
+        if values.requires_grad:  # a loss may differentiate with respect to an undivided input
+            return values if (start, stop) == (0, len(values)) else values[start:stop]
+        return values.data[start:stop]
     if isinstance(values, SamplePart):
         return values.slice(start, stop)
     if isinstance(values, dict):
@@ -105,8 +110,25 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
         parts = [slice_samples(value, start, stop) for value in values]
         return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
     if type(values) in SUPPORTED_NODES:  # such as a dataclass
-        return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, values)
+        return tree_map(lambda leaf: slice_samples(leaf, start, stop), values)
     return values
+
+
+def slice_special(values: Tensor, start: int, stop: int) -> Tensor:
+    """Return a sparse or nested tensor as it is, if these are all of its samples.
+
+    Raises:
+        DataError: they are not.
+    """
+    count = values.size(0)
+    if (start, stop) == (0, count):
+        return values
+    kind = "a nested tensor" if values.is_nested else f"a sparse tensor ({values.layout})"
+    raise DataError(
+        f"the batch has {kind} of {count} samples, which cannot be divided, but a microbatch has {stop - start} of "
+        "them; give a dense tensor (to_dense(), or padded), a list with a tensor for each sample, name it in "
+        "shared=(NAME,) if it belongs to all samples, or train with one microbatch and without replicas"
+    )
 
 
 class AccumulatedBatches:

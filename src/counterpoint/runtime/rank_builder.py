@@ -31,6 +31,7 @@ from counterpoint.program.instruction import (
     Group,
     Pull,
     Push,
+    Recompute,
     Recv,
     SwapGradBuffers,
 )
@@ -83,6 +84,7 @@ class RunSpec:
         unused_params: what a commit does about parameters without a gradient.
         loss_is_sum: whether the loss is a sum over samples.
         checks_loss: whether the first loss is checked to add up from its samples' halves.
+        checks_loss_state: whether it is checked that a loss keeps no state, if it is called several times in a step.
         draw_sites: where the model draws random numbers; None where it does not matter which.
         keeps_grads: whether ranks keep the gradients of a step until the next one.
         loss_params: evaluates the loss with a rank's parameters of it; None for one without.
@@ -102,6 +104,7 @@ class RunSpec:
     draw_sites: DrawSites | None = None
     keeps_grads: bool = False
     loss_params: LossParameters | None = None
+    checks_loss_state: bool = False
 
     @property
     def program(self) -> Program:
@@ -166,7 +169,10 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         GradCheck(is_enabled=run_spec.guard.check_finite == "gradients", accelerator=accelerator),
         keeps_grads=run_spec.keeps_grads,
     )
-    bound_model = bind_segments(run_spec, partition, instructions, training=True)
+    bound_model = replace(
+        bind_segments(run_spec, partition, instructions, training=True),
+        num_loss_calls=count_loss_calls(run_spec.program, [rank] if is_only else range(fabric.num_ranks)),
+    )
     interpreter = Interpreter(
         {variant.name: lower_step(run_spec, variant, rank) for variant in run_spec.step_variants},
         model=bound_model,
@@ -352,8 +358,20 @@ def bind_segments(
         uses_rng=partition.uses_rng and training,
         loss_is_sum=run_spec.loss_is_sum,
         checks_loss=run_spec.checks_loss and training,
+        checks_loss_state=run_spec.checks_loss_state and training,
         gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
     )
+
+
+def count_loss_calls(program: Program, ranks: Iterable[int]) -> int:
+    """Return how often some ranks together compute the loss in a step."""
+    num_calls, last_block = 0, max(one.block for _, one in program.instructions() if isinstance(one, Forward))
+    for rank in ranks:
+        instructions = program.rank_programs[rank].body
+        is_last = [one for one in instructions if isinstance(one, Forward | Recompute) and one.block == last_block]
+        gathers = any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions)
+        num_calls += min(len(is_last), 1) if gathers else len(is_last)
+    return num_calls
 
 
 def build_local_params(

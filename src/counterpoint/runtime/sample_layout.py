@@ -5,20 +5,26 @@ What lies along dim 0 stays as it is. Other parts of a batch are marked before i
     (x, state, adjacency)   batch_dims={"state": 1}, shared=("adjacency",)
     (x, SamplePart(state, 1), SamplePart(adjacency, None))        marked
     (x[2:4], state[:, 2:4], adjacency)                            a microbatch
+
+A list of texts that is as long as the batch has one for each sample, as torch's ``default_collate`` makes it. A list of
+other values of that length, such as numbers, may also be for all samples, so that it is an error to cut it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.data.batch_form import ForwardArguments, split_targets
 from counterpoint.errors import DataError, PlanError
+from counterpoint.partitioning.pytree import has_plain_entries
 
 TARGETS = "targets"
 """The name of the targets as a whole."""
@@ -26,41 +32,73 @@ TARGETS = "targets"
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """A part of a batch whose samples do not lie along dim 0.
+    """A part of a batch whose samples do not lie along dim 0 of tensors.
 
     Args:
-        value: a nest of tensors.
-        dim: along which the samples lie; None if the value belongs to all samples.
+        value: a nest of tensors, or a list.
+        dim: along which the samples lie; ``list`` for a list with an entry for each of them, ``unknown`` for a list
+            that may have one, or may belong to all samples; None if the value does.
+        name: of the part of the batch, for errors.
     """
 
     value: Any
-    dim: int | Literal["list"] | None
+    dim: int | Literal["list", "unknown"] | None
+    name: str = ""
 
     def lengths(self) -> set[int]:
         """Return the numbers of samples, one if the part is right."""
         if self.dim is None:
             return set()
-        if self.dim == "list":
+        if isinstance(self.dim, str):
             return {len(self.value)}
-        return {leaf.shape[self.dim] for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor)}
+        leaves = tree_leaves(self.value, is_leaf=is_plain_list)
+        lengths = {leaf.shape[self.dim] for leaf in leaves if isinstance(leaf, Tensor)}
+        return lengths or {len(leaf) for leaf in leaves if is_plain_list(leaf)}
 
     def slice(self, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
-        """Return samples ``start`` to ``stop``; what belongs to all samples as it is."""
-        if self.dim is None:
+        """Return samples ``start`` to ``stop``; what belongs to all samples as it is.
+
+        Raises:
+            DataError: these are not all samples, and what belongs to them is unknown.
+        """
+        if self.dim is None or (self.dim == "unknown" and (start, stop) == (0, len(self.value))):
             return self.value
+        if self.dim == "unknown":
+            raise DataError(
+                f"{self.name} has the list {reprlib.repr(self.value)} in a batch of {len(self.value)} samples, so it "
+                "may have an entry for each sample, or belong to all of them, but the batch is divided; make a tensor "
+                f"of numbers that belong to samples, or say which it is: batch_dims={{{self.name!r}: 0}} if it has an "
+                f"entry for each sample, shared=({self.name!r},) if it belongs to all"
+            )
         if self.dim == "list":
             return self.value[start:stop]
         dim = self.dim
-        return tree_map_only(Tensor, lambda leaf: leaf.narrow(dim, start, stop - start), self.value)
+        return self._map(lambda leaf: leaf.narrow(dim, start, stop - start), lambda values: values[start:stop])
 
     def take(self, indices: Sequence[int]) -> SamplePart:
         """Return the part with other samples; what belongs to all samples as it is."""
         if self.dim is None:
             return self
-        if self.dim == "list":
-            return SamplePart([self.value[index] for index in indices], "list")
+        if isinstance(self.dim, str):
+            whole = self.slice(0, len(self.value))
+            return SamplePart(type(whole)(whole[index] for index in indices), self.dim, self.name)
         before = (slice(None),) * self.dim
-        return SamplePart(tree_map_only(Tensor, lambda leaf: leaf[(*before, list(indices))], self.value), self.dim)
+        value = self._map(
+            lambda leaf: leaf[(*before, list(indices))],
+            lambda values: type(values)(values[index] for index in indices),
+        )
+        return SamplePart(value, self.dim, self.name)
+
+    def _map(self, of_tensor: Callable[[Tensor], Tensor], of_list: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - as above
+        """Return the value with other tensors, and other lists without tensors that have an entry for each sample."""
+        lengths = self.lengths()
+
+        def convert(leaf: Any) -> Any:  # noqa: ANN401 - as above
+            if isinstance(leaf, Tensor):
+                return of_tensor(leaf)
+            return of_list(leaf) if is_plain_list(leaf) and {len(leaf)} == lengths else leaf
+
+        return tree_map(convert, self.value, is_leaf=is_plain_list)
 
 
 class SampleLayout:
@@ -79,6 +117,7 @@ class SampleLayout:
             self.forward_names = list(inspect.signature(model.forward).parameters)
         except ValueError:  # a compiled script has no signature
             self.forward_names = []
+        self.seen: dict[tuple[str, int], set[bool]] = {}  # of lists of texts, whether they were as long as the batch
 
     def split(self, batch: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
         """Return the inputs of the model and what the loss gets, marked."""
@@ -95,7 +134,7 @@ class SampleLayout:
             return inputs, targets
         if self.dims:
             inputs, targets = self._mark_named(inputs, targets)
-        return mark_lists(inputs, targets)
+        return self._mark_plain_lists(*mark_lists(inputs, targets))
 
     def _mark_named(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
         known: list[str] = []
@@ -111,8 +150,57 @@ class SampleLayout:
                         f"batch_dims says that the samples of {name} lie along dim {dim}, but it has the shape "
                         f"{tuple(leaf.shape)}; dims are counted from 0: name one that it has"
                     )
-            return SamplePart(value, dim)
+            return SamplePart(value, dim, name)
 
+        inputs, targets = self._map_parts(mark, inputs, targets)
+        unknown = sorted(self.dims.keys() - set(known))
+        if unknown:
+            raise PlanError(
+                f"batch_dims and shared name {', '.join(unknown)}, but the parts of the batch are "
+                f"{', '.join(known)}; name arguments of forward, keys of a dict of targets, or {TARGETS!r}"
+            )
+        return inputs, targets
+
+    def _mark_plain_lists(self, inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        """Mark the lists without tensors that are as long as the batch, unless an option says what they are."""
+        parts: list[Any] = []
+        self._map_parts(lambda _, value: parts.append(value), inputs, targets)
+        lists = [leaf for part in parts for leaf in tree_leaves(part, is_leaf=is_plain_list) if is_plain_list(leaf)]
+        if not lists:
+            return inputs, targets
+        lengths = {length for leaf in tree_leaves((inputs, targets)) for length in _lengths(leaf) if length is not None}
+        lengths = lengths or {len(values) for values in lists if _is_text(values)}
+        if len(lengths) != 1 or lengths <= {0, 1}:  # the samples are counted, and one is never divided
+            return inputs, targets
+        num_samples = lengths.pop()
+        return self._map_parts(partial(self._mark_plain_list, num_samples=num_samples), inputs, targets)
+
+    def _mark_plain_list(self, name: str, value: Any, num_samples: int) -> Any:  # noqa: ANN401 - any nest
+        num_lists = 0
+
+        def mark(values: Any) -> Any:  # noqa: ANN401 - as above
+            nonlocal num_lists
+            if not is_plain_list(values) or all(leaf is None for leaf in tree_leaves(values)):
+                return values
+            is_text, has_lists = _is_text(values), any(map(is_plain_list, values))
+            if len(values) != num_samples and has_lists:
+                return type(values)(mark_all(entry) for entry in values)
+            kinds = self.seen.setdefault((name, num_lists), set()) if is_text else set()
+            num_lists += 1
+            if is_text:
+                kinds.add(len(values) == num_samples)
+            if len(values) != num_samples:
+                return SamplePart(values, "list", name) if len(kinds) > 1 else values  # which has no sample's length
+            may_be_nested = has_lists and all(is_plain_list(entry) and len(entry) == num_samples for entry in values)
+            return SamplePart(values, "list" if is_text and not may_be_nested and len(kinds) == 1 else "unknown", name)
+
+        def mark_all(values: Any) -> Any:  # noqa: ANN401 - as above
+            return tree_map(mark, values, is_leaf=is_plain_list)
+
+        return mark_all(value)
+
+    def _map_parts(self, mark: Callable[[str, Any], Any], inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - of any form
+        """Return what a function of name and value makes of the parts of a batch that options can name."""
         if isinstance(inputs, Mapping):
             inputs = {name: mark(name, value) for name, value in inputs.items()}
         elif type(inputs) is tuple:
@@ -124,12 +212,6 @@ class SampleLayout:
             targets = {name: mark(name, value) for name, value in targets.items()}
         else:
             targets = mark(TARGETS, targets)
-        unknown = sorted(self.dims.keys() - set(known))
-        if unknown:
-            raise PlanError(
-                f"batch_dims and shared name {', '.join(unknown)}, but the parts of the batch are "
-                f"{', '.join(known)}; name arguments of forward, keys of a dict of targets, or {TARGETS!r}"
-            )
         return inputs, targets
 
 
@@ -152,10 +234,7 @@ def mark_lists(inputs: Any, targets: Any) -> tuple[Any, Any]:  # noqa: ANN401 - 
         return inputs, targets
     in_lists = {id(leaf) for values in lists for leaf in tree_leaves(values)}
     others = {
-        length
-        for leaf in tree_leaves((inputs, targets))
-        if id(leaf) not in in_lists
-        for length in (leaf.lengths() if isinstance(leaf, SamplePart) else _length(leaf))
+        length for leaf in tree_leaves((inputs, targets)) if id(leaf) not in in_lists for length in _lengths(leaf)
     }
     list_lengths = {len(values) for values in lists}
     along_dim_0 = {length for values in lists for leaf in tree_leaves(values) for length in _length(leaf)}
@@ -181,6 +260,16 @@ def first_length(values: Any) -> int:  # noqa: ANN401 - any nest
     return 1
 
 
+def is_plain_list(values: object) -> bool:
+    """Tell whether a value is a list or a tuple with entries, but without tensors, and not marked inside."""
+    return has_plain_entries(values) and not any(isinstance(leaf, SamplePart) for leaf in tree_leaves(values))
+
+
+def _is_text(values: Any) -> bool:  # noqa: ANN401 - a list
+    """Tell whether a list has texts alone, and lists of them."""
+    return all(isinstance(leaf, str | bytes) for leaf in tree_leaves(values))
+
+
 def find_tensor_lists(values: Any) -> Iterator[list[Any]]:  # noqa: ANN401 - any nest
     """Yield the outermost lists with tensors in every entry."""
     if type(values) is list:
@@ -202,8 +291,13 @@ def _mark_each_list(values: Any) -> Any:  # noqa: ANN401 - any nest
     return values
 
 
+def _lengths(leaf: object) -> set[int] | set[int | None]:
+    """Return the numbers of samples that a leaf of a batch may have."""
+    return leaf.lengths() if isinstance(leaf, SamplePart) else _length(leaf)
+
+
 def _length(leaf: object) -> set[int | None]:
     """Return the length of a tensor along dim 0, None if it has no dims; nothing for another value."""
     if not isinstance(leaf, Tensor):
         return set()
-    return {len(leaf) if leaf.dim() else None}
+    return {leaf.size(0) if leaf.dim() else None}

@@ -29,7 +29,7 @@ from counterpoint.runtime.loss_reduction import (
 )
 from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
 from counterpoint.runtime.new_values import NewValues
-from counterpoint.runtime.sample_layout import find_tensor_lists
+from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 from counterpoint.terminal_text import warn
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 
@@ -190,12 +190,16 @@ def _take(samples: Samples, start: int, stop: int) -> Samples:
 
 
 def _concatenate(first: Samples, second: Samples) -> Samples | None:
-    """Return the samples of both; None if their tensors are not rows of samples, or have different lengths."""
+    """Return the samples of both; None if their tensors are not rows of samples, or have different lengths.
+
+    None, too, if there are lists that may have an entry for each sample.
+    """
     counts = first.num_samples, second.num_samples
     pairs: list[tuple[Any, Any]] = []
     for one, other in zip(first[:2], second[:2], strict=True):
         leaves, others = tree_leaves(one), tree_leaves(other)
-        if any(find_tensor_lists(one)) or len(leaves) != len(others):
+        has_list = any(is_plain_list(leaf) and len(leaf) == counts[0] for leaf in tree_leaves(one, is_plain_list))
+        if has_list or any(find_tensor_lists(one)) or len(leaves) != len(others):
             return None
         pairs += zip(leaves, others, strict=True)
     tensors = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].dim()]

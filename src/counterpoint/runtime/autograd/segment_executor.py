@@ -45,9 +45,11 @@ from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import (
     LossCheck,
     LossFunction,
+    LossSamples,
     PartTotal,
     ReductionRecorder,
     compute_mean_loss,
+    count_in_place_changes,
 )
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
 from counterpoint.runtime.params.grad_check import ParamGroup
@@ -71,6 +73,8 @@ class BoundModel:
         uses_rng: whether the model draws random numbers.
         loss_is_sum: whether the loss is a sum over samples.
         checks_loss: whether the first loss is checked to be what the losses of its samples' halves add up to.
+        checks_loss_state: whether it is checked that a loss that is called several times in a step keeps no state.
+        num_loss_calls: how often this process calls the loss in a step.
         gathers_outputs: whether the loss is evaluated on the gathered outputs of the whole batch.
         loss_params: evaluates a loss with parameters; None for one without.
     """
@@ -85,6 +89,8 @@ class BoundModel:
     uses_rng: bool
     loss_is_sum: bool = False
     checks_loss: bool = False
+    checks_loss_state: bool = False
+    num_loss_calls: int = 1
     gathers_outputs: bool = False
     loss_params: LossParameters | None = None
 
@@ -151,7 +157,7 @@ class SegmentExecutor:
         self.loss_weight_sums: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
         self.pending_weight_sums = PendingScalars(accelerator)
         self.loss_parts: dict[int, dict[str, PartTotal]] = {}  # of losses that are dicts, by microbatch
-        self.loss_check = LossCheck(model.loss, is_sum=model.loss_is_sum) if model.checks_loss else None
+        self.loss_check = self.make_loss_check()
         self.weights: Mapping[str, Tensor] = {}  # of the version that the last segment read
         self.reduces_inside = True  # whether the last segment may itself compute a loss; known after its first run
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
@@ -164,6 +170,13 @@ class SegmentExecutor:
             first: ParamGroup({name: store.params[name] for name in segment.params if store.params[name].requires_grad})
             for first, (_, segment) in self.by_first.items()
         }
+
+    def make_loss_check(self) -> LossCheck | None:
+        """Return what checks the loss; None if each microbatch may be a batch of its own."""
+        model = self.model
+        if not model.checks_loss and not model.checks_loss_state:
+            return None
+        return LossCheck(model.loss, is_sum=model.loss_is_sum, checks_parts=model.checks_loss)
 
     def segments_in(self, first: int, last: int) -> Iterator[Segment]:
         """Yield the segments of a range of blocks."""
@@ -448,6 +461,9 @@ class SegmentExecutor:
             is_whole=True,
             random_functions=self.rng.functions,
         )
+        if self.loss_check is not None and self.model.num_loss_calls > 1 and torch.is_grad_enabled():
+            samples = LossSamples(output, targets, num_samples, "the batch")
+            self.loss_check.check_state(self.loss_function(), self.rng.step, samples)
         if torch.is_grad_enabled() and loss.mean.requires_grad:
             with self.store.grad_check.during_backward(first, ParamGroup({})):
                 self.run_autograd([loss.mean], [None])
@@ -503,6 +519,7 @@ class SegmentExecutor:
         with self.autocast(micro):
             self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
+            version = 0 if self.loss_check is None else count_in_place_changes((output, targets))
             loss, weight, parts = compute_mean_loss(
                 loss_function,
                 output,
@@ -513,9 +530,15 @@ class SegmentExecutor:
                 is_sum=model.loss_is_sum,
                 random_functions=self.rng.functions,
             )
-            if self.loss_check is not None and not is_whole and torch.is_grad_enabled():
+            if (
+                self.loss_check is not None
+                and torch.is_grad_enabled()
+                and count_in_place_changes((output, targets)) == version  # or it cannot be computed again
+            ):
                 step = self.step_and_micro(micro)[0]
-                if self.loss_check.is_due(step, targets, size, weight):
+                if is_whole and model.num_loss_calls > 1:
+                    self.loss_check.check_state(loss_function, step, LossSamples(output, targets, size, what))
+                elif not is_whole and self.loss_check.is_due(step, targets, size, weight):
                     self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)
         if model.loss_is_sum:
             loss = loss / size

@@ -57,7 +57,7 @@ def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> i
         counterpoint.errors.DataError: the inputs have 3 samples, the targets 4; samples lie along dim 0...
     """
     are_tensors = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim()
-    if are_tensors and not (inputs.is_meta or targets.is_meta):
+    if are_tensors and not (inputs.is_meta or targets.is_meta or inputs.is_nested or targets.is_nested):
         input_lengths, target_lengths = {len(inputs)}, {len(targets)}  # the common case, and fast
     else:
         input_lengths, target_lengths = collect_lengths(inputs), collect_lengths(targets)
@@ -88,7 +88,9 @@ def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
     hasher = hashlib.sha256()
     parts = [leaf.value if isinstance(leaf, SamplePart) else leaf for leaf in tree_leaves(values)]
     for leaf in tree_leaves(parts):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            hasher.update(f"{leaf.dtype} {leaf.layout} {leaf.size(0)};".encode())
+        elif isinstance(leaf, Tensor):
             hasher.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
             hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()[:16]
@@ -148,13 +150,18 @@ def collect_lengths(values: Any) -> set[int]:  # noqa: ANN401 - any nest of tens
                 f"a tensor of the batch, of shape {tuple(leaf.shape)}, is on the meta device, which has no values; "
                 "give it on the CPU, or on the device of the model"
             )
+        if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is torch.strided:
+            raise DataError(
+                f"the batch has a nested tensor of {leaf.size(0)} samples in torch's older layout, which has no shape; "
+                "make it with layout=torch.jagged, give a list with a tensor for each sample, or pad it"
+            )
         if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
             raise DataError(
                 f"the batch holds a {type(leaf).__module__}.{type(leaf).__name__}; models compute with tensors: "
                 "convert it with torch.as_tensor"
             )
     parts = [leaf.lengths() for leaf in leaves if isinstance(leaf, SamplePart)]
-    return {len(leaf) for leaf in leaves if isinstance(leaf, Tensor)}.union(*parts)
+    return {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor)}.union(*parts)
 
 
 def format_lengths(lengths: set[int]) -> str:
