@@ -14,6 +14,8 @@ from counterpoint.errors import DataError
 
 
 class MovingCentre(nn.Module):
+    centre: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("centre", torch.zeros(2))
@@ -71,7 +73,7 @@ class KeepsTheLast(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.last, self.history = None, []
+        self.last, self.history = torch.zeros(()), list[float]()
 
     def forward(self, output, targets):
         value = F.mse_loss(output, targets)

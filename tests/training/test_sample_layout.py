@@ -367,3 +367,149 @@ def test_other_names_and_nests_than_in_the_first_batch_are_refused_where_a_model
         step({"parts": parts, "scale": numbers}, torch.ones(4, 2))
         with pytest.raises(DataError, match=message):
             step({"parts": {name: parts[name] for name in names[:2]}, names[2]: numbers}, torch.ones(4, 2))
+
+
+class Captions(nn.Module):
+    """Takes features and a text for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4, dtype=DOUBLE), nn.Linear(4, 2, dtype=DOUBLE)
+
+    def forward(self, x, texts):
+        lengths = torch.tensor([float(len(text)) for text in texts], dtype=DOUBLE)
+        return self.second(torch.tanh(self.first(x) + lengths[:, None]))
+
+
+def weighted_by_names(output, targets):
+    weights = torch.tensor([float(len(name)) for name in targets["names"]], dtype=DOUBLE)
+    return ((output - targets["y"]).square().mean(1) * weights).mean()
+
+
+def text_batches(of_texts=tuple):
+    for batch in (8, 4, 6):
+        names = of_texts("a" * (1 + index % 5) for index in range(batch))
+        targets = {"y": torch.randn(batch, 2, dtype=DOUBLE), "names": names}
+        yield (torch.randn(batch, 3, dtype=DOUBLE), names), targets
+
+
+@pytest.mark.parametrize("of_texts", [tuple, list])
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 1), ("solo", 4), ("data(2)", 1), ("data(2)", 2)])
+def test_texts_are_cut_with_their_samples(of_texts, plan, num_microbatches):
+    """Each microbatch had read the texts of the whole batch."""
+    torch.manual_seed(0)
+    model, data = Captions(), list(text_batches(of_texts))
+    plain = copy.deepcopy(model)
+    expected = train_plainly(plain, weighted_by_names, data)
+    with cp.parallelize(model, sgd, weighted_by_names, strategy=plan, num_microbatches=num_microbatches) as step:
+        losses = [step(inputs, targets) for inputs, targets in data]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert max(relative_difference(param.detach(), other.detach()) for param, other in pairs) < 1e-12
+
+
+def test_texts_are_gathered_for_a_loss_of_the_whole_batch():
+    torch.manual_seed(0)
+    model, data = Captions(), list(text_batches())
+    expected = train_plainly(copy.deepcopy(model), weighted_by_names, data)
+    with cp.parallelize(model, sgd, weighted_by_names, strategy="data(2)", loss_reduction="batch") as step:
+        assert [step(inputs, targets) for inputs, targets in data] == pytest.approx(expected, rel=1e-12)
+
+
+class Scaled(nn.Module):
+    """Takes numbers in a list, one for each sample or for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2, dtype=DOUBLE)
+
+    def forward(self, x, numbers):
+        values = torch.tensor(numbers, dtype=DOUBLE)
+        return self.layer(x) * (values[:, None] if len(values) == len(x) else values.mean())
+
+
+NUMBERS = (torch.ones(4, 3, dtype=DOUBLE), [1.0, 2.0, 3.0, 4.0]), torch.ones(4, 2, dtype=DOUBLE)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero3(2)", 1)])
+def test_numbers_that_may_belong_to_samples_are_refused_where_the_batch_is_divided(plan, num_microbatches):
+    message = r"numbers has the list \[1.0, .* batch of 4 samples.*batch_dims=\{'numbers': 0\}.*shared=\('numbers',\)"
+    with (
+        cp.parallelize(Scaled(), sgd, squared_error, strategy=plan, num_microbatches=num_microbatches) as step,
+        pytest.raises(DataError, match=message),
+    ):
+        step(*NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [("solo", {}), ("data(2)", {"batch_dims": {"numbers": 0}}), ("data(4)", {"batch_dims": {"numbers": 0}})],
+)
+def test_numbers_of_samples_are_cut_if_an_option_says_so(plan, options):
+    torch.manual_seed(0)
+    model = Scaled()
+    expected = train_plainly(copy.deepcopy(model), squared_error, [NUMBERS])
+    with cp.parallelize(model, sgd, squared_error, strategy=plan, num_microbatches=1, **options) as step:
+        assert step(*NUMBERS) == pytest.approx(expected[0], rel=1e-12)
+
+
+def test_numbers_of_all_samples_stay_whole_if_an_option_says_so():
+    torch.manual_seed(0)
+    model, (inputs, targets) = Scaled(), NUMBERS
+    with cp.parallelize(model, sgd, squared_error, strategy="data(2)", shared=("numbers",)) as step:
+        loss = step(inputs, targets)
+    torch.manual_seed(0)
+    assert loss == pytest.approx(float(F.mse_loss(Scaled().layer(inputs[0]) * 2.5, targets).detach()), rel=1e-12)
+
+
+def test_texts_that_are_as_long_as_some_batches_only_are_refused():
+    """A list of four class names would be cut in a batch of four samples alone."""
+    classes = ["cat", "dog", "bird", "fish"]
+
+    def loss(output, targets):
+        return ((output - targets["y"]) ** 2).mean() * len(targets["classes"])
+
+    with cp.parallelize(nn.Linear(3, 2), sgd, loss, strategy="data(2)", num_microbatches=1) as step:
+        step(torch.ones(6, 3), {"y": torch.ones(6, 2), "classes": classes})
+        with pytest.raises(DataError, match=r"classes has the list \['cat'.*shared=\('classes',\)"):
+            step(torch.ones(4, 3), {"y": torch.ones(4, 2), "classes": classes})
+
+
+def sparse(x):
+    return x.to_sparse()
+
+
+def nested(x):
+    return torch.nested.nested_tensor([*x[:, None]], layout=torch.jagged)
+
+
+class Special(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        if x.is_nested:
+            return self.layer(torch.cat(x.unbind()))
+        return torch.sparse.mm(x, self.layer.weight.T) + self.layer.bias
+
+
+@pytest.mark.parametrize("make", [sparse, nested])
+def test_sparse_and_nested_inputs_are_trained_on_undivided_and_else_refused(make):
+    x, y = torch.eye(4, 3), torch.ones(4, 2)
+    with cp.parallelize(Special(), sgd, squared_error, strategy="solo") as step:
+        assert step(make(x), y) > 0
+    with (
+        cp.parallelize(Special(), sgd, squared_error, strategy="data(2)") as step,
+        pytest.raises(DataError, match=r"tensor.* of 4 samples, which cannot be divided.*shared=\(NAME,\)"),
+    ):
+        step(make(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_inputs_without_a_shape_are_refused():
+    with (
+        cp.parallelize(Special(), sgd, squared_error, strategy="solo") as step,
+        pytest.raises(DataError, match=r"nested tensor of 2 samples.*layout=torch.jagged"),
+    ):
+        step(torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)]), torch.ones(2, 2))

@@ -537,9 +537,15 @@ class LossSamples(NamedTuple):
         output, targets = (tree_map(take, values, is_leaf=is_leaf) for values in self[:2])
         return LossSamples(output, targets, stop - first, self.what)
 
+    def detach(self) -> LossSamples:
+        """Return the samples without their graph."""
+        output, targets = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, self[:2])
+        return LossSamples(output, targets, self.num_samples, self.what)
+
     def halve(self) -> LossSamples:
         """Return samples with half of the values."""
-        return LossSamples(*(tree_map(_halve, values) for values in self[:2]), self.num_samples, self.what)
+        output, targets = (tree_map(_halve, values) for values in self[:2])
+        return LossSamples(output, targets, self.num_samples, self.what)
 
     def join(self, other: LossSamples, *, cuts_lists: bool) -> LossSamples:
         """Return these samples and others."""
@@ -783,21 +789,14 @@ class LossCheck:
         if earlier is not None and _sample_shapes(earlier) == _sample_shapes(samples):
             yield compute(lambda _: (samples, earlier), None, is_made=False)
         else:
-            self.single = LossSamples(
-                *(
-                    tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, own)
-                    for own in samples[:2]
-                ),
-                1,
-                samples.what,
-            )
+            self.single = samples.detach()
 
     def _compute(self, loss_function: LossFunction, samples: LossSamples) -> LossValue:
         """Compute the loss of some samples."""
         output, targets, num_samples, what = samples
         loss = compute_mean_loss(loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
         weight = num_samples if loss.weight is None else float(loss.weight)
-        return LossValue(float(loss.mean), weight, loss.mean.dtype)
+        return LossValue(float(loss.mean.detach()), weight, loss.mean.dtype)
 
     def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
         is_sum = not self.is_sum and abs(losses.total - losses.sum) <= tolerance

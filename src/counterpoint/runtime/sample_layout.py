@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -82,9 +83,9 @@ class SamplePart:
         if isinstance(self.dim, str):
             whole = self.slice(0, len(self.value))
             return SamplePart(type(whole)(whole[index] for index in indices), self.dim, self.name)
-        before = (slice(None),) * self.dim
+        dim = self.dim
         value = self._map(
-            lambda leaf: leaf[(*before, list(indices))],
+            lambda leaf: leaf.index_select(dim, torch.tensor(indices, device=leaf.device)),
             lambda values: type(values)(values[index] for index in indices),
         )
         return SamplePart(value, self.dim, self.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,10 @@ class ForwardState:
             )
 
 
+Memory: TypeAlias = tuple[StorageWeakRef, int, int]
+"""Of a tensor, and where it begins and ends there, in bytes."""
+
+
 class InputReuse:
     """Checks that memory which a forward changes in place is not read again, where ranks leave inputs as they are.
 
@@ -109,7 +113,7 @@ class InputReuse:
     def __init__(self, model: str, changed: Sequence[int], plan: str, *, is_kept: bool) -> None:
         self.model, self.changed, self.plan, self.is_kept = model, changed, plan, is_kept
         self.newest: int | None = None  # number of the batch, of an asynchronous pipeline
-        self.read: list[tuple[StorageWeakRef, int, int]] = []  # inputs of earlier steps: memory, and which part of it
+        self.read: list[Memory] = []  # inputs of earlier steps: memory, and which part of it
 
     def check_batch(self, batch: object, submitted: Sequence[tuple[Any, Any]]) -> None:
         """Check what the user has passed, once, though an asynchronous pipeline is flushed over several steps.
@@ -133,7 +137,7 @@ class InputReuse:
         """
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         changed = [_memory_of(tensors[index]) for index in self.changed if index < len(tensors)]
-        self.read = [entry for entry in self.read if not entry[0].expired()]
+        self.read = [entry for entry in self.read if not entry[0].expired()]  # type: ignore[no-untyped-call]
         of_targets = [_memory_of(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
         for memory in changed:
             if any(_overlap(memory, other) for other in of_targets):
@@ -152,14 +156,15 @@ class InputReuse:
         )
 
 
-def _memory_of(tensor: Tensor) -> tuple[StorageWeakRef, int, int]:
+def _memory_of(tensor: Tensor) -> Memory:
     """Return the memory of a tensor, and where it begins and ends there."""
     start = tensor.storage_offset() * tensor.element_size()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return StorageWeakRef(tensor.untyped_storage()), start, start + extent * tensor.element_size()
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, int(start), int(start + extent * tensor.element_size())
 
 
-def _overlap(one: tuple[StorageWeakRef, int, int], other: tuple[StorageWeakRef, int, int]) -> bool:
+def _overlap(one: Memory, other: Memory) -> bool:
     return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 

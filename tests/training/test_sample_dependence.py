@@ -1,0 +1,128 @@
+"""Models whose output for a sample depends on the batch: refused also where microbatches have few samples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.errors import DataError, PlanError
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+class DividedByTheLargest(Layers):
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden / hidden.abs().max())
+
+
+class LessTheSmallest(Layers):
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden - hidden.min())
+
+
+class BranchOnTheLargest(Layers):
+    def forward(self, x):
+        return self.last(self.first(x) * (1 if x.max() > 3 else 2))
+
+
+class Independent(Layers):
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+class Masked(Layers):
+    """Takes a mask of positions by positions, which has no samples."""
+
+    def forward(self, x, mask):
+        return self.last(self.first(torch.softmax(x @ x.transpose(1, 2) + mask, -1) @ x)).mean(1)
+
+
+class KeysMasked(Layers):
+    """Takes a mask of positions, which has no samples."""
+
+    def forward(self, x, mask):
+        return self.last(self.first(x * mask[:, None])).mean(1)
+
+
+def train(model, inputs, strategy, num_microbatches, *, loss=F.mse_loss, targets=None, **options):
+    torch.manual_seed(1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(
+        model, optimizer, loss, strategy=strategy, num_microbatches=num_microbatches, **options
+    ) as step:
+        return step(inputs, torch.ones(6, 2) if targets is None else targets)
+
+
+def features(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", [DividedByTheLargest, LessTheSmallest, BranchOnTheLargest])
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("solo", 6), ("data(2)", 1)])
+def test_extremes_of_the_batch_are_refused(kind, strategy, num_microbatches):
+    """The samples with the largest value may all be in the half that was compared."""
+    with pytest.raises(PlanError, match="depends on the other samples of its batch"):
+        train(kind(), features(6, 4), strategy, num_microbatches)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3, 6])
+def test_independent_samples_are_not_refused(num_microbatches):
+    expected = train(Independent(), features(6, 4), "solo", 1)
+    assert train(Independent(), features(6, 4), "solo", num_microbatches) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Masked, (6, 6)), (KeysMasked, (6,))])
+def test_a_mask_as_long_as_the_batch_is_refused_unless_it_is_named(kind, shape):
+    """A microbatch of one sample had one row of it, which is broadcast."""
+    inputs = features(6, 6, 4), features(*shape)
+    expected = train(kind(), inputs, "solo", 1)
+    with pytest.raises(PlanError, match=r"depends on the other samples.*shared=\(NAME,\)"):
+        train(kind(), inputs, "solo", 6)
+    with pytest.raises(DataError, match=r"computes on the batch of 6 samples, but not on a microbatch"):
+        train(kind(), inputs, "solo", 3)
+    assert train(kind(), inputs, "solo", 6, shared=("mask",)) == pytest.approx(expected, rel=1e-5)
+
+
+class WithPenalty(Layers):
+    """Returns also the gradient of its output with respect to its input."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        output = self.last(self.first(x).tanh())
+        (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output, grad
+
+
+class Plain(Layers):
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero3(2)", 1), ("pipeline(2)", 2)]
+)
+def test_a_gradient_with_respect_to_inputs_is_refused_in_the_loss_and_right_in_the_forward(strategy, num_microbatches):
+    x = features(6, 4).requires_grad_()
+    targets = (x, torch.ones(6, 2))
+
+    def of_input(output, targets):
+        (grad,) = torch.autograd.grad(output.sum(), targets[0], create_graph=True)
+        return F.mse_loss(output, targets[1]) + grad.square().mean()
+
+    def of_output(output, targets):
+        return F.mse_loss(output[0], targets) + output[1].square().mean()
+
+    expected = train(Plain(), x, "solo", 1, loss=of_input, targets=targets)
+    with pytest.raises(DataError, match=r"differentiates with respect to a tensor.*in the model's forward"):
+        train(Plain(), x, strategy, num_microbatches, loss=of_input, targets=targets)
+    if strategy != "pipeline(2)":  # a trace does not take detach()
+        found = train(WithPenalty(), x.detach(), strategy, num_microbatches, loss=of_output)
+        assert found == pytest.approx(expected, rel=1e-5)
