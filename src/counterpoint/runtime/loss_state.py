@@ -36,12 +36,12 @@ class StateSlot(NamedTuple):
     Args:
         name: for errors.
         read: returns the present value.
-        write: replaces it.
+        write: replaces it; None for an entry of a tuple.
     """
 
     name: str
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], None] | None
 
 
 class LossState:
@@ -81,8 +81,9 @@ class LossState:
             for index, value, saved in zip(indices, values, copies, strict=True):
                 if isinstance(value, Tensor) and not torch.equal(value, saved):
                     assign_values(value.detach(), saved.detach())
-                if self.slots[index].read() is not value:
-                    self.slots[index].write(value)
+                write = self.slots[index].write
+                if write is not None and self.slots[index].read() is not value:
+                    write(value)
 
     @contextmanager
     def preserve_generators(self, devices: set[torch.device]) -> Iterator[None]:
@@ -162,7 +163,7 @@ class LossState:
             yield from self._find_in_dict(values, name, depth)
             return
         for index, value in enumerate(values):
-            write = partial(values.__setitem__, index) if isinstance(values, list) else _ignore
+            write = partial(values.__setitem__, index) if isinstance(values, list) else None
             yield from self._slot_or_parts(value, name, partial(values.__getitem__, index), write, depth)
 
     def _find_at(self, values: dict[str, Any], key: Any, name: str, depth: int) -> Iterator[StateSlot]:  # noqa: ANN401 - of any dict
@@ -174,7 +175,7 @@ class LossState:
         value: Any,  # noqa: ANN401 - anything
         name: str,
         read: Callable[[], Any],
-        write: Callable[[Any], None],
+        write: Callable[[Any], None] | None,
         depth: int,
     ) -> Iterator[StateSlot]:
         if isinstance(value, nn.Parameter):
@@ -189,10 +190,6 @@ def _parts_of_callable(value: partial[Any] | types.MethodType) -> tuple[Any, ...
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
     return value.__self__, value.__func__
-
-
-def _ignore(_: object) -> None:
-    """Leave the entry of a tuple as it is."""
 
 
 def _dict_slot(values: dict[Any, Any], key: Any, name: str) -> StateSlot:  # noqa: ANN401 - of any dict
