@@ -38,7 +38,7 @@ def require_sample_independence(
 ) -> None:
     """Check that a model's output for a sample does not depend on the other samples, in evaluation mode.
 
-    The model runs on one microbatch, on its halves, and on the first half together with the same samples multiplied
+    The model runs on one microbatch, on its first half, and on this half together with the same samples multiplied
     by 16, by which sums keep their sign, but the largest value of the batch changes. A single sample is padded with
     zeros. If the model does not run on these, but on the single sample and on the whole batch, then the outputs of
     both are compared: an input without samples, such as a mask, may be as long as the batch.
@@ -93,11 +93,9 @@ def _find_dependence(
     draws = not torch.equal(torch.get_rng_state(), rng_state)
     if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
         return 0.0
-    error = _largest_error(full, first, 0, half, batch_size)
+    error = _largest_error(full, first, half, batch_size)
     with suppress(Exception):  # a model need not take values that no batch has
-        if count > half:
-            error = error or _largest_error(full, _run_model(model, resize(half, count)), half, count - half, count)
-        error = error or _largest_error(_run_model(model, _add_multiples(resize(0, half))), first, 0, half, 2 * half)
+        error = error or _largest_error(_run_model(model, _add_multiples(resize(0, half))), first, half, 2 * half)
     return error
 
 
@@ -105,7 +103,7 @@ def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[
     """Return by how much the output of a single sample differs from that in the whole batch; 0 if one does not run."""
     with suppress(Exception):
         one, batch = _run_model(model, sample), read_batch()
-        return _largest_error(_run_model(model, batch), one, 0, 1, num_samples(batch))
+        return _largest_error(_run_model(model, batch), one, 1, num_samples(batch))
     return 0.0
 
 
@@ -243,21 +241,18 @@ def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
         attributes.restore()
 
 
-def _largest_error(
-    outputs: Sequence[Tensor], parts: Sequence[Tensor], first: int, num_rows: int, batch_size: int
-) -> float:
-    """Return the largest difference between rows of outputs and those of a part of the samples.
+def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], num_rows: int, batch_size: int) -> float:
+    """Return the largest difference between the first rows of outputs and those of these samples alone.
 
     Args:
         outputs: of a batch.
-        parts: of some samples of it alone.
-        first: of these samples in the batch.
+        parts: of its first samples alone.
         num_rows: how many they are.
         batch_size: samples of the batch.
     """
     return max(
         (
-            _relative_error(output, part, first, num_rows)
+            _relative_error(output, part, num_rows)
             for output, part in zip(outputs, parts, strict=False)
             if output.is_floating_point()
             and output.shape[:1] == (batch_size,)
@@ -267,9 +262,9 @@ def _largest_error(
     )
 
 
-def _relative_error(output: Tensor, part: Tensor, first: int, num_rows: int) -> float:
-    """Return the difference of some samples, relative to the largest value; 0 if it is rounding."""
-    rows, part = output.detach()[first : first + num_rows], part.detach()
+def _relative_error(output: Tensor, part: Tensor, num_rows: int) -> float:
+    """Return the difference of the first samples, relative to the largest value; 0 if it is rounding."""
+    rows, part = output.detach()[:num_rows], part.detach()
     largest = float(output.detach().abs().max()) if rows.numel() else 0.0
     error = float((rows - part).abs().max()) / (largest or 1.0) if rows.numel() else 0.0
     return error if error > torch.finfo(output.dtype).eps ** 0.5 else 0.0
