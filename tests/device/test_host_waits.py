@@ -35,7 +35,9 @@ def count_waits(name, plan, **options):
     return waits
 
 
-@pytest.mark.long(quick=["mlp-zero(2, level=3)-2", "embedding-data(2)-2"])
+@pytest.mark.long(
+    quick=["-mlp-zero(2, level=3)", "clip and skip-mlp-data(2) + overlap", "clip and skip-mlp-pipeline(2) + recompute"]
+)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

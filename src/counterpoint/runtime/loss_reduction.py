@@ -728,13 +728,14 @@ class LossCheck:
             self.next_step = math.inf  # it draws random numbers
             return
         for kinds in self._losses_of_parts(loss_function, samples, total):
-            tolerances = [relative * losses.magnitude + absolute for losses in kinds]
-            pairs = [*zip(kinds, tolerances, strict=True)]
+            finite = [losses for losses in kinds if math.isfinite(losses.total)]  # others are errors of the step itself
+            tolerances = [relative * losses.magnitude + absolute for losses in finite]
+            pairs = [*zip(finite, tolerances, strict=True)]
             if pairs and not any(
                 abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance
                 for losses, tolerance in pairs
             ):
-                raise DataError(self._explain(kinds[0], samples.what, tolerances[0]))
+                raise DataError(self._explain(finite[0], samples.what, tolerances[0]))
         if self.single is None and step >= self.next_step:
             self.next_step, self.last_step = max(1, 2 * step), step
 
