@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, assign_values, preserve_device_rng
+from counterpoint.runtime.draw_sites import other_rng_state
 
 MAX_DEPTH = 4
 """Of objects in objects, from the loss on."""
@@ -95,6 +96,12 @@ class LossState:
             finally:
                 for generator, state in zip(self.generators, states, strict=True):
                     _set_generator_state(generator, state)
+
+    def read_generators(self) -> list[object]:
+        """Return the states of the global generators and those of the loss, to see whether it draws."""
+        states = [_generator_state(generator) for generator in self.generators]
+        tensors = [state.numpy().tobytes() if isinstance(state, Tensor) else repr(state) for state in states]
+        return [torch.get_rng_state().numpy().tobytes(), other_rng_state(), *tensors]
 
     def _find(self, value: Any, name: str, depth: int) -> Iterator[StateSlot]:  # noqa: ANN401 - anything
         """Yield what a value holds."""
