@@ -155,6 +155,7 @@ class RunCompiler:
 
         Raises:
             PlanError: ranks cannot train it so.
+            DataError: a table gets offsets of the batch, which is divided.
         """
         with explain_input_errors(self.model, inputs):
             partition = partition_for_plan(plan, self.model, inputs, self.options)
@@ -166,6 +167,9 @@ class RunCompiler:
         if is_traced:
             state.require_none(self.model, str(plan), "the operations of its first call")
             state.require_no_traced_draws(self.model)
+        if plan.global_num_microbatches > 1:
+            require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
+            require_no_frequency_scaling(self.model, plan, is_used=state.scales_by_frequency)
         if self.may_cut_batches() and not state.uses_other_generators:
             require_sample_independence(
                 self.model,
@@ -199,7 +203,7 @@ class RunCompiler:
 
         Raises:
             PlanError: a table limits the norm of its rows, or an attribute depends on the division.
-            DataError: a buffer depends on the division, or a table gets offsets of the batch.
+            DataError: a buffer depends on the division.
         """
         num_microbatches = len(compiled.program.micros)
         if self.may_cut_batches():
@@ -210,9 +214,6 @@ class RunCompiler:
                 state.require_none(self.model, str(plan), f"it {runs_per_rank} times on one rank in a step")
         if plan.num_ranks > 1 or num_microbatches > 1 or isinstance(partition, TracedPartition):
             require_no_max_norm(self.model, plan)
-        if num_microbatches > 1:
-            require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
-            require_no_frequency_scaling(self.model, plan, is_used=state.scales_by_frequency)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
