@@ -1,6 +1,7 @@
 """Ranks with a process's connection each that are threads of one process: as under a launcher, without its start."""
 
 import atexit
+import itertools
 import socket
 import threading
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.training import parallelize
 from counterpoint.training.distributed_world import connected_fabrics
+
+JOBS = itertools.count()  # a port may be that of an earlier job, which has failed
 
 
 def run_in_threads(script, num_ranks, monkeypatch, timeout_s=30.0):
@@ -19,11 +22,12 @@ def run_in_threads(script, num_ranks, monkeypatch, timeout_s=30.0):
     monkeypatch.setattr(parallelize, "detect", lambda: own.environment)
     store = socket.create_server(("127.0.0.1", 0))
     port, store_fd = store.getsockname()[1], store.detach()
+    job = f"threads {next(JOBS)}"
 
     def work(rank):
         fd = None if rank else store_fd
         own.environment = RankEnvironment(
-            rank, num_ranks, rank, num_ranks, "127.0.0.1", port, f"threads of {port}", timeout_s, fd, transport="gloo",
+            rank, num_ranks, rank, num_ranks, "127.0.0.1", port, job, timeout_s, fd, transport="gloo",
             is_placed=True,
         )  # fmt: skip
         environments.append(own.environment)
