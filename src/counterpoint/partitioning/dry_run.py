@@ -325,7 +325,7 @@ class BufferSlots:
         """
         for full_name, buffers, name, buffer in self.slots:
             replacement = buffers.get(name)
-            if replacement is buffer or name not in buffers:  # what is removed is left out
+            if replacement is buffer or name not in buffers:  # a removed buffer has no value to load
                 continue
             if replacement is None or replacement.shape != buffer.shape or replacement.dtype != buffer.dtype:
                 self.restore()
