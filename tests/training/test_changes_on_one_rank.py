@@ -2,7 +2,6 @@
 
 import re
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -10,19 +9,17 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
-from tests.training.rank_threads import run_in_threads
+from counterpoint.launchers import detect
+from tests.process.forked_ranks import run_forked
 from tests.training.trainers import dataset, mlp
 
 X, Y = dataset(12).tensors
 PLANS = {"pipeline(2)": 2, "data(2)": 2, "zero3(2)": 2, "pipeline(2) * data(2)": 4}
-MODEL = mlp()
 
 
-def copy_of_model():
-    """The same values in each thread, without its random numbers; the second layer is frozen."""
-    model = nn.Sequential(*(nn.Linear(m.in_features, m.out_features).double() if isinstance(m, nn.Linear) else m
-                            for m in mlp()))  # fmt: skip
-    model.load_state_dict(MODEL.state_dict())
+def partly_frozen():
+    """A model whose second layer is frozen."""
+    model = mlp()
     model[2].requires_grad_(False)
     return model
 
@@ -85,14 +82,14 @@ CHANGES = {
 }
 
 
-def train(rank, plan, changes):
-    """Take two steps; a rank has made its change before the second one. Return the losses, or the error and seconds."""
-    model = copy_of_model()
+def train(plan, changes):
+    """Take three steps; a rank makes its change before the second one. Return the losses, or the error and seconds."""
+    model = partly_frozen()
     optimizer = optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     step = cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan)
     losses = [step(X, Y)]
-    if rank in changes:
-        changes[rank](model, optimizer)
+    if detect().rank in changes:
+        globals()[changes[detect().rank]](model, optimizer)
     began = time.perf_counter()
     try:
         return [*losses, step(X, Y), step(X, Y)]
@@ -103,28 +100,27 @@ def train(rank, plan, changes):
 @pytest.mark.long(quick=["pipeline(2)-thaw", "pipeline(2)-add_group", "data(2)-set_mode", "zero3(2)-freeze"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_change_on_one_rank_is_named_on_all_of_them_at_once(plan, change, monkeypatch):
+def test_a_change_on_one_rank_is_named_on_all_of_them_at_once(plan, change):
     """Under a pipeline it was a wait until the timeout; a mode that only one rank had changed was no error."""
     num_ranks = PLANS[plan]
     changed = (list(PLANS).index(plan) + list(CHANGES).index(change)) % num_ranks
-    answers = run_in_threads(partial(train, plan=plan, changes={changed: change}), num_ranks, monkeypatch)
+    answers = run_forked(train, ranks=num_ranks, args=(plan, {changed: change.__name__}))
     texts, seconds = zip(*answers, strict=True)
     assert len(set(texts)) == 1
     assert re.match(CHANGES[change].format(rank=changed), texts[0])
     assert max(seconds) < 2
 
 
-def test_different_changes_on_two_ranks_are_both_named(monkeypatch):
-    answers = run_in_threads(partial(train, plan="pipeline(2)", changes={0: freeze, 1: freeze_other}), 2, monkeypatch)
+def test_different_changes_on_two_ranks_are_both_named():
+    answers = run_forked(train, ranks=2, args=("pipeline(2)", {0: "freeze", 1: "freeze_other"}))
     assert {text for text, _ in answers} == {answers[0][0]}
     assert "0.bias was frozen on rank 0 and 0.weight was frozen on rank 1, but not on all" in answers[0][0]
 
 
 @pytest.mark.parametrize("plan", ["pipeline(2)", "data(2)"])
-def test_a_change_on_all_ranks_is_made(plan, monkeypatch):
-    everyone = dict.fromkeys(range(PLANS[plan]), thaw)
-    answers = run_in_threads(partial(train, plan=plan, changes=everyone), PLANS[plan], monkeypatch)
-    model = copy_of_model()
+def test_a_change_on_all_ranks_is_made(plan):
+    answers = run_forked(train, ranks=2, args=(plan, {0: "thaw", 1: "thaw"}))
+    model = partly_frozen()
     optimizer = optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     expected = []
     for number in range(3):
@@ -139,7 +135,7 @@ def test_a_change_on_all_ranks_is_made(plan, monkeypatch):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
 
 
-def train_with_buffer(rank, plan, change, changed, imports):
+def train_with_buffer(plan, change, imports, changed):
     """Take three steps; some ranks set a buffer before the second one. Return the losses, or the error."""
     model = nn.Sequential(nn.Linear(X.shape[1], 8), Shifted(), nn.Linear(8, 3)).double()
     with torch.no_grad():
@@ -149,8 +145,8 @@ def train_with_buffer(rank, plan, change, changed, imports):
     losses = [step(X, Y)]
     if imports:
         step.export_weights()
-    if rank in changed:
-        change(model)
+    if detect().rank in changed:
+        globals()[change](model)
     if imports:
         step.import_weights()
     try:
@@ -164,17 +160,19 @@ def train_with_buffer(rank, plan, change, changed, imports):
 @pytest.mark.parametrize(
     ("plan", "imports"), [("data(2)", False), ("data(2)", True), ("zero3(2)", True), ("pipeline(2)", True)]
 )
-def test_a_buffer_that_one_rank_sets_is_named(plan, change, imports, monkeypatch):
+def test_a_buffer_that_one_rank_sets_is_named(plan, change, imports):
     """Ranks trained on with different buffers."""
-    work = partial(train_with_buffer, plan=plan, change=change, imports=imports)
-    for changed in (0, 1):
-        answers = run_in_threads(partial(work, changed={changed}), 2, monkeypatch)
+
+    def run(*changed):
+        return run_forked(train_with_buffer, ranks=2, args=(plan, change.__name__, imports, changed))
+
+    for rank in range(2):
+        answers = run(rank)
         assert len(set(answers)) == 1
         assert re.match(
             "DataError: the ranks were given different values for step 1: 1.shift of the model is ", answers[0]
         )
-    everyone = run_in_threads(partial(work, changed={0, 1}), 2, monkeypatch)
+    everyone, unchanged = run(0, 1), run()
     assert everyone[0] == everyone[1]
-    unchanged = run_in_threads(partial(work, changed=()), 2, monkeypatch)
     assert everyone[0][0] == unchanged[0][0]
     assert everyone[0][1] != unchanged[0][1]
