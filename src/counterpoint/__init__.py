@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from counterpoint.program.trace import Trace
     from counterpoint.program.verify.verifier import verify
     from counterpoint.runtime.loss_reduction import WeightedMean
+    from counterpoint.runtime.loss_scale import DynamicLossScale
     from counterpoint.simulator.simulate import simulate
     from counterpoint.strategies.data import Data
     from counterpoint.strategies.parameter_server import Server
@@ -55,6 +56,7 @@ _MODULES = {
     "CounterpointError": "errors",
     "Data": "strategies.data",
     "DataError": "errors",
+    "DynamicLossScale": "runtime.loss_scale",
     "ElasticTrainer": "training.elastic_trainer",
     "History": "training.callbacks.callback",
     "LAMB": "optim.lamb",
@@ -98,6 +100,7 @@ __all__ = [
     "CounterpointError",
     "Data",
     "DataError",
+    "DynamicLossScale",
     "ElasticTrainer",
     "History",
     "LaunchError",

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from counterpoint.errors import DataError
+from counterpoint.runtime.loss_scale import DynamicLossScale
 from counterpoint.runtime.params.grad_check import GradReport
 from counterpoint.runtime.step_commit import (
     StepGuard,
+    StepResult,
     decide_skips,
     decide_step,
     decode_report,
@@ -74,9 +76,13 @@ def test_the_stages_of_an_async_pipeline_report_the_same_loss_that_is_not_finite
     assert last.skip_reason == first.skip_reason == "the loss of microbatch 2 of batch 1 is nan"
 
 
+def skipped(reason, **fields):
+    return StepResult(1.0, 1, math.nan, 1.0, reason, **fields)
+
+
 def test_the_remedy_for_an_async_pipeline_clips_by_stage():
     with pytest.raises(DataError, match=r"or clip with clip_norm=1.0, clip_by='stage', or pass nonfinite='skip'"):
-        require_finite("it is nan", 7, 1, StepGuard(), is_async_pipeline=True)
+        require_finite(skipped("it is nan"), 7, 1, StepGuard(), is_async_pipeline=True)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -121,9 +127,23 @@ def test_the_result_does_not_depend_on_the_member():
 
 def test_a_skip_reason_ends_the_run_or_skips_until_there_are_too_many():
     with pytest.raises(DataError, match=r"^step 7 cannot be applied: it is nan; the parameters are unchanged"):
-        require_finite("it is nan", 7, 1, StepGuard())
+        require_finite(skipped("it is nan"), 7, 1, StepGuard())
     skipping = StepGuard(nonfinite="skip", max_consecutive_skips=3)
-    require_finite("it is nan", 7, 3, skipping)
+    require_finite(skipped("it is nan"), 7, 3, skipping)
     with pytest.raises(DataError, match=r"^4 steps in a row were skipped, the last one, step 7, because it is nan;"):
-        require_finite("it is nan", 7, 4, skipping)
-    require_finite("", 7, 0, StepGuard())
+        require_finite(skipped("it is nan"), 7, 4, skipping)
+    require_finite(skipped(""), 7, 0, StepGuard())
+
+
+def test_gradients_that_are_not_finite_skip_the_step_while_the_loss_scale_may_shrink():
+    result = skipped("it is inf", nonfinite="gradients", loss_scale=1.0)
+    guard = StepGuard(loss_scale=DynamicLossScale(), max_consecutive_skips=3)
+    require_finite(result, 7, 9, guard, may_shrink=True)
+    with pytest.raises(DataError, match=r"^step 7 cannot be applied: it is inf, at the smallest loss scale, 1; the p"):
+        require_finite(result, 7, 9, guard)
+    with pytest.raises(DataError, match=r"^step 7 cannot be applied: it is nan; the parameters"):  # no scale helps
+        require_finite(skipped("it is nan", nonfinite="losses"), 7, 1, guard, may_shrink=True)
+    with pytest.raises(
+        DataError, match=r"it is inf, with loss_scale=1024; .* give a smaller loss_scale, or 'dynamic', "
+    ):
+        require_finite(replace(result, loss_scale=1024.0), 7, 1, StepGuard(loss_scale=1024.0))

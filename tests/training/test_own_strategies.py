@@ -1,7 +1,7 @@
 """Strategies, schedules and programs of the user's own, given as objects and checked as the built-in ones are."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import counterpoint as cp
-from counterpoint.program.instruction import Collective, TensorRef, Update
-from counterpoint.program.rewrite import insert_before_commit
+from counterpoint.program.instruction import Collective, Commit, TensorRef, Update
+from counterpoint.program.program import Program, RankProgram
+from counterpoint.program.rewrite import insert_before_commit, replicate, widen_commits
 from counterpoint.strategies.pipeline.schedules.gpipe import GPIPE
 from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
 from counterpoint.strategies.replica_groups import map_replicas
-from counterpoint.strategies.strategy import Strategy, ring_fraction
+from counterpoint.strategies.strategy import RankCost, Strategy, ring_fraction
 from tests.training.trainers import mlp
 
 
@@ -33,6 +34,8 @@ class AllReduced(Strategy):
             return None
         if self.forgets == "ranks":
             return program
+        if self.forgets == "samples":
+            return replicate(program, self.degree, same_samples=True)
         if self.forgets == "all_reduce":
             return map_replicas(program, self.degree, lambda rank_program, group: rank_program)
         return map_replicas(program, self.degree, self.reduce)
@@ -47,6 +50,24 @@ class AllReduced(Strategy):
             return inner
         factor = ring_fraction(self.degree) * (1 if self.forgets == "bytes" else 2)
         return inner.add_sent_bytes(lambda rank: factor * rank.updated_bytes).replicate(self.degree)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleRanks(Strategy):
+    """As many idle ranks as there are others: they take part in commits, and compute nothing."""
+
+    degree: int = 2
+    axis: ClassVar[str] = "idle"
+    splits_batch: ClassVar[bool] = False
+
+    def lower(self, program, model):
+        both = widen_commits(replicate(program, 2, same_samples=True), 2)
+        busy, idle = both.rank_programs[: program.num_ranks], both.rank_programs[program.num_ranks :]
+        commits = [RankProgram(tuple(one for one in rank.body if isinstance(one, Commit))) for rank in idle]
+        return Program((*busy, *commits))
+
+    def estimate_cost(self, inner, model):
+        return replace(inner, ranks=(*inner.ranks, *(RankCost((), 0, {}, in_flight=0) for _ in inner.ranks)))
 
 
 def reversed_gpipe(replica: StageReplica) -> Iterator[PipelineAction]:
@@ -73,11 +94,20 @@ def test_an_own_strategy_trains_as_a_plain_loop_does_alone_and_with_others():
     assert compare(AllReduced(2), (cp.Pipeline(2), AllReduced(2)), (AllReduced(2), cp.Data(2))).all_equal
 
 
+@pytest.mark.parametrize("strategies", [(IdleRanks(),), (IdleRanks(), cp.Data(2)), (cp.Pipeline(2), IdleRanks())])
+def test_ranks_may_do_nothing(strategies):
+    assert compare(strategies).all_equal
+
+
 @pytest.mark.parametrize(
     ("forgets", "message"),
     [
         ("program", r"lower of AllReduced\(degree=2, forgets='program'\) returned a NoneType; it returns the Program"),
         ("ranks", r"returned a program of 1 ranks, but its num_ranks\(inner\) is 2"),
+        (
+            "samples",
+            r"returned a program of 1 microbatches, but with splits_batch=True it has 2; define splits_batch: ",
+        ),
         ("cost", r"estimate_cost of .* returned 1 ranks; it returns a CostEstimate of its 2 ranks"),
         ("bytes", r"verifier rule 8 violated: "),
         ("all_reduce", r"verifier rule 6 violated: "),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -66,6 +66,8 @@ class TrainingSection(Section):
     """Which norm is clipped: the whole model's, or each stage's own, for asynchronous pipelines."""
     nonfinite: Literal["error", "skip"] = "error"
     """Whether a loss or gradient that is not finite raises an error or skips the step."""
+    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] | None = None
+    """Factor of the losses in backward, so that gradients do not underflow in fp16: a number, or `dynamic`."""
     resume_batch_size: Literal["same", "new"] = "same"
     """Whether a run that is continued has to have the batch size of its checkpoint, or may have a new one."""
 

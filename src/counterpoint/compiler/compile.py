@@ -134,7 +134,8 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     cost = single_device_cost(refined, plan.num_microbatches, samples, forwards_first=gathers_outputs)
     for strategy in plan.strategies:
         num_ranks = strategy.num_ranks(program.num_ranks)
-        program = require_lowered(strategy, strategy.lower(program, refined), num_ranks)
+        num_micros = len(program.micros) * (strategy.degree if strategy.splits_batch else 1)
+        program = require_lowered(strategy, strategy.lower(program, refined), num_ranks, num_micros)
         cost = require_estimated(strategy, strategy.estimate_cost(cost, refined), num_ranks)
     if gathers_outputs:
         with plan_error_at(plan.source, "passes"):
@@ -153,11 +154,11 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     return CompiledPlan(plan, refined, program, cost, symbolic, ())
 
 
-def require_lowered(strategy: Strategy, program: object, num_ranks: int) -> Program:
+def require_lowered(strategy: Strategy, program: object, num_ranks: int, num_micros: int) -> Program:
     """Return what a strategy has lowered a program to.
 
     Raises:
-        ProgramError: it is no program, or for another number of ranks than the strategy says.
+        ProgramError: it is no program, or for another number of ranks or microbatches than the strategy says.
     """
     if not isinstance(program, Program):
         raise ProgramError(
@@ -168,6 +169,12 @@ def require_lowered(strategy: Strategy, program: object, num_ranks: int) -> Prog
         raise ProgramError(
             f"lower of {strategy} returned a program of {program.num_ranks} ranks, but its num_ranks(inner) is "
             f"{num_ranks}; return one rank program for each rank, or define num_ranks"
+        )
+    if len(program.micros) != num_micros:
+        raise ProgramError(
+            f"lower of {strategy} returned a program of {len(program.micros)} microbatches, but with "
+            f"splits_batch={strategy.splits_batch} it has {num_micros}; define splits_batch: True if each of the "
+            f"{strategy.degree} ranks along its axis has samples of its own, False if they have the same ones"
         )
     return program
 

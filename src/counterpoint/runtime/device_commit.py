@@ -8,7 +8,8 @@ again as :mod:`counterpoint.runtime.step_commit` does, for the texts, the counts
     device | forward t   backward t   rows, decision, update t | forward t+1 ...                  update t+1 |
     host   | launch t ..................................... copy | launch t+1 ......... read t, raise for t  |
 
-Both decisions are the same functions of the same numbers. If step t is an error, the decision of step t+1 is to skip
+Both decisions are equal: :func:`decide_on_device` repeats ``decide_step`` and ``decide_skips`` with tensors, and
+tests/device/test_device_commit.py compares their results. If step t is an error, the decision of step t+1 is to skip
 its update, too, so that weights and optimizer state are those before step t when the error is raised.
 """
 
@@ -168,7 +169,7 @@ def gather_rows(fabric: Fabric, accelerator: Accelerator, report: DeviceReport, 
     return rows
 
 
-def decide_on_device(
+def decide_on_device(  # noqa: PLR0913 - all that a decision depends on
     rows: Tensor,
     reports: Sequence[StepReport],
     guard: StepGuard,
@@ -176,6 +177,7 @@ def decide_on_device(
     weight_unit: float,
     num_samples: int,
     num_skipped: Tensor,
+    loss_scale: float = 1.0,
 ) -> DeviceDecision:
     """Return what :func:`decide_step` and :func:`decide_skips` decide, as tensors, for gradients that are not delayed.
 
@@ -186,6 +188,7 @@ def decide_on_device(
         weight_unit: of the weights in this step; 0 if the gradients are those of the weighted mean already.
         num_samples: of the microbatches of the commit.
         num_skipped: the steps in a row before this one in which something was not finite.
+        loss_scale: the factor of the losses that backward started from.
     """
     columns = DeviceReport(*rows.unbind(1))
     squared_norm, loss_weight = columns.squared_norm.sum(), columns.loss_weight.sum()
@@ -199,24 +202,25 @@ def decide_on_device(
     counted = torch.where(columns.is_unequal.any(), torch.full_like(counted, math.inf), counted)
     skips = (is_bad | (counted > limit)).float()
     return DeviceDecision(
-        skips, _find_scale(loss_weight, squared_norm, reports, guard, weight_unit, num_samples), counted
+        skips, _find_scale(loss_weight, squared_norm, reports, guard, weight_unit, num_samples, loss_scale), counted
     )
 
 
-def _find_scale(
+def _find_scale(  # noqa: PLR0913 - all that it depends on
     loss_weight: Tensor,
     squared_norm: Tensor,
     reports: Sequence[StepReport],
     guard: StepGuard,
     weight_unit: float,
     num_samples: int,
+    loss_scale: float,
 ) -> Tensor | float | None:
     reported = sum(report.num_samples for report in reports)
-    scale: Tensor | float = 1.0
+    scale: Tensor | float = 1.0 / loss_scale
     if any(report.loss_kinds & SUM for report in reports):
-        scale = reported / (reported / num_samples)
+        scale = reported / (reported / num_samples) / loss_scale
     elif weight_unit and any(report.loss_kinds & WEIGHTED_MEAN for report in reports):
-        scale = reported * weight_unit / loss_weight
+        scale = reported * weight_unit / loss_weight / loss_scale
     if guard.clip_norm is not None and math.isfinite(guard.clip_norm):
         norm = squared_norm.sqrt() * scale
         scale = (guard.clip_norm / (norm + 1e-6)).clamp(max=1.0) * scale
@@ -285,13 +289,17 @@ class LateResult:
     Args:
         known: what the host knows of it.
         read: returns the result; called once.
+        loss_scale: the factor of the losses that backward started from.
     """
 
-    def __init__(self, known: Sequence[StepReport], group: Group, read: Callable[[], StepResult]) -> None:
+    def __init__(
+        self, known: Sequence[StepReport], group: Group, read: Callable[[], StepResult], loss_scale: float = 1.0
+    ) -> None:
         self.num_samples = sum(report.num_samples for report in known)
         self.busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, known, strict=True))
         self.stop_signal = max(report.stop_signal for report in known)
         self.loss_parts: Mapping[str, PartTotal] = {}
+        self.loss_scale = loss_scale
         self._read: Callable[[], StepResult] | None = read
         self._result: StepResult | None = None
 

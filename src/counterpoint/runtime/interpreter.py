@@ -52,6 +52,7 @@ from counterpoint.runtime.device_commit import (
     scale_grad,
 )
 from counterpoint.runtime.loss_reduction import PartTotal
+from counterpoint.runtime.loss_scale import DynamicLossScale, LossScaler
 from counterpoint.runtime.lowering import (
     ApplyPushesRun,
     BackwardRun,
@@ -172,7 +173,7 @@ class Interpreter:
         self.unused_params = unused_params
         self.replica_groups = replica_groups
         self.has_warned = False  # of partially unused parameters
-        self.state = RankState()
+        self.state = RankState(loss_scaler=LossScaler(guard.loss_scale))
         self.clock: Callable[[], float] | None = None
         self.busy_timer = BusyTimer()
         self.server_loop = ParameterServerLoop(store, fabric, self.state.push_log)
@@ -239,7 +240,8 @@ class Interpreter:
                 (shift_call(call, number * self.program.microbatches_per_batch), start, stop)
                 for call, start, stop in calls
             )
-        loss_weights = compute_loss_weights(self.program, number, batch.sizes, self.state.weight_unit)
+        loss_scale = self.state.loss_scaler.scale
+        loss_weights = compute_loss_weights(self.program, number, batch.sizes, self.state.weight_unit, loss_scale)
         self.executor.begin_step(batch, loss_weights, self.program.microbatches_per_batch)
         self.executor.recompute_store.begin_step(self.recompute_sets[variant])
         self.store.begin_step()
@@ -248,6 +250,7 @@ class Interpreter:
         with self.communication.overlap.time_step():
             self.run_calls(calls)
         self.busy_timer.end_step()
+        self.state.end_step()
         self.finish_commits(before=number)
         return self.state.result if self.state.late_result is None else self.state.late_result
 
@@ -401,10 +404,11 @@ class Interpreter:
         result = replace(result, loss_parts=parts) if parts else result
         self.state.record_commit(result, skip_update=skip_update, skip_delayed_update=skip_delayed_update)
         require_finite(
-            result.skip_reason,
+            result,
             self.step_number,
             self.state.num_skipped,
             self.guard,
+            may_shrink=self.state.loss_scaler.may_shrink,
             is_async_pipeline=bool(self.program.microbatches_per_batch),
         )
 
@@ -430,8 +434,9 @@ class Interpreter:
             loss_group=loss_group,
             microbatches_per_batch=self.program.microbatches_per_batch,
             weight_unit=self.weight_unit_of(scope),
-            delayed_loss_scale=self.state.delayed_loss_scale if self.delays_grads else None,
+            delayed_mean_factor=self.state.delayed_mean_factor if self.delays_grads else None,
             num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
+            loss_scale=self.state.loss_scaler.scale,
         )
 
     def weight_unit_of(self, scope: frozenset[int]) -> float:
@@ -454,6 +459,7 @@ class Interpreter:
         batch = self.executor.batch
         return (
             self.decides_on_device
+            and not isinstance(self.guard.loss_scale, DynamicLossScale)  # the host needs the outcome for the next one
             and self.store.num_host_commits >= NUM_HOST_COMMITS
             and batch is not None
             and any(batch.sizes[micro] for micro in scope)
@@ -495,6 +501,7 @@ class Interpreter:
             self.guard,
             weight_unit=self.weight_unit_of(scope),
             num_samples=sum(sizes[micro] for micro in scope),
+            loss_scale=self.state.loss_scaler.scale,
             num_skipped=pending[-1][0].decision.num_skipped
             if pending
             else torch.full_like(row.loss_sum, self.state.num_skipped),
@@ -535,7 +542,12 @@ class Interpreter:
     def leave_decision(self, pending: PendingCommit) -> None:
         """Apply a decision that stays on the device; the host reads it after the next step."""
         self.require_same_given(pending.reports, pending.group)
-        result = LateResult(pending.reports, pending.group, lambda: pending.decide(pending.read()))
+        result = LateResult(
+            pending.reports,
+            pending.group,
+            lambda: pending.decide(pending.read()),
+            self.state.loss_scaler.scale,
+        )
         self.state.record_late_commit(pending, result)
         self.store.skips = pending.decision.skips
         self.clip_grads(1.0 if pending.decision.scale is None else pending.decision.scale)
@@ -567,7 +579,7 @@ class Interpreter:
             result = pending.decide(reports)
             late_result.resolve(result)
             self.state.record_late_result(result)
-            require_finite(result.skip_reason, pending.step, self.state.num_skipped, self.guard)
+            require_finite(result, pending.step, self.state.num_skipped, self.guard)
 
     def gather_parts(self, reports: Sequence[StepReport], scope: frozenset[int], group: Group) -> dict[str, PartTotal]:
         """Return the parts of the group's loss if any member has some; then all of them gather these."""

@@ -210,6 +210,7 @@ class LossWeights:
         weights: for each microbatch its samples divided by those of its loss scope.
         is_whole: the microbatches that are alone in their loss scope, so that their mean is that of the batch.
         unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss_reduction`.
+        loss_scale: the factor of all losses in backward.
         upstream_ratios: by microbatch and sender of its gradient the factor from the sender's loss scope to this
             rank's;
             absent where it is 1.
@@ -218,11 +219,12 @@ class LossWeights:
     weights: Mapping[int, float]
     is_whole: frozenset[int] = frozenset()
     unit: float = 1.0
+    loss_scale: float = 1.0
     upstream_ratios: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 def compute_loss_weights(
-    program: LoweredProgram, step: int, sizes: Mapping[int, int], unit: float = 1.0
+    program: LoweredProgram, step: int, sizes: Mapping[int, int], unit: float = 1.0, loss_scale: float = 1.0
 ) -> LossWeights:
     """Return the loss weights of a rank in one step.
 
@@ -231,6 +233,7 @@ def compute_loss_weights(
         step: its number.
         sizes: number of samples of every microbatch.
         unit: of the weights of weighted means.
+        loss_scale: the factor of all losses in backward.
     """
     first = step * program.microbatches_per_batch
     weights: dict[int, float] = {}
@@ -249,8 +252,8 @@ def compute_loss_weights(
     }
     ratios = {key: ratio for key, ratio in ratios.items() if ratio != 1.0}
     if program.microbatches_per_batch:  # whose stages decide at different times, from different batches
-        return LossWeights(weights, upstream_ratios=ratios)
-    return LossWeights(weights, frozenset(is_whole), unit, ratios)
+        return LossWeights(weights, loss_scale=loss_scale, upstream_ratios=ratios)
+    return LossWeights(weights, frozenset(is_whole), unit, loss_scale, ratios)
 
 
 def _num_samples(scope: Sequence[int], first: int, sizes: Mapping[int, int]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from counterpoint.runtime.device_commit import LateResult, PendingCommit
+from counterpoint.runtime.loss_scale import LossScaler
 from counterpoint.runtime.step_commit import StepResult, merge_results
 
 
@@ -47,7 +48,8 @@ class RankState:
         skip_update: whether the updates after the last commit are skipped.
         skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
         weight_unit: the unit of weights in this step, see :mod:`counterpoint.runtime.loss_reduction`.
-        delayed_loss_scale: what makes the delayed gradients those of a weighted mean.
+        delayed_mean_factor: what makes the delayed gradients those of a weighted mean.
+        loss_scaler: the loss scale of this step, and what the next one depends on.
         push_log: the pushes that a server has applied, in order.
         timings: the calls of the last step, if there was a clock.
     """
@@ -61,22 +63,32 @@ class RankState:
     skip_update: bool = False
     skip_delayed_update: bool = False
     weight_unit: float = 1.0
-    delayed_loss_scale: float = 1.0
+    delayed_mean_factor: float = 1.0
+    loss_scaler: LossScaler = field(default_factory=LossScaler)
     push_log: list[PushRecord] = field(default_factory=list)
     timings: list[CallTiming] = field(default_factory=list)
-    _before_step: tuple[int, bool, float, float] = (0, False, 1.0, 1.0)  # what a commit changes for later steps
+    _before_step: tuple[int, bool, float, float, tuple[float, int, int]] | None = None
+    """What a commit changes for later steps."""
 
     def begin_step(self) -> None:
         """Start a step without results."""
         self.result, self.late_result, self.num_commits, self.scale, self.skip_update = None, None, 0, 1.0, False
         self.timings.clear()
-        self._before_step = self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale
+        self._before_step = (
+            self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_mean_factor,
+            self.loss_scaler.state(),
+        )  # fmt: skip
+
+    def end_step(self) -> None:
+        """Find the loss scale of the next step."""
+        if self.result is not None and (self.result.nonfinite or not self.result.skip_reason):
+            self.loss_scaler.update(is_finite=not self.result.nonfinite)
 
     def record_commit(self, result: StepResult, *, skip_update: bool, skip_delayed_update: bool) -> None:
         """Record what a commit has decided."""
         self.result = result if self.result is None else merge_results(self.result, result)
         self.skip_update, self.skip_delayed_update = skip_update, skip_delayed_update
-        self.weight_unit, self.delayed_loss_scale = result.weight_unit, result.loss_scale
+        self.weight_unit, self.delayed_mean_factor = result.weight_unit, result.mean_factor
         self.scale = result.scale
         self.num_commits += 1
         self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
@@ -92,9 +104,9 @@ class RankState:
         self.weight_unit = result.weight_unit
         self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
 
-    def restore_delayed(self, *, is_skipped: bool, loss_scale: float = 1.0) -> None:
+    def restore_delayed(self, *, is_skipped: bool, mean_factor: float = 1.0) -> None:
         """Record whether the update with the delayed gradients of a checkpoint will be skipped, and their scale."""
-        self.skip_delayed_update, self.delayed_loss_scale = is_skipped, loss_scale
+        self.skip_delayed_update, self.delayed_mean_factor = is_skipped, mean_factor
 
     def rollback(self, unread_steps: Collection[int] = ()) -> None:
         """Restore what a failed step has changed.
@@ -103,4 +115,8 @@ class RankState:
             unread_steps: earlier steps whose decisions stay on the device.
         """
         self.pending_commits = [pair for pair in self.pending_commits if pair[0].step in unread_steps]
-        self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_loss_scale = self._before_step
+        if self._before_step is not None:
+            (
+                self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_mean_factor, loss_scale,
+            ) = self._before_step  # fmt: skip
+            self.loss_scaler.restore(loss_scale)

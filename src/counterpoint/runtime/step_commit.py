@@ -24,6 +24,7 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.runtime.loss_reduction import PartTotal, choose_unit
+from counterpoint.runtime.loss_scale import DynamicLossScale
 from counterpoint.runtime.params.grad_check import NO_REPORT, GradReport
 from counterpoint.terminal_text import warn
 
@@ -35,9 +36,11 @@ class StepGuard:
     Args:
         clip_norm: gradients are scaled down to this global norm; None for no clipping.
         check_finite: ``gradients`` checks losses and all gradients, ``loss`` only the losses.
-        nonfinite: ``error`` ends the run, ``skip`` skips the step on all ranks.
+        nonfinite: ``error`` ends the run, ``skip`` skips the step on all members of the commit.
         clip_value: each element of a gradient is clamped to this magnitude; None for no clipping.
         max_consecutive_skips: more skipped steps in a row than this end the run.
+        loss_scale: a static factor of the losses that backward starts from, or the rule of a dynamic one; None for
+            none.
     """
 
     clip_norm: float | None = None
@@ -45,6 +48,7 @@ class StepGuard:
     nonfinite: Literal["error", "skip"] = "error"
     clip_value: float | None = None
     max_consecutive_skips: int = 20
+    loss_scale: float | DynamicLossScale | None = None
 
     @property
     def needs_norm(self) -> bool:
@@ -121,12 +125,14 @@ class StepResult:
             too: :func:`decide_skips`.
         loss_weight: what the loss was divided by: samples, or the sum of weights.
         weight_unit: the unit of the next step's weights, see :mod:`counterpoint.runtime.loss_reduction`.
-        loss_scale: what makes this step's gradients those of the weighted mean; part of ``scale``, unless the
-            gradients are delayed.
+        mean_factor: what makes this step's gradients those of the weighted mean, without the loss scale; part of
+            ``scale``, unless the gradients are delayed.
         is_sum: whether the loss is a sum.
         busy_s: of each rank of the group with its number, the seconds in which it did not wait for others.
         loss_parts: of a loss that is a dict, by name.
         stop_signal: the signal that has asked a rank of the group to stop; 0 for none.
+        loss_scale: the factor of this step's losses in backward.
+        nonfinite: ``losses`` if one is not finite, ``gradients`` if only gradients are not; else empty.
     """
 
     loss: float
@@ -136,11 +142,13 @@ class StepResult:
     skip_reason: str
     loss_weight: float = 0.0
     weight_unit: float = 1.0
-    loss_scale: float = 1.0
+    mean_factor: float = 1.0
     is_sum: bool = False
     busy_s: tuple[tuple[int, float], ...] = ()
     loss_parts: Mapping[str, PartTotal] = field(default_factory=dict)
     stop_signal: int = 0
+    loss_scale: float = 1.0
+    nonfinite: Literal["", "losses", "gradients"] = ""
 
 
 def make_step_report(  # noqa: PLR0913 - what a report has
@@ -264,11 +272,13 @@ def merge_results(first: StepResult, second: StepResult) -> StepResult:
         first.skip_reason or second.skip_reason,
         weight,
         second.weight_unit,
-        second.loss_scale,
+        second.mean_factor,
         first.is_sum or second.is_sum,
         add_by_rank(first.busy_s, second.busy_s),
         merge_parts([first.loss_parts, second.loss_parts]),
         max(first.stop_signal, second.stop_signal),
+        first.loss_scale,
+        first.nonfinite or second.nonfinite,
     )
 
 
@@ -321,8 +331,9 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     microbatches_per_batch: int = 0,
     *,
     weight_unit: float = 1.0,
-    delayed_loss_scale: float | None = None,
+    delayed_mean_factor: float | None = None,
     num_samples: int = 0,
+    loss_scale: float = 1.0,
 ) -> StepResult:
     """Return the result of a group; equal on all members, except what concerns gradients where ``loss_group`` differs.
 
@@ -333,9 +344,10 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
         loss_group: the members whose gradients are clipped together with this rank's; empty for all.
         microbatches_per_batch: in an asynchronous pipeline; else 0.
         weight_unit: of the weights in this step; 0 if the gradients are those of the weighted mean already.
-        delayed_loss_scale: the ``loss_scale`` of the step before, if this step applies its gradients; else None.
+        delayed_mean_factor: the ``mean_factor`` of the step before, if this step applies its gradients; else None.
         num_samples: of the microbatches whose gradients are clipped together, which several members report if they are
             tensor-parallel; 0 if each is reported once.
+        loss_scale: the factor of the losses that backward started from.
 
     Raises:
         DataError: some losses are means over samples, others weighted means.
@@ -348,9 +360,9 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     skip_reason = _find_skip_reason(reports, group, squared_norm, microbatches_per_batch)
     if loss_group:
         squared_norm = sum(report.squared_norm for report in clipped)
-    loss_scale, next_unit = _find_loss_scale(clipped, weight_unit)
-    loss_scale /= copies if is_sum else 1.0
-    grad_scale = loss_scale if delayed_loss_scale is None else delayed_loss_scale
+    mean_factor, next_unit = _find_mean_factor(clipped, weight_unit)
+    mean_factor /= (copies if is_sum else 1.0) * loss_scale
+    grad_scale = mean_factor if delayed_mean_factor is None else delayed_mean_factor
     norm = math.sqrt(squared_norm) * grad_scale if guard.needs_norm and math.isfinite(squared_norm) else math.nan
     scale = grad_scale
     if guard.clip_norm is not None and not skip_reason:
@@ -358,12 +370,23 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     num_reported = sum(report.num_samples for report in reports)
     busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, reports, strict=True))
     return StepResult(
-        loss, num_reported, norm, scale, skip_reason, weight, next_unit, loss_scale, is_sum, busy_s,
+        loss, num_reported, norm, scale, skip_reason, weight, next_unit, mean_factor, is_sum, busy_s,
         stop_signal=max(report.stop_signal for report in reports),
+        loss_scale=loss_scale,
+        nonfinite=_find_nonfinite(reports),
     )  # fmt: skip
 
 
-def _find_loss_scale(reports: Sequence[StepReport], weight_unit: float) -> tuple[float, float]:
+def _find_nonfinite(reports: Sequence[StepReport]) -> Literal["", "losses", "gradients"]:
+    if any(report.nonfinite_micro >= 0 for report in reports):
+        return "losses"
+    is_finite = math.isfinite(sum(report.squared_norm for report in reports)) and not any(
+        report.has_overflow or report.grads.micro >= 0 for report in reports
+    )
+    return "" if is_finite else "gradients"
+
+
+def _find_mean_factor(reports: Sequence[StepReport], weight_unit: float) -> tuple[float, float]:
     """Return what makes the gradients those of the weighted mean, and the unit of weights for the next step.
 
     Raises:
@@ -472,19 +495,42 @@ def may_overflow(reports: Sequence[StepReport]) -> bool:
 
 
 def require_finite(
-    skip_reason: str, step: int, num_skipped: int, guard: StepGuard, *, is_async_pipeline: bool = False
+    result: StepResult,
+    step: int,
+    num_skipped: int,
+    guard: StepGuard,
+    *,
+    may_shrink: bool = False,
+    is_async_pipeline: bool = False,
 ) -> None:
     """Raise if a step may not be skipped.
+
+    Args:
+        result: what the commit group decided.
+        step: its number.
+        num_skipped: steps in a row that were skipped.
+        guard: what is checked.
+        may_shrink: whether a smaller loss scale follows, if the gradients are not finite.
+        is_async_pipeline: whether the stages decide separately.
 
     Raises:
         DataError: steps must not be skipped, or too many in a row were.
     """
+    if result.nonfinite == "gradients" and may_shrink:
+        return
+    skip_reason = result.skip_reason
     if skip_reason and guard.nonfinite == "error":
         clip = "clip_norm=1.0, clip_by='stage'" if is_async_pipeline else "clip_norm=1.0"
+        remedy = ""
+        if result.nonfinite == "gradients" and isinstance(guard.loss_scale, DynamicLossScale):
+            skip_reason += f", at the smallest loss scale, {result.loss_scale:g}"
+        elif result.nonfinite == "gradients" and guard.loss_scale is not None and result.loss_scale > 1:
+            skip_reason += f", with loss_scale={result.loss_scale:g}"
+            remedy = "give a smaller loss_scale, or 'dynamic', "
         raise DataError(
-            f"step {step} cannot be applied: {skip_reason}; the parameters are unchanged; check the samples of this "
-            f"step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on all "
-            "ranks"
+            f"step {step} cannot be applied: {skip_reason}; the parameters are unchanged; {remedy}check the samples of "
+            f"this step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on "
+            "all ranks"
         )
     if num_skipped > guard.max_consecutive_skips:
         raise DataError(

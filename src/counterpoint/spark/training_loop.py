@@ -174,6 +174,11 @@ class SparkOptions:
             snapshot_every=self.snapshot_every,
         )
         require_counts(optional=True, max_steps=self.max_steps, save_every=self.save_every, keep_last=self.keep_last)
+        if self.step_guard.loss_scale is not None:
+            raise PlanError(
+                f"loss_scale={self.step_guard.loss_scale} has no effect on Spark, which trains in the dtype of the "
+                "model on CPUs; omit it"
+            )
         if type(self.max_retries) is not int or self.max_retries < 0:
             raise PlanError(f"max_retries={self.max_retries!r} is not a count; give 0, 1, 2, ...")
 
@@ -250,7 +255,7 @@ class SparkTrainingLoop:
             data, result, sent_bytes = self._compute(data, step, progress.cursor)
             result, guard = self._apply_straggler_policy(result, batch_len)
             num_skipped = num_skipped + 1 if result.skip_reason else 0
-            require_finite(result.skip_reason, step, num_skipped, guard)
+            require_finite(result, step, num_skipped, guard)
             progress = TrainProgress(step + 1, progress.cursor.advance(self.num_batches))
             collects_state = self._collects_state(progress.step)
             data, collected, published_bytes = self._update(

@@ -21,6 +21,7 @@ from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.loss_scale import DynamicLossScale, parse_loss_scale
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
@@ -331,6 +332,15 @@ class FitLoop:
         num_left = None if self.num_steps is None else self.num_steps - self.progress.step
         self.batches.start(self.progress.cursor, num_left, selection)
 
+    def is_retried(self, result: StepResult | LateResult) -> bool:
+        """Return whether all ranks have skipped a step whose gradients were too large for a dynamic loss scale."""
+        return (
+            isinstance(result, StepResult)
+            and result.nonfinite == "gradients"
+            and isinstance(parse_loss_scale(self.local_ranks.options.loss_scale), DynamicLossScale)
+            and len(result.busy_s) == self.local_ranks.world.fabrics[0].num_ranks
+        )
+
     def step(self, *, traced: bool) -> None:
         """Take one step."""
         start_s = time.perf_counter()
@@ -354,7 +364,7 @@ class FitLoop:
         num_samples = sum(batch.sizes.values())
         num_left = self.batches.count_left(cursor, 2)  # this batch, and whether there is another one
         self.local_ranks.optimizer_spec.after_step(lambda: not result.skip_reason)
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and not self.is_retried(result):
             self.lr_scheduler.step()
         self.progress = save_restore.TrainProgress(number + 1, cursor.advance(cursor.batch + num_left))
         self.reporter.report(

@@ -10,6 +10,7 @@ from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
+from counterpoint.runtime.loss_scale import LossScale, parse_loss_scale
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
@@ -62,6 +63,10 @@ class TrainingOptions:
         clip_value: largest absolute value of a gradient element, applied after ``clip_norm``; None for no clipping.
         check_finite: ``gradients`` checks the losses and the gradients of a step, ``loss`` only its losses.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` skips the step.
+        loss_scale: factor of the losses in backward, so that gradients do not underflow in fp16: a number, ``dynamic``
+            for a factor that starts with 65536, grows, and shrinks when gradients are not finite, which skips the step
+            on all ranks, or a ``cp.DynamicLossScale`` with its parameters. Losses, norms and updates are those of
+            unscaled gradients. None for 1.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
             the ``sum``; ``batch`` for a loss that compares samples with each other: the outputs of the whole batch are
             gathered, and it is evaluated once on all of them.
@@ -104,6 +109,7 @@ class TrainingOptions:
     clip_value: float | None = None
     check_finite: Literal["loss", "gradients"] = "gradients"
     nonfinite: Literal["error", "skip"] = "error"
+    loss_scale: LossScale | None = None
     loss_reduction: Literal["mean", "sum", "batch"] = "mean"
     unused_parameters: Literal["error", "zero", "skip"] = "error"
     batch_dims: Mapping[str, int] | None = None
@@ -126,6 +132,7 @@ class TrainingOptions:
             value = getattr(self, name)
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
+        parse_loss_scale(self.loss_scale)
         require_device(self.device)
         require_profile(self.profile)
         require_sample_layout(self.batch_dims, self.shared)
@@ -218,4 +225,10 @@ def require_profile(profile: object) -> None:
 
 def build_step_guard(options: TrainingOptions) -> StepGuard:
     """Return the checks and the clipping that these options ask for before every update."""
-    return StepGuard(options.clip_norm, options.check_finite, options.nonfinite, options.clip_value)
+    return StepGuard(
+        options.clip_norm,
+        options.check_finite,
+        options.nonfinite,
+        options.clip_value,
+        loss_scale=parse_loss_scale(options.loss_scale),
+    )

@@ -31,7 +31,7 @@ from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, independent_replicas
 from counterpoint.strategies.buckets import BucketConfig
-from counterpoint.training.batches.in_flight import require_known_grad_norm, require_version_memory
+from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
 from counterpoint.training.embedding_checks import (
     require_no_frequency_scaling,
     require_no_max_norm,
@@ -221,7 +221,7 @@ class RunCompiler:
         Raises:
             PlanError: they cannot.
         """
-        require_known_grad_norm(compiled, self.options)
+        require_known_to_stages(compiled, self.options)
         require_elementwise_optimizer(plan, compiled, self.optimizer_spec)
         skips_unused = self.options.unused_parameters == "skip"
         if skips_unused:

@@ -466,7 +466,7 @@ class SegmentExecutor:
             self.loss_check.check_state(self.loss_function(), self.rng.step, samples)
         if torch.is_grad_enabled() and loss.mean.requires_grad:
             with self.store.grad_check.during_backward(first, ParamGroup({})):
-                self.run_autograd([loss.mean], [None])
+                self.run_autograd([self.scale_loss(loss.mean)], [None])
         grads = [leaves[index].grad for index in tensors]
         weight = 0.0 if loss.weight is not None and float(loss.weight) == 0 else None  # which no target has
         for micro in self.outputs:
@@ -543,9 +543,16 @@ class SegmentExecutor:
         if model.loss_is_sum:
             loss = loss / size
         self.record_loss(micro, loss.detach(), weight, parts)
-        factor = self.backward_factor(micro, weight)
-        weighted: Tensor = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
-        return weighted
+        return self.scale_loss(loss, self.backward_factor(micro, weight))
+
+    def scale_loss(self, loss: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+        """Return the loss times a factor and the loss scale, which backward starts from."""
+        scale = self.loss_weights.loss_scale
+        if scale != 1.0 and loss.dtype == torch.float16:
+            loss = loss.float()  # which holds the scaled loss
+        factor = factor if scale == 1.0 else factor * scale
+        scaled: Tensor = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
+        return scaled
 
     def backward_factor(self, micro: int, weight: Tensor | float | None) -> Tensor | float:
         """Return what a microbatch's mean loss is multiplied with: its share of the samples, or of the weights.

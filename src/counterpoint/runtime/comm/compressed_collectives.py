@@ -37,13 +37,14 @@ def dense_slots(flat_params: FlatParams) -> list[ParamSlot]:
     return [slot for slot in flat_params.layout.slots if slot.name not in flat_params.own_grads.rows.slots]
 
 
-def compressed_all_reduce(
+def compressed_all_reduce(  # noqa: PLR0913 - what a compressed collective depends on
     fabric: Fabric,
     label: str,
     flat_params: FlatParams,
     group: Group,
     codec: Codec,
     sample_fractions: Sequence[float],
+    loss_scale: float = 1.0,
 ) -> Work:
     """Start to replace a flat gradient by the sum of the members' compressed gradients.
 
@@ -54,7 +55,12 @@ def compressed_all_reduce(
         group: the members.
         codec: how it is compressed.
         sample_fractions: for each member its gradient's samples divided by all samples of the loss.
+        loss_scale: what the gradient is divided by before it is compressed, and its sum multiplied with.
     """
+    if loss_scale != 1.0:
+        flat_params.own_grads.collect_all().mul_(1.0 / loss_scale)
+        work = compressed_all_reduce(fabric, label, flat_params, group, codec, sample_fractions)
+        return _ScaledWork(work, flat_params, loss_scale)
     if codec.name in CAST_DTYPES:
         return _CastAllReduce(fabric, label, flat_params, group, codec)
     if codec.name == "powersgd":
@@ -62,7 +68,28 @@ def compressed_all_reduce(
     return _GatherReduce(fabric, label, flat_params, group, codec, sample_fractions)
 
 
-def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec) -> list[Tensor]:
+class _ScaledWork(Work):
+    """A collective whose result is multiplied with a factor."""
+
+    def __init__(self, work: Work, flat_params: FlatParams, factor: float) -> None:
+        self.work, self.flat_params, self.factor = work, flat_params, factor
+
+    def wait(self) -> None:
+        """Wait, and multiply the gradient once."""
+        self.work.wait()
+        if self.factor != 1.0:
+            self.flat_params.own_grads.collect_all().mul_(self.factor)
+        self.factor = 1.0
+
+
+def scale_tensors(tensors: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """Return tensors multiplied with a number; indices of rows stay as they are."""
+    if scale == 1.0:
+        return list(tensors)
+    return [tensor * scale if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec, scale: float = 1.0) -> list[Tensor]:
     """Return a compressed gradient as tensors to be sent; what the codec drops becomes the residual.
 
     Tables with sparse gradients follow uncompressed.
@@ -71,9 +98,13 @@ def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec) -> l
         flat_params: whose gradient.
         peer_pair: the sender and the receiver, the smaller rank first.
         codec: how it is compressed.
+        scale: what the gradient is multiplied with before.
     """
     error_feedback, encoded_parts = flat_params.error_feedback_for(peer_pair), []
-    compensated = error_feedback.add_residual(flat_params.own_grads.collect_all(), flat_params.own_grads.rows)
+    grad = flat_params.own_grads.collect_all()
+    if scale != 1.0:
+        grad.mul_(scale)
+    compensated = error_feedback.add_residual(grad, flat_params.own_grads.rows)
     for slot in dense_slots(flat_params):
         local_part = compensated[slot.start : slot.stop]
         if codec.name in CAST_DTYPES:
@@ -87,7 +118,7 @@ def encode_message(flat_params: FlatParams, peer_pair: Group, codec: Codec) -> l
     empty = compensated.new_empty(0, dtype=torch.uint8)
     return [
         torch.cat([empty, *encoded_parts]),
-        *(flat_params.own_grads.rows.pack() if flat_params.own_grads.rows.slots else ()),
+        *(scale_tensors(flat_params.own_grads.rows.pack(), scale) if flat_params.own_grads.rows.slots else ()),
     ]
 
 

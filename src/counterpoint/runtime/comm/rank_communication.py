@@ -24,7 +24,12 @@ from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, Collecti
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor, StoredValue
 from counterpoint.runtime.batch_loss import gather_microbatches
-from counterpoint.runtime.comm.compressed_collectives import compressed_all_reduce, decode_message, encode_message
+from counterpoint.runtime.comm.compressed_collectives import (
+    compressed_all_reduce,
+    decode_message,
+    encode_message,
+    scale_tensors,
+)
 from counterpoint.runtime.comm.reducer import BackwardOverlap
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore, UnitParams
@@ -93,7 +98,8 @@ class RankCommunication:
         if tensor.name == "weight":
             self.fabric.send(peer, label, [flat_params.weights for flat_params in unit.flat_params])
         else:
-            self.fabric.send(peer, label, self.grad_message(unit, peer, codec))
+            scale = 1.0 / self.loss_scale if codec else 1.0
+            self.fabric.send(peer, label, self.grad_message(unit, peer, codec, scale))
             unit.clear_grads()
 
     def grad_message(self, unit: UnitParams, peer: int, codec: str, scale: float = 1.0) -> list[Tensor]:
@@ -107,17 +113,12 @@ class RankCommunication:
         """
         if not codec:
             packed = [tensor for flat_params in unit.flat_params for tensor in flat_params.own_grads.pack()]
-            return (
-                packed if scale == 1.0 else [value * scale if value.is_floating_point() else value for value in packed]
-            )
-        if scale != 1.0:
-            for flat_params in unit.flat_params:
-                flat_params.own_grads.collect_all().mul_(scale)
+            return scale_tensors(packed, scale)
         pair = peer_pair(peer, self.fabric.rank)
         return [
             tensor
             for flat_params in unit.flat_params
-            for tensor in encode_message(flat_params, pair, find_codec(codec))
+            for tensor in encode_message(flat_params, pair, find_codec(codec), scale)
         ]
 
     def recv(self, tensor: TensorRef, peer: int, codec: str = "") -> None:
@@ -133,7 +134,7 @@ class RankCommunication:
         if tensor.name == "weight":
             set_weights(unit, tensors)
         else:
-            add_grad(unit, tensors, codec)
+            add_grad(unit, tensors, codec, self.loss_scale if codec else 1.0)
 
     def encode(self, tensor: TensorRef, micro: int) -> list[Tensor]:
         """Return the message of an edge's activations or their gradients."""
@@ -239,7 +240,13 @@ class RankCommunication:
             instruction.group,
             find_codec(instruction.codec),
             self.sample_fractions(instruction),
+            self.loss_scale,
         )
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the losses that this step's gradients come from."""
+        return self.executor.loss_weights.loss_scale
 
     def sample_fractions(self, instruction: Collective) -> list[float]:
         """Return for each member of a compressed all-reduce its gradient's samples divided by those of the loss."""
@@ -283,12 +290,20 @@ def set_weights(unit: UnitParams, tensors: Sequence[Tensor]) -> None:
         flat_params.weights.data.copy_(tensor)
 
 
-def add_grad(unit: UnitParams, tensors: Sequence[Tensor], codec: str = "") -> None:
-    """Add a received gradient to a unit's."""
+def add_grad(unit: UnitParams, tensors: Sequence[Tensor], codec: str = "", scale: float = 1.0) -> None:
+    """Add a received gradient to a unit's.
+
+    Args:
+        unit: which.
+        tensors: of the message.
+        codec: of the message; empty for none.
+        scale: what the gradient of a compressed message is multiplied with.
+    """
     remaining = iter(tensors)
     for flat_params in unit.flat_params:
         if codec:
-            flat_params.own_grads.add_packed(iter(decode_message(flat_params, remaining, find_codec(codec))))
+            decoded = decode_message(flat_params, remaining, find_codec(codec))
+            flat_params.own_grads.add_packed(iter(scale_tensors(decoded, scale)))
         else:
             flat_params.own_grads.add_packed(remaining)
 

@@ -9,6 +9,7 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import PlanError
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.rpc.segments import available_bytes
+from counterpoint.runtime.loss_scale import DynamicLossScale, parse_loss_scale
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource
 from counterpoint.training.options import TrainingOptions
 
@@ -67,14 +68,21 @@ class InFlightBatches:
             )
 
 
-def require_known_grad_norm(compiled: CompiledPlan, options: TrainingOptions) -> None:
-    """Check that stages know the norm that gradients are clipped by.
+def require_known_to_stages(compiled: CompiledPlan, options: TrainingOptions) -> None:
+    """Check that stages know the norm that gradients are clipped by, and the loss scale.
 
     Raises:
-        PlanError: an asynchronous pipeline clips by the norm of the model, or another plan by that of each stage.
+        PlanError: an asynchronous pipeline clips by the norm of the model, or has a dynamic loss scale; or another
+            plan clips by the norm of each stage.
     """
     clip_norm, clip_by = options.clip_norm, options.clip_by
     is_async = compiled.step_variants[-1].lookahead > 0
+    if is_async and isinstance(parse_loss_scale(options.loss_scale), DynamicLossScale):
+        raise PlanError(
+            f"a dynamic loss scale changes when gradients of any stage are not finite, but the stages of "
+            f"{compiled.plan} update independently, without waiting for the others; give a number, as "
+            "loss_scale=1024, or use schedule=one_f_one_b"
+        )
     if clip_by == "stage" and clip_norm is None:
         raise PlanError("clip_by='stage' needs clip_norm, the largest norm of a stage's gradients; give clip_norm=1.0")
     if clip_by == "stage" and not is_async:

@@ -49,6 +49,7 @@ class StepEnd:
         options: learning rate and so on, of the first parameter group.
         busy_s: by rank, the seconds in which it did not wait for other ranks, if it commits together with this one.
         loss_parts: of a loss that is a dict, the mean of each entry.
+        loss_scale: the factor of its losses in backward.
     """
 
     step: int
@@ -61,6 +62,7 @@ class StepEnd:
     options: Mapping[str, float]
     busy_s: Mapping[int, float] = field(default_factory=dict)
     loss_parts: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

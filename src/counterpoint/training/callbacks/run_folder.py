@@ -140,6 +140,7 @@ class RunFolder(Callback):
             "seconds": event.seconds,
             "grad_norm": event.grad_norm,
             "skip_reason": event.skip_reason,
+            **({"loss_scale": event.loss_scale} if event.loss_scale != 1.0 else {}),
             **event.options,
         }
         if len(event.busy_s) > 1:
@@ -152,6 +153,8 @@ class RunFolder(Callback):
             scalars |= {"busy_s_max": max(event.busy_s.values()), "busy_s_median": median(event.busy_s.values())}
         if math.isfinite(event.grad_norm):
             scalars["grad_norm"] = event.grad_norm
+        if event.loss_scale != 1.0:
+            scalars["loss_scale"] = event.loss_scale
         self.write_scalars(event.step + 1, "train", scalars)
         if self.clock() - self.reported_s >= REPORT_EVERY_S:
             self.write_report()

@@ -69,6 +69,7 @@ class StepReporter:
                 numbers,
                 dict(result.busy_s),
                 {name: part.mean for name, part in result.loss_parts.items()},
+                result.loss_scale,
             )
             self._notify(event, trace)
 

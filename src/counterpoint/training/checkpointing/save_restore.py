@@ -35,6 +35,7 @@ from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.partitioning.dry_run import assign_values
+from counterpoint.runtime.loss_scale import DynamicLossScale
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import (
@@ -327,6 +328,7 @@ def collect_state(
         "replicas": local_ranks.shard_map().num_replicas,
         "has_center": local_ranks.shard_map().center_replica is not None,
         "delayed_grads": describe_delayed_grads(local_ranks),
+        **describe_loss_scale(local_ranks),
         "slices": {name: list(sharding) for name, sharding in sliced_params(local_ranks.run_spec.model_spec).items()}
         if local_ranks.run_spec
         else {},
@@ -359,8 +361,17 @@ def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
     return {
         "replicas": max((delayed_grad.num_replicas for delayed_grad in delayed), default=0),
         "skipped": interpreter.state.skip_delayed_update,
-        "loss_scale": interpreter.state.delayed_loss_scale,
+        "mean_factor": interpreter.state.delayed_mean_factor,
     }
+
+
+def describe_loss_scale(local_ranks: LocalRanks) -> dict[str, Json]:
+    """Return the state of a dynamic loss scale, the smallest of this process's ranks; empty if it is not dynamic."""
+    scalers = [rank.interpreter.state.loss_scaler for rank in local_ranks.ranks.values()]
+    if not isinstance(scalers[0].config, DynamicLossScale):
+        return {}
+    scale, num_good_steps, hysteresis = min(scaler.state() for scaler in scalers)
+    return {"loss_scale": {"scale": scale, "num_good_steps": num_good_steps, "hysteresis": hysteresis}}
 
 
 def saved_buffers(local_ranks: LocalRanks, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN401 - a runtime Rank
@@ -506,7 +517,7 @@ def restore_checkpoint(
     """
     state: Any = checkpoint.state
     reader = CheckpointReader.open(checkpoint)
-    delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False, "loss_scale": 1.0})
+    delayed: Mapping[str, Any] = state.get("delayed_grads", {"replicas": 0, "skipped": False, "mean_factor": 1.0})
     local_ranks.restore_delayed_grads(exist=delayed["replicas"] > 0 and local_ranks.plan.sync_schedule.staleness > 0)
     if delayed["replicas"] > 0 and not local_ranks.has_delayed_grads:
         warn(
@@ -530,9 +541,11 @@ def restore_checkpoint(
                 shard_map, rank, keys, lambda key, name: replica_reader.read_optional(f"optimizer.{key}", name), scalars
             )
         restore_error_feedback(rank, residuals, checkpoint.read)
+        if scale := state.get("loss_scale"):
+            rank.interpreter.state.loss_scaler.restore((scale["scale"], scale["num_good_steps"], scale["hysteresis"]))
         if local_ranks.has_delayed_grads:
             rank.interpreter.state.restore_delayed(
-                is_skipped=bool(delayed["skipped"]), loss_scale=float(delayed["loss_scale"])
+                is_skipped=bool(delayed["skipped"]), mean_factor=float(delayed["mean_factor"])
             )
             count = delayed["replicas"]
             restore_delayed_grads(

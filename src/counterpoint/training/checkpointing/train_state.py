@@ -30,6 +30,7 @@ from counterpoint.checkpoint.state_schema import (
 from counterpoint.checkpoint.tensor_slice import DTYPES, MAX_DIMS, torch_dtype
 from counterpoint.errors import CheckpointError, ProtocolError
 from counterpoint.optim.validation import shorten
+from counterpoint.runtime.loss_scale import MAX_SCALE
 from counterpoint.value_codec import decode_value
 
 
@@ -74,6 +75,9 @@ GROUP_OPTIONS = ValueSchema(
     OPTION,
 )
 SEED = ValueSchema("a whole number of 64 bits", lambda value: type(value) is int and abs(value) < 2 * MAX_INT + 2)
+LOSS_SCALE = ValueSchema(
+    "a positive number of float32", lambda value: type(value) in {int, float} and 0 < value <= MAX_SCALE
+)
 SCHEDULE = ValueSchema("an object or null", lambda value: value is None or isinstance(value, dict))
 FACT = ValueSchema("a text or a number", lambda value: type(value) is str or is_number(value))
 
@@ -90,7 +94,8 @@ TRAIN_STATE = mapping(
     run_id=optional(TEXT),
     replicas=optional(POSITIVE),
     has_center=optional(FLAG),
-    delayed_grads=optional(mapping(replicas=COUNT, skipped=FLAG, loss_scale=optional(NUMBER))),
+    delayed_grads=optional(mapping(replicas=COUNT, skipped=FLAG, mean_factor=optional(NUMBER))),
+    loss_scale=optional(mapping(scale=LOSS_SCALE, num_good_steps=COUNT, hysteresis=POSITIVE)),
     slices=mapping_of(SLICING),
     model=mapping_of(TEXT),
     optimizer=optional(

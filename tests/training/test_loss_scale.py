@@ -1,0 +1,284 @@
+"""Loss scaling: the same bits with and without a scale under every plan; the scale of torch and of DeepSpeed."""
+
+import math
+import random
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+import counterpoint as cp
+from counterpoint.runtime.loss_scale import MAX_SCALE, LossScaler
+from counterpoint.testing.device_survey import MODEL_PLANS, PLANS, SYSTEMS, batches, make_step
+from counterpoint.testing.parity_models import plan_for
+from tests.training.test_nonfinite_gradients import marked_data, planted, train as train_planted
+from tests.training.trainers import dataset, equal_bits, make_trainer, state_of
+
+
+def train(model, plan, num_steps=4, **options):
+    """Return losses and norms, and the weights, of a few steps in float32."""
+    step, trained = make_step(model, plan, "cpu", **options)
+    with step:
+        losses = [float(step(*batch)) for _, batch in zip(range(num_steps), batches(model), strict=False)]
+    return losses, {name: value.clone() for name, value in trained.state_dict().items()}
+
+
+def require_equal_bits(actual, expected):
+    assert [value.hex() for value in actual[0]] == [value.hex() for value in expected[0]]
+    assert {name for name, value in expected[1].items() if not torch.equal(actual[1][name], value)} == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.long(quick=["None-data(2)", "0.05-zero(2, level=3)", "0.05-pipeline(2)", "None-data(2, compress=twobit)",
+                         "0.05-data(2, staleness=1)", "0.05-server(2, consistency=asp)"])  # fmt: skip
+@pytest.mark.parametrize("plan", [*PLANS, *SYSTEMS])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_a_scale_that_is_a_power_of_two_changes_no_bit(plan, clip_norm):
+    options = {} if clip_norm is None else {"clip_norm": clip_norm, "clip_value": 0.01}
+    try:
+        expected = train("mlp", plan, **options)
+    except cp.PlanError:  # a pipeline without a flush
+        options = {**options, "clip_by": "stage"}
+        expected = train("mlp", plan, **options)
+    require_equal_bits(train("mlp", plan, loss_scale=2.0**16, **options), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.long(quick=["gpt-data(2)"])
+@pytest.mark.parametrize("plan", MODEL_PLANS)
+@pytest.mark.parametrize("model", ["gpt", "cnn", "sync_batch_norm", "embedding", "experts"])
+def test_it_changes_no_bit_of_any_kind_of_model(model, plan):
+    losses, values = train(model, plan, loss_scale="dynamic")
+    expected_losses, expected = train(model, plan)
+    if model == "embedding":  # the rows of its table are added up before they are scaled, in another order than without
+        torch.testing.assert_close((losses, values), (expected_losses, expected), rtol=1e-14, atol=1e-15)
+    else:
+        require_equal_bits((losses, values), (expected_losses, expected))
+
+
+def run_scaler(config, outcomes):
+    """Return the scale of each step."""
+    scaler, scales = LossScaler(config), []
+    for is_finite in outcomes:
+        scales.append(scaler.scale)
+        scaler.update(is_finite=is_finite)
+    return scales
+
+
+def random_outcomes(seed, share):
+    draw = random.Random(seed)
+    return [draw.random() > share for _ in range(10_000)]
+
+
+@pytest.mark.parametrize(("share", "interval"), [(0.5, 3), (0.03, 20), (0.0005, 2000), (0.0, 40)])
+def test_the_scale_is_that_of_torch_over_10000_random_overflows(share, interval):
+    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    param, expected, outcomes = nn.Parameter(torch.zeros(1)), [], random_outcomes(7, share)
+    optimizer = optim.SGD([param], lr=0.0)
+    scaler.scale(torch.ones(1))  # makes its state
+    for is_finite in outcomes:
+        expected.append(scaler.get_scale())
+        param.grad = torch.ones(1) if is_finite else torch.full((1,), math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    smallest = min(value for value in expected if value)
+    rule = cp.DynamicLossScale(growth_interval=interval, min_scale=min(smallest, 1.0))
+    underflow = next((index for index, value in enumerate(expected) if value == 0), len(expected))
+    assert run_scaler(rule, outcomes)[:underflow] == expected[:underflow]
+    assert underflow > 150
+
+
+class DeepSpeedScaler:
+    """The rule of ``DynamicLossScaler.update_scale`` in deepspeed/runtime/fp16/loss_scaler.py, in its order."""
+
+    def __init__(self, scale, window, hysteresis, consecutive, smallest):
+        self.scale, self.window, self.smallest = scale, window, smallest
+        self.hysteresis = self.left = hysteresis
+        self.consecutive = consecutive
+        self.step, self.last_overflow = 0, -1
+
+    def update(self, *, is_finite):
+        if not is_finite:
+            if self.hysteresis == 1 or self.left == 1:
+                self.scale = max(self.scale / 2, self.smallest)
+            else:
+                self.left -= 1
+            self.last_overflow = self.step
+        else:
+            if self.consecutive:
+                self.left = self.hysteresis
+            if (self.step - self.last_overflow) % self.window == 0:
+                self.left = self.hysteresis
+                self.scale *= 2
+        self.step += 1
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize(("hysteresis", "share", "window"), [(1, 0.1, 7), (2, 0.1, 7), (2, 0.02, 40), (4, 0.3, 3)])
+def test_the_scale_is_that_of_deepspeed_with_hysteresis(hysteresis, share, window, consecutive):
+    outcomes = random_outcomes(hysteresis, share)
+    rule = cp.DynamicLossScale(
+        growth_interval=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, init_scale=2.0**20
+    )
+    peer, expected = DeepSpeedScaler(2.0**20, window, hysteresis, consecutive, 1.0), []
+    for is_finite in outcomes:
+        expected.append(peer.scale)
+        peer.update(is_finite=is_finite)
+    scales = run_scaler(rule, outcomes)
+    overflow = next((index for index, scale in enumerate(expected) if scale > MAX_SCALE), len(expected))
+    assert scales[:overflow] == expected[:overflow]
+    assert len(set(scales)) > 5
+
+
+PLACES = [
+    ("solo", 7), ("data(2)", 0), ("data(2)", 11), ("zero(2, level=2)", 5), ("zero(2, level=3)", 11), ("pipeline(2)", 4),
+    ("pipeline(2, schedule=zero_bubble)", 9), ("pipeline(2)*data(2)", 10), ("server(2)", 3),
+    ("data(2, compress=fp16)", 3), ("data(2, reduce=adasum)", 8),
+]  # fmt: skip
+
+
+@pytest.mark.long(quick=["data(2)-0", "zero(2, level=3)-11", "pipeline(2)-4", "server(2)-3"])
+@pytest.mark.parametrize(("plan", "sample"), PLACES)
+def test_an_overflow_anywhere_skips_the_step_everywhere_and_halves_every_scale(plan, sample):
+    """The gradient of one microbatch, on one rank, stage or shard, is not finite."""
+    data = marked_data(step=1, sample=sample)
+    model, optimizer = planted(math.inf), optim.SGD
+    with cp.parallelize(
+        model, optimizer(model.parameters(), lr=0.1), F.cross_entropy, strategy=plan_for(plan, 4), loss_scale="dynamic"
+    ) as step:
+        losses = [step(*batch) for batch in data]
+        scalers = [rank.interpreter.state.loss_scaler.state() for rank in step.local_ranks.ranks.values()]
+    assert math.isfinite(sum(losses))
+    assert set(scalers) == {(2.0**15, 1, 1)}
+    expected = planted(math.inf)
+    train_planted(expected, plan, [data[0], data[2]])
+    assert equal_bits(state_of(model), state_of(expected))
+
+
+@pytest.mark.parametrize("plan", ["server(2, consistency=asp)", "easgd(2)"])
+def test_a_worker_that_updates_on_its_own_skips_its_own_step_alone(plan):
+    data = marked_data(step=1, sample=0)
+    model = planted(math.inf)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, loss_scale="dynamic") as step:
+        for batch in data:
+            step(*batch)
+        scales = sorted(rank.interpreter.state.loss_scaler.scale for rank in step.local_ranks.ranks.values())
+    assert scales == [2.0**15, 2.0**16, 2.0**16]  # of two workers and the server
+
+
+def test_nothing_of_a_skipped_step_moves():
+    """Adam's step count, residuals of error feedback and the learning rate are those of the steps that were applied."""
+
+    def fit(data):
+        schedule = partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        trainer = make_trainer("data(2, compress=topk)", planted(math.inf), loss_scale="dynamic", lr_scheduler=schedule)
+        samples = TensorDataset(*(torch.cat(parts) for parts in zip(*data, strict=True)))
+        with trainer:
+            history = trainer.fit(DataLoader(samples, batch_size=12), epochs=1)
+            return history.steps, state_of(trainer.model)
+
+    data = marked_data(step=1, sample=2, num_batches=4)
+    steps, weights = fit(data)
+    expected_steps, expected = fit([data[0], *data[2:]])
+    assert [step.loss_scale for step in steps] == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    assert steps[1].skip_reason
+    del steps[1]
+    assert [step.options["lr"] for step in steps] == [step.options["lr"] for step in expected_steps]
+    assert equal_bits(weights, expected)
+
+
+def test_the_smallest_scale_is_an_error_that_names_the_step():
+    data = marked_data(step=0, sample=2)[0]
+    model = planted(math.inf)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    rule = cp.DynamicLossScale(init_scale=8.0, min_scale=2.0)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy="data(2)", loss_scale=rule) as step:
+        step(*data)
+        step(*data)
+        with pytest.raises(
+            cp.DataError, match=r"^step 2 cannot be applied: .*, at the smallest loss scale, 2; the parameters"
+        ):
+            step(*data)
+
+
+class TinyGradients(nn.Module):
+    """Its gradients are below what fp16 can hold; the loss is large enough to be learned from."""
+
+    def forward(self, output, targets):
+        return F.mse_loss(output.float(), targets) * 2.0**-30
+
+
+def fp16_loss_after(loss_scale):
+    torch.manual_seed(0)
+    inputs = torch.randn(32, 6)
+    targets = inputs @ torch.randn(6, 1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = optim.SGD(model.parameters(), lr=0.1 * 2**30)
+    step = cp.parallelize(model, optimizer, TinyGradients(), strategy="data(2)", loss_scale=loss_scale)
+    with step, torch.autocast("cpu", torch.float16):
+        losses = [float(step(inputs, targets)) for _ in range(60)]
+    return losses[-1] / losses[0]
+
+
+def test_a_model_whose_gradients_underflow_in_fp16_trains_with_scaling_and_fails_without():
+    assert fp16_loss_after(None) > 0.9
+    assert fp16_loss_after("dynamic") < 0.1
+
+
+@pytest.mark.parametrize(("first", "second"), [("data(2)", "zero3(3)"), ("pipeline(2)", "solo")])
+def test_a_run_continues_with_the_scale_of_its_checkpoint_on_another_number_of_ranks(first, second, tmp_path):
+    rule = cp.DynamicLossScale(init_scale=1024.0, growth_interval=3)
+
+    def fit(strategy, steps, resume=None):
+        trainer = make_trainer(strategy, loss_scale=rule)
+        with trainer:
+            return trainer.fit(
+                dataset(24), batch_size=4, max_steps=steps, epochs=2, checkpoint_dir=tmp_path, resume=resume
+            )
+
+    assert [step.loss_scale for step in fit(first, 5).steps] == [1024.0] * 3 + [2048.0] * 2
+    assert [step.loss_scale for step in fit(second, 9, tmp_path).steps] == [2048.0, 4096.0, 4096.0, 4096.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "loss_scale=0 is no positive number that float32 can hold; give a power of two, as 65536"),
+        (math.nan, "loss_scale=nan is no positive number"),
+        (math.inf, "loss_scale=inf is no positive number"),
+        (-2.0, "loss_scale=-2.0 is no positive number"),
+        (True, "loss_scale=True is no positive number"),
+        ("auto", "loss_scale='auto' is unknown; give a number, or 'dynamic'"),
+    ],
+)
+def test_a_scale_that_is_none_is_refused(value, text):
+    with pytest.raises(cp.PlanError, match=re.escape(text)):
+        make_trainer("solo", loss_scale=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"init_scale": 0.0}, "init_scale=0.0 is no positive number"),
+        ({"growth_interval": 0}, "growth_interval=0 is no number of steps; give a whole number from 1 on"),
+        ({"hysteresis": 1.5}, "hysteresis=1.5 is no number of steps"),
+        ({"growth_factor": 0.5}, "growth_factor=0.5 would let the scale shrink"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0 would not let the scale shrink"),
+        ({"min_scale": 2.0**17}, "min_scale=131072.0 is more than init_scale=65536.0"),
+        ({"consecutive_hysteresis": 1}, "consecutive_hysteresis=1 is not True or False"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(options, text):
+    with pytest.raises(cp.PlanError, match=re.escape(text)):
+        cp.DynamicLossScale(**options)
+
+
+def test_a_pipeline_without_a_flush_refuses_a_dynamic_scale_and_names_what_can():
+    trainer = make_trainer("pipeline(2, schedule=pipedream)", loss_scale="dynamic")
+    with trainer, pytest.raises(cp.PlanError, match=r"give a number, as loss_scale=1024, or use schedule=one_f_one_b"):
+        trainer.fit(dataset(24), batch_size=4)
