@@ -115,6 +115,32 @@ def test_a_skipped_step_is_as_on_the_cpu(plan, device):
         assert all(torch.allclose(value, other[name], rtol=1e-11, atol=1e-14) for name, value in one.items())
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+def test_a_dynamic_loss_scale_is_that_of_the_cpu(plan, nonfinite, device):
+    """Two steps have gradients that are not finite, one of them right after the other; one has another loss."""
+
+    def train(device):
+        rule = cp.DynamicLossScale(init_scale=64.0, growth_interval=2, hysteresis=2)
+        step, model = make_step("mlp", plan, device, nonfinite=nonfinite, loss_scale=rule, clip_norm=0.1)
+        with step:
+            losses, scales = [], []
+            for number, batch in enumerate(samples(12)):
+                inputs, targets = batch
+                losses.append(step(inputs * 1e160 if number in {4, 5, 9} else inputs, targets))
+            state = state_of(step, model)
+            for rank in step.local_ranks.ranks.values():
+                scales.append(rank.interpreter.state.loss_scaler.state())
+            assert len(set(scales)) == 1
+            return [float(loss) for loss in losses], scales[0], state
+
+    (losses, scale, state), (expected_losses, expected_scale, expected) = train(device), train("cpu")
+    assert scale == expected_scale
+    assert losses == pytest.approx(expected_losses, rel=1e-12, nan_ok=True)
+    for one, other in zip(state, expected, strict=True):
+        assert all(torch.allclose(value, other[name], rtol=1e-11, atol=1e-14) for name, value in one.items())
+
+
 def test_too_many_skipped_steps_end_the_run_at_the_same_step_and_weights(device):
     def train(device):
         step, _ = make_step("mlp", "data(2)", device, nonfinite="skip")

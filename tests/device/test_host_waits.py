@@ -36,7 +36,12 @@ def count_waits(name, plan, **options):
 
 
 @pytest.mark.long(
-    quick=["-mlp-zero(2, level=3)", "clip and skip-mlp-data(2) + overlap", "clip and skip-mlp-pipeline(2) + recompute"]
+    quick=[
+        "-mlp-zero(2, level=3)",
+        "clip and skip-mlp-data(2) + overlap",
+        "clip and skip-mlp-pipeline(2) + recompute",
+        "loss scale-mlp-data(2) + overlap",
+    ]
 )
 @pytest.mark.parametrize(
     ("name", "plan"),
@@ -54,7 +59,11 @@ def count_waits(name, plan, **options):
         ("gpt", "pipeline(2)"),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "nonfinite": "skip"}], ids=["", "clip and skip"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 0.5, "nonfinite": "skip"}, {"clip_norm": 0.5, "loss_scale": "dynamic"}],
+    ids=["", "clip and skip", "loss scale"],
+)
 def test_a_step_does_not_wait_for_the_device(name, plan, options):
     assert not count_waits(name, plan, **options)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.device.late_number import LateNumber
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.runtime.loss_reduction import PartTotal
+from counterpoint.runtime.loss_scale import MAX_SCALE, DynamicLossScale
 from counterpoint.runtime.params.grad_check import DeviceGradReport, GradReport
 from counterpoint.runtime.step_commit import (
     SUM,
@@ -36,6 +37,15 @@ from counterpoint.runtime.step_commit import (
     StepResult,
     may_overflow,
 )
+
+
+class DecideStep(Protocol):
+    """Decides a commit from the reports of all members."""
+
+    def __call__(self, reports: Sequence[StepReport], *, loss_scale: float) -> StepResult:
+        """Return the result, given the factor of the losses in backward."""
+        ...
+
 
 NUM_HOST_COMMITS = 1
 """Updates of new ranks, or of ranks with loaded state, that the host decides: they make the optimizer's state."""
@@ -67,6 +77,44 @@ class DeviceReport(NamedTuple):
     is_unequal: Tensor
 
 
+class DeviceLossScale(NamedTuple):
+    """State of a dynamic loss scale on the device, as of :class:`LossScaler`; numbers of float64.
+
+    Args:
+        scale: S.
+        num_good_steps: steps in a row with finite gradients.
+        hysteresis: steps with gradients that are not finite after which the scale shrinks.
+    """
+
+    scale: Tensor
+    num_good_steps: Tensor
+    hysteresis: Tensor
+
+    def update(self, rule: DynamicLossScale, is_finite: Tensor, counts: Tensor) -> DeviceLossScale:
+        """Return the state after a step, as :meth:`LossScaler.update` does.
+
+        Args:
+            rule: of the scale.
+            is_finite: whether the gradients of the step were.
+            counts: whether the step counts at all: not if no target counts in its loss.
+        """
+        zero, full = torch.zeros_like(self.scale), torch.full_like(self.scale, float(rule.hysteresis))
+        good = self.num_good_steps + 1
+        grows = good == rule.growth_interval
+        grown = torch.where(self.scale * rule.growth_factor <= MAX_SCALE, self.scale * rule.growth_factor, self.scale)
+        left = full if rule.consecutive_hysteresis else torch.where(grows, full, self.hysteresis)
+        after_good = torch.where(grows, grown, self.scale), torch.where(grows, zero, good), left
+        shrunk = (self.scale * rule.backoff_factor).clamp(min=rule.min_scale)
+        shrinks = self.hysteresis <= 1
+        after_bad = (
+            torch.where(shrinks, shrunk, self.scale),
+            zero,
+            torch.where(shrinks, self.hysteresis, self.hysteresis - 1),
+        )
+        after = (torch.where(is_finite, one, other) for one, other in zip(after_good, after_bad, strict=True))
+        return DeviceLossScale(*(torch.where(counts, new, old) for new, old in zip(after, self, strict=True)))
+
+
 class DeviceDecision(NamedTuple):
     """What the update of a step reads on the device.
 
@@ -74,11 +122,13 @@ class DeviceDecision(NamedTuple):
         skips: 1 if it is skipped, else 0, as ``found_inf`` of torch's optimizers.
         scale: what gradients are multiplied with; None for 1.
         num_skipped: steps in a row in which something was not finite, up to this one.
+        next_loss_scale: of the next step; None if it is not dynamic.
     """
 
     skips: Tensor
     scale: Tensor | float | None
     num_skipped: Tensor
+    next_loss_scale: DeviceLossScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +143,8 @@ class PendingCommit:
         grads: of this rank.
         outputs: the locations of outputs that this rank has recomputed, and whether each is the same.
         decision: on the device.
-        decide: returns the result of complete reports.
+        decide: returns the result of complete reports and the loss scale.
+        loss_scale: the factor of the losses in backward, on its way to the host if it is dynamic.
     """
 
     step: int
@@ -103,7 +154,13 @@ class PendingCommit:
     grads: DeviceGradReport
     outputs: tuple[Sequence[str], HostCopy] | None
     decision: DeviceDecision
-    decide: Callable[[Sequence[StepReport]], StepResult]
+    decide: DecideStep
+    loss_scale: HostCopy | float
+
+    def result_of(self, reports: Sequence[StepReport]) -> StepResult:
+        """Return the result of complete reports."""
+        scale = self.loss_scale if isinstance(self.loss_scale, float) else float(self.loss_scale.wait())
+        return self.decide(reports, loss_scale=scale)
 
     def read(self) -> list[StepReport]:
         """Return the complete reports, without names of gradients; wait until they have arrived."""
@@ -177,7 +234,7 @@ def decide_on_device(  # noqa: PLR0913 - all that a decision depends on
     weight_unit: float,
     num_samples: int,
     num_skipped: Tensor,
-    loss_scale: float = 1.0,
+    loss_scale: DeviceLossScale | float = 1.0,
 ) -> DeviceDecision:
     """Return what :func:`decide_step` and :func:`decide_skips` decide, as tensors, for gradients that are not delayed.
 
@@ -192,18 +249,26 @@ def decide_on_device(  # noqa: PLR0913 - all that a decision depends on
     """
     columns = DeviceReport(*rows.unbind(1))
     squared_norm, loss_weight = columns.squared_norm.sum(), columns.loss_weight.sum()
-    is_bad = (columns.nonfinite_micro >= 0).any() | (columns.grad_micro >= 0).any() | ~squared_norm.isfinite()
-    is_bad = is_bad | (columns.has_overflow.any() & (columns.grad_share.sum() >= 1.0))
-    is_bad = is_bad | (loss_weight == 0)
+    has_bad_loss = (columns.nonfinite_micro >= 0).any()
+    has_bad_grads = (columns.grad_micro >= 0).any() | ~squared_norm.isfinite()
+    has_bad_grads = has_bad_grads | (columns.has_overflow.any() & (columns.grad_share.sum() >= 1.0))
+    is_bad = has_bad_loss | has_bad_grads | (loss_weight == 0)
+    next_loss_scale, may_shrink = None, torch.zeros_like(is_bad)
+    if isinstance(loss_scale, DeviceLossScale):
+        assert isinstance(guard.loss_scale, DynamicLossScale), "the rule"
+        is_finite = ~(has_bad_loss | has_bad_grads)
+        next_loss_scale = loss_scale.update(guard.loss_scale, is_finite, ~is_finite | ~is_bad)
+        may_shrink = has_bad_grads & ~has_bad_loss & (loss_scale.scale > guard.loss_scale.min_scale)
     # steps in a row that end the run; once reached, no later step is applied
     limit = 0 if guard.nonfinite == "error" else guard.max_consecutive_skips
     is_ended = num_skipped > limit
-    counted = torch.where(is_bad | is_ended, num_skipped + 1, torch.zeros_like(num_skipped))
+    before = torch.where(may_shrink, num_skipped, torch.zeros_like(num_skipped))
+    counted = torch.where((is_bad & ~may_shrink) | is_ended, num_skipped + 1, before)
     counted = torch.where(columns.is_unequal.any(), torch.full_like(counted, math.inf), counted)
     skips = (is_bad | (counted > limit)).float()
-    return DeviceDecision(
-        skips, _find_scale(loss_weight, squared_norm, reports, guard, weight_unit, num_samples, loss_scale), counted
-    )
+    factor = loss_scale.scale if isinstance(loss_scale, DeviceLossScale) else loss_scale
+    grad_scale = _find_scale(loss_weight, squared_norm, reports, guard, weight_unit, num_samples, factor)
+    return DeviceDecision(skips, grad_scale, counted, next_loss_scale)
 
 
 def _find_scale(  # noqa: PLR0913 - all that it depends on
@@ -213,7 +278,7 @@ def _find_scale(  # noqa: PLR0913 - all that it depends on
     guard: StepGuard,
     weight_unit: float,
     num_samples: int,
-    loss_scale: float,
+    loss_scale: Tensor | float,
 ) -> Tensor | float | None:
     reported = sum(report.num_samples for report in reports)
     scale: Tensor | float = 1.0 / loss_scale
@@ -289,17 +354,13 @@ class LateResult:
     Args:
         known: what the host knows of it.
         read: returns the result; called once.
-        loss_scale: the factor of the losses that backward started from.
     """
 
-    def __init__(
-        self, known: Sequence[StepReport], group: Group, read: Callable[[], StepResult], loss_scale: float = 1.0
-    ) -> None:
+    def __init__(self, known: Sequence[StepReport], group: Group, read: Callable[[], StepResult]) -> None:
         self.num_samples = sum(report.num_samples for report in known)
         self.busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, known, strict=True))
         self.stop_signal = max(report.stop_signal for report in known)
         self.loss_parts: Mapping[str, PartTotal] = {}
-        self.loss_scale = loss_scale
         self._read: Callable[[], StepResult] | None = read
         self._result: StepResult | None = None
 
@@ -329,3 +390,8 @@ class LateResult:
     def skip_reason(self) -> str:
         """What was not finite; waits for the device."""
         return self.read().skip_reason
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the losses in backward; waits for the device."""
+        return self.read().loss_scale

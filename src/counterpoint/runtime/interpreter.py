@@ -41,6 +41,8 @@ from counterpoint.runtime.comm.rank_communication import RankCommunication, peer
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
 from counterpoint.runtime.device_commit import (
     NUM_HOST_COMMITS,
+    DecideStep,
+    DeviceLossScale,
     DeviceReport,
     LateResult,
     PendingCommit,
@@ -240,7 +242,7 @@ class Interpreter:
                 (shift_call(call, number * self.program.microbatches_per_batch), start, stop)
                 for call, start, stop in calls
             )
-        loss_scale = self.state.loss_scaler.scale
+        loss_scale = self.current_loss_scale()
         loss_weights = compute_loss_weights(self.program, number, batch.sizes, self.state.weight_unit, loss_scale)
         self.executor.begin_step(batch, loss_weights, self.program.microbatches_per_batch)
         self.executor.recompute_store.begin_step(self.recompute_sets[variant])
@@ -393,7 +395,7 @@ class Interpreter:
         self.compare_replicas(reports, group, self.step_number)
 
         # 3. Decide. All members have the same reports, so that they reach the same result.
-        result = decide(reports)
+        result = decide(reports, loss_scale=self.state.loss_scaler.scale)
         skip_update, skip_delayed_update = decide_skips(
             reports,
             result,
@@ -422,9 +424,7 @@ class Interpreter:
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
 
-    def decision_of(
-        self, scope: frozenset[int], group: Group, loss_group: Group
-    ) -> Callable[[Sequence[StepReport]], StepResult]:
+    def decision_of(self, scope: frozenset[int], group: Group, loss_group: Group) -> DecideStep:
         """Return what decides a commit from the reports of all members."""
         batch = self.executor.batch
         return partial(
@@ -436,8 +436,13 @@ class Interpreter:
             weight_unit=self.weight_unit_of(scope),
             delayed_mean_factor=self.state.delayed_mean_factor if self.delays_grads else None,
             num_samples=0 if batch is None else sum(batch.sizes[micro] for micro in scope),
-            loss_scale=self.state.loss_scaler.scale,
         )
+
+    def current_loss_scale(self) -> Tensor | float:
+        """Return the factor of this step's losses in backward; a tensor if a device has decided it."""
+        pending = self.state.pending_commits
+        on_device = pending[-1][0].decision.next_loss_scale if pending else None
+        return self.state.loss_scaler.scale if on_device is None else on_device.scale
 
     def weight_unit_of(self, scope: frozenset[int]) -> float:
         """Return the unit of the weights of a commit; 0 if its gradients are those of the weighted mean already."""
@@ -459,15 +464,12 @@ class Interpreter:
         batch = self.executor.batch
         return (
             self.decides_on_device
-            and not isinstance(self.guard.loss_scale, DynamicLossScale)  # the host needs the outcome for the next one
             and self.store.num_host_commits >= NUM_HOST_COMMITS
             and batch is not None
             and any(batch.sizes[micro] for micro in scope)
         )
 
-    def gather_on_device(
-        self, scope: frozenset[int], group: Group, decide: Callable[[Sequence[StepReport]], StepResult]
-    ) -> PendingCommit:
+    def gather_on_device(self, scope: frozenset[int], group: Group, decide: DecideStep) -> PendingCommit:
         """Gather what members report: what the host knows over the hosts, and rows of what the device knows."""
         executor, copy = self.executor, self.accelerator.start_copy_to_host
         sizes = executor.batch.sizes if executor.batch is not None else {}
@@ -495,19 +497,35 @@ class Interpreter:
         rows = gather_rows(self.fabric, self.accelerator, row, group)
         self.busy_timer.restart()
         pending = self.state.pending_commits
+        loss_scale = self.device_loss_scale(row.loss_sum)
         decision = decide_on_device(
             rows,
             reports,
             self.guard,
             weight_unit=self.weight_unit_of(scope),
             num_samples=sum(sizes[micro] for micro in scope),
-            loss_scale=self.state.loss_scaler.scale,
+            loss_scale=loss_scale,
             num_skipped=pending[-1][0].decision.num_skipped
             if pending
             else torch.full_like(row.loss_sum, self.state.num_skipped),
         )
         copied_outputs = None if outputs is None else (outputs[0], copy(outputs[1]))
-        return PendingCommit(self.step_number, group, reports, copy(rows), grads, copied_outputs, decision, decide)
+        copied_scale = loss_scale if isinstance(loss_scale, float) else copy(loss_scale.scale)
+        return PendingCommit(
+            self.step_number, group, reports, copy(rows), grads, copied_outputs, decision, decide, copied_scale
+        )
+
+    def device_loss_scale(self, like: Tensor) -> DeviceLossScale | float:
+        """Return the loss scale of this step, with what the next one depends on if it is dynamic.
+
+        Args:
+            like: a number on the device.
+        """
+        scaler, pending = self.state.loss_scaler, self.state.pending_commits
+        if not isinstance(scaler.config, DynamicLossScale):
+            return scaler.scale
+        on_device = pending[-1][0].decision.next_loss_scale if pending else None
+        return on_device or DeviceLossScale(*(torch.full_like(like, float(number)) for number in scaler.state()))
 
     def make_device_report(
         self, losses: tuple[Tensor, Tensor, Tensor], grads: DeviceGradReport, matches: Tensor | None
@@ -542,12 +560,7 @@ class Interpreter:
     def leave_decision(self, pending: PendingCommit) -> None:
         """Apply a decision that stays on the device; the host reads it after the next step."""
         self.require_same_given(pending.reports, pending.group)
-        result = LateResult(
-            pending.reports,
-            pending.group,
-            lambda: pending.decide(pending.read()),
-            self.state.loss_scaler.scale,
-        )
+        result = LateResult(pending.reports, pending.group, lambda: pending.result_of(pending.read()))
         self.state.record_late_commit(pending, result)
         self.store.skips = pending.decision.skips
         self.clip_grads(1.0 if pending.decision.scale is None else pending.decision.scale)
@@ -576,10 +589,11 @@ class Interpreter:
             pending, late_result = self.state.pending_commits.pop(0)
             reports = self.read_reports(pending)
             self.compare_replicas(reports, pending.group, pending.step)
-            result = pending.decide(reports)
+            result = pending.result_of(reports)
             late_result.resolve(result)
+            may_shrink = self.state.loss_scaler.may_shrink
             self.state.record_late_result(result)
-            require_finite(result, pending.step, self.state.num_skipped, self.guard)
+            require_finite(result, pending.step, self.state.num_skipped, self.guard, may_shrink=may_shrink)
 
     def gather_parts(self, reports: Sequence[StepReport], scope: frozenset[int], group: Group) -> dict[str, PartTotal]:
         """Return the parts of the group's loss if any member has some; then all of them gather these."""

@@ -210,7 +210,7 @@ class LossWeights:
         weights: for each microbatch its samples divided by those of its loss scope.
         is_whole: the microbatches that are alone in their loss scope, so that their mean is that of the batch.
         unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss_reduction`.
-        loss_scale: the factor of all losses in backward.
+        loss_scale: the factor of all losses in backward; a tensor if a device has decided it.
         upstream_ratios: by microbatch and sender of its gradient the factor from the sender's loss scope to this
             rank's;
             absent where it is 1.
@@ -219,12 +219,16 @@ class LossWeights:
     weights: Mapping[int, float]
     is_whole: frozenset[int] = frozenset()
     unit: float = 1.0
-    loss_scale: float = 1.0
+    loss_scale: Tensor | float = 1.0
     upstream_ratios: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 def compute_loss_weights(
-    program: LoweredProgram, step: int, sizes: Mapping[int, int], unit: float = 1.0, loss_scale: float = 1.0
+    program: LoweredProgram,
+    step: int,
+    sizes: Mapping[int, int],
+    unit: float = 1.0,
+    loss_scale: Tensor | float = 1.0,
 ) -> LossWeights:
     """Return the loss weights of a rank in one step.
 

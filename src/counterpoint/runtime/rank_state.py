@@ -74,15 +74,19 @@ class RankState:
         """Start a step without results."""
         self.result, self.late_result, self.num_commits, self.scale, self.skip_update = None, None, 0, 1.0, False
         self.timings.clear()
+        self.keep_for_rollback()
+
+    def keep_for_rollback(self) -> None:
+        """Keep what a failed step goes back to."""
         self._before_step = (
             self.num_skipped, self.skip_delayed_update, self.weight_unit, self.delayed_mean_factor,
             self.loss_scaler.state(),
         )  # fmt: skip
 
     def end_step(self) -> None:
-        """Find the loss scale of the next step."""
-        if self.result is not None and (self.result.nonfinite or not self.result.skip_reason):
-            self.loss_scaler.update(is_finite=not self.result.nonfinite)
+        """Find the loss scale of the next step, if the host has decided this one."""
+        if self.result is not None:
+            self.update_loss_scale(self.result)
 
     def record_commit(self, result: StepResult, *, skip_update: bool, skip_delayed_update: bool) -> None:
         """Record what a commit has decided."""
@@ -91,7 +95,17 @@ class RankState:
         self.weight_unit, self.delayed_mean_factor = result.weight_unit, result.mean_factor
         self.scale = result.scale
         self.num_commits += 1
-        self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
+        self.count_skip(result)
+
+    def count_skip(self, result: StepResult) -> None:
+        """Count a skipped step, unless a smaller loss scale follows."""
+        if not (result.nonfinite == "gradients" and self.loss_scaler.may_shrink):
+            self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
+
+    def update_loss_scale(self, result: StepResult) -> None:
+        """Find the loss scale of the next step."""
+        if result.nonfinite or not result.skip_reason:
+            self.loss_scaler.update(is_finite=not result.nonfinite)
 
     def record_late_commit(self, pending: PendingCommit, result: LateResult) -> None:
         """Record a commit whose decision the host reads a step later."""
@@ -102,7 +116,9 @@ class RankState:
     def record_late_result(self, result: StepResult) -> None:
         """Record what the commit of the step before has decided."""
         self.weight_unit = result.weight_unit
-        self.num_skipped = self.num_skipped + 1 if result.skip_reason else 0
+        self.count_skip(result)
+        self.update_loss_scale(result)
+        self.keep_for_rollback()
 
     def restore_delayed(self, *, is_skipped: bool, mean_factor: float = 1.0) -> None:
         """Record whether the update with the delayed gradients of a checkpoint will be skipped, and their scale."""

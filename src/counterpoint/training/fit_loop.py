@@ -334,12 +334,11 @@ class FitLoop:
 
     def is_retried(self, result: StepResult | LateResult) -> bool:
         """Return whether all ranks have skipped a step whose gradients were too large for a dynamic loss scale."""
-        return (
-            isinstance(result, StepResult)
-            and result.nonfinite == "gradients"
-            and isinstance(parse_loss_scale(self.local_ranks.options.loss_scale), DynamicLossScale)
-            and len(result.busy_s) == self.local_ranks.world.fabrics[0].num_ranks
-        )
+        if not isinstance(parse_loss_scale(self.local_ranks.options.loss_scale), DynamicLossScale):
+            return False
+        if isinstance(result, LateResult):
+            result = result.read()  # the schedule has to know before the next step
+        return result.nonfinite == "gradients" and len(result.busy_s) == self.local_ranks.world.fabrics[0].num_ranks
 
     def step(self, *, traced: bool) -> None:
         """Take one step."""

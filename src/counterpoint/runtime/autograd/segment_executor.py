@@ -548,9 +548,9 @@ class SegmentExecutor:
     def scale_loss(self, loss: Tensor, factor: Tensor | float = 1.0) -> Tensor:
         """Return the loss times a factor and the loss scale, which backward starts from."""
         scale = self.loss_weights.loss_scale
-        if scale != 1.0 and loss.dtype == torch.float16:
-            loss = loss.float()  # which holds the scaled loss
-        factor = factor if scale == 1.0 else factor * scale
+        if isinstance(scale, Tensor) or scale != 1.0:
+            loss = loss.float() if loss.dtype == torch.float16 else loss  # which holds the scaled loss
+            factor = factor * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
         scaled: Tensor = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         return scaled
 

@@ -245,8 +245,8 @@ class RankCommunication:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the losses that this step's gradients come from."""
-        return self.executor.loss_weights.loss_scale
+        """The factor of the losses that this step's gradients come from; the host knows it where it decides steps."""
+        return float(self.executor.loss_weights.loss_scale)
 
     def sample_fractions(self, instruction: Collective) -> list[float]:
         """Return for each member of a compressed all-reduce its gradient's samples divided by those of the loss."""
