@@ -207,3 +207,66 @@ def test_a_mean_over_tokens_that_the_model_computes_is_measured_over_all_of_them
         progress="off",
     ) as one:
         assert one.evaluate(batches)["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+class Changing(cp.Callback):
+    """Changes the model after the step that is evaluated."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step(self, event):
+        self.change(self.model)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.temperature = mlp(), 1.0
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layers(x) * self.scale * self.temperature
+
+
+def replace_head(model):
+    model.layers[-1] = nn.Linear(8, 3).double()
+
+
+def change_attribute(model):
+    model.temperature = 2.0
+
+
+def change_weight(model):
+    with torch.no_grad():
+        model.layers[0].weight.mul_(2)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (replace_head, "layers.4 of the model was replaced between two steps"),
+        (change_attribute, "temperature of the model was changed from 1.0 to 2.0 between two steps"),
+        (change_weight, "layers.0.weight of the model changed between two steps"),
+    ],
+)
+def test_what_ranks_cannot_take_over_is_refused_in_an_evaluation(change, text, strategy):
+    """The ranks measured the model as it was before the change."""
+    listener = Changing(change)
+    listener.model = Scaled()
+    with make_trainer(strategy, listener.model, callbacks=[listener]) as one:
+        if strategy == "solo" and change is not replace_head:  # it runs the model itself
+            one.fit(dataset(), batch_size=12, max_steps=1, eval_dataset=dataset(12))
+            return
+        with pytest.raises(cp.DataError, match=text):
+            one.fit(dataset(), batch_size=12, max_steps=1, eval_dataset=dataset(12))
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
+def test_a_buffer_that_was_changed_after_the_step_is_measured(strategy):
+    listener = Changing(lambda model: model.scale.mul_(2))
+    listener.model = Scaled()
+    with make_trainer(strategy, listener.model, callbacks=[listener]) as one:
+        history = one.fit(dataset(), batch_size=12, max_steps=1, eval_dataset=dataset(12), metrics=measure)
+    assert history.evaluations[-1].metrics == pytest.approx(by_hand(listener.model, dataset(12)), rel=1e-12)

@@ -120,9 +120,11 @@ def test_an_attribute_that_does_not_change_the_output_may_be_changed(plan, num_m
 
 
 def test_python_s_generator_is_refused_in_a_trace_and_named_elsewhere():
-    with pytest.raises(PlanError, match="Dropped draws from the generator of Python or numpy, but a model is split"):
+    with pytest.raises(
+        PlanError, match="Dropped draws from a generator of Python or numpy, or from one of its own, but a model"
+    ):
         train(Dropped, "pipeline(2)", 2)
-    with pytest.warns(UserWarning, match="come from the generator of Python or numpy, which are not keyed by sample"):
+    with pytest.warns(UserWarning, match="come from a generator of Python or numpy, which are not keyed by sample"):
         train(Dropped, "data(2)")
 
 

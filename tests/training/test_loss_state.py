@@ -148,11 +148,15 @@ def test_a_state_may_be_that_of_each_microbatch_if_that_is_intended():
 
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "tensor(2)"])
+def test_random_numbers_are_no_state(strategy):
+    assert len(train(noisy, strategy, 2)) == 3
+
+
 @pytest.mark.parametrize(
     "make", [lambda: noisy, lambda: noisy_by_numpy, lambda: noisy_by_python, noisy_by_its_own_generator]
 )
-def test_random_numbers_are_no_state(make, strategy):
-    assert len(train(make(), strategy, 2)) == 3
+def test_random_numbers_of_any_source_are_no_state_where_each_microbatch_is_a_batch(make):
+    assert len(train(make(), "solo", 2, cross_sample="accept")) == 3
 
 
 def test_what_each_call_overwrites_is_no_state_and_stays_that_of_the_last_microbatch():

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.device.select import accelerator_for
 from counterpoint.errors import DataError, PlanError
+from counterpoint.partitioning.own_generators import find_generators, preserve_generators
 
 Inputs: TypeAlias = Any
 """The inputs of a model: one tensor, a tuple of positional or a mapping of keyword arguments."""
@@ -241,7 +242,7 @@ def preserve_device_rng(devices: Collection[torch.device]) -> Iterator[None]:
 def preserve_state(
     model: nn.Module, *, training: bool = True, attributes: ModuleAttributes | None = None
 ) -> Iterator[None]:
-    """Restore the model's buffers, plain attributes, training flags and the random state afterwards.
+    """Restore the model's buffers, plain attributes, training flags, own generators and the random state afterwards.
 
     Args:
         model: the model.
@@ -249,10 +250,16 @@ def preserve_state(
         attributes: restores the attributes instead, whenever the caller wants it.
     """
     slots, own_attributes = BufferSlots(model), ModuleAttributes(model) if attributes is None else None
+    generators = find_generators(model)
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer, _ in saved} | {parameter.device for parameter in model.parameters()}
     norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    with training_mode(model, training=training), preserve_device_rng(devices), torch.no_grad():
+    with (
+        training_mode(model, training=training),
+        preserve_device_rng(devices),
+        preserve_generators(generators),
+        torch.no_grad(),
+    ):
         try:
             with AllowSingleSampleNorm(norms) if norms else nullcontext():
                 yield

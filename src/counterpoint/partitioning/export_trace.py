@@ -37,6 +37,7 @@ from counterpoint.partitioning.dry_run import (
 from counterpoint.partitioning.fx_ops import is_random_op
 from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.lazy_networkx import without_networkx
+from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
 from counterpoint.partitioning.partitioned_model import canonical_names
 from counterpoint.partitioning.pytree import TensorTree, register_dataclasses, strip_unknown_leaves
 
@@ -229,10 +230,20 @@ def export_graph(
         )
     if stripped_types:
         module.graph.eliminate_dead_code()
+    _require_no_own_generators(module, model)
     _require_known_sizes(module, model)
     traced = _parse_module(module, canonical_names(model))
     _require_no_outer_autocast(traced, model)
     return traced
+
+
+def _require_no_own_generators(module: fx.GraphModule, model: nn.Module) -> None:
+    """Reject draws from another generator than torch's global one, which a trace would repeat."""
+    for node in module.graph.nodes:
+        if node.kwargs.get("generator") is not None:
+            path = innermost_module(node)
+            location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+            raise PlanError(f"the forward of {location} draws from a generator of its own, {OWN_DRAWS_RULE}")
 
 
 def _require_known_sizes(module: fx.GraphModule, model: nn.Module) -> None:

@@ -8,7 +8,7 @@ of a sample are adjacent. Draws that are not found here, or are in no known orde
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.partitioning.dry_run import Inputs, KeptValues, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.fx_ops import call_draws
+from counterpoint.partitioning.own_generators import OwnGenerator, find_generators, read_states
 from counterpoint.partitioning.seed_hooks import SeedHooks
-from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
 from counterpoint.runtime.random_functions import random_functions
 from counterpoint.terminal_text import warn
 
@@ -62,14 +63,19 @@ class DrawRecorder:
         draws: in order.
         unkeyed: what else has drawn, by path.
         path: of the latest module call.
-        state: of the random generators of Python and numpy.
+        generators: of the model's own.
+        state: of the random generators of Python and numpy, and of its own.
     """
 
     draws: dict[DrawSite, RecordedDraw] = field(default_factory=dict)
     unkeyed: dict[str, str] = field(default_factory=dict)
     path: str = ""
     number: int = 0
-    state: object = field(default_factory=lambda: other_rng_state())
+    generators: Sequence[OwnGenerator] = ()
+    state: object = None
+
+    def __post_init__(self) -> None:
+        self.state = self._read_state()
 
     def __call__(self, path: str) -> None:
         """Begin the call of a module."""
@@ -77,11 +83,14 @@ class DrawRecorder:
         self.path, self.number = path, 0
 
     def check_other_generators(self) -> None:
-        """Record whether Python's or numpy's generator was used since the last call."""
-        state = other_rng_state()
+        """Record whether a generator of Python or numpy was used since the last call."""
+        state = self._read_state()
         if state != self.state:
-            self.unkeyed.setdefault(self.path, "the generator of Python or numpy")
+            self.unkeyed.setdefault(self.path, "a generator of Python or numpy")
         self.state = state
+
+    def _read_state(self) -> object:
+        return other_rng_state(), read_states(self.generators)
 
     def select(self, shape: Sequence[int], p: float, value: float, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ones."""
@@ -89,10 +98,12 @@ class DrawRecorder:
         self._record(shape, like)
         return torch.ones(tuple(shape), dtype=dtype, device=like.device)
 
-    def words(self, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
+    def words(
+        self, shape: Sequence[int], device: torch.device, like: Tensor | None = None, *, per_entry: int = 0
+    ) -> Tensor:
         """Return the middle of the range."""
         self._record(shape, like)
-        return torch.full(tuple(shape), 1 << 31, dtype=torch.int64, device=device)
+        return torch.full((*shape, *filter(None, [per_entry])), 1 << 31, dtype=torch.int64, device=device)
 
     def _record(self, shape: Sequence[int], like: Tensor | None) -> None:
         self.draws[DrawSite(self.path, self.number)] = RecordedDraw(tuple(shape), like)
@@ -150,7 +161,7 @@ def _record_draws(model: nn.Module, inputs: Inputs) -> DrawRecorder:
     args, kwargs = split_call_args(inputs)
     kept_values = KeptValues(model)
     with preserve_rng(), preserve_state(model), torch.enable_grad():  # for a forward that differentiates
-        recorder = DrawRecorder()
+        recorder = DrawRecorder(generators=find_generators(model))
         hooks = SeedHooks(model, recorder)
         try:
             with UnkeyedDrawDetector(recorder), InterceptFunctions(random_functions(recorder)):
@@ -160,6 +171,22 @@ def _record_draws(model: nn.Module, inputs: Inputs) -> DrawRecorder:
             kept_values.find()
             kept_values.restore()
         recorder.check_other_generators()
+    return recorder
+
+
+def record_loss_draws(
+    compute: Callable[[Mapping[TorchFunction, FunctionReplacement]], object], generators: Sequence[OwnGenerator]
+) -> DrawRecorder:
+    """Return what a loss draws.
+
+    Args:
+        compute: calls it with the functions that replace torch's.
+        generators: of its own.
+    """
+    recorder = DrawRecorder(generators=generators)
+    with UnkeyedDrawDetector(recorder):
+        compute(random_functions(recorder))
+    recorder.check_other_generators()
     return recorder
 
 
@@ -201,6 +228,49 @@ def find_batch_dim(once: RecordedDraw, twice: RecordedDraw, count: int) -> int |
     if once.shape[dim] != count and not _is_sample_major(once, twice, dim):
         raise LookupError
     return dim
+
+
+def loss_batch_dim(shape: Sequence[int], num_samples: int) -> int | None:
+    """Return the batch dim of a draw of a loss: 0, or None if it seems to be one for the whole batch.
+
+    Example:
+        >>> loss_batch_dim((4, 3), 4), loss_batch_dim((), 4), loss_batch_dim((3,), 4)
+        (0, None, None)
+    """
+    return 0 if shape and shape[0] == num_samples else None
+
+
+def may_have_samples(shape: Sequence[int], num_samples: int) -> bool:
+    """Return whether a draw may have samples along a dim, several entries for each.
+
+    Example:
+        >>> may_have_samples((8,), 4), may_have_samples((3,), 4)
+        (True, False)
+    """
+    return any(not size % num_samples for size in shape)
+
+
+def find_unknown_draw(
+    draws: Sequence[RecordedDraw], num_samples: int, others: Sequence[RecordedDraw] | None, num_others: int
+) -> RecordedDraw | None:
+    """Return the first draw of a loss whose batch dim may be another one than :func:`loss_batch_dim` says.
+
+    Args:
+        draws: of the loss of some samples.
+        num_samples: how many.
+        others: of the loss of another number of samples; None if it cannot be computed.
+        num_others: how many.
+    """
+    for index, draw in enumerate(draws):
+        is_by_sample = loss_batch_dim(draw.shape, num_samples) == 0
+        if others is None:
+            is_known = is_by_sample or not may_have_samples(draw.shape, num_samples)
+        else:
+            expected = (num_others, *draw.shape[1:]) if is_by_sample else draw.shape
+            is_known = len(others) == len(draws) and others[index].shape == expected
+        if not is_known:
+            return draw
+    return None
 
 
 def _is_sample_major(once: RecordedDraw, twice: RecordedDraw, dim: int) -> bool:

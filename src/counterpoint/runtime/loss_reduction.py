@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import assign_values
+from counterpoint.runtime.draw_sites import DrawRecorder, find_unknown_draw, record_loss_draws
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
 from counterpoint.runtime.loss_state import LossState, find_running_state
@@ -478,6 +479,11 @@ STATE_OPTIONS = (
     "pass loss_reduction='batch', which computes the loss once on the outputs of the whole batch, or "
     "cross_sample='accept' if each microbatch may be a batch of its own"
 )
+DRAWS_REMEDY = (
+    "draw with torch.rand, randn, bernoulli or F.dropout and without a generator of your own, one entry for each "
+    "sample along dim 0, as torch.randn_like(targets) does, or draw in the dataset and give the numbers with the "
+    "targets"
+)
 STATE_PROCESSES = (
     "start one process for each rank (counterpoint run -n N script.py), each of which has a loss of its own"
 )
@@ -523,6 +529,13 @@ class LossSamples(NamedTuple):
     def devices(self) -> set[torch.device]:
         """The devices of the outputs."""
         return {leaf.device for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)}
+
+    @property
+    def are_along_dim_0(self) -> bool:
+        """Whether outputs have them along dim 0, and no list of tensors may have an entry for each."""
+        leaves = [leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)]
+        has_list = any(len(values) == self.num_samples for values in find_tensor_lists(self[:2]))
+        return not has_list and all(leaf.dim() and len(leaf) == self.num_samples for leaf in leaves)
 
     @property
     def has_plain_list(self) -> bool:
@@ -670,13 +683,15 @@ class LossCheck:
             DataError: the second loss differs, or the state has changed further.
         """
         losses: list[LossValue] = []
+        draws = False
 
         def compute() -> None:
+            nonlocal draws
             with state.preserve_generators(samples.devices):
                 generators = state.read_generators()
                 losses.append(self._compute(loss_function, samples))
-                if state.read_generators() != generators:  # it draws random numbers, so that parts cannot be compared
-                    self.next_step = math.inf
+                if state.read_generators() != generators:  # so that parts cannot be compared
+                    draws, self.next_step = True, math.inf
 
         before = state.read()
         compute()
@@ -689,9 +704,61 @@ class LossCheck:
             name = "something" if is_other else ""
         if name:
             self._explain_state(name, first.mean, second.mean, samples.what, is_divided=is_divided)
+        if draws and not self.remedy:
+            with state.restored(changed):
+                self._require_keyed_draws(state, loss_function, samples, is_divided=is_divided)
         if step >= self.next_state_step:
             self.next_state_step = max(1, 2 * step)
         return first, changed
+
+    def _require_keyed_draws(
+        self, state: LossState, loss_function: LossFunction, samples: LossSamples, *, is_divided: bool
+    ) -> None:
+        """Check that a loss of parts draws what that of the whole batch draws.
+
+        Args:
+            state: of the loss.
+            loss_function: the user's, with the parameters of this step.
+            samples: from which it is computed.
+            is_divided: whether they are a part of a batch.
+
+        Raises:
+            DataError: it draws from a generator of its own, or numbers of which the samples are unknown.
+        """
+
+        def record(part: LossSamples) -> DrawRecorder:
+            def compute(replacements: Mapping[TorchFunction, FunctionReplacement]) -> None:
+                self._compute(loss_function, part, replacements)
+
+            with state.preserve_generators(samples.devices):
+                return record_loss_draws(compute, state.generators)
+
+        recorder = record(samples)
+        for source in recorder.unkeyed.values():
+            calls = "for each of its parts" if is_divided else "several times, as the ranks of a process share a loss"
+            raise DataError(
+                f"the random numbers of the loss come from {source}, which are not keyed by sample ({samples.what}); a "
+                "loop without microbatches calls the loss once for a batch, but here it is called "
+                f"{calls}, which would draw others; {DRAWS_REMEDY}; or "
+                f"{STATE_OPTIONS if is_divided else STATE_PROCESSES}"
+            )
+        if not is_divided:
+            return
+        draws, others = [*recorder.draws.values()], None
+        middle, cuts_lists = samples.num_samples // 2, samples.has_plain_list
+        other = (
+            samples.take(0, middle, cuts_lists=cuts_lists) if middle else samples.join(samples, cuts_lists=cuts_lists)
+        )
+        if draws and samples.are_along_dim_0:
+            with suppress(Exception):  # a loss need not take another number of samples
+                others = [*record(other).draws.values()]
+        unknown = find_unknown_draw(draws, samples.num_samples, others, other.num_samples)
+        if unknown is not None:
+            raise DataError(
+                f"the loss draws random numbers of the shape {tuple(unknown.shape)} for {samples.num_samples} samples "
+                f"({samples.what}), and which of them belong to which sample is unknown, so that it would draw others "
+                f"for parts of a batch than for the whole; {DRAWS_REMEDY}; or {STATE_OPTIONS}"
+            )
 
     def _explain_state(self, name: str, first: float, second: float, what: str, *, is_divided: bool) -> NoReturn:
         again = "" if first == second else f", so that it is {first:.6g}, then {second:.6g} for the same output"
@@ -717,15 +784,13 @@ class LossCheck:
         leaves = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
         if not leaves or self.next_step == math.inf:
             return
-        num_samples = samples.num_samples
-        has_list = any(len(values) == num_samples for values in find_tensor_lists(samples[:2]))
-        if has_list or any(not leaf.dim() or len(leaf) != num_samples for leaf in leaves):
+        if not samples.are_along_dim_0:
             self.next_step = math.inf
             return
         relative = _relative_tolerance(leaves[0], total.dtype)
         absolute = _rounding_error(leaves[0], total.dtype)
         is_undefined = math.isnan(total.mean)  # as of samples without tokens
-        if is_undefined and num_samples > 1:
+        if is_undefined and samples.num_samples > 1:
             return
         if not is_undefined and not abs(total.mean - value) <= 2 * relative * abs(total.mean) + absolute:
             self.next_step = math.inf  # it draws random numbers
@@ -795,10 +860,23 @@ class LossCheck:
         else:
             self.single = samples.detach()
 
-    def _compute(self, loss_function: LossFunction, samples: LossSamples) -> LossValue:
+    def _compute(
+        self,
+        loss_function: LossFunction,
+        samples: LossSamples,
+        random_functions: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({}),
+    ) -> LossValue:
         """Compute the loss of some samples."""
         output, targets, num_samples, what = samples
-        loss = compute_mean_loss(loss_function, output, targets, what, is_whole=True, is_sum=self.is_sum)
+        loss = compute_mean_loss(
+            loss_function,
+            output,
+            targets,
+            what,
+            is_whole=True,
+            is_sum=self.is_sum,
+            random_functions=random_functions,
+        )
         weight = num_samples if loss.weight is None else float(loss.weight)
         return LossValue(float(loss.mean.detach()), weight, loss.mean.dtype)
 

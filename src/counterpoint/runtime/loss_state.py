@@ -8,8 +8,6 @@ same value.
 
 from __future__ import annotations
 
-import random
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +20,12 @@ from torch import Tensor, nn
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, assign_values, preserve_device_rng
+from counterpoint.partitioning.own_generators import (
+    OTHER_PACKAGES,
+    find_generators,
+    preserve_generators,
+    read_states,
+)
 from counterpoint.runtime.draw_sites import other_rng_state
 
 MAX_DEPTH = 4
@@ -53,7 +57,7 @@ class LossState:
     """
 
     def __init__(self, loss: object) -> None:
-        self.generators: list[Any] = []
+        self.generators = find_generators(loss)
         self.seen: set[int] = set()
         self.slots = list(self._find(loss, "the loss", 0))
 
@@ -89,28 +93,19 @@ class LossState:
     @contextmanager
     def preserve_generators(self, devices: set[torch.device]) -> Iterator[None]:
         """Restore the global generators and those of the loss afterwards, so that its next call draws the same."""
-        states = [_generator_state(generator) for generator in self.generators]
-        with preserve_rng(), preserve_device_rng(devices):
-            try:
-                yield
-            finally:
-                for generator, state in zip(self.generators, states, strict=True):
-                    _set_generator_state(generator, state)
+        with preserve_rng(), preserve_device_rng(devices), preserve_generators(self.generators):
+            yield
 
     def read_generators(self) -> list[object]:
         """Return the states of the global generators and those of the loss, to see whether it draws."""
-        states = [_generator_state(generator) for generator in self.generators]
-        tensors = [state.numpy().tobytes() if isinstance(state, Tensor) else repr(state) for state in states]
-        return [torch.get_rng_state().numpy().tobytes(), other_rng_state(), *tensors]
+        return [torch.get_rng_state().numpy().tobytes(), other_rng_state(), *read_states(self.generators)]
 
     def _find(self, value: Any, name: str, depth: int) -> Iterator[StateSlot]:  # noqa: ANN401 - anything
         """Yield what a value holds."""
         if depth > MAX_DEPTH or id(value) in self.seen or isinstance(value, type | types.ModuleType):
             return
         self.seen.add(id(value))
-        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-            self.generators.append(value)
-        elif isinstance(value, partial | types.MethodType):
+        if isinstance(value, partial | types.MethodType):
             for part in _parts_of_callable(value):
                 yield from self._find(part, name, depth)
         elif isinstance(value, types.FunctionType):
@@ -207,28 +202,9 @@ def _dict_slot(values: dict[Any, Any], key: Any, name: str) -> StateSlot:  # noq
     return StateSlot(name, lambda: values.get(key), write)
 
 
-_OTHERS = (sys.stdlib_module_names | {"torch", "torchvision", "numpy", "counterpoint"}) - {"types", "collections"}
-"""Modules whose objects are not looked into."""
-
-
 def _is_torchs(value: Any) -> bool:  # noqa: ANN401 - a class or a function
     """Tell whether a class or a function is torch's, this library's or Python's."""
-    return str(getattr(value, "__module__", "")).partition(".")[0] in _OTHERS
-
-
-def _generator_state(generator: Any) -> Any:  # noqa: ANN401 - of several libraries
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:  # noqa: ANN401 - as above
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+    return str(getattr(value, "__module__", "")).partition(".")[0] in OTHER_PACKAGES
 
 
 def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 - what a slot has

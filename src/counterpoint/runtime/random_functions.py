@@ -34,8 +34,17 @@ class RandomSource(Protocol):
         """
         ...
 
-    def words(self, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
-        """Return whole numbers, uniform in ``[0, 2**32)``, as int64; ``like`` is what they are for."""
+    def words(
+        self, shape: Sequence[int], device: torch.device, like: Tensor | None = None, *, per_entry: int = 0
+    ) -> Tensor:
+        """Return whole numbers, uniform in ``[0, 2**32)``, as int64.
+
+        Args:
+            shape: of what they are for.
+            device: of the result.
+            like: what they are for.
+            per_entry: how many numbers each entry gets, along one more dim; 0 for one number without such a dim.
+        """
         ...
 
 
@@ -220,7 +229,7 @@ def uniform(
 
 def normal(source: RandomSource, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
     """Return standard normal values in float64, by the transform of Box and Muller."""
-    radius, angle = source.words((*shape, 2), device, like).double().unbind(-1)
+    radius, angle = source.words(shape, device, like, per_entry=2).double().unbind(-1)
     return (-2 * ((radius + 1) * 2.0**-32).log()).sqrt() * (angle * (2 * math.pi * 2.0**-32)).cos()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.runtime.draw_sites import DrawSite, DrawSites
+from counterpoint.runtime.draw_sites import DrawSite, DrawSites, loss_batch_dim, may_have_samples
 from counterpoint.runtime.kernels.philox import philox_select, philox_words
 from counterpoint.runtime.random_functions import random_functions
 from counterpoint.terminal_text import warn
@@ -84,6 +84,7 @@ class SampleRNG:
         self.samples = SampleRange()
         self.site = DrawSite("", 0)
         self.loss_seeds = False
+        self.checks_loss = False  # whether draws of the loss whose samples are unknown are refused
         self.step_key = self.microbatch_key = 0
         self.site_keys: dict[DrawSite, int] = {}
         self.log = CallLog()
@@ -132,12 +133,15 @@ class SampleRNG:
         philox_select(out.view(samples.size, math.prod(shape) // samples.size), key, samples.first, p, value)
         return out.movedim(0, batch_dim) if batch_dim else out
 
-    def words(self, shape: Sequence[int], device: torch.device, like: Tensor | None = None) -> Tensor:
+    def words(
+        self, shape: Sequence[int], device: torch.device, like: Tensor | None = None, *, per_entry: int = 0
+    ) -> Tensor:
         """Return whole numbers, uniform in ``[0, 2**32)``."""
         del like
         key, batch_dim, samples = self._next_draw(shape)
-        width = math.prod(shape) // samples.size
-        out = philox_words(key, samples.first, samples.size, width, device).view(_move_first(shape, batch_dim))
+        width = math.prod(shape) // samples.size * max(per_entry, 1)
+        order = (*_move_first(shape, batch_dim), *filter(None, [per_entry]))
+        out = philox_words(key, samples.first, samples.size, width, device).view(order)
         return out.movedim(0, batch_dim) if batch_dim else out
 
     def _next_draw(self, shape: Sequence[int]) -> tuple[int, int, SampleRange]:
@@ -148,7 +152,9 @@ class SampleRNG:
         following = DrawSite(site.path, site.number + 1)
         batch_dim: int | None
         if site.path == LOSS:
-            batch_dim = 0 if shape and shape[0] == samples.size else _UNKNOWN
+            batch_dim = loss_batch_dim(shape, samples.size)
+            if batch_dim is None and not self.checks_loss and may_have_samples(shape, samples.size):
+                batch_dim = _UNKNOWN
         else:
             batch_dim = self.batch_dims.get(site, _UNKNOWN)
         if site.path != LOSS or self.loss_seeds:

@@ -26,6 +26,9 @@ def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn |
         batches: the held-out data.
         metrics: the metrics function; None for the loss.
     """
+    cursor = Cursor()
+    if batches.count_left(cursor, 1):
+        local_ranks.prepare_evaluation(batches.batch_at(cursor, local_ranks.global_num_microbatches))
     local_ranks.sync_state()
     per_batch: list[Metrics] = []
 
@@ -33,7 +36,6 @@ def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn |
         assert metrics is not None, "the loss is measured otherwise"
         per_batch.append(metrics(outputs, targets))
 
-    cursor = Cursor()
     with local_ranks.use_averaged_weights():
         while batches.count_left(cursor, 1):
             batch = batches.batch_at(cursor, local_ranks.global_num_microbatches)

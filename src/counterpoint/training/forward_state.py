@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import DataError, PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
+from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE, find_generators, read_states
 from counterpoint.runtime.draw_sites import other_rng_state
 from counterpoint.training.embedding_checks import FrequencyScalingDetector
 
@@ -26,7 +27,7 @@ class ForwardState:
     Args:
         attributes: of the model, which it has changed or added.
         difference: of the outputs of a second forward on the same inputs, relative to the largest value.
-        uses_other_generators: whether it draws from Python's or numpy's generator.
+        uses_other_generators: whether it draws from a generator of Python or numpy, or one of its own.
         scales_by_frequency: whether it divides gradients of a table by how often the batch has an index.
         changed_inputs: the indices of the tensors among its inputs that it changes in place.
     """
@@ -89,10 +90,8 @@ class ForwardState:
         """
         if self.uses_other_generators:
             raise PlanError(
-                f"the forward of {type(model).__name__} draws from the generator of Python or numpy, but a model is "
-                "split along the operations of one call, which would repeat the numbers of that call in every step; "
-                "draw with torch.rand, or use a strategy that keeps the model whole (data, zero of level 1 or 2, "
-                "server)"
+                f"the forward of {type(model).__name__} draws from a generator of Python or numpy, or from one of its "
+                f"own, {OWN_DRAWS_RULE}"
             )
 
 
@@ -173,12 +172,13 @@ def _copy_tensors(inputs: Inputs) -> Inputs:
 
 
 def _run(model: nn.Module, inputs: Inputs, attributes: ModuleAttributes) -> tuple[list[Tensor], bool]:
-    """Return the output tensors, and whether other generators than torch's were used; attributes stay changed."""
+    """Return the output tensors, and whether another generator than torch's was used; attributes stay changed."""
     args, kwargs = split_call_args(inputs)
     with preserve_rng(), preserve_state(model, attributes=attributes), torch.enable_grad():
-        before = other_rng_state()
+        generators = find_generators(model)
+        before = other_rng_state(), read_states(generators)
         output = model(*args, **kwargs)
-        uses_other_generators = other_rng_state() != before
+        uses_other_generators = (other_rng_state(), read_states(generators)) != before
     return [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], uses_other_generators
 
 

@@ -659,13 +659,27 @@ class LocalRanks:
         if self.input_reuse is not None:
             self.input_reuse.check_batch(batch, submitted_batches(batch))
         changes = self.changes
-        changes.begin_step(
-            batch,
-            lambda: self.compiler.run_forward(
-                clone_tensors(batch.inputs(self.example_micro(batch))), ModuleAttributes(self.model)
-            ),
-        )
+        changes.begin_step(batch, lambda: self.run_example(batch))
         return changes
+
+    def run_example(self, batch: MicrobatchSource) -> None:
+        """Run the user's model once on a copy of a microbatch; its attributes stay as the forward leaves them."""
+        inputs = clone_tensors(batch.inputs(self.example_micro(batch)))
+        self.compiler.run_forward(inputs, ModuleAttributes(self.model))
+
+    def prepare_evaluation(self, batch: MicrobatchSource) -> None:
+        """Check what the user may have changed since the last step, and give the ranks what they can take over.
+
+        Args:
+            batch: the first that is evaluated.
+
+        Raises:
+            DataError: something was changed that ranks cannot take over.
+        """
+        assert self.changes is not None, "built"
+        self.finish_steps()
+        self.shared_model.catch_up()
+        self.changes.prepare_evaluation(lambda: self.run_example(batch))
 
     @property
     def is_single_process(self) -> bool:

@@ -82,7 +82,7 @@ def test_an_in_place_change_by_a_later_block_is_found_in_recomputation():
 def test_random_numbers_from_python_are_found_by_the_results():
     with (
         pytest.warns(
-            UserWarning, match=r"\(PythonNoise\) come from the generator of Python or numpy, which are not keyed"
+            UserWarning, match=r"\(PythonNoise\) come from a generator of Python or numpy, which are not keyed"
         ),
         pytest.raises(DataError) as caught,
     ):

@@ -158,6 +158,7 @@ class SegmentExecutor:
         self.pending_weight_sums = PendingScalars(accelerator)
         self.loss_parts: dict[int, dict[str, PartTotal]] = {}  # of losses that are dicts, by microbatch
         self.loss_check = self.make_loss_check()
+        self.rng.checks_loss = self.loss_check is not None
         self.weights: Mapping[str, Tensor] = {}  # of the version that the last segment read
         self.reduces_inside = True  # whether the last segment may itself compute a loss; known after its first run
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward

@@ -120,6 +120,22 @@ class ModelChanges:
         else:
             self.weights.require_unchanged(self.built.plan)
 
+    def prepare_evaluation(self, run_forward: Callable[[], object]) -> None:
+        """Load buffers that were changed into the ranks, and check what ranks cannot take over, for an evaluation.
+
+        Args:
+            run_forward: runs the model once.
+
+        Raises:
+            DataError: modules, parameters, attributes or weights were changed.
+        """
+        self.structure.require_unchanged(self.built.plan)
+        self.buffers.carry_over()
+        self.attributes.require_unchanged(self.built.plan, run_forward)
+        measures = self.weights.measures
+        self.weights.require_unchanged(self.built.plan)
+        self.weights.measures = measures  # of the next step, too
+
     def require_same_weights(self, rank: int) -> None:
         """Check a rank's weights in its step, where an error tells the other processes.
 
