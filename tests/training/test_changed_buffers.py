@@ -48,6 +48,18 @@ def replace(model):
     model.scale = torch.full((8,), 2.0, dtype=torch.float64)
 
 
+def fill_through_data(model):
+    model.scale.data.fill_(2.0)
+
+
+def fill_through_numpy(model):
+    model.scale.numpy()[...] = 2.0
+
+
+def assign_data(model):
+    model.scale.data = torch.full((8,), 2.0, dtype=torch.float64)
+
+
 def fill_and_read(model):
     model.scale.fill_(2.0)
     assert bool(model.first.weight.isfinite().all())
@@ -74,7 +86,7 @@ def evaluate_and_freeze(model):
 
 
 CHANGES = [
-    (Net, fill), (Net, replace), (Net, fill_and_read), (Net, freeze_norm), (Net, reset_norm), (Net, evaluate_and_freeze),
+    (Net, fill), (Net, fill_through_data), (Net, fill_through_numpy), (Net, assign_data), (Net, replace), (Net, fill_and_read), (Net, freeze_norm), (Net, reset_norm), (Net, evaluate_and_freeze),
     (sequential, freeze_norm), (sequential, reset_norm), (sequential, evaluate),
 ]  # fmt: skip
 

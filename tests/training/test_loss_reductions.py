@@ -330,7 +330,7 @@ def test_a_loss_that_draws_or_counts_is_not_compared_with_its_halves():
 
     losses, _ = train(noisy, "solo", 2)
     assert len(losses) == 3
-    assert len(calls) == 2 * 3 + 3 * 2  # twice again in steps 0, 1 and 2, to find a state
+    assert len(calls) == 2 * 3 + 3 * 4  # again in steps 0, 1 and 2: twice to find a state, twice to see what it draws
 
 
 def test_one_training_step_late_takes_the_weights_of_its_own_step():

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from operator import is_
 from typing import Any, Literal
 from zlib import crc32
@@ -500,7 +500,8 @@ def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
 class BufferChanges:
     """Gives ranks the buffers of the user's model that code between steps has changed or replaced.
 
-    It finds them by torch's version counters and by what is registered; changes through ``.data`` are not seen.
+    It finds them by torch's version counters and by what is registered. Changes through ``.data`` and numpy are not
+    counted: they are found by the values of the smallest buffers on the host; in others they are not seen.
 
     Args:
         model: the user's model.
@@ -520,6 +521,7 @@ class BufferChanges:
         self.held_versions: list[int] = []
         self.versions: list[int] = []
         self.values: list[Tensor] = []
+        self.compared: list[int] = []  # indices of the buffers whose values are compared in every step
         self.changed: dict[str, Tensor] = {}
         self.record()
 
@@ -529,6 +531,7 @@ class BufferChanges:
             self.versions = _read_versions(self.buffers)
             self.held_versions = _read_versions(self.held_buffers)
             self.values = [buffer.clone() for _, buffer in self.buffers]
+            self.compared = _smallest_on_host(self.values)
 
     def carry_over(self) -> None:
         """Load the buffers that were changed since :meth:`record` into all ranks.
@@ -549,11 +552,18 @@ class BufferChanges:
     def find_changes(self) -> bool:
         """Add to ``changed`` what was changed since :meth:`record`; return whether anything may have been."""
         versions, held_versions = _read_versions(self.buffers), _read_versions(self.held_buffers)
-        if versions == self.versions and held_versions == self.held_versions:
-            return False
         with without_stale_reads():
+            is_unchanged = all(_are_equal(self.buffers[index][1], self.values[index]) for index in self.compared)
+            if is_unchanged and versions == self.versions and held_versions == self.held_versions:
+                return False
             for (name, buffer), value in zip(self.buffers, self.values, strict=True):
-                if not torch.equal(buffer, value):
+                if buffer.dtype != value.dtype or buffer.shape != value.shape:
+                    raise DataError(
+                        f"the buffer {name}, {value.dtype} {tuple(value.shape)}, became {buffer.dtype} "
+                        f"{tuple(buffer.shape)} between two steps; ranks and checkpoints hold buffers of one shape and "
+                        "dtype: close(), and then change it and call parallelize(...) again (or make a new Trainer)"
+                    )
+                if not _are_equal(buffer, value):
                     self.changed[name] = buffer
         for (name, buffer), before, now in zip(self.held_buffers, self.held_versions, held_versions, strict=True):
             if now != before:
@@ -584,6 +594,31 @@ class BufferChanges:
         """Take note that a step was taken, which itself may have changed the buffers that ranks hold."""
         self.changed.clear()
         self.held_versions = _read_versions(self.held_buffers)
+
+
+MAX_COMPARED_VALUES = 1 << 16
+"""Of buffers that are compared in every step."""
+
+
+def _smallest_on_host(values: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the smallest tensors, which have so many values together as a step may compare."""
+    on_host = [index for index, value in enumerate(values) if value.is_cpu and value.layout == torch.strided]
+    by_size = sorted(on_host, key=lambda index: values[index].numel())
+    totals = accumulate(values[index].numel() for index in by_size)
+    return [index for index, total in zip(by_size, totals, strict=True) if total <= MAX_COMPARED_VALUES]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same form and the same values; nan equals nan."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    return (
+        one.is_floating_point()
+        and torch.equal(one.isnan(), other.isnan())
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )
 
 
 def _read_versions(buffers: Collection[tuple[str, Tensor]]) -> list[int]:
