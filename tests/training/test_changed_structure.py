@@ -130,3 +130,30 @@ def test_a_change_of_the_loss_is_refused():
         loss.extra = nn.Parameter(torch.ones(()))
         with pytest.raises(DataError, match="extra of the model was added"):
             step(X, Y)
+
+
+def build_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_that_is_converted_between_steps_is_refused_and_keeps_its_weights(plan):
+    """Under zero3 the process crashed when it exported weights that were in memory of another dtype."""
+    model = build_layers()
+
+    def train():
+        with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy=plan) as step:
+            step(X, Y)
+            model.double()
+            step(X, Y)
+
+    with pytest.raises(
+        DataError, match=r"^0.weight of the model was converted from float32 to float64 between two steps"
+    ):
+        train()
+    trained = build_layers()
+    with cp.parallelize(trained, optim.SGD(trained.parameters(), lr=0.1), F.mse_loss, strategy="solo") as step:
+        step(X, Y)
+    for one, other in zip(model.parameters(), trained.parameters(), strict=True):
+        assert torch.allclose(one.float(), other, atol=1e-6)

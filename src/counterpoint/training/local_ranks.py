@@ -349,6 +349,8 @@ class LocalRanks:
         assert self.run_spec is not None, "compiled"
         assert self.compiled is not None, "compiled"
         self.model_tensors = dict((*self.trained.named_parameters(), *self.model.named_buffers()))
+        # those of the ranks, whatever the model is converted to later
+        self.param_dtypes = {name: param.dtype for name, param in self.trained.named_parameters()}
         first = self.world.fabrics[0].rank
         programs = [variant.program for variant in self.compiled.step_variants]
         self.groups, self.commits_together = communication_groups(programs), commits_together(programs)
@@ -820,8 +822,7 @@ class LocalRanks:
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
         assert self.run_spec is not None, "built"
-        params = {name: tensor for name, tensor in self.model_tensors.items() if isinstance(tensor, nn.Parameter)}
-        return ShardMap(self.run_spec, {name: param.dtype for name, param in params.items()})
+        return ShardMap(self.run_spec, self.param_dtypes)
 
     def full_optimizer_state(self) -> dict[str, Any]:
         """Return the ``state_dict()`` of the user's optimizer in full, as torch's own; a collective call."""

@@ -155,7 +155,7 @@ class ModelChanges:
 class StructureCheck:
     """Detects modules and parameters that were added, removed or replaced, and buffers that were added or removed.
 
-    Ranks run and train what the model had in the first step, also where they run the user's own model.
+    A parameter that was converted to another dtype, as by ``model.half()``, is found, too. Ranks run and train what the model had in the first step, also where they run the user's own model.
 
     Args:
         *models: the user's model, and a module that computes the loss.
@@ -177,6 +177,8 @@ class StructureCheck:
         self.lengths = [*map(len, self.dicts)]
         self.values = [values.values() for values in self.identified]
         self.objects = [*chain.from_iterable(self.values)]
+        self.params = [(name, value) for name, _, _, value in self.slots if isinstance(value, nn.Parameter)]
+        self.dtypes = self._read_dtypes()
 
     def require_unchanged(self, plan: str) -> None:
         """Check that the model has the modules, parameters and buffers that it had.
@@ -188,6 +190,7 @@ class StructureCheck:
             DataError: it has not.
         """
         if [*map(len, self.dicts)] == self.lengths and all(map(is_, chain.from_iterable(self.values), self.objects)):
+            self._require_same_dtypes(plan)
             return
         name, change, current = next(self._find_changes(), ("a module", "replaced", None))
         if change == "replaced" and isinstance(current, nn.Parameter):
@@ -200,6 +203,25 @@ class StructureCheck:
             f"{name} of the model was {change} between two steps, but under {plan} ranks train the model as it was in "
             "the first step; close(), which gives the model the trained weights, and then change it and call "
             "parallelize(...) again (or make a new Trainer), with an optimizer that holds its parameters"
+        )
+
+    def _read_dtypes(self) -> list[torch.dtype]:
+        with without_stale_reads():
+            return [param.dtype for _, param in self.params]
+
+    def _require_same_dtypes(self, plan: str) -> None:
+        dtypes = self._read_dtypes()
+        if dtypes == self.dtypes:
+            return
+        name, old, new = next(
+            (name, old, new)
+            for (name, _), old, new in zip(self.params, self.dtypes, dtypes, strict=True)
+            if old is not new
+        )
+        raise DataError(
+            f"{name} of the model was converted from {dtype_name(old)} to {dtype_name(new)} between two steps, but under "
+            f"{plan} ranks train it as it was in the first step; close(), and then convert the model and call "
+            "parallelize(...) again (or make a new Trainer), with a new optimizer"
         )
 
     def _find_changes(self) -> Iterator[tuple[str, str, object]]:
