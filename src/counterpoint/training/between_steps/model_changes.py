@@ -155,7 +155,8 @@ class ModelChanges:
 class StructureCheck:
     """Detects modules and parameters that were added, removed or replaced, and buffers that were added or removed.
 
-    A parameter that was converted to another dtype, as by ``model.half()``, is found, too. Ranks run and train what the model had in the first step, also where they run the user's own model.
+    A parameter that was converted to another dtype, as by ``model.half()``, is found, too. Ranks run and train what the
+    model had in the first step, also where they run the user's own model.
 
     Args:
         *models: the user's model, and a module that computes the loss.
@@ -219,8 +220,8 @@ class StructureCheck:
             if old is not new
         )
         raise DataError(
-            f"{name} of the model was converted from {dtype_name(old)} to {dtype_name(new)} between two steps, but under "
-            f"{plan} ranks train it as it was in the first step; close(), and then convert the model and call "
+            f"{name} of the model was converted from {dtype_name(old)} to {dtype_name(new)} between two steps, but "
+            f"under {plan} ranks train it as it was in the first step; close(), and then convert the model and call "
             "parallelize(...) again (or make a new Trainer), with a new optimizer"
         )
 
