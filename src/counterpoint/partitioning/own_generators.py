@@ -45,7 +45,7 @@ def find_generators(value: object) -> list[OwnGenerator]:
 
     Example:
         >>> generator = torch.Generator()
-        >>> find_generators(lambda shape: torch.rand(shape, generator=generator)) == [generator]
+        >>> find_generators(partial(torch.rand, generator=generator)) == [generator]
         True
     """
     found: dict[int, OwnGenerator] = {}
