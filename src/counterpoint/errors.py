@@ -98,4 +98,5 @@ class StoppedBySignal(SystemExit):
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
+        self.number = number
         self.code = 128 + number

@@ -455,7 +455,8 @@ READERS = {
     "progress": Reader(read_progress, lambda: [b'\x1e{"event": "step", "step": 1, "loss": 0.5}']),
     "record": Reader(
         file_reader("error.json", ErrorRecord.read),
-        lambda: [b'{"kind": "a", "message": "b", "location": "c", "is_peer": true, "time_s": 1.5}'],
+        lambda: [b'{"kind": "a", "message": "b", "location": "c", "is_peer": true, "time_s": 1.5, "notes": ["d"], '
+                 b'"stop_signal": 15}'],
     ),
     "rpc frame": Reader(read_rpc_frame, rpc_frames),
     "server job": Reader(file_reader("job.json", read_job_file), lambda: [server_job()]),

@@ -458,3 +458,19 @@ raise StoppedBySignal("stopped by SIGTERM after step 3; saved a/step-00000003", 
     result, _ = run(tmp_path, text, 2)
     assert (result.exit_code, result.failed_rank) == (143, None)
     assert result.report == "stopped by SIGTERM after step 3; saved a/step-00000003; all 2 ranks have ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_a_signal_while_stopped_ranks_exit_changes_neither_the_exit_code_nor_the_report(tmp_path, number):
+    """A scheduler that sent USR1 and then TERM to the ranks got exit code 1 if TERM came while Python was exiting."""
+    text = f"""
+import atexit
+from counterpoint.errors import StoppedBySignal
+atexit.register(signal.raise_signal, {int(number)})
+raise StoppedBySignal("stopped by SIGUSR1 after step 3; saved a/step-00000003", {int(signal.SIGUSR1)})
+"""
+    result, _ = run(tmp_path, text, 2)
+    assert (result.exit_code, result.failed_rank) == (138, None)
+    assert result.report == "stopped by SIGUSR1 after step 3; saved a/step-00000003; all 2 ranks have ended"
+    ended = -signal.SIGKILL if number == signal.SIGKILL else 138
+    assert [rank_exit.returncode for rank_exit in result.exits] == [ended, ended]

@@ -17,6 +17,7 @@ from counterpoint.errors import CounterpointError, StoppedBySignal
 from counterpoint.jobs.job import BuildOptimizer, BuildSchedule, TrainingJob
 from counterpoint.jobs.registry import find_job
 from counterpoint.launchers.rank_main import answer_stack_requests, delay_secondary_error, report_error
+from counterpoint.launchers.signals import ignore_stop_signals
 from counterpoint.training.callbacks.callback import History
 from counterpoint.training.callbacks.progress import ProgressCallback
 from counterpoint.training.callbacks.run_folder import RunFolder
@@ -136,6 +137,7 @@ def main(path: str, errors: Literal["reported", "raised"] = "reported") -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except StoppedBySignal as stop:
+        ignore_stop_signals()
         report_error(stop)
         raise
     except CounterpointError as error:

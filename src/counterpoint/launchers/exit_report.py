@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 
-from counterpoint.errors import StoppedBySignal
 from counterpoint.json_reader import parse_json
 from counterpoint.launchers.rank_activity import RankActivity
 from counterpoint.terminal_text import escape_line, escape_surrogates, escape_text
@@ -23,8 +22,6 @@ SAME_ERROR_MAX_WAIT_S = 2.0
 MESSAGE_MAX_CHARS = 4000
 MAX_NOTES = 4
 RECORD_MAX_BYTES = 262144
-
-STOPPED = StoppedBySignal.__name__
 
 REMEDIES = {
     signal.SIGKILL: (
@@ -48,6 +45,7 @@ class ErrorRecord:
         is_peer: whether it only says that another rank failed.
         time_s: the host's monotonic clock when it was raised.
         notes: those of the exception, such as the step.
+        stop_signal: that has ended its run after a step, if the exception is a ``StoppedBySignal``; else 0.
     """
 
     kind: str
@@ -56,6 +54,7 @@ class ErrorRecord:
     is_peer: bool
     time_s: float
     notes: tuple[str, ...] = ()
+    stop_signal: int = 0
 
     def write(self, path: Path) -> None:
         """Write the record to ``path`` atomically; an existing record stays."""
@@ -80,6 +79,7 @@ class ErrorRecord:
                 bool(content["is_peer"]),
                 float(content["time_s"]),
                 tuple(map(str, content["notes"])),
+                int(signal.Signals(content["stop_signal"])) if content["stop_signal"] else 0,
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -229,7 +229,7 @@ def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], g
         killed: the ranks that had to be killed.
         grace_s: the seconds after which they were; None if a second signal asked for it.
     """
-    said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.kind == STOPPED)
+    said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.stop_signal)
     lines = [f"{next(said, f'stopped by {signal.Signals(number).name}')}; all {len(exits)} ranks have ended"]
     frozen = {
         end.rank: end.activity.stopped_by for end in exits if end.activity is not None and end.activity.stopped_by
@@ -248,7 +248,7 @@ def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], g
 
 def was_stopped(exits: Sequence[RankExit]) -> bool:
     """Return whether a signal has asked the ranks to stop, and they have; then they are not started again."""
-    return any(rank_exit.error is not None and rank_exit.error.kind == STOPPED for rank_exit in exits)
+    return any(rank_exit.error is not None and rank_exit.error.stop_signal for rank_exit in exits)
 
 
 def exit_code(exits: Sequence[RankExit]) -> int:
@@ -256,6 +256,8 @@ def exit_code(exits: Sequence[RankExit]) -> int:
     root_cause = find_root_cause(exits)
     if root_cause is None:
         return 0
+    if root_cause.error is not None and root_cause.error.stop_signal:
+        return 128 + root_cause.error.stop_signal  # whatever ended its process once its run had stopped
     if root_cause.returncode < 0:  # after an exception, a signal is only a crash of native code during shutdown
         return 128 - root_cause.returncode if root_cause.error is None and root_cause.stopped_s is None else 1
     return root_cause.returncode or 1

@@ -32,7 +32,6 @@ from counterpoint.launchers.environment import (
     require_seconds,
 )
 from counterpoint.launchers.exit_report import (
-    STOPPED,
     ErrorRecord,
     RankExit,
     exit_code,
@@ -418,10 +417,10 @@ class _RankSupervisor:
             self.exits.append(
                 RankExit(child.rank, pid, code, seconds, ended_s, child.stopped_s, record, child.activity)
             )
-            is_stop = record is not None and record.kind == STOPPED and code > 128
-            if is_stop and not self.received:  # a signal to the ranks alone
-                self.received.append(code - 128)
-                self.forwarded.add(code - 128)  # all ranks have agreed on it
+            stop_signal = 0 if record is None else record.stop_signal
+            if stop_signal and not self.received:  # a signal to the ranks alone
+                self.received.append(stop_signal)
+                self.forwarded.add(stop_signal)  # all ranks have agreed on it
                 self.kill_s = ended_s + self.grace_s
 
 

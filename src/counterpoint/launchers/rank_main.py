@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from counterpoint.errors import PeerError, error_text
+from counterpoint.errors import PeerError, StoppedBySignal, error_text
 from counterpoint.launchers.environment import ERROR_FILE, EXITED_FILE
 from counterpoint.launchers.exit_report import ErrorRecord
 from counterpoint.launchers.rank_activity import register_stack_dump
+from counterpoint.launchers.signals import ignore_stop_signals
 from counterpoint.launchers.source_location import is_user_file, relative_path
 
 #: Delay before an error about a lost peer is printed: within it a supervisor that knows the root cause ends this rank
@@ -69,7 +70,13 @@ def make_error_record(error: BaseException) -> ErrorRecord:
     """Return the supervisor's record of an error."""
     kind, message, notes = type(error).__name__, error_text(error), getattr(error, "__notes__", ())
     return ErrorRecord(
-        kind, message, user_location(error), is_peer_error(error), time.monotonic(), tuple(map(str, notes))
+        kind,
+        message,
+        user_location(error),
+        is_peer_error(error),
+        time.monotonic(),
+        tuple(map(str, notes)),
+        error.number if isinstance(error, StoppedBySignal) else 0,
     )
 
 
@@ -116,6 +123,8 @@ def run_with_error_report(body: Callable[[], object]) -> int:
         if error.code in {None, 0}:
             report_exit(user_location(error))
         else:
+            if isinstance(error, StoppedBySignal):
+                ignore_stop_signals()
             report_error(error)
         raise
     except BaseException as error:  # noqa: BLE001 - any error ends this rank, and is reported

@@ -52,3 +52,14 @@ def collect_signals(
     finally:
         for number, handler in changed.items():
             signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore signals that ask a training run to stop where they would end this process at once: its run has stopped.
+
+    A scheduler may send several of them, and the last one must not decide how a process ends that ends anyway.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)

@@ -9,7 +9,7 @@ from typing import Self
 
 from counterpoint.errors import PeerError, ProtocolError
 from counterpoint.rpc.address import RpcAddress
-from counterpoint.rpc.connection import Connection, ConnectionLostError, ConnectionState, connect
+from counterpoint.rpc.connection import Connection, ConnectionLostError, ConnectionState, NoListenerError, connect
 from counterpoint.rpc.event_loop import EventLoop
 from counterpoint.rpc.frame import DEFAULT_LIMITS, RpcLimits, RpcMessage
 from counterpoint.rpc.handshake import JobCredentials
@@ -66,7 +66,9 @@ class RpcClient:
             lambda: self.is_open or self._connection.is_ended or should_cancel(), 2 * self._limits.handshake_s, what
         )
         if not self.is_open and not self._connection.is_ended:
+            kind = NoListenerError if self._connection.state is ConnectionState.CONNECTING else ConnectionLostError
             self._connection.abort()
+            raise kind(f"{self._connection.name} has not completed the handshake; check what it is doing")
         if self._connection.is_ended:
             raise self._end_reason("during the handshake")
 
