@@ -258,7 +258,7 @@ def test_the_first_record_of_a_rank_stays(tmp_path):
 
 def test_a_rank_that_could_not_save_because_it_was_stopped_is_named_and_no_more_time_is_advised():
     outcomes = [ended(0, -9, stopped_s=2.0), ended(1, -9, stopped_s=2.0, activity=RankActivity("SIGSTOP", 3.0))]
-    assert format_stop(outcomes, signal.SIGTERM, [0, 1], 3.0).splitlines() == [
+    assert format_stop(outcomes, [signal.SIGTERM], [0, 1], 3.0).splitlines() == [
         "stopped by SIGTERM; all 2 ranks have ended",
         "ranks 0 and 1 had not ended 3 s after the signal and were killed: rank 1 was stopped by SIGSTOP, and others "
         "waited for it",

@@ -460,6 +460,31 @@ raise StoppedBySignal("stopped by SIGTERM after step 3; saved a/step-00000003", 
     assert result.report == "stopped by SIGTERM after step 3; saved a/step-00000003; all 2 ranks have ended"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
+def test_a_rank_that_cannot_save_when_it_is_stopped_is_a_failure_and_the_first_line(tmp_path, number, code):
+    """The report said that all had stopped, and the exit code that the run can be continued from its last step."""
+    path, alive = fifo(tmp_path)
+    text = f"""
+import time
+from counterpoint.errors import CheckpointError
+seen = []
+signal.signal({int(number)}, lambda *_: seen.append(1))
+{alive.strip()}
+while not seen: time.sleep(0.01)
+raise CheckpointError("the run has ended at step 3 without its last checkpoint")
+"""
+    with supervisor(tmp_path, script(tmp_path, text)) as process:
+        with wait_for(path, 2):
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
+    report = [line for line in errors.splitlines() if not line.startswith("[rank ")]
+    failures = [
+        line for line in report if re.match(r"rank \d failed: CheckpointError: .* its last checkpoint at ", line)
+    ]
+    assert (process.returncode, report) == (code, [*failures, f"stopped by {number.name}; all 2 ranks have ended"])
+    assert len(failures) == (code == 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_while_stopped_ranks_exit_changes_neither_the_exit_code_nor_the_report(tmp_path, number):
     """A scheduler that sent USR1 and then TERM to the ranks got exit code 1 if TERM came while Python was exiting."""

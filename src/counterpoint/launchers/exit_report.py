@@ -220,17 +220,21 @@ def format_report(exits: Sequence[RankExit]) -> str:
     return escape_text("\n".join(lines))
 
 
-def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], grace_s: float | None) -> str:
-    """Return the report of a run that a signal has stopped.
+def format_stop(
+    exits: Sequence[RankExit], received: Sequence[int], killed: Sequence[int], grace_s: float | None
+) -> str:
+    """Return the report of a run that a signal has stopped; its first line names a rank that failed to stop, if any.
 
     Args:
         exits: of all ranks.
-        number: of the signal.
+        received: the signals, in their order.
         killed: the ranks that had to be killed.
         grace_s: the seconds after which they were; None if a second signal asked for it.
     """
     said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.stop_signal)
-    lines = [f"{next(said, f'stopped by {signal.Signals(number).name}')}; all {len(exits)} ranks have ended"]
+    failed = find_failed_stop(exits, received)
+    lines = [] if failed is None else [escape_text(_format_exit(failed))]
+    lines += [f"{next(said, f'stopped by {signal.Signals(received[0]).name}')}; all {len(exits)} ranks have ended"]
     frozen = {
         end.rank: end.activity.stopped_by for end in exits if end.activity is not None and end.activity.stopped_by
     }
@@ -244,6 +248,25 @@ def format_stop(exits: Sequence[RankExit], number: int, killed: Sequence[int], g
             else f"{_format_ranks(killed)} had not ended {grace_s:g} s after the signal and {verb} killed{why}"
         )
     return "\n".join(lines)
+
+
+def find_failed_stop(exits: Sequence[RankExit], received: Sequence[int]) -> RankExit | None:
+    """Return the first rank of a stopped run that had an error of its own instead; None if none had, or after Ctrl-C.
+
+    Its last checkpoint could not be saved, for instance. Ctrl-C saves nothing.
+
+    Args:
+        exits: of all ranks.
+        received: the signals that have stopped the run.
+    """
+    if signal.SIGINT in received:
+        return None
+    failed = [
+        rank_exit
+        for rank_exit in exits
+        if (error := rank_exit.error) and not (error.stop_signal or error.is_peer or error.kind == SystemExit.__name__)
+    ]
+    return min(failed, key=_failed_s, default=None)
 
 
 def was_stopped(exits: Sequence[RankExit]) -> bool:

@@ -35,6 +35,7 @@ from counterpoint.launchers.exit_report import (
     ErrorRecord,
     RankExit,
     exit_code,
+    find_failed_stop,
     find_root_cause,
     format_report,
     format_stop,
@@ -329,8 +330,10 @@ class _RankSupervisor:
         outcomes = tuple(sorted(self.exits, key=lambda outcome: outcome.rank))
         if self.received:
             grace_s = None if self._is_killed_by_user else self.grace_s
-            text = format_stop(outcomes, self.received[0], self.killed, grace_s)
-            return RunResult(128 + self.received[0], text, None, outcomes)
+            text = format_stop(outcomes, self.received, self.killed, grace_s)
+            failed = find_failed_stop(outcomes, self.received)
+            code = 128 + self.received[0] if failed is None else failed.returncode if failed.returncode > 0 else 1
+            return RunResult(code, text, None if failed is None else failed.rank, outcomes)
         root_cause = find_root_cause(outcomes)
         return RunResult(
             exit_code(outcomes), format_report(outcomes), None if root_cause is None else root_cause.rank, outcomes
