@@ -124,13 +124,12 @@ def test_a_dynamic_loss_scale_is_that_of_the_cpu(plan, nonfinite, device):
         rule = cp.DynamicLossScale(init_scale=64.0, growth_interval=2, hysteresis=2)
         step, model = make_step("mlp", plan, device, nonfinite=nonfinite, loss_scale=rule, clip_norm=0.1)
         with step:
-            losses, scales = [], []
+            losses = []
             for number, batch in enumerate(samples(12)):
                 inputs, targets = batch
                 losses.append(step(inputs * 1e160 if number in {4, 5, 9} else inputs, targets))
             state = state_of(step, model)
-            for rank in step.local_ranks.ranks.values():
-                scales.append(rank.interpreter.state.loss_scaler.state())
+            scales = [rank.interpreter.state.loss_scaler.state() for rank in step.local_ranks.ranks.values()]
             assert len(set(scales)) == 1
             return [float(loss) for loss in losses], scales[0], state
 

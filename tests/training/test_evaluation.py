@@ -212,8 +212,8 @@ def test_a_mean_over_tokens_that_the_model_computes_is_measured_over_all_of_them
 class Changing(cp.Callback):
     """Changes the model after the step that is evaluated."""
 
-    def __init__(self, change):
-        self.change = change
+    def __init__(self, model, change):
+        self.model, self.change = model, change
 
     def on_step(self, event):
         self.change(self.model)
@@ -253,8 +253,7 @@ def change_weight(model):
 )
 def test_what_ranks_cannot_take_over_is_refused_in_an_evaluation(change, text, strategy):
     """The ranks measured the model as it was before the change."""
-    listener = Changing(change)
-    listener.model = Scaled()
+    listener = Changing(Scaled(), change)
     with make_trainer(strategy, listener.model, callbacks=[listener]) as one:
         if strategy == "solo" and change is not replace_head:  # it runs the model itself
             one.fit(dataset(), batch_size=12, max_steps=1, eval_dataset=dataset(12))
@@ -265,8 +264,7 @@ def test_what_ranks_cannot_take_over_is_refused_in_an_evaluation(change, text, s
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
 def test_a_buffer_that_was_changed_after_the_step_is_measured(strategy):
-    listener = Changing(lambda model: model.scale.mul_(2))
-    listener.model = Scaled()
+    listener = Changing(Scaled(), lambda model: model.scale.mul_(2))
     with make_trainer(strategy, listener.model, callbacks=[listener]) as one:
         history = one.fit(dataset(), batch_size=12, max_steps=1, eval_dataset=dataset(12), metrics=measure)
     assert history.evaluations[-1].metrics == pytest.approx(by_hand(listener.model, dataset(12)), rel=1e-12)

@@ -24,20 +24,20 @@ class OwnDraws:
 
     def __init__(self, kind):
         self.kind = kind
-        self.sources = {
-            "torch": torch.Generator().manual_seed(3), "numpy": np.random.default_rng(3), "python": random.Random(3)
-        }  # fmt: skip
+        self.torch, self.numpy, self.python = (
+            torch.Generator().manual_seed(3), np.random.default_rng(3), random.Random(3)
+        )  # fmt: skip
 
     def __call__(self, output, targets):
         return F.mse_loss(output + self.noise(output), targets)
 
     def noise(self, output):
         if self.kind == "torch":
-            return torch.randn(output.shape, generator=self.sources["torch"], dtype=DTYPE)
+            return torch.randn(output.shape, generator=self.torch, dtype=DTYPE)
         if self.kind == "numpy":
-            return torch.from_numpy(self.sources["numpy"].standard_normal(output.shape))
+            return torch.from_numpy(self.numpy.standard_normal(output.shape))
         if self.kind == "python":
-            return self.sources["python"].gauss(0.0, 1.0)
+            return self.python.gauss(0.0, 1.0)
         if self.kind == "new in each call":
             return torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=DTYPE)
         if self.kind == "several entries of a sample":
@@ -135,10 +135,11 @@ class OwnNoise(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
-        self.draw = {
-            "torch": partial(torch.rand, generator=torch.Generator().manual_seed(3), dtype=DTYPE),
-            "numpy": np.random.default_rng(3).random,
-        }[kind]
+        generator = torch.Generator().manual_seed(3)
+        is_torch = kind == "torch"
+        self.draw = (
+            partial(torch.rand, generator=generator, dtype=DTYPE) if is_torch else np.random.default_rng(3).random
+        )
 
     def forward(self, x):
         x = torch.tanh(self.first(x))
@@ -174,19 +175,22 @@ def test_a_divided_batch_warns_of_a_generator_of_the_model(kind):
         train(partial(OwnNoise, kind), F.mse_loss, "solo", 2)
 
 
+class Holder:
+    """A loss that reaches one generator by an attribute, and another by a closure."""
+
+    def __init__(self, inside, draw):
+        self.parts, self.draw = {"a": [inside]}, draw
+
+
+class Drawing(nn.Linear):
+    def __init__(self, numbers, helper):
+        super().__init__(1, 1)
+        self.numbers, self.helper = numbers, helper
+
+
 def test_generators_are_found_and_restored():
     inside, closed, numbers = torch.Generator(), random.Random(0), np.random.default_rng(0)
-
-    class Holder:
-        def __init__(self):
-            self.parts = {"a": [inside]}
-
-        def __call__(self, output, targets):
-            return closed.random()
-
-    module = nn.Sequential(nn.Linear(1, 1))
-    module[0].numbers = numbers
-    module[0].helper = Holder()
+    module = nn.Sequential(Drawing(numbers, Holder(inside, lambda: closed.random())))
     found = find_generators(nn.ModuleList([module]))
     assert {id(one) for one in found} == {id(one) for one in (inside, closed, numbers)}
     before = read_states(found)

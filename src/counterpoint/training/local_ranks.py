@@ -354,11 +354,9 @@ class LocalRanks:
         first = self.world.fabrics[0].rank
         programs = [variant.program for variant in self.compiled.step_variants]
         self.groups, self.commits_together = communication_groups(programs), commits_together(programs)
-        free_instructions = [
-            instruction for _, instruction in self.compiled.program.instructions() if isinstance(instruction, Free)
-        ]
         keeps_own = self.shard_map().num_replicas > 1 or any(
-            instruction.tensor.name == "weight" for instruction in free_instructions
+            isinstance(instruction, Free) and instruction.tensor.name == "weight"
+            for _, instruction in self.compiled.program.instructions()
         )
         num_local = len(self.world.fabrics)
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
