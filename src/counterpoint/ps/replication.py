@@ -9,6 +9,9 @@ A write is acknowledged once two servers hold it (or, without a backup, once it 
       |             |<-- ReplicationAck(42) ------|
       |<- PushReply-| apply, reply, serve pulls   |
 
+A worker that gets no reply sends its write again with the same sequence number. It is then answered with the recorded
+reply, and is not applied again (:meth:`PrimaryReplica.on_write`).
+
 A new backup first gets the whole state (`InstallSnapshot`), then entries from that position on; it counts as ready when
 the coordinator has recorded `BackupReady`. Until then the primary does not reply.
 """

@@ -108,7 +108,10 @@ class StepReport:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses and gradients of this step are finite; those of an earlier step do not count."""
+        """Whether this rank's losses and gradients of this step are finite.
+
+        Their sums over ranks are not looked at here, nor are delayed gradients of the step before.
+        """
         return self.nonfinite_micro < 0 and self.grads.micro < 0
 
 

@@ -556,7 +556,10 @@ class SegmentExecutor:
         return scaled
 
     def backward_factor(self, micro: int, weight: Tensor | float | None) -> Tensor | float:
-        """Return what a microbatch's mean loss is multiplied with: its share of the samples, or of the weights.
+        """Return what a microbatch's mean loss is multiplied with in backward.
+
+        It is its samples / S for a mean over samples, where S are those of the whole batch, and weight / (S * unit) for
+        a weighted mean, whose total weight is known at the commit only: ``step_commit.decide_step`` does the rest.
 
         Args:
             micro: the microbatch.

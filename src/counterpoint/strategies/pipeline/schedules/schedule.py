@@ -27,7 +27,7 @@ class StageReplica:
 
     Args:
         stage: index of the stage.
-        replicas: number of replicas of each stage.
+        replicas: for each stage of the pipeline, its number of replicas.
         micros: the microbatches of this replica, in order.
         chunks: number of chunks of each stage.
     """
