@@ -74,6 +74,7 @@ def random_outcomes(seed, share):
     return [draw.random() > share for _ in range(10_000)]
 
 
+@pytest.mark.long(quick=["0.03-20"])
 @pytest.mark.parametrize(("share", "interval"), [(0.5, 3), (0.03, 20), (0.0005, 2000), (0.0, 40)])
 def test_the_scale_is_that_of_torch_over_10000_random_overflows(share, interval):
     scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
