@@ -75,7 +75,7 @@ def test_a_model_is_as_it_was_before_it_was_run():
     states = random.getstate(), torch.get_rng_state()
     sites = find_draw_sites(model, inputs)
     assert sites.batch_dims == {DrawSite("drop", 0): 0}
-    assert sites.unkeyed == {"drop": "the generator of Python or numpy"}
+    assert sites.unkeyed == {"drop": "a generator of Python or numpy"}
     assert model.kept == []
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert random.getstate() == states[0]
