@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import closing
 from functools import partial
+from operator import gt
 
 import pytest
 import torch
@@ -130,6 +131,14 @@ def resources_of(_):
     return resources()
 
 
+def resources_soon(expected):
+    """The same within 5 s, in which threads that were told to end do so."""
+    end = time.monotonic() + 5
+    while any(map(gt, now := resources(), expected)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return now
+
+
 def come_and_go(transport, fabric):
     """A second fabric in this process, opened and closed with messages and collectives under way."""
     fabric.barrier(TRIO)
@@ -147,7 +156,7 @@ def come_and_go(transport, fabric):
         fabric.barrier(TRIO)  # rank 0, which stores where members listen, closes when all collectives are under way
         inner.close()
         inner.close()
-        after = resources()
+        after = resources_soon(before)
     return [late - early for late, early in zip(after, before, strict=True)]
 
 
