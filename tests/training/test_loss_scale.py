@@ -279,6 +279,18 @@ def test_a_rule_that_cannot_be_is_refused(options, text):
         cp.DynamicLossScale(**options)
 
 
+@pytest.mark.parametrize("make", [optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad])
+def test_an_eps_that_is_zero_in_fp16_is_refused_and_its_remedy_trains(make):
+    """All weights were nan after the first step."""
+    model = nn.Linear(4, 2).half()
+    with pytest.raises(cp.PlanError, match=r"^eps=1e-\d+ of \w+ is 0 in float16, .*, or give eps=6e-05 or more$"):
+        cp.parallelize(model, make(model.parameters()), F.cross_entropy, strategy="solo")
+    optimizer = make(model.parameters(), eps=6e-5)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy="data(2)") as step:
+        step(torch.zeros(4, 4).half(), torch.tensor([0, 1, 0, 1]))
+    assert all(value.isfinite().all() for value in model.parameters())
+
+
 def test_a_pipeline_without_a_flush_refuses_a_dynamic_scale_and_names_what_can():
     trainer = make_trainer("pipeline(2, schedule=pipedream)", loss_scale="dynamic")
     with trainer, pytest.raises(cp.PlanError, match=r"give a number, as loss_scale=1024, or use schedule=one_f_one_b"):

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_leaves
 
@@ -79,6 +80,7 @@ def wrap_optimizer(
             stacklevel=3,
         )
     optimizer_spec = OptimizerSpec(optimizer, trained)
+    require_eps_above_zero(optimizer_spec.optimizer)
     for system, published in published_optimizers(strategy).items() if isinstance(strategy, str) else ():
         if optimizer_spec.optimizer_class.__name__ != published:
             warn(
@@ -89,6 +91,27 @@ def wrap_optimizer(
                 stacklevel=3,
             )
     return optimizer_spec
+
+
+def require_eps_above_zero(optimizer: optim.Optimizer) -> None:
+    """Check that the optimizer's eps is a number above 0 in the dtype of its parameters.
+
+    Raises:
+        PlanError: it rounds to 0, so that the update of an element with a small gradient divides by zero.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, float) or eps <= 0 or group.get("fused"):  # fused kernels compute in float32
+            continue
+        for dtype in {param.dtype for param in group["params"] if param.is_floating_point()}:
+            if torch.tensor(eps, dtype=dtype) == 0:
+                name = str(dtype).removeprefix("torch.")
+                raise PlanError(
+                    f"eps={eps:g} of {type(optimizer).__name__} is 0 in {name}, the dtype of its parameters, so its "
+                    "update would divide by zero where a gradient is small; keep the model in float32 and call the "
+                    f"step inside torch.autocast(..., {dtype}) with loss_scale='dynamic', or give "
+                    f"eps={1e3 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps:.0e} or more"
+                )
 
 
 def require_no_shared_memory(model: nn.Module, plan: Plan) -> None:
