@@ -20,6 +20,8 @@ def has_a_gpu():
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.get_closest_marker("process") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(120))
         if item.get_closest_marker("gpu") and not has_a_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no GPU that torch can use"))
 

@@ -77,12 +77,12 @@ def declare_boxes(folder, num_rows):
 
 
 def measure(work):
-    """Return the seconds of processor time that a call takes, and the bytes by which it raises the process's memory at its peak."""
+    """Return the seconds that a call takes, and the bytes by which it raises the process's memory at its peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
-    before, start = read_memory("VmRSS"), time.process_time()
+    before, start = read_memory("VmRSS"), time.perf_counter()
     work()
-    return time.process_time() - start, read_memory("VmHWM") - before
+    return time.perf_counter() - start, read_memory("VmHWM") - before
 
 
 def read_memory(name):

@@ -9,6 +9,7 @@ from tests.compat.process_groups import OVER_GLOO, on_ranks, once_on_ranks
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.timeout(120),
     pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot exchange the memory under a storage"),
     pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}"),
 ]

@@ -7,7 +7,7 @@ import pytest
 from tests.compat import fault_scenarios as faults
 from tests.compat.process_groups import OVER_GLOO, on_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 BOTH = pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])
 
 

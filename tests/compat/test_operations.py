@@ -5,7 +5,7 @@ import pytest
 from tests.compat.operation_scenarios import NAMES, no_gloo_has, run_all
 from tests.compat.process_groups import OVER_GLOO, on_ranks, once_on_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])

@@ -5,7 +5,7 @@ import pytest
 from tests.compat.process_groups import OVER_GLOO, once_on_ranks
 from tests.compat.training_programs import PROGRAMS, run_all
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.long(quick=[f"{program.__name__}-2-counterpoint" for program in PROGRAMS])  # one job runs them all

@@ -11,7 +11,7 @@ from counterpoint.launchers.local import OutputLine
 
 pytestmark = pytest.mark.process
 JOB = Path(__file__).with_name("fault_job.py")
-HANG_TIMEOUT_S = 10.0  # for the start of ranks, too, which takes seconds on a busy machine
+HANG_TIMEOUT_S = 6.0
 
 
 @dataclass(frozen=True)

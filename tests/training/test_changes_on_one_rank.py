@@ -13,6 +13,7 @@ import counterpoint as cp
 from tests.process.forked_ranks import run_forked
 from tests.training.trainers import dataset, mlp
 
+pytestmark = pytest.mark.process
 X, Y = dataset(12).tensors
 PLANS = {"pipeline(2)": 2, "data(2)": 2, "zero3(2)": 2, "pipeline(2) * data(2)": 4}
 

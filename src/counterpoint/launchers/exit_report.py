@@ -233,7 +233,7 @@ def format_stop(
     """
     said = (rank_exit.error.message for rank_exit in exits if rank_exit.error and rank_exit.error.stop_signal)
     failed = find_failed_stop(exits, received)
-    lines = [] if failed is None else [escape_text(_format_exit(failed))]
+    lines = [escape_text(_format_exit(failed))] if failed else []
     lines += [f"{next(said, f'stopped by {signal.Signals(received[0]).name}')}; all {len(exits)} ranks have ended"]
     frozen = {
         end.rank: end.activity.stopped_by for end in exits if end.activity is not None and end.activity.stopped_by

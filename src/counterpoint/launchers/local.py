@@ -332,8 +332,9 @@ class _RankSupervisor:
             grace_s = None if self._is_killed_by_user else self.grace_s
             text = format_stop(outcomes, self.received, self.killed, grace_s)
             failed = find_failed_stop(outcomes, self.received)
-            code = 128 + self.received[0] if failed is None else failed.returncode if failed.returncode > 0 else 1
-            return RunResult(code, text, None if failed is None else failed.rank, outcomes)
+            if failed:
+                return RunResult(failed.returncode if failed.returncode > 0 else 1, text, failed.rank, outcomes)
+            return RunResult(128 + self.received[0], text, None, outcomes)
         root_cause = find_root_cause(outcomes)
         return RunResult(
             exit_code(outcomes), format_report(outcomes), None if root_cause is None else root_cause.rank, outcomes
@@ -420,7 +421,7 @@ class _RankSupervisor:
             self.exits.append(
                 RankExit(child.rank, pid, code, seconds, ended_s, child.stopped_s, record, child.activity)
             )
-            stop_signal = 0 if record is None else record.stop_signal
+            stop_signal = record.stop_signal if record else 0
             if stop_signal and not self.received:  # a signal to the ranks alone
                 self.received.append(stop_signal)
                 self.forwarded.add(stop_signal)  # all ranks have agreed on it

@@ -442,7 +442,7 @@ class Interpreter:
         """Return the factor of this step's losses in backward; a tensor if a device has decided it."""
         pending = self.state.pending_commits
         on_device = pending[-1][0].decision.next_loss_scale if pending else None
-        return self.state.loss_scaler.scale if on_device is None else on_device.scale
+        return on_device.scale if on_device else self.state.loss_scaler.scale
 
     def weight_unit_of(self, scope: frozenset[int]) -> float:
         """Return the unit of the weights of a commit; 0 if its gradients are those of the weighted mean already."""

@@ -146,7 +146,7 @@ class RefusedStep:
         raise DataError(
             f"{type(optimizer).__name__}.step() was called between two steps, but a call of step(inputs, targets) runs "
             "forward, backward and the update, so the same gradients would be applied twice, or to weights that the "
-            "ranks do not see; remove optimizer.step() from the loop, or close() before it goes on without ranks"
+            "ranks do not see; remove optimizer.step() from the loop, or call close() before a loop without ranks"
         )
 
 

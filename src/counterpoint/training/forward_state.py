@@ -150,7 +150,7 @@ class InputReuse:
         raise DataError(
             f"the forward of {self.model} changes an input in place, {what}, so that a plain loop reads the changed "
             f"values there, but under {self.plan} ranks run the operations of one call, or stages in other processes, "
-            "which leave it as it is; write the forward without in-place operations (x = x * 2 for x *= 2), pass a "
+            "which do not change it; write the forward without in-place operations (x = x * 2 for x *= 2), pass a "
             "copy (x.clone()), or use a strategy that keeps the model whole (data, zero of level 1 or 2, server)"
         )
 

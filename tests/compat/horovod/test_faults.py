@@ -5,7 +5,7 @@ import pytest
 from tests.compat.horovod import fault_scenarios as faults
 from tests.compat.horovod.rank_runner import on_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(

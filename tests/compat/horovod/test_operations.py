@@ -5,7 +5,7 @@ import pytest
 from tests.compat.horovod.operation_scenarios import EXPECTED, SCENARIOS
 from tests.compat.horovod.rank_runner import once_on_ranks, to_plain
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])

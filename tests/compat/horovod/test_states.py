@@ -7,7 +7,7 @@ from torch import nn
 from tests.compat.horovod import state_scenarios as states, training_scenarios as training
 from tests.compat.horovod.rank_runner import once_on_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
 WIDE = torch.float64
 

@@ -7,7 +7,7 @@ from counterpoint.fabric.collectives.adasum import adasum
 from tests.compat.horovod import training_scenarios as training
 from tests.compat.horovod.rank_runner import once_on_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
 ADVICE = [
     "call it before backward(), or after step(); if the backward was that of another model's loss, as of a generator through "

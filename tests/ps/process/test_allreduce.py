@@ -25,7 +25,7 @@ from tests.fabric.run_ranks import result_or_error
 from tests.forkserver import CONTEXT
 from tests.ps.process.conftest import wait_until
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 LONG_S = 60.0
 TIMEOUTS = Timeouts(heartbeat_s=0.2, failure_timeout_s=1.5, lease_s=20.0, resend_s=0.2)
 ADAM = partial(torch.optim.Adam, lr=0.01)
