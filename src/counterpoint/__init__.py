@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ProgramError,
     )
     from counterpoint.launchers.function import launch
+    from counterpoint.model.precision import Precision
     from counterpoint.model.spec import ModelSpec, linear_chain
     from counterpoint.optim.lamb import LAMB
     from counterpoint.optim.lars import LARS
@@ -69,6 +70,7 @@ _MODULES = {
     "Pipeline": "strategies.pipeline.pipeline",
     "Plan": "plan.plan",
     "PlanError": "errors",
+    "Precision": "model.precision",
     "Program": "program.program",
     "ProgramError": "errors",
     "Server": "strategies.parameter_server",
@@ -111,6 +113,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanError",
+    "Precision",
     "Program",
     "ProgramError",
     "Server",

@@ -46,6 +46,7 @@ def run_job(rank_job: RankJob) -> None:
         clip_by=training.clip_by,
         nonfinite=training.nonfinite,
         loss_scale=training.loss_scale,
+        precision=training.precision,
         device=config.launch.device,
         timeout_s=config.launch.timeout_s,
         batch_norm="deferred",

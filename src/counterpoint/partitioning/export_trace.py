@@ -153,6 +153,7 @@ def _custom_backward_error(model: nn.Module, path: str, description: str) -> Pla
 
 PACKAGE_DIR = str(Path(__file__).parent)
 TORCH_DIR = str(Path(torch.__file__).parent)
+_DTYPE_CHECK = torch.ops.aten._assert_tensor_metadata.default  # noqa: SLF001 - it has no public name
 MASK_CHECK = "_detect_is_causal_mask"
 """Where torch's transformers look at the values of a mask."""
 
@@ -164,7 +165,8 @@ class TracedGraph:
     Args:
         graph: the operations; they read parameters, buffers and constants by ``get_attr``.
         constants: tensors and inner graphs that belong to the trace itself, by ``get_attr`` target.
-        params: the first name in the model, for each node that reads a parameter.
+        params: the first name in the model, for each node that reads a parameter; in a dtype of its own if the node
+            has one, see :func:`read_dtype`.
         buffers: the first name in the model, for each node that reads a buffer.
         inputs: the node of each leaf of the inputs.
         output_tree: the structure of the output.
@@ -388,7 +390,9 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
     constants: dict[str, Any] = {}
     param_names = dict(module.named_parameters(remove_duplicate=False))
     for node in list(graph.nodes):
-        if node.op == "call_module":  # the tracer's shape check; segments check shapes themselves
+        if node.op == "call_module" or node.target is _DTYPE_CHECK:
+            # the tracer's check of shapes, which segments check themselves, and that of a dtype that is cast, which an
+            # autocast may change
             graph.erase_node(node)
         elif node.op == "get_attr":
             target = str(node.target)
@@ -398,6 +402,7 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
                 buffers[node] = first_name[target]
             else:
                 constants[target] = _get_attribute(module, target)
+    _fold_param_casts(graph, params)
     for node in graph.find_nodes(op="get_attr"):
         body = constants.get(str(node.target))
         if isinstance(body, fx.GraphModule):  # the body of a no_grad or an autocast
@@ -417,6 +422,26 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
         TensorTree(spec, tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves), indices),
         sizes,
     )
+
+
+def _fold_param_casts(graph: fx.Graph, params: dict[fx.Node, str]) -> None:
+    """Let nodes read a parameter in another dtype, instead of an operation that casts it: then it is one layer's."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
+        param, *rest = node.args
+        if param not in params or len(rest) != 1 or node.kwargs or rest[0] == param.meta["val"].dtype:
+            continue
+        with graph.inserting_before(node):
+            read = graph.create_node("get_attr", param.target)
+        read.meta = {**node.meta, "read_dtype": rest[0]}
+        params[read] = params[param]
+        node.replace_all_uses_with(read)
+        graph.erase_node(node)
+
+
+def read_dtype(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype that a node reads a parameter in, if it is not that of the parameter."""
+    dtype: torch.dtype | None = node.meta.get("read_dtype")
+    return dtype
 
 
 def _get_attribute(module: nn.Module, target: str) -> Any:  # noqa: ANN401

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from counterpoint.partitioning.export_trace import read_dtype
 from counterpoint.partitioning.fx_ops import mutated_inputs
 from counterpoint.partitioning.linear_pairs import is_entry_alias, linear_with_bias
 from counterpoint.partitioning.partitioned_model import SeedFn
@@ -86,6 +87,7 @@ class _SegmentBuilder:
             }
             self.copies |= {node: placeholders[name] for node, name in names.items()}
         self.copies |= {node: graph.placeholder(f"own_{node.target}") for node in sizes}
+        self._cast_params(params)
         self._keep_old_values(buffers)
         for node in self._mutated_inputs():
             self.copies[node] = graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
@@ -105,6 +107,18 @@ class _SegmentBuilder:
             tuple(dict.fromkeys(buffers.values())),
             sizes,
         )
+
+    def _cast_params(self, params: dict[fx.Node, str]) -> None:
+        """Cast the parameters that are read in another dtype, each once."""
+        casts: dict[tuple[str, torch.dtype], fx.Node] = {}
+        for node, name in params.items():
+            dtype = read_dtype(node)
+            if dtype is None:
+                continue
+            if (name, dtype) not in casts:
+                cast_args = (self.copies[node], self._cast(dtype))
+                casts[name, dtype] = self.graph.call_function(torch.ops.aten.to.dtype, cast_args)
+            self.copies[node] = casts[name, dtype]
 
     def _keep_old_values(self, buffers: dict[fx.Node, str]) -> None:
         """Let operations read a copy of a buffer that is updated here: autograd may save it for the backward."""

@@ -13,6 +13,7 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
 from counterpoint.model.model_profile import ModelProfile, load_profile
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.optim.validation import shorten
 from counterpoint.plan.parser import build_strategies, parse_term, require_short_text, resolve_microbatches
 from counterpoint.plan.registry import NEEDS_SERVERS
@@ -47,6 +48,7 @@ class Plan:
         passes: compiler passes, from ``overlap``, ``recompute`` and ``gather_outputs``. ``recompute`` recomputes all
             blocks, ``recompute:*.attn`` those with matching module paths, ``recompute:50%`` half of them.
             ``gather_outputs`` evaluates the loss once, on the outputs of the whole batch.
+        precision: what the model computes in; None for the dtype of its parameters.
         source: the plan file and its lines, for errors; not compared.
         profile: the measured profile by which its stages were chosen; not compared.
 
@@ -58,6 +60,7 @@ class Plan:
     strategies: tuple[Strategy, ...] = ()
     num_microbatches: int = 1
     passes: tuple[str, ...] = ()
+    precision: Precision | None = None
     source: PlanSource | None = field(default=None, compare=False, repr=False)
     profile: ModelProfile | None = field(default=None, compare=False, repr=False)
 
@@ -269,6 +272,7 @@ class Plan:
             profile: name of the file with the plan's profile, in the same folder; empty for none.
         """
         fields = {"strategy": str(self), "num_microbatches": self.num_microbatches, "passes": list(self.passes)}
+        fields |= {"precision": str(self.precision)} if self.precision is not None else {}
         extra = {"profile": profile} if profile else {}
         return yaml.safe_dump({"plan": fields, "num_ranks": self.num_ranks, **extra}, sort_keys=False)
 
@@ -297,10 +301,12 @@ class Plan:
             Plan((), count)
         with source.error_at("passes"):
             Plan((), 1, tuple(map(str, passes)))
+        with source.error_at("precision"):
+            precision = parse_precision(fields.get("precision"))
         with source.error_at("strategy"):
             given = count if "num_microbatches" in fields else None
             parsed = Plan.parse(str(fields["strategy"]), num_microbatches=given)
-            plan = replace(parsed, passes=tuple(map(str, passes)), source=source)
+            plan = replace(parsed, passes=tuple(map(str, passes)), precision=precision, source=source)
         num_ranks = fields.get("num_ranks", plan.num_ranks)
         if num_ranks != plan.num_ranks:
             with source.error_at("num_ranks"):

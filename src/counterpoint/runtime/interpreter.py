@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -118,6 +118,7 @@ class Interpreter:
         unused_params: what a commit does about parameters without a gradient.
         replica_groups: the groups of ranks whose weights are compared.
         decides_on_device: whether commits may leave their decision on the device; the same on all ranks.
+        autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -137,7 +138,9 @@ class Interpreter:
         unused_params: Literal["error", "zero", "skip"] = "error",
         replica_groups: Sequence[Group] = (),
         decides_on_device: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
+        self.autocast_dtype = autocast
         self.programs = {
             name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
         }
@@ -249,7 +252,7 @@ class Interpreter:
         self.store.begin_step()
         self.state.begin_step()
         self.communication.begin_step()
-        with self.communication.overlap.time_step():
+        with self.communication.overlap.time_step(), self.autocast():
             self.run_calls(calls)
         self.busy_timer.end_step()
         self.state.end_step()
@@ -268,7 +271,7 @@ class Interpreter:
         self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
         self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0), frozenset(batch.sizes)))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.autocast():
                 self.run_calls(self.forward_calls)
             totals: dict[int, dict[str, PartTotal]] = {}
             weights, parts = self.executor.read_loss_weights(), self.executor.loss_parts
@@ -282,6 +285,12 @@ class Interpreter:
             return totals
         finally:
             self.executor, self.communication = training
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Enter the plan's autocast, if it has one; casts of weights are kept until an update, over microbatches."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.accelerator.device.type, self.autocast_dtype)
 
     def run_calls(self, calls: Sequence[tuple[RuntimeCall, int, int]]) -> None:
         """Run calls in order, and record their times if there is a clock."""

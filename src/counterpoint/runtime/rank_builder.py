@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from counterpoint.device.accelerator import Accelerator
@@ -88,6 +89,7 @@ class RunSpec:
         draw_sites: where the model draws random numbers; None where it does not matter which.
         keeps_grads: whether ranks keep the gradients of a step until the next one.
         loss_params: evaluates the loss with a rank's parameters of it; None for one without.
+        autocast: torch's dtype of an autocast around each step and evaluation; None for none of ours.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -105,6 +107,7 @@ class RunSpec:
     keeps_grads: bool = False
     loss_params: LossParameters | None = None
     checks_loss_state: bool = False
+    autocast: torch.dtype | None = None
 
     @property
     def program(self) -> Program:
@@ -192,6 +195,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         unused_params=run_spec.unused_params,
         replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
         decides_on_device=can_decide_on_device(run_spec, model, accelerator),
+        autocast=run_spec.autocast,
     )
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 
@@ -360,6 +364,7 @@ def bind_segments(
         checks_loss=run_spec.checks_loss and training,
         checks_loss_state=run_spec.checks_loss_state and training,
         gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
+        has_autocast=run_spec.autocast is not None,
     )
 
 

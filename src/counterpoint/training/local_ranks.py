@@ -21,7 +21,9 @@ from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.select import CPU, accelerator_for, model_device, require_device, require_transport
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
+from counterpoint.partitioning.module_casts import ModuleCasts
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
@@ -73,13 +75,13 @@ from counterpoint.training.hook_stores import require_no_kept_outputs
 from counterpoint.training.initial_values import broadcast_initial_values
 from counterpoint.training.model_loss_check import ModelLossCheck, Samples
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
-from counterpoint.training.options import TrainingOptions
+from counterpoint.training.options import TrainingOptions, use_plan_precision
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.rank_facts import CallFacts
 from counterpoint.training.run_compiler import RunCompiler
 from counterpoint.training.step_facts import submitted_batches
-from counterpoint.training.validation import require_values, uses_sync_batch_norm
+from counterpoint.training.validation import require_no_autocast, require_values, uses_sync_batch_norm
 
 
 @contextmanager
@@ -209,11 +211,11 @@ class LocalRanks:
         self.model = model
         self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
-        first_device = next((param.device for param in model.parameters()), CPU)  # that of all, which build() checks
-        self.accelerator = accelerator if accelerator is not None else accelerator_for(first_device)
+        self.accelerator = accelerator if accelerator is not None else find_accelerator(model)
         self.can_share_params = options.share_params_on_host and self.accelerator.is_host
         self.optimizer_spec = optimizer_spec
-        self.options = use_plan_profile(plan, options)
+        self.options = use_plan_precision(use_plan_profile(plan, options), plan)
+        self.module_casts: ModuleCasts | None = None  # of a precision that casts modules, once built
         self.compiler = RunCompiler(model, self.trained, loss, optimizer_spec, self.options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)
         self.compiled: CompiledPlan | None = None
@@ -273,14 +275,35 @@ class LocalRanks:
         """
         require_grad_recording()
         if self.compiled is None or self.changes is None:
+            require_no_autocast(self.precision)
             self.shared_model.find_partners()
             memory = self.device_memory(inputs, num_samples)
-            with explain_full_device(self.accelerator, memory.describe, "before the first step"):
+            with (
+                self.cast_modules(),
+                explain_full_device(self.accelerator, memory.describe, "before the first step"),
+            ):
                 inputs = clone_tensors(inputs)  # which a forward may change in place
                 partition = self.compile_plan(inputs, num_samples, undivided)
                 self.build_ranks(partition, self.accelerator.to_device(inputs))
         assert self.compiled is not None, "compiled"
         return self.compiled
+
+    @contextmanager
+    def cast_modules(self) -> Iterator[None]:
+        """Let the model compute in the precision of the run, until the ranks are closed, or an error inside."""
+        if self.precision is not None and self.precision.casts_modules and self.module_casts is None:
+            self.module_casts = ModuleCasts(self.model, self.precision)
+        try:
+            yield
+        except BaseException:
+            self.remove_casts()
+            raise
+
+    def remove_casts(self) -> None:
+        """Let the model compute in the dtype of its parameters again."""
+        if self.module_casts is not None:
+            self.module_casts.remove()
+            self.module_casts = None
 
     def explain_build(
         self,
@@ -407,6 +430,11 @@ class LocalRanks:
         self.shared_model.open()
 
     @property
+    def precision(self) -> Precision | None:
+        """What the model computes in; None for the dtype of its parameters."""
+        return parse_precision(self.options.precision)
+
+    @property
     def trains_in_place(self) -> bool:
         """Whether the model's own parameters are trained, and not copies, shards or other memory."""
         has_flat_params = any(True for rank in self.ranks.values() for _ in rank.interpreter.store.flat_params())
@@ -496,6 +524,7 @@ class LocalRanks:
         If the step's decision is left on the device, an error of it is raised by the next step, or by
         :meth:`finish_steps`.
         """
+        require_no_autocast(self.precision)
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
             return replaced
@@ -758,6 +787,7 @@ class LocalRanks:
         Returns:
             Without ``metrics`` the loss of each microbatch, as ``loss``, and its parts.
         """
+        require_no_autocast(self.precision)
         measured: dict[int, dict[str, PartTotal]] = {}
 
         def record(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
@@ -929,8 +959,14 @@ class LocalRanks:
         for hook in self.stale_hooks:
             hook.remove()
         self.stale_hooks.clear()
+        self.remove_casts()
         self.stale_weights.unmark()
         self.step_gradients.drop()
+
+
+def find_accelerator(model: nn.Module) -> Accelerator:
+    """Return the accelerator of the model's first parameter; :meth:`LocalRanks.build` checks that it is that of all."""
+    return accelerator_for(next((param.device for param in model.parameters()), CPU))
 
 
 def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, remedy: str) -> None:

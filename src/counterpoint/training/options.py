@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
+from counterpoint.model.precision import PrecisionArgument, merge_precision, parse_precision
 from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
+from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss_scale import LossScale, parse_loss_scale
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.runtime.step_commit import StepGuard
@@ -66,7 +68,10 @@ class TrainingOptions:
         loss_scale: factor of the losses in backward, so that gradients do not underflow in fp16: a number, ``dynamic``
             for a factor that starts with 65536, grows, and shrinks when gradients are not finite, which skips the step
             on all ranks, or a ``cp.DynamicLossScale`` with its parameters. Losses, norms and updates are those of
-            unscaled gradients. None for 1.
+            unscaled gradients. None for 1, or ``dynamic`` where ``precision`` computes in fp16.
+        precision: what the model computes in, while its parameters and their updates stay in their own dtype: ``bf16``,
+            ``fp16`` or ``fp32``, or with options ``bf16(autocast=true)``, or a ``cp.Precision``. None for the dtype of
+            its parameters.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
             the ``sum``; ``batch`` for a loss that compares samples with each other: the outputs of the whole batch are
             gathered, and it is evaluated once on all of them.
@@ -110,6 +115,7 @@ class TrainingOptions:
     check_finite: Literal["loss", "gradients"] = "gradients"
     nonfinite: Literal["error", "skip"] = "error"
     loss_scale: LossScale | None = None
+    precision: PrecisionArgument = None
     loss_reduction: Literal["mean", "sum", "batch"] = "mean"
     unused_parameters: Literal["error", "zero", "skip"] = "error"
     batch_dims: Mapping[str, int] | None = None
@@ -133,6 +139,7 @@ class TrainingOptions:
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
         parse_loss_scale(self.loss_scale)
+        parse_precision(self.precision)
         require_device(self.device)
         require_profile(self.profile)
         require_sample_layout(self.batch_dims, self.shared)
@@ -221,6 +228,19 @@ def require_profile(profile: object) -> None:
         raise PlanError(
             f"profile={profile!r} is a {type(profile).__name__}; give what counterpoint.profile(...) returns"
         )
+
+
+def use_plan_precision(options: TrainingOptions, plan: Plan) -> TrainingOptions:
+    """Return the options with the precision of a run, which they or its plan give, and the loss scale that it needs.
+
+    Raises:
+        PlanError: they and the plan give different ones.
+    """
+    precision = merge_precision(parse_precision(options.precision), plan.precision)
+    if precision is None:
+        return options
+    needs_scale = options.loss_scale is None and precision.compute == "fp16"
+    return replace(options, precision=precision, loss_scale="dynamic" if needs_scale else options.loss_scale)
 
 
 def build_step_guard(options: TrainingOptions) -> StepGuard:

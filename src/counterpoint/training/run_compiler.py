@@ -12,12 +12,14 @@ from torch import nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.model.precision import parse_precision
 from counterpoint.partitioning.dry_run import (
     ModuleAttributes,
     explain_input_errors,
     preserve_state,
     split_call_args,
 )
+from counterpoint.partitioning.module_casts import autocast_dtype
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.partitioning.traced import TracedPartition
@@ -142,6 +144,7 @@ class RunCompiler:
             keeps_grads,
             LossParameters.of(self.loss, self.trained),
             options.cross_sample != "accept",
+            autocast=autocast_dtype(parse_precision(options.precision)),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 

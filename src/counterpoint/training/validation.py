@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.file_reader import find_file_kind
+from counterpoint.model.precision import Precision
 from counterpoint.partitioning.dry_run import TrainingModes
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
 from counterpoint.runtime.chained_optimizer import chain_optimizers
 from counterpoint.runtime.loss_parameters import LOSS_PREFIX, find_trained_modules, trainable_loss_params
+from counterpoint.runtime.microbatches import current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.terminal_text import warn
@@ -112,6 +114,20 @@ def require_eps_above_zero(optimizer: optim.Optimizer) -> None:
                     f"step inside torch.autocast(..., {dtype}) with loss_scale='dynamic', or give "
                     f"eps={1e3 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps:.0e} or more"
                 )
+
+
+def require_no_autocast(precision: Precision | None) -> None:
+    """Check that no autocast of the caller is active where a run has a precision of its own.
+
+    Raises:
+        PlanError: one is.
+    """
+    active = [f"{device}, {dtype}" for device, is_enabled, dtype in current_autocasts() if is_enabled]
+    if precision is not None and active:
+        raise PlanError(
+            f"the step is called inside torch.autocast({active[0]}), but precision={precision} says what it computes "
+            "in; leave the autocast, or drop precision="
+        )
 
 
 def require_no_shared_memory(model: nn.Module, plan: Plan) -> None:

@@ -1,0 +1,132 @@
+"""Mixed precision of a plan: the dtype of a forward, and how it is brought about.
+
+Weights, their gradients after backward, and optimizer state stay as the model has them, usually float32: they are the
+master weights. Two ways to compute in a narrower dtype::
+
+    autocast=True    operations    each casts its arguments, by torch.autocast's lists: matrix products narrow,
+                                   sums, norms and losses in float32
+    autocast=False   modules       parameters and inputs of each module are cast, and everything else follows; norms
+                                   of torch.nn stay in float32
+
+Sources: "Mixed Precision Training" (Micikevicius et al., 2018); torch's ``MixedPrecisionPolicy`` of FSDP2 for casts of
+modules, with ``param_dtype`` as ``compute`` and ``output_dtype`` as ``output``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+from counterpoint.errors import PlanError
+from counterpoint.optim.validation import shorten
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes that a forward can have: torch's names by those of plans."""
+
+_TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+MAX_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of a forward and its backward.
+
+    Args:
+        compute: dtype of parameters and activations: ``fp32``, ``bf16`` or ``fp16``. Parameters that are no wider
+            keep theirs.
+        autocast: whether every operation casts its arguments as ``torch.autocast`` does, instead of every module.
+        norms: dtype of the norms of ``torch.nn`` without autocast: ``fp32``, or ``compute``.
+        output: dtype of the model's output, and so of the loss, without autocast: ``fp32``, or ``compute``.
+
+    Raises:
+        PlanError: a value is none of these.
+
+    Example:
+        >>> print(Precision("bf16", norms="compute"))
+        bf16(norms=compute)
+    """
+
+    compute: str
+    autocast: bool = False
+    norms: str = "fp32"
+    output: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.compute not in DTYPES:
+            raise PlanError(f"precision {shorten(repr(self.compute))} is not one of {', '.join(DTYPES)}")
+        if type(self.autocast) is not bool:
+            raise PlanError(f"autocast={shorten(repr(self.autocast))} is not True or False")
+        for name in ("norms", "output"):
+            value = getattr(self, name)
+            if value not in ("fp32", "compute"):
+                raise PlanError(f"{name}={shorten(repr(value))} is not fp32 or compute")
+        if self.autocast and self.compute == "fp32":
+            raise PlanError("autocast computes in bf16 or fp16; give one of them, or fp32 without autocast")
+        if self.autocast and (self.norms, self.output) != ("fp32", "fp32"):
+            raise PlanError("autocast has its own rules for norms and outputs; omit norms and output, or autocast")
+
+    def __str__(self) -> str:
+        """Write it as :func:`parse_precision` reads it."""
+        options = [
+            f"{field.name}={str(getattr(self, field.name)).lower()}"
+            for field in fields(self)[1:]
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{self.compute}({', '.join(options)})" if options else self.compute
+
+    @property
+    def casts_modules(self) -> bool:
+        """Whether modules are cast."""
+        return not self.autocast and self.compute != "fp32"
+
+
+PrecisionArgument: TypeAlias = Precision | str | None
+"""What options take: a precision, its text, or None for the dtypes of the model."""
+
+
+def parse_precision(value: object) -> Precision | None:
+    """Return the precision that an option asks for; None for the dtypes of the model.
+
+    Args:
+        value: a precision, a dtype of torch, None, or a text such as ``bf16`` or ``fp16(autocast=true)``.
+
+    Raises:
+        PlanError: it is something else.
+
+    Example:
+        >>> parse_precision("fp16(autocast=true)")
+        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32')
+    """
+    if value is None or isinstance(value, Precision):
+        return value
+    known = f"give {', '.join(DTYPES)}, a text such as 'bf16(autocast=true)', or cp.Precision(...)"
+    by_dtype = {f"torch.{name}": Precision(short) for short, name in DTYPES.items()}
+    if str(value) in by_dtype:  # a dtype of torch; this module is free of torch
+        return by_dtype[str(value)]
+    if not isinstance(value, str):
+        raise PlanError(f"precision={shorten(repr(value))} is a {type(value).__name__}; {known}")
+    match = _TEXT.fullmatch(value[:MAX_TEXT])
+    if match is None or len(value) > MAX_TEXT:
+        raise PlanError(f"precision={shorten(repr(value))} cannot be read; {known}")
+    options: dict[str, str | bool] = {}
+    for part in filter(None, map(str.strip, (match[2] or "").split(","))):
+        name, equals, text = map(str.strip, part.partition("="))
+        if not equals or name not in {"autocast", "norms", "output"} or name in options:
+            raise PlanError(
+                f"precision={shorten(repr(value))}: {shorten(repr(part))} is no option of it, or there twice; the "
+                "options are autocast=true, norms=compute and output=compute"
+            )
+        options[name] = {"true": True, "false": False}.get(text, text) if name == "autocast" else text
+    return replace(Precision(match[1]), **options)  # type: ignore[arg-type]  # checked there
+
+
+def merge_precision(option: Precision | None, plan: Precision | None) -> Precision | None:
+    """Return the precision of a run, which its options or its plan give.
+
+    Raises:
+        PlanError: they give different ones.
+    """
+    if option is not None and plan is not None and option != plan:
+        raise PlanError(f"precision={option} was given, but the plan has precision {plan}; give one of them")
+    return option or plan

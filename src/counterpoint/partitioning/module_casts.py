@@ -1,0 +1,253 @@
+"""Compute a model in a narrower dtype than that of its parameters, module by module.
+
+While a module of the model runs, reading a parameter gives a cast of it, which autograd differentiates: gradients reach
+the parameters themselves, in their own dtype. Outside of forwards everything is as before::
+
+    x --cast--> Linear ----> LayerNorm ----> Linear --cast--> output
+                  |              |              |
+            weight.to(bf16)    float32    weight.to(bf16)       norms: inputs to float32, outputs back to bf16
+                  |              |              |
+                weight         weight         weight            float32, as are their gradients
+
+A module with parameters of its own gets its floating-point inputs in the dtype it computes in, so that a float32 buffer
+that has been added to an activation does not spread. Casts are operations of the forward: a trace has them, and each
+stays with the module that reads the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from counterpoint.errors import DataError
+from counterpoint.model.precision import DTYPES, Precision
+from counterpoint.partitioning.pytree import register_dataclasses
+from counterpoint.partitioning.seed_hooks import is_plain_sequential
+
+NORMS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
+    *(nn.modules.batchnorm._NormBase,),  # noqa: SLF001 - what all batch and instance norms are
+)
+"""Modules that stay in float32 by default."""
+
+
+CastFn: TypeAlias = Callable[[Tensor], Tensor]
+"""Casts a tensor, or leaves it."""
+
+
+class RunningForward:
+    """The forward of one model that runs now, if any: how deep its calls of modules are, and the casts it has read."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.casts: list[tuple[str, Tensor]] = []  # with the names of their parameters
+
+    def enter(self) -> None:
+        """Begin the call of a module."""
+        self.depth += 1
+
+    def leave(self) -> None:
+        """End the call of a module.
+
+        Raises:
+            DataError: the forward has changed a cast in place, which would not reach the parameter.
+        """
+        self.depth -= 1
+        if self.depth == 0:
+            changed = next((name for name, cast in self.casts if cast._version), None)  # noqa: SLF001 - torch's only way
+            self.casts.clear()
+            if changed is not None:
+                raise DataError(
+                    f"the forward changes the parameter {changed} in place, but with precision= it reads a cast of "
+                    "it, so that the change would be lost; make it a buffer, which is not cast, or give "
+                    "cp.Precision(..., autocast=True)"
+                )
+
+
+class CastParameters(dict[str, "nn.Parameter | None"]):
+    """The parameters of one module, which are read in another dtype while the model runs.
+
+    Only a lookup by name is cast, which is what an attribute of a module is; iteration gives the parameters themselves.
+
+    Args:
+        params: by name, as in the module.
+        path: of the module, for errors.
+        dtype: that they are read in, unless they are no wider.
+        forward: of the model.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter | None], path: str, dtype: torch.dtype, forward: RunningForward
+    ) -> None:
+        super().__init__(params)
+        self.path, self.dtype, self.forward = path, dtype, forward
+        self.is_lookup = False  # whether its module looks up rows now, which are cast instead of the table
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a parameter, None, or a cast
+        """Return a parameter, or its cast while the model runs."""
+        param = super().__getitem__(name)
+        if self.forward.depth == 0 or self.is_lookup or param is None:
+            return param
+        cast = narrow(self.dtype, param)
+        if cast is not param:
+            self.forward.casts.append((f"{self.path}.{name}" if self.path else name, cast))
+        return cast
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies of the model have copies of this."""
+        return type(self), (dict(self.items()), self.path, self.dtype, self.forward)
+
+
+def narrow(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in another dtype, unless it is no wider; others as they are."""
+    is_wider = tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
+    return tensor.to(dtype) if is_wider else tensor
+
+
+def widen(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in another dtype, unless it is no narrower; others as they are."""
+    is_narrower = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
+    return tensor.to(dtype) if is_narrower else tensor
+
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Modules that read their table in its own dtype: the rows that they return are cast."""
+
+
+class ModuleHooks:
+    """Hooks of one module: note that it runs, and cast its inputs and outputs.
+
+    Args:
+        forward: of the model.
+        inputs: the casts of its inputs, in this order.
+        outputs: the casts of its outputs, likewise.
+    """
+
+    def __init__(
+        self,
+        forward: RunningForward,
+        inputs: Sequence[CastFn] = (),
+        outputs: Sequence[CastFn] = (),
+    ) -> None:
+        self.forward, self.inputs, self.outputs = forward, inputs, outputs
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Begin the module's forward; return its inputs."""
+        self.forward.enter()
+        state = vars(module)
+        if isinstance(module, nn.RNNBase):
+            state["_flat_weights"] = [state["_parameters"][name] for name in state["_flat_weights_names"]]
+        elif isinstance(module, TABLES):
+            state["_parameters"].is_lookup = True
+        return apply_casts(self.inputs, (args, kwargs)) if self.inputs else None
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
+        """End the module's forward, also after an error; return its output."""
+        state = vars(module)
+        if isinstance(module, nn.RNNBase):
+            params = dict(state["_parameters"].items())
+            state["_flat_weights"] = [params[name] for name in state["_flat_weights_names"]]
+        elif isinstance(module, TABLES):
+            state["_parameters"].is_lookup = False
+        self.forward.leave()
+        return apply_casts(self.outputs, output) if self.outputs and output is not None else None
+
+
+def apply_casts(casts: Sequence[CastFn], values: Any) -> Any:  # noqa: ANN401 - any nest
+    """Return a nest with its tensors cast."""
+    register_dataclasses(values)
+    for cast in casts:
+        values = tree_map_only(Tensor, cast, values)
+    return values
+
+
+class ModuleCasts:
+    """Makes a model compute in a precision, until removed.
+
+    Args:
+        model: the user's model; its parameters and their names stay.
+        precision: one that casts modules.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> casts = ModuleCasts(model, Precision("bf16", output="compute"))
+        >>> model(torch.ones(1, 2)).dtype, model[0].weight.dtype
+        (torch.bfloat16, torch.float32)
+        >>> casts.remove()
+        >>> model(torch.ones(1, 2)).dtype
+        torch.float32
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self.model, self.precision = model, precision
+        self.forward = RunningForward()
+        self.handles: list[RemovableHandle] = []
+        last = find_output_module(model)
+        for path, module in model.named_modules():
+            if not is_plain_sequential(module):
+                self.install(path, module, is_last=module is last)
+
+    def install(self, path: str, module: nn.Module, *, is_last: bool) -> None:
+        """Cast the parameters, inputs and outputs of one module."""
+        dtype, params = compute_dtype(self.precision), vars(module)["_parameters"]
+        inputs: list[CastFn] = []
+        outputs: list[CastFn] = []
+        if stays_wide(module, self.precision):
+            own = [param.dtype for param in params.values() if param is not None and param.is_floating_point()]
+            inputs.append(partial(widen, max([torch.float32, *own], key=lambda one: one.itemsize)))
+            outputs.append(partial(narrow, dtype))
+        elif module is self.model or any(param is not None for param in params.values()):
+            (outputs if isinstance(module, TABLES) else inputs).append(partial(narrow, dtype))
+            vars(module)["_parameters"] = CastParameters(params, path, dtype, self.forward)
+        if is_last and self.precision.output == "fp32":
+            outputs.append(partial(widen, torch.float32))
+        hooks = ModuleHooks(self.forward, inputs, outputs)
+        self.handles += [
+            module.register_forward_pre_hook(hooks.before, with_kwargs=True),
+            module.register_forward_hook(hooks.after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Let the model compute in the dtype of its parameters again. Idempotent."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for module in self.model.modules():
+            params = vars(module)["_parameters"]
+            if isinstance(params, CastParameters) and params.forward is self.forward:
+                vars(module)["_parameters"] = dict(params.items())
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """Return torch's dtype that a precision computes in."""
+    dtype: torch.dtype = getattr(torch, DTYPES[precision.compute])
+    return dtype
+
+
+def autocast_dtype(precision: Precision | None) -> torch.dtype | None:
+    """Return torch's dtype of the autocast of a precision; None for one without."""
+    return compute_dtype(precision) if precision is not None and precision.autocast else None
+
+
+def stays_wide(module: nn.Module, precision: Precision) -> bool:
+    """Return whether a module is a norm that computes in float32; one with running statistics always does."""
+    has_statistics = any(buffer is not None for buffer in vars(module)["_buffers"].values())
+    return isinstance(module, NORMS) and (precision.norms == "fp32" or has_statistics)
+
+
+def find_output_module(model: nn.Module) -> nn.Module:
+    """Return the module whose output is that of the model: its last child if it only calls its children in order."""
+    while is_plain_sequential(model) and len(list(model.children())):
+        model = list(model.children())[-1]
+    return model
+
+
+def is_cast_hook(hook: object) -> bool:
+    """Return whether a hook of a module is one of a precision, and not the user's."""
+    return isinstance(getattr(hook, "__self__", None), ModuleHooks)
