@@ -41,6 +41,7 @@ def count_waits(name, plan, **options):
         "clip and skip-mlp-data(2) + overlap",
         "clip and skip-mlp-pipeline(2) + recompute",
         "loss scale-mlp-data(2) + overlap",
+        "precision-mlp-zero(2, level=3)",
     ]
 )
 @pytest.mark.parametrize(
@@ -61,8 +62,13 @@ def count_waits(name, plan, **options):
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clip_norm": 0.5, "nonfinite": "skip"}, {"clip_norm": 0.5, "loss_scale": "dynamic"}],
-    ids=["", "clip and skip", "loss scale"],
+    [
+        {},
+        {"clip_norm": 0.5, "nonfinite": "skip"},
+        {"clip_norm": 0.5, "loss_scale": "dynamic"},
+        {"clip_norm": 0.5, "precision": "fp16"},
+    ],
+    ids=["", "clip and skip", "loss scale", "precision"],
 )
 def test_a_step_does_not_wait_for_the_device(name, plan, options):
     assert not count_waits(name, plan, **options)

@@ -118,7 +118,6 @@ class Interpreter:
         unused_params: what a commit does about parameters without a gradient.
         replica_groups: the groups of ranks whose weights are compared.
         decides_on_device: whether commits may leave their decision on the device; the same on all ranks.
-        autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -138,9 +137,7 @@ class Interpreter:
         unused_params: Literal["error", "zero", "skip"] = "error",
         replica_groups: Sequence[Group] = (),
         decides_on_device: bool = False,
-        autocast: torch.dtype | None = None,
     ) -> None:
-        self.autocast_dtype = autocast
         self.programs = {
             name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
         }
@@ -288,9 +285,8 @@ class Interpreter:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Enter the plan's autocast, if it has one; casts of weights are kept until an update, over microbatches."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.accelerator.device.type, self.autocast_dtype)
+        dtype = self.model.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.accelerator.device.type, dtype)
 
     def run_calls(self, calls: Sequence[tuple[RuntimeCall, int, int]]) -> None:
         """Run calls in order, and record their times if there is a clock."""

@@ -89,7 +89,7 @@ class RunSpec:
         draw_sites: where the model draws random numbers; None where it does not matter which.
         keeps_grads: whether ranks keep the gradients of a step until the next one.
         loss_params: evaluates the loss with a rank's parameters of it; None for one without.
-        autocast: torch's dtype of an autocast around each step and evaluation; None for none of ours.
+        autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -195,7 +195,6 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         unused_params=run_spec.unused_params,
         replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
         decides_on_device=can_decide_on_device(run_spec, model, accelerator),
-        autocast=run_spec.autocast,
     )
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 
@@ -364,7 +363,7 @@ def bind_segments(
         checks_loss=run_spec.checks_loss and training,
         checks_loss_state=run_spec.checks_loss_state and training,
         gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
-        has_autocast=run_spec.autocast is not None,
+        autocast=run_spec.autocast,
     )
 
 

@@ -77,7 +77,7 @@ class BoundModel:
         num_loss_calls: how often this process calls the loss in a step.
         gathers_outputs: whether the loss is evaluated on the gathered outputs of the whole batch.
         loss_params: evaluates a loss with parameters; None for one without.
-        has_autocast: whether the plan has an autocast of its own, whatever that of the caller is.
+        autocast: torch's dtype of the plan's own autocast; None for that of the caller.
     """
 
     segments: Mapping[tuple[int, int], Segment]
@@ -94,7 +94,7 @@ class BoundModel:
     num_loss_calls: int = 1
     gathers_outputs: bool = False
     loss_params: LossParameters | None = None
-    has_autocast: bool = False
+    autocast: torch.dtype | None = None
 
 
 class StoredValue(NamedTuple):
@@ -347,7 +347,7 @@ class SegmentExecutor:
 
     def autocast(self, micro: int) -> AbstractContextManager[object]:
         """Enter the autocasts under which the microbatch was submitted, which may have been in an earlier step."""
-        if self.model.has_autocast or not isinstance(self.batch, AsyncPipelineBatches):
+        if self.model.autocast is not None or not isinstance(self.batch, AsyncPipelineBatches):
             return nullcontext()
         return autocast_as(self.batch.autocasts(micro))
 
