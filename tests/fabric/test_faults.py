@@ -146,7 +146,8 @@ def resources_soon(expected):
 def resource_names():
     """Names of the threads, and what is open, of this process: for the error of a test that counts them."""
     threads = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return sorted(threads), sorted(os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return sorted(threads), sorted(files)
 
 
 def come_and_go(transport, fabric):

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from counterpoint.errors import DataError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.model.precision import DTYPES, Precision
+from counterpoint.partitioning.compiled_modules import describe_module, find_compiled, is_compiled_in_place
 from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 
@@ -174,6 +175,9 @@ class ModuleCasts:
         model: the user's model; its parameters and their names stay.
         precision: one that casts modules.
 
+    Raises:
+        PlanError: modules were compiled by their method ``compile``, which compiles their hooks.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
         >>> casts = ModuleCasts(model, Precision("bf16", output="compute"))
@@ -185,6 +189,7 @@ class ModuleCasts:
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
+        require_no_compiled_calls(model, precision)
         self.model, self.precision = model, precision
         self.forward = RunningForward()
         self.handles: list[RemovableHandle] = []
@@ -222,6 +227,21 @@ class ModuleCasts:
             params = vars(module)["_parameters"]
             if isinstance(params, CastParameters) and params.forward is self.forward:
                 vars(module)["_parameters"] = dict(params.items())
+
+
+def require_no_compiled_calls(model: nn.Module, precision: Precision) -> None:
+    """Check that no module was compiled by ``module.compile()``, which compiles its hooks, too.
+
+    Raises:
+        PlanError: one was.
+    """
+    compiled = next((path for path in find_compiled(model) if is_compiled_in_place(model.get_submodule(path))), None)
+    if compiled is not None:
+        raise PlanError(
+            f"{describe_module(model, compiled)} is compiled by its method compile(), but precision={precision} casts "
+            "parameters in hooks, which torch.compile cannot trace there; compile the whole model by "
+            f"torch.compile(model), or give precision='{precision.compute}(autocast=true)'"
+        )
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from counterpoint.partitioning.compiled_modules import without_wrapper
 from counterpoint.partitioning.partitioned_model import SeedFn
 
 _RNG_MODULES = (
@@ -85,7 +86,7 @@ class SeedHooks:
         self.call_paths = CallPaths()
         seeded = set(seeded_modules(model))
         self._hooks = [
-            module.register_forward_pre_hook(partial(self._enter, path))
+            module.register_forward_pre_hook(partial(self._enter, without_wrapper(path)))
             for path, module in model.named_modules()
             if path in seeded
         ]

@@ -22,6 +22,7 @@ from counterpoint.device.select import CPU, accelerator_for, model_device, requi
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.precision import Precision, parse_precision
+from counterpoint.partitioning.compiled_modules import require_not_copied, run_eagerly
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
 from counterpoint.partitioning.module_casts import ModuleCasts
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
@@ -280,6 +281,7 @@ class LocalRanks:
             memory = self.device_memory(inputs, num_samples)
             with (
                 self.cast_modules(),
+                run_eagerly(self.model),
                 explain_full_device(self.accelerator, memory.describe, "before the first step"),
             ):
                 inputs = clone_tensors(inputs)  # which a forward may change in place
@@ -385,6 +387,8 @@ class LocalRanks:
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
         copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
+        if copies_model:
+            require_not_copied(self.model, str(self.plan), self.plan.num_ranks)
         if isinstance(partition, WholeModel) and copies_model:
             remedy = "" if keeps_own else f", or start one process per rank: counterpoint run -n {num_local} script.py"
             require_copyable_model(self.model, partition, str(self.plan), remedy)

@@ -13,6 +13,7 @@ from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - 
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.precision import parse_precision
+from counterpoint.partitioning.compiled_modules import require_compilable
 from counterpoint.partitioning.dry_run import (
     ModuleAttributes,
     explain_input_errors,
@@ -167,6 +168,7 @@ class RunCompiler:
         is_traced = isinstance(partition, TracedPartition)
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
         state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
+        require_compilable(self.model, str(plan), is_traced=is_traced, draws=partition.uses_rng)
         if is_traced:
             state.require_none(self.model, str(plan), "the operations of its first call")
             state.require_no_traced_draws(self.model)

@@ -1,0 +1,109 @@
+"""Models that the user has compiled with ``torch.compile``: they stay compiled, or are refused.
+
+Dry runs look at a model under dispatch modes, where Dynamo cannot compile it and remembers that; they run it eagerly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from counterpoint.errors import PlanError
+
+WRAPPER = "_orig_mod"
+"""Name of the model in the module that ``torch.compile(model)`` returns."""
+
+
+def find_compiled(model: nn.Module) -> list[str]:
+    """Return the paths of the modules whose calls are compiled; the model's own is empty.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        >>> model[0].compile()
+        >>> find_compiled(model)
+        ['0']
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # which torch imports when something is compiled
+    wrapper = getattr(getattr(dynamo, "eval_frame", None), "OptimizedModule", ())
+    return [
+        path for path, module in model.named_modules() if isinstance(module, wrapper) or is_compiled_in_place(module)
+    ]
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether a module was compiled by its method ``compile``, and not by ``torch.compile``."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
+@contextmanager
+def run_eagerly(model: nn.Module) -> Iterator[None]:
+    """Run compiled modules of a model eagerly inside."""
+    if not find_compiled(model):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def require_compilable(model: nn.Module, plan: str, *, is_traced: bool, draws: bool) -> None:
+    """Check that the compiled modules of a model will run compiled.
+
+    Args:
+        model: the user's.
+        plan: as text, for the error.
+        is_traced: whether ranks run a trace of it.
+        draws: whether it draws random numbers in training.
+
+    Raises:
+        PlanError: they would silently run without compilation, or in pieces.
+    """
+    compiled = find_compiled(model)
+    if not compiled:
+        return
+    what = f"{describe_module(model, compiled[0])} is compiled with torch.compile"
+    if is_traced:
+        raise PlanError(
+            f"{what}, but under {plan} ranks run the operations of a trace of the model, which is not compiled; drop "
+            ".compile() and torch.compile(), use a strategy that keeps the model whole (data, zero of level 1 or 2, "
+            "server), or make the model an nn.Sequential and compile its children"
+        )
+    if draws:
+        raise PlanError(
+            f"{what}, but the model draws random numbers in training, which ranks key by sample and which "
+            "torch.compile cannot trace yet; set dropout to 0, or drop .compile() and torch.compile()"
+        )
+
+
+def require_not_copied(model: nn.Module, plan: str, num_ranks: int) -> None:
+    """Check that no module of a model is compiled that the ranks of one process train copies of.
+
+    Raises:
+        PlanError: one is; copies of modules are not compiled.
+    """
+    compiled = find_compiled(model)
+    if compiled:
+        raise PlanError(
+            f"{describe_module(model, compiled[0])} is compiled with torch.compile, but under {plan} the ranks of this "
+            "process train copies of the model, and copies are not compiled; start one process per rank: counterpoint "
+            f"run -n {num_ranks} script.py, or drop .compile() and torch.compile()"
+        )
+
+
+def describe_module(model: nn.Module, path: str) -> str:
+    """Return a module for an error: its path, or the class of the model itself."""
+    inner = without_wrapper(path)
+    return f"'{inner}'" if inner else type(getattr(model, WRAPPER, model)).__name__
+
+
+def without_wrapper(path: str) -> str:
+    """Return the path of a module without the name that ``torch.compile(model)`` puts before it.
+
+    Example:
+        >>> without_wrapper("_orig_mod.blocks.0"), without_wrapper("_orig_mod"), without_wrapper("blocks.0")
+        ('blocks.0', '', 'blocks.0')
+    """
+    return ".".join(name for name in path.split(".") if name != WRAPPER)
