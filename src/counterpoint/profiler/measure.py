@@ -33,7 +33,7 @@ from counterpoint.program.instruction import Backward, Forward, Instruction, Upd
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_parameters import find_loss_module
-from counterpoint.runtime.loss_reduction import unchanged_loss
+from counterpoint.runtime.loss_state import preserve_loss_module
 from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 
@@ -117,7 +117,7 @@ def measure_model(
         statistics, and memory for two more copies of the parameters.
     """
     sizes = sorted(set(samples))
-    with training_conditions(threads), unchanged_loss(find_loss_module(target.loss)):
+    with training_conditions(threads), preserve_loss_module(find_loss_module(target.loss)):
         harness, clock = build_harness(target, sizes[0]), device_clock(target.device)
         overheads = measure_call_overheads(target.device, repeat_policy)
         measured = [_measure_batch_size(harness, target, size, overheads, repeat_policy) for size in sizes]

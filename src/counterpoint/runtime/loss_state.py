@@ -1,4 +1,4 @@
-"""Find what a loss function keeps from one call to the next: buffers, attributes, variables of its closure, generators.
+"""Find, and restore, what a loss function keeps from one call to the next: buffers, attributes, closures, generators.
 
 A loop without microbatches calls a loss once in a step. Where a batch is divided, it is called for each microbatch and
 each rank, so that a step counter counts faster, and a moving average moves further. A value that a call only
@@ -238,3 +238,26 @@ def find_running_state(
         if not _are_equal(value, state.slots[index].read()):
             return state.slots[index].name, changed
     return "", changed
+
+
+@contextmanager
+def preserve_loss_module(module: nn.Module | None) -> Iterator[None]:
+    """Restore the buffers and the gradients of the module of a loss afterwards; inside, they are None.
+
+    Args:
+        module: of the loss; None if it is a function.
+    """
+    params = [] if module is None else list(module.parameters())
+    grads = [param.grad for param in params]
+    buffers = [] if module is None else list(module.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, before, strict=True):
+            if not torch.equal(buffer, values):
+                assign_values(buffer, values)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad

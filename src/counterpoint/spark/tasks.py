@@ -14,13 +14,8 @@ from torch import Tensor
 from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CounterpointError, DataError
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.loss_reduction import (
-    SUMS_REMEDY,
-    LossCheck,
-    PartTotal,
-    ReductionRecorder,
-    compute_mean_loss,
-)
+from counterpoint.runtime.loss_check import SUMS_REMEDY, LossCheck
+from counterpoint.runtime.loss_reduction import PartTotal, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.params.grad_check import GradCheck, GradReport
 from counterpoint.runtime.rng import hash_seed

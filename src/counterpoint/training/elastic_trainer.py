@@ -28,8 +28,9 @@ from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer
+from counterpoint.runtime.loss_check import SUMS_REMEDY, LossCheck
 from counterpoint.runtime.loss_parameters import require_no_loss_params
-from counterpoint.runtime.loss_reduction import SUMS_REMEDY, LossCheck, LossFunction, compute_sample_mean
+from counterpoint.runtime.loss_reduction import LossFunction, compute_sample_mean
 from counterpoint.training.callbacks.callback import EvaluationEnd
 from counterpoint.training.evaluation import MetricsFn, make_loss_metric
 from counterpoint.training.metrics import merge_metrics

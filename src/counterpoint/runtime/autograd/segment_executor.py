@@ -41,16 +41,9 @@ from counterpoint.runtime.batch_loss import (
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
+from counterpoint.runtime.loss_check import LossCheck, LossSamples, count_in_place_changes
 from counterpoint.runtime.loss_parameters import LossParameters
-from counterpoint.runtime.loss_reduction import (
-    LossCheck,
-    LossFunction,
-    LossSamples,
-    PartTotal,
-    ReductionRecorder,
-    compute_mean_loss,
-    count_in_place_changes,
-)
+from counterpoint.runtime.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
 from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.runtime.params.param_store import ParamStore

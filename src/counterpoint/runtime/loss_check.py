@@ -1,0 +1,550 @@
+"""Check that the loss of a batch is what the losses of its parts add up to, and that calling it has no other effect.
+
+The user declares how a loss is reduced (:mod:`counterpoint.runtime.loss_reduction`), and under a plan the losses of
+microbatches are added up accordingly. A sum that is declared as a mean, a mean over tokens that is declared as one over
+samples, or a loss that compares samples with each other would then train differently, without an error. So the loss of
+some microbatches is computed again, for all samples and for two parts of them, and compared::
+
+    declared     must hold, within rounding
+    mean         loss(all) = (weight_0 * loss(part 0) + weight_1 * loss(part 1)) / (weight_0 + weight_1)
+    sum          loss(all) = loss(part 0) + loss(part 1)
+
+A loss that keeps a state, or draws random numbers that do not belong to samples, is found in the same way: it is
+computed twice from the same samples and the same states of the generators. The check of losses that the model itself
+computes is :mod:`counterpoint.training.model_loss_check`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from counterpoint.errors import DataError
+from counterpoint.runtime.draw_sites import DrawRecorder, find_unknown_draw, record_loss_draws
+from counterpoint.runtime.kernels.function_mode import FunctionReplacement, TorchFunction
+from counterpoint.runtime.loss_reduction import LossFunction, compute_mean_loss
+from counterpoint.runtime.loss_state import LossState, find_running_state
+from counterpoint.runtime.new_values import NewValues
+from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
+
+RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""By which the loss of some samples may differ from what its halves add up to; of other dtypes by 5 %."""
+
+
+class LossOfParts(NamedTuple):
+    """The loss of some samples, and those of two parts of them, with their weights and their numbers of samples."""
+
+    total: float
+    parts: tuple[float, float]
+    weights: tuple[float, float]
+    sizes: tuple[int, int]
+
+    @property
+    def sum(self) -> float:
+        """The sum of the parts' losses."""
+        return self.parts[0] + self.parts[1]
+
+    @property
+    def mean(self) -> float:
+        """The mean of the parts' losses by their weights."""
+        weight = self.weights[0] + self.weights[1]
+        return (self.parts[0] * self.weights[0] + self.parts[1] * self.weights[1]) / weight if weight else 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """The sum of the absolute values that are finite."""
+        return math.fsum(abs(loss) for loss in (self.total, *self.parts) if math.isfinite(loss))
+
+
+SUM_REMEDY = "it is a sum: pass loss_reduction='sum', or return the mean over the samples"
+OTHER_REMEDY = (
+    "if it is a mean over tokens, or over anything else of which samples have different amounts, return "
+    "cp.WeightedMean(total, weight) with the sum and what it is divided by; if it compares samples with each other, "
+    "pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, or cross_sample='accept' "
+    "if each microbatch may be a batch of its own"
+)
+SUMS_REMEDY = (
+    "return a mean over the samples; other losses are those of the whole batch with cp.Trainer or cp.parallelize, "
+    "which have the option loss_reduction"
+)
+"""Where parts of a batch are added up as means over samples."""
+
+
+STATE_REMEDY = (
+    "keep what changes from step to step outside of the loss: change it after the step, and give it to the loss with "
+    "the targets"
+)
+STATE_OPTIONS = (
+    "pass loss_reduction='batch', which computes the loss once on the outputs of the whole batch, or "
+    "cross_sample='accept' if each microbatch may be a batch of its own"
+)
+DRAWS_REMEDY = (
+    "draw with torch.rand, randn, bernoulli or F.dropout and without a generator of your own, one entry for each "
+    "sample along dim 0, as torch.randn_like(targets) does, or draw in the dataset and give the numbers with the "
+    "targets"
+)
+STATE_PROCESSES = (
+    "start one process for each rank (counterpoint run -n N script.py), each of which has a loss of its own"
+)
+
+
+def count_in_place_changes(values: Any) -> int:  # noqa: ANN401 - any nest of tensors
+    """Return how often the tensors of a nest were changed in place."""
+    if isinstance(values, Tensor):
+        return values._version  # noqa: SLF001 - as torch counts changes
+    return sum(leaf._version for leaf in tree_leaves(values) if isinstance(leaf, Tensor))  # noqa: SLF001 - as above
+
+
+class LossValue(NamedTuple):
+    """A loss that a check has computed.
+
+    Args:
+        mean: over samples, tokens or weights; or the sum, if the loss is one.
+        weight: of the mean.
+        dtype: of the loss.
+    """
+
+    mean: float
+    weight: float
+    dtype: torch.dtype
+
+
+class LossSamples(NamedTuple):
+    """What a loss is computed from.
+
+    Args:
+        output: of the model.
+        targets: of the samples.
+        num_samples: how many there are.
+        what: the samples, for errors.
+    """
+
+    output: Any
+    targets: Any
+    num_samples: int
+    what: str
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of the outputs."""
+        return {leaf.device for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)}
+
+    @property
+    def are_along_dim_0(self) -> bool:
+        """Whether outputs have them along dim 0, and no list of tensors may have an entry for each."""
+        leaves = [leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor)]
+        has_list = any(len(values) == self.num_samples for values in find_tensor_lists(self[:2]))
+        return not has_list and all(leaf.dim() and len(leaf) == self.num_samples for leaf in leaves)
+
+    @property
+    def has_plain_list(self) -> bool:
+        """Whether there is a list without tensors that may have an entry for each sample."""
+        leaves = tree_leaves((self.output, self.targets), is_leaf=is_plain_list)
+        return any(is_plain_list(leaf) and len(leaf) == self.num_samples for leaf in leaves)
+
+    def take(self, first: int, stop: int, *, cuts_lists: bool) -> LossSamples:
+        """Return some of the samples; lists without tensors are cut as well, or belong to all samples."""
+        take = partial(_take_samples, num_samples=self.num_samples, first=first, stop=stop)
+        is_leaf = is_plain_list if cuts_lists else _never
+        output, targets = (tree_map(take, values, is_leaf=is_leaf) for values in self[:2])
+        return LossSamples(output, targets, stop - first, self.what)
+
+    def detach(self) -> LossSamples:
+        """Return the samples without their graph."""
+        output, targets = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, self[:2])
+        return LossSamples(output, targets, self.num_samples, self.what)
+
+    def halve(self) -> LossSamples:
+        """Return samples with half of the values."""
+        output, targets = (tree_map(_halve, values) for values in self[:2])
+        return LossSamples(output, targets, self.num_samples, self.what)
+
+    def join(self, other: LossSamples, *, cuts_lists: bool) -> LossSamples:
+        """Return these samples and others."""
+        join = partial(_concatenate, joins_lists=cuts_lists)
+        is_leaf = is_plain_list if cuts_lists else _never
+        output, targets = (tree_map(join, *pair, is_leaf=is_leaf) for pair in zip(self[:2], other[:2], strict=True))
+        return LossSamples(output, targets, self.num_samples + other.num_samples, self.what)
+
+
+class LossCheck:
+    """Checks that a loss of some samples is what the losses of their parts add up to, and that it keeps no state.
+
+    It checks after 1, 2, 4, 8, ... steps, and, unless the loss is torch's own mean over class indices, where targets
+    have values that none before had, such as the first padding.
+
+    Args:
+        loss: the user's; a check calls it some times more, without gradients.
+        is_sum: whether it is a sum over samples.
+        remedy: for the error; by default that of a plan.
+        checks_parts: whether losses of parts must add up; if not, only a state is looked for.
+    """
+
+    def __init__(self, loss: LossFunction, *, is_sum: bool, remedy: str = "", checks_parts: bool = True) -> None:
+        self.remedy = remedy
+        self.loss = loss
+        self.is_sum = is_sum
+        self.next_step: float = 0 if checks_parts else math.inf  # after 1, 2, 4, 8, ... steps
+        self.last_step = -1  # all microbatches of a step are checked, because one may have no targets that count
+        self.next_state_step = 0  # likewise, for the state
+        self.single: LossSamples | None = None  # a microbatch of one sample
+        self.new_values = NewValues()
+
+    def is_due(self, step: int, targets: Any, num_samples: int, weight: Tensor | float | None) -> bool:  # noqa: ANN401
+        """Return whether it is time to check the loss of a microbatch.
+
+        Args:
+            step: the number of the step.
+            targets: of the samples.
+            num_samples: how many there are.
+            weight: of a mean over class indices that torch has computed; None for another loss.
+        """
+        if self.next_step == math.inf:
+            return step >= self.next_state_step
+        leaves = () if weight is not None else (leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+        has_new_values = self.new_values.find(leaves, num_samples)
+        return has_new_values or step >= min(self.next_step, self.next_state_step) or step == self.last_step
+
+    def check(  # noqa: PLR0913 - what a loss was computed from
+        self,
+        loss_function: LossFunction,
+        step: int,
+        output: Any,  # noqa: ANN401 - of the model
+        targets: Any,  # noqa: ANN401 - whatever the loss takes
+        value: Tensor | float,
+        num_samples: int,
+        what: str,
+    ) -> None:
+        """Check the loss of a microbatch, of a single sample together with the next such one.
+
+        Whether it adds up is not checked if outputs have no samples along dim 0, or lists of tensors that may have an
+        entry for each sample, or if the loss draws random numbers.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            output: of the model.
+            targets: of the samples.
+            value: the loss, for a weighted mean without its weight; read only if it is checked.
+            num_samples: how many there are.
+            what: the samples, for the error.
+
+        Raises:
+            DataError: it is not what the losses of two parts add up to, or each call of it changes a state.
+        """
+        samples, state = LossSamples(output, targets, num_samples, what), LossState(self.loss)
+
+        def check() -> None:
+            with state.preserve_generators(samples.devices):
+                total, changed = self._require_no_state(state, loss_function, step, samples, is_divided=True)
+                with state.restored(changed):
+                    self._check_parts(loss_function, step, samples, float(value), total)
+
+        _run_without_gradients(check)
+
+    def check_state(self, loss_function: LossFunction, step: int, samples: LossSamples) -> None:
+        """Check that a loss of a whole batch keeps no state, where a process computes it several times in a step.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: all of the batch.
+
+        Raises:
+            DataError: it does.
+        """
+        if step < self.next_state_step:
+            return
+        state = LossState(self.loss)
+
+        def check() -> None:
+            with state.preserve_generators(samples.devices):
+                self._require_no_state(state, loss_function, step, samples, is_divided=False)
+
+        _run_without_gradients(check)
+
+    def _require_no_state(
+        self, state: LossState, loss_function: LossFunction, step: int, samples: LossSamples, *, is_divided: bool
+    ) -> tuple[LossValue, list[int]]:
+        """Compute the loss twice more, with the same random numbers.
+
+        Args:
+            state: of the loss.
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: from which it is computed.
+            is_divided: whether they are a part of a batch.
+
+        Returns:
+            The loss, and which values of the state have changed.
+
+        Raises:
+            DataError: the second loss differs, or the state has changed further.
+        """
+        losses: list[LossValue] = []
+        draws = False
+
+        def compute() -> None:
+            nonlocal draws
+            with state.preserve_generators(samples.devices):
+                generators = state.read_generators()
+                losses.append(self._compute(loss_function, samples))
+                if state.read_generators() != generators:  # so that parts cannot be compared
+                    draws, self.next_step = True, math.inf
+
+        before = state.read()
+        compute()
+        name, changed = find_running_state(state, before, compute)
+        first, second = losses
+        if not name and math.isfinite(first.mean + second.mean):
+            outputs = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+            tolerance = max((_relative_tolerance(leaf, first.dtype) for leaf in outputs), default=0.05)
+            is_other = abs(first.mean - second.mean) > tolerance * max(abs(first.mean), abs(second.mean))
+            name = "something" if is_other else ""
+        if name:
+            self._explain_state(name, first.mean, second.mean, samples.what, is_divided=is_divided)
+        if draws and not self.remedy:
+            with state.restored(changed):
+                self._require_keyed_draws(state, loss_function, samples, is_divided=is_divided)
+        if step >= self.next_state_step:
+            self.next_state_step = max(1, 2 * step)
+        return first, changed
+
+    def _require_keyed_draws(
+        self, state: LossState, loss_function: LossFunction, samples: LossSamples, *, is_divided: bool
+    ) -> None:
+        """Check that a loss of parts draws what that of the whole batch draws.
+
+        Args:
+            state: of the loss.
+            loss_function: the user's, with the parameters of this step.
+            samples: from which it is computed.
+            is_divided: whether they are a part of a batch.
+
+        Raises:
+            DataError: it draws from a generator of its own, or numbers of which the samples are unknown.
+        """
+
+        def record(part: LossSamples) -> DrawRecorder:
+            def compute(replacements: Mapping[TorchFunction, FunctionReplacement]) -> None:
+                self._compute(loss_function, part, replacements)
+
+            with state.preserve_generators(samples.devices):
+                return record_loss_draws(compute, state.generators)
+
+        recorder = record(samples)
+        for source in recorder.unkeyed.values():
+            calls = "for each of its parts" if is_divided else "several times, as the ranks of a process share a loss"
+            raise DataError(
+                f"the random numbers of the loss come from {source}, which are not keyed by sample ({samples.what}); a "
+                "loop without microbatches calls the loss once for a batch, but here it is called "
+                f"{calls}, which would draw others; {DRAWS_REMEDY}; or "
+                f"{STATE_OPTIONS if is_divided else STATE_PROCESSES}"
+            )
+        if not is_divided:
+            return
+        draws, others = [*recorder.draws.values()], None
+        middle, cuts_lists = samples.num_samples // 2, samples.has_plain_list
+        other = (
+            samples.take(0, middle, cuts_lists=cuts_lists) if middle else samples.join(samples, cuts_lists=cuts_lists)
+        )
+        if draws and samples.are_along_dim_0:
+            with suppress(Exception):  # a loss need not take another number of samples
+                others = [*record(other).draws.values()]
+        unknown = find_unknown_draw(draws, samples.num_samples, others, other.num_samples)
+        if unknown is not None:
+            raise DataError(
+                f"the loss draws random numbers of the shape {tuple(unknown.shape)} for {samples.num_samples} samples "
+                f"({samples.what}), and which of them belong to which sample is unknown, so that it would draw others "
+                f"for parts of a batch than for the whole; {DRAWS_REMEDY}; or {STATE_OPTIONS}"
+            )
+
+    def _explain_state(self, name: str, first: float, second: float, what: str, *, is_divided: bool) -> NoReturn:
+        again = "" if first == second else f", so that it is {first:.6g}, then {second:.6g} for the same output"
+        calls = "for each of its parts" if is_divided else "several times, as the ranks of a process share a loss"
+        options = "" if self.remedy else f"; or {STATE_OPTIONS if is_divided else STATE_PROCESSES}"
+        raise DataError(
+            f"each call of the loss changes {name}{again} ({what}); a loop without microbatches calls the loss once "
+            f"for a batch, but here it is called {calls}, and its values would be others; {STATE_REMEDY}{options}"
+        )
+
+    def _check_parts(
+        self, loss_function: LossFunction, step: int, samples: LossSamples, value: float, total: LossValue
+    ) -> None:
+        """Check that the losses of parts add up.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: from which the loss was computed.
+            value: the loss.
+            total: the loss, computed again.
+        """
+        leaves = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+        if not leaves or self.next_step == math.inf:
+            return
+        if not samples.are_along_dim_0:
+            self.next_step = math.inf
+            return
+        relative = _relative_tolerance(leaves[0], total.dtype)
+        absolute = _rounding_error(leaves[0], total.dtype)
+        is_undefined = math.isnan(total.mean)  # as of samples without tokens
+        if is_undefined and samples.num_samples > 1:
+            return
+        if not is_undefined and not abs(total.mean - value) <= 2 * relative * abs(total.mean) + absolute:
+            self.next_step = math.inf  # it draws random numbers
+            return
+        for kinds in self._losses_of_parts(loss_function, samples, total):
+            finite = [losses for losses in kinds if math.isfinite(losses.total)]  # others are errors of the step itself
+            tolerances = [relative * losses.magnitude + absolute for losses in finite]
+            pairs = [*zip(finite, tolerances, strict=True)]
+            if pairs and not any(
+                abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance
+                for losses, tolerance in pairs
+            ):
+                raise DataError(self._explain(finite[0], samples.what, tolerances[0]))
+        if self.single is None and step >= self.next_step:
+            self.next_step, self.last_step = max(1, 2 * step), step
+
+    def _losses_of_parts(
+        self, loss_function: LossFunction, samples: LossSamples, total: LossValue
+    ) -> Iterator[list[LossOfParts]]:
+        """Yield losses of two parts of samples, and of both; for one kind of parts once, or with lists cut and whole.
+
+        One or two samples are compared with others, too, which are made of them: a median of two samples is a mean. A
+        single sample is compared with the next one, which may have targets of another kind, such as padding.
+        """
+        num_samples, middle = samples.num_samples, samples.num_samples // 2
+        cuts = (True, False) if samples.has_plain_list else (False,)
+
+        def compute(
+            make: Callable[[bool], tuple[LossSamples, LossSamples]], whole: LossValue | None, *, is_made: bool
+        ) -> list[LossOfParts]:
+            found = []
+            for cuts_lists in cuts:
+                # a loss need not take values that no model gives
+                with suppress(Exception) if is_made or len(cuts) > 1 else nullcontext():
+                    parts = make(cuts_lists)
+                    values = [self._compute(loss_function, part) for part in parts]
+                    both = whole or self._compute(loss_function, parts[0].join(parts[1], cuts_lists=cuts_lists))
+                    losses = LossOfParts(
+                        both.mean,
+                        (values[0].mean, values[1].mean),
+                        (values[0].weight, values[1].weight),
+                        (parts[0].num_samples, parts[1].num_samples),
+                    )
+                    if not is_made or math.isfinite(losses.total + losses.sum):
+                        found.append(losses)
+            return found
+
+        def cut(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - one of two kinds
+            return (
+                samples.take(0, middle, cuts_lists=cuts_lists),
+                samples.take(middle, num_samples, cuts_lists=cuts_lists),
+            )
+
+        def add(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - as above
+            half = samples.halve()
+            return samples, half if num_samples > 1 else half.join(half.halve(), cuts_lists=cuts_lists)
+
+        if num_samples > 1:
+            yield compute(cut, total, is_made=False)
+        if num_samples <= 2:
+            yield compute(add, None, is_made=True)
+        if num_samples > 1:
+            return
+        earlier, self.single = self.single, None
+        if earlier is not None and _sample_shapes(earlier) == _sample_shapes(samples):
+            yield compute(lambda _: (samples, earlier), None, is_made=False)
+        else:
+            self.single = samples.detach()
+
+    def _compute(
+        self,
+        loss_function: LossFunction,
+        samples: LossSamples,
+        random_functions: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({}),
+    ) -> LossValue:
+        """Compute the loss of some samples."""
+        output, targets, num_samples, what = samples
+        loss = compute_mean_loss(
+            loss_function,
+            output,
+            targets,
+            what,
+            is_whole=True,
+            is_sum=self.is_sum,
+            random_functions=random_functions,
+        )
+        weight = num_samples if loss.weight is None else float(loss.weight)
+        return LossValue(float(loss.mean.detach()), weight, loss.mean.dtype)
+
+    def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
+        is_sum = not self.is_sum and abs(losses.total - losses.sum) <= tolerance
+        remedy = self.remedy or (SUM_REMEDY if is_sum else OTHER_REMEDY)
+        left, right = losses.sizes
+        return (
+            f"the loss at {what} is {losses.total:.6g} for {left + right} samples, but {losses.parts[0]:.6g} for the "
+            f"first {left} and {losses.parts[1]:.6g} for the other {right}, of which the "
+            f"{f'sum is {losses.sum:.6g}' if self.is_sum else f'mean is {losses.mean:.6g}'}, so the losses of parts do "
+            f"not add up to that of the batch; {remedy}"
+        )
+
+
+def _run_without_gradients(check: Callable[[], None]) -> None:
+    """Run a check without gradients; with them if the loss differentiates, as a penalty on gradients does."""
+    try:
+        with torch.no_grad():
+            check()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        with torch.enable_grad():
+            check()
+
+
+def _sample_shapes(samples: LossSamples) -> list[torch.Size]:
+    """Return the shape of a sample of each tensor."""
+    return [leaf.shape[1:] for leaf in tree_leaves(samples[:2]) if isinstance(leaf, Tensor)]
+
+
+def _halve(leaf: object) -> object:
+    return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _concatenate(first: object, second: object, *, joins_lists: bool) -> object:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.cat([first, second])
+    return [*first, *second] if joins_lists and is_plain_list(first) else second  # type: ignore[misc]
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _rounding_error(output: Tensor, dtype: torch.dtype) -> float:
+    """Return by how much a loss of an output may differ because of rounding, even if it is about 0."""
+    if not output.is_floating_point() or not output.numel():
+        return 0.0
+    eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+    return eps * float(output.detach().abs().max().nan_to_num())
+
+
+def _relative_tolerance(output: Tensor, dtype: torch.dtype) -> float:
+    """Return by how much a loss of this dtype, of such an output, may differ because of rounding."""
+    return max(RELATIVE_TOLERANCES.get(one, 0.05) for one in (dtype, output.dtype) if one.is_floating_point)
+
+
+def _take_samples(leaf: object, *, num_samples: int, first: int, stop: int) -> object:
+    has_samples = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == num_samples
+    if has_samples or (is_plain_list(leaf) and len(leaf) == num_samples):  # type: ignore[arg-type]
+        return leaf[first:stop]  # type: ignore[index]
+    return leaf
