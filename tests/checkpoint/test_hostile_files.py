@@ -227,7 +227,7 @@ class Extent:
 
 @st.composite
 def extents(draw):
-    """Draw slices of a small tensor that may overlap or leave holes, most of them inside."""
+    """Draw slices of a small tensor that may intersect or leave holes, most of them inside."""
     shape = tuple(draw(st.lists(st.integers(1, 3), min_size=0, max_size=3)))
     total = math.prod(shape)
     slices = []

@@ -137,7 +137,7 @@ def test_two_ranks_that_write_the_same_elements_are_refused(tmp_path):
         commit_pieces(tmp_path, [whole_tensor("w", full)], [whole_tensor("w", full)])
 
 
-def test_an_overlap_that_hides_a_hole_is_still_found(tmp_path):
+def test_a_duplicate_that_hides_a_hole_is_still_found(tmp_path):
     full = torch.randn(6)
     with pytest.raises(CheckpointError, match="6 of 6 elements, flat element 2 is duplicated;"):
         commit_pieces(tmp_path, [TensorSlice("w", full[:3], (6,), 0), TensorSlice("w", full[:3], (6,), 2)])

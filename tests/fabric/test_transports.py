@@ -234,7 +234,7 @@ def test_starting_never_waits_for_another_member(run_scenario):
     ]
 
 
-def overlap(fabric):
+def send_between_start_and_wait(fabric):
     """A message passes between a start and its wait."""
     tensor, pair = torch.ones(1000), (0, 1)
     if fabric.rank == 0:
@@ -248,7 +248,7 @@ def overlap(fabric):
 
 
 def test_a_message_may_pass_between_a_start_and_its_wait(run_scenario):
-    assert run_scenario(overlap, 2) == [2000.0, 2000.0]
+    assert run_scenario(send_between_start_and_wait, 2) == [2000.0, 2000.0]
 
 
 def alone(fabric):

@@ -54,7 +54,7 @@ def test_nothing_moves_to_a_rank_that_has_what_it_needs():
     assert missing_bytes(held("pipeline(2)", 2)[1], held("pipeline(2)", 2)[0]) == 3 * WEIGHT_BYTES / 2
 
 
-def test_shards_of_other_sizes_move_only_where_they_do_not_overlap():
+def test_shards_of_other_sizes_move_only_where_they_do_not_intersect():
     quarters, halves = held("zero3(4)"), held("zero3(2)")
     assert [missing_bytes(halves[rank], quarters[rank]) for rank in (0, 1)] == [
         3 * WEIGHT_BYTES / 4,

@@ -112,7 +112,7 @@ def test_ranks_are_compared_while_all_of_them_work():
     assert concurrent_rate([early, late]) == 0.5  # of the pieces from 1 to 5, where the first one was done alone
 
 
-def test_without_overlap_the_whole_time_counts():
+def test_where_no_ranks_work_at_the_same_time_the_whole_time_counts():
     assert concurrent_rate([[0.0, 1.0, 2.0], [3.0, 4.0]]) == 3 / 4 / 2
 
 

@@ -123,7 +123,7 @@ def test_a_buffer_of_another_shape_is_refused():
         step(batches()[0], batches()[0])
 
 
-class Overlapping(nn.Module):
+class SharedEntries(nn.Module):
     """Its buffers are views whose elements share memory, or lie in another order."""
 
     expanded: torch.Tensor
@@ -140,9 +140,9 @@ class Overlapping(nn.Module):
 
 
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero1(2)", "zero3(2)", "pipeline(2)"])
-def test_buffers_that_overlap_in_memory_are_left_as_they_are(plan):
+def test_buffers_whose_entries_share_memory_are_left_as_they_are(plan):
     torch.manual_seed(0)
-    model = nn.Sequential(Overlapping(), nn.Linear(3, 3)).double()
+    model = nn.Sequential(SharedEntries(), nn.Linear(3, 3)).double()
     model[0].expanded = torch.full((1, 3), 2.0, dtype=torch.float64).expand(5, 3)
     plain = copy.deepcopy(model)
     x, targets = torch.randn(8, 4).double(), torch.randint(3, (8,))

@@ -290,7 +290,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _copy_slice(rows: Tensor, first: int, folder: Path, source: tuple[ShardRecord, SliceRecord]) -> None:
-    """Copy the overlap of a slice with ``rows`` (global rows from ``first`` on)."""
+    """Copy the intersection of a slice with ``rows`` (global rows from ``first`` on)."""
     shard, slice_record = source
     row = rows.shape[1:].numel()
     if isinstance(slice_record.offset, int):

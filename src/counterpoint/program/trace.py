@@ -55,7 +55,7 @@ class Trace:
         num_ranks: number of ranks of the program.
         source: ``simulated`` or ``measured``.
         memory: what each rank holds over time; empty if unknown.
-        steady_step_s: if steps overlap, seconds from the end of one to the end of the next; else None.
+        steady_step_s: if several steps are in flight, seconds from the end of one to the end of the next; else None.
     """
 
     events: tuple[TraceEvent, ...]
@@ -72,7 +72,7 @@ class Trace:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds per step: its length, or if steps overlap, what one step adds to a run."""
+        """Seconds per step: its length, or if several are in flight, what one step adds to a run."""
         return self.span_s if self.steady_step_s is None else self.steady_step_s
 
     @cached_property

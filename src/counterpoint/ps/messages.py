@@ -571,7 +571,7 @@ class KeyProgress(Struct, frozen=True, forbid_unknown_fields=True):
         validate_counts(self.version, *self.applied_slices, *self.min_clocks)
         check_request(len(self.applied_slices) % 2 == 0 and len(self.min_clocks) % 2 == 0, "progress with half a range")
         runs = zip(self.applied_slices, self.applied_slices[1:], strict=False)
-        check_request(all(low < high for low, high in runs), f"slice ranges {self.applied_slices} overlap")
+        check_request(all(low < high for low, high in runs), f"slice ranges {self.applied_slices} intersect")
 
 
 class PendingGradient(Struct, frozen=True, forbid_unknown_fields=True, eq=False):

@@ -1,7 +1,7 @@
 """Worker API of a job: create keys, push, pull and request tasks, wherever coordinator and servers run.
 
 Requests are sent immediately, in call order; the results are awaited when needed. So pushes and pulls of many keys
-overlap, and a pull sees every earlier push of the same session.
+are in flight at the same time, and a pull sees every earlier push of the same session.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class MallocHeap:
 
     def __init__(self, tune: Callable[[int, int], object], trim: Callable[[], object]) -> None:
         self._tune, self._trim = tune, trim
-        self.num_holders = 0  # trainings in progress; they may overlap
+        self.num_holders = 0  # trainings in progress, of which there may be several
 
     def retain(self) -> None:
         """Keep freed memory in the process until the caller calls :meth:`restore`."""

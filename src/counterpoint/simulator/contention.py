@@ -9,7 +9,8 @@ resource its rate is lower::
                6 s      12 s      4 s     6 + 12 / 2 + 4 = 16; rates change when an activity starts or ends
 
 All starts and ends at one moment are counted before rates are recomputed, and a rate that does not change touches
-nothing. So the result depends on which activities overlap, never on the order in which simultaneous ones are listed.
+nothing. So the result depends on which activities are concurrent, never on the order in which those that start
+at one moment are listed.
 
 Where a host has fewer cores than ranks with short instructions, ranks wait in a run queue: the ranks that have waited
 longest get the cores. Ranks queued at the same moment share what is left equally, and all finish as late as the last.

@@ -36,7 +36,7 @@ COPY_PASSES, ADD_PASSES = 3, 3
 """A write first fetches the cache line, so that a copy costs as much as an addition: two reads and one write."""
 
 READ_PASSES = 1.5
-"""Reading one more operand is half as expensive as adding it: the write overlaps with the next read."""
+"""Reading one more operand is half as expensive as adding it: the write proceeds during the next read."""
 
 
 def memory_passes(instructions: Instructions, shares_memory: Callable[[Collective], bool]) -> list[float]:

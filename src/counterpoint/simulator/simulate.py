@@ -3,7 +3,7 @@
 One rank of each class of equal ranks is simulated and represents the others.
 
 A step of an asynchronous pipeline takes less time than its body from the first instruction to the last, because
-consecutive bodies overlap: messages of one are received in the next. So the body is repeated, and a step is the
+several bodies are in flight: messages of one are received in the next. So the body is repeated, and a step is the
 distance between the ends of two repetitions in the steady state::
 
     body k      |-------------------|

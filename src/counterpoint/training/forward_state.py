@@ -139,9 +139,9 @@ class InputReuse:
         self.read = [entry for entry in self.read if not entry[0].expired()]  # type: ignore[no-untyped-call]
         of_targets = [_memory_of(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
         for memory in changed:
-            if any(_overlap(memory, other) for other in of_targets):
+            if any(_share_memory(memory, other) for other in of_targets):
                 self._refuse("which is also a target")
-            if self.is_kept and any(_overlap(memory, other) for other in self.read):
+            if self.is_kept and any(_share_memory(memory, other) for other in self.read):
                 self._refuse("which was one of an earlier step, too")
         if self.is_kept:
             self.read += changed
@@ -163,7 +163,7 @@ def _memory_of(tensor: Tensor) -> Memory:
     return storage, int(start), int(start + extent * tensor.element_size())
 
 
-def _overlap(one: Memory, other: Memory) -> bool:
+def _share_memory(one: Memory, other: Memory) -> bool:
     return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 

@@ -236,7 +236,7 @@ class TrainStep:
         return self.submit(AccumulatedBatches(list(map(make_global_batch, batches, counts, shares))))
 
     def submit(self, batch: MicrobatchSource) -> float:
-        """Start a batch; return the loss of the batch that was finished: this one, unless batches overlap."""
+        """Start a batch; return the loss of the batch that was finished: this one, unless several are in flight."""
         flight = self.local_ranks.in_flight
         flight.batches[self.number] = batch
         loss = self.run_step(self.number - flight.lookahead)

@@ -131,7 +131,7 @@ def require_no_autocast(precision: Precision | None) -> None:
 
 
 def require_no_shared_memory(model: nn.Module, plan: Plan) -> None:
-    """Check that no two parameters overlap in memory, if ranks move parameters; one parameter may have two names.
+    """Check that no two parameters share memory, if ranks move parameters; one parameter may have two names.
 
     Raises:
         PlanError: two do.

@@ -120,10 +120,10 @@ def _dominant_events(events: Sequence[TraceEvent], column_s: float, num_columns:
     for event in events:
         start, stop = event.start_s / column_s, event.stop_s / column_s
         for column in range(max(0, math.floor(start)), min(num_columns, math.ceil(stop))):
-            overlap = min(stop, column + 1) - max(start, column)
-            idle[column] -= overlap
-            if overlap > longest[column]:
-                best[column], longest[column] = event, overlap
+            covered = min(stop, column + 1) - max(start, column)
+            idle[column] -= covered
+            if covered > longest[column]:
+                best[column], longest[column] = event, covered
     return [event if idle[column] <= 0.5 else None for column, event in enumerate(best)]
 
 

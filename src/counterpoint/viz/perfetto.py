@@ -84,7 +84,7 @@ def _event_json(event: TraceEvent, pid: int, number: int | None, chunk: int | No
 
 
 def _find_async_events(events: Sequence[TraceEvent]) -> set[int]:
-    """Return the indices of asynchronous events: transfers during computing, and partial overlaps within a lane."""
+    """Return the indices of asynchronous events: transfers during computing, and partial intersections in a lane."""
     computes = [_interval_ns(event) for event in events if event.lane == "compute"]
     async_indices = set()
     open_until: dict[str, list[int]] = {lane: [] for lane in LANES}

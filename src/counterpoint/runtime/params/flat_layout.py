@@ -76,7 +76,7 @@ class FlatLayout:
         return flat.view(next(shapes, (stop - start,)))
 
     def slots_in(self, span: ShardSpan) -> Iterator[tuple[ParamSlot, int, int]]:
-        """Yield each parameter that overlaps a shard, with its first element there and one past its last."""
+        """Yield each parameter that has elements in a shard, with its first element there and one past its last."""
         low, high = self.element_range(span)
         for slot in self.slots:
             start, stop = max(slot.start, low), min(slot.stop, high)

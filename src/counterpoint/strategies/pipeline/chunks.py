@@ -48,7 +48,7 @@ class StageEdges:
     def recv_forward(self, run: range, micro: int) -> list[tuple[TensorRef, int]]:
         """Return the activations that blocks of a stage receive, with the stages that send them."""
         stage = self.stage_of[run[0]]
-        inputs = [(edge, self.stage_of[edge.producer]) for edge in self.edges if _overlaps(edge.consumers, run)]
+        inputs = [(edge, self.stage_of[edge.producer]) for edge in self.edges if _intersects(edge.consumers, run)]
         return [(edge.activation(micro), sender) for edge, sender in inputs if sender != stage]
 
     def send_forward(self, run: range, micro: int) -> list[tuple[TensorRef, int]]:
@@ -99,7 +99,7 @@ class StageEdges:
         return all(edge.is_adjacent for edge in self.edges if self.consumer_stages(edge))
 
 
-def _overlaps(blocks: Sequence[int], run: range) -> bool:
+def _intersects(blocks: Sequence[int], run: range) -> bool:
     return any(block in run for block in blocks)
 
 

@@ -280,7 +280,7 @@ def require_synchronous_steps(plan: Plan, num_measured_plans: int = 0) -> None:
         num_measured_plans: how many plans are measured before the first step.
 
     Raises:
-        PlanError: steps overlap, or plans are measured, which takes one batch for all ranks.
+        PlanError: several batches are in flight, or plans are measured, which takes one batch for all ranks.
     """
     if num_measured_plans:
         raise PlanError(
