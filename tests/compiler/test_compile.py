@@ -36,8 +36,14 @@ class Forgetful(Data):
 
     def lower(self, program, model):
         whole = super().lower(program, model)
-        rows = [replace(row, body=tuple(w for w in row.body if not hasattr(w, "op"))) for row in whole.rank_programs]
-        return replace(whole, rank_programs=tuple(rows))
+        rank_programs = [
+            replace(
+                rank_program,
+                body=tuple(instruction for instruction in rank_program.body if not hasattr(instruction, "op")),
+            )
+            for rank_program in whole.rank_programs
+        ]
+        return replace(whole, rank_programs=tuple(rank_programs))
 
 
 class Optimistic(Data):

@@ -62,8 +62,8 @@ def test_members_whose_tied_units_are_complete_in_another_order_still_start_alik
     model = ModelSpec(blocks, (Param("a", (4,)), Param("b", (4,))))
     compiled = compile_plan(Plan(Plan.parse("pipeline(2)").strategies, 1, ("overlap",)), model)
     starts = [
-        [instruction for instruction in row.body if getattr(instruction, "phase", "") == "start"]
-        for row in compiled.program.rank_programs
+        [instruction for instruction in rank_program.body if getattr(instruction, "phase", "") == "start"]
+        for rank_program in compiled.program.rank_programs
     ]
     assert starts[0] == starts[1]
     assert len(starts[0]) == 2

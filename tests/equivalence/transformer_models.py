@@ -135,8 +135,8 @@ def count_stages(step, model):
     """Return the parameters of each stage by name."""
     compiled, named = step.local_ranks.compiled, dict(model.named_parameters())
     blocks = [
-        {instruction.block for instruction in row.body if isinstance(instruction, Forward)}
-        for row in compiled.program.rank_programs
+        {instruction.block for instruction in rank_program.body if isinstance(instruction, Forward)}
+        for rank_program in compiled.program.rank_programs
     ]
     return [{key: named[key] for block in sorted(own) for key in compiled.model.blocks[block].params} for own in blocks]
 

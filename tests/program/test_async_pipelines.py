@@ -76,8 +76,8 @@ def test_an_async_pipeline_exceeds_a_smaller_bound_on_microbatches_in_flight(tex
 
 @STREAMS
 def test_in_the_steady_state_stage_s_of_n_goes_backward_n_minus_s_minus_1_versions_ago(text, stages):
-    for stage, row in enumerate(parse_program(text).rank_programs):
-        assert {instruction.version for instruction in row.body if isinstance(instruction, Backward)} == {
+    for stage, rank_program in enumerate(parse_program(text).rank_programs):
+        assert {instruction.version for instruction in rank_program.body if isinstance(instruction, Backward)} == {
             stage + 1 - stages
         }
 
@@ -86,9 +86,9 @@ def test_in_the_steady_state_stage_s_of_n_goes_backward_n_minus_s_minus_1_versio
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_an_unrolled_async_pipeline_does_each_microbatch_once_and_can_be_walked(text, stages, times):
     program = parse_program(text)
-    rows = program.unroll(times)
-    assert len(list(execution_order(rows))) == sum(len(row) for row in rows)
-    micros = [instruction.micro for instruction in rows[0] if isinstance(instruction, Backward)]
+    unrolled = program.unroll(times)
+    assert len(list(execution_order(unrolled))) == sum(len(instructions) for instructions in unrolled)
+    micros = [instruction.micro for instruction in unrolled[0] if isinstance(instruction, Backward)]
     assert micros == list(range(times + 2 * (stages - 1)))
 
 
@@ -131,17 +131,21 @@ def test_a_synchronous_program_keeps_the_rules_over_several_steps(plan):
     """A stream of steps: one in front, and two repetitions of the body."""
     compiled = compile_text(plan, m=2)
     stride = len(compiled.program.micros)
-    rows = tuple(
-        replace(row, prologue=row.body, body=tuple(shift_microbatch(instruction, stride) for instruction in row.body))
-        for row in compiled.program.rank_programs
+    rank_programs = tuple(
+        replace(
+            rank_program,
+            prologue=rank_program.body,
+            body=tuple(shift_microbatch(instruction, stride) for instruction in rank_program.body),
+        )
+        for rank_program in compiled.program.rank_programs
     )
-    symbolic = verify(Program(rows), Bounds(compiled.cost.staleness), compiled.model.units)
+    symbolic = verify(Program(rank_programs), Bounds(compiled.cost.staleness), compiled.model.units)
     assert len(symbolic.updates) == 3 * len(compiled.symbolic.updates)
 
 
 def test_unrolling_once_gives_the_bodies_unchanged():
     program = compile_text("data(2)").program
-    assert program.unroll(1) == tuple(row.body for row in program.rank_programs)
+    assert program.unroll(1) == tuple(rank_program.body for rank_program in program.rank_programs)
     assert not program.is_async_pipeline
 
 

@@ -53,7 +53,8 @@ def test_expanding_reaches_all_three_parts_of_a_rank_program():
 def test_instructions_are_put_before_the_commit_of_rank_programs_that_have_one():
     program = parse_program("B0.0 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0")
     put = [
-        insert_before_commit(row, [Update((7,))] if rank != 1 else []) for rank, row in enumerate(program.rank_programs)
+        insert_before_commit(rank_program, [Update((7,))] if rank != 1 else [])
+        for rank, rank_program in enumerate(program.rank_programs)
     ]
     assert format_program(Program(tuple(put))) == "B0.0 U7 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0"
 
@@ -64,8 +65,8 @@ def test_copies_commit_together():
 
 
 def test_units_come_in_the_order_in_which_their_gradients_are_complete():
-    row = parse_program("F0.0 B2.0 B1.0 B0.0").rank_programs[0]
-    assert order_by_grad_completion(row, [(0,), (1,), (2,), (0, 2), (9,)]) == [(9,), (2,), (1,), (0,), (0, 2)]
+    rank_program = parse_program("F0.0 B2.0 B1.0 B0.0").rank_programs[0]
+    assert order_by_grad_completion(rank_program, [(0,), (1,), (2,), (0, 2), (9,)]) == [(9,), (2,), (1,), (0,), (0, 2)]
 
 
 def test_a_rank_program_knows_its_blocks_and_an_instruction_what_it_releases():

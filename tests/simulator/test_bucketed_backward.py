@@ -88,8 +88,8 @@ def test_a_weight_of_several_layers_is_complete_with_the_first_of_them():
 
 def test_a_trace_has_the_instructions_of_the_program_and_not_their_slices():
     plan = replace(Plan.parse("data(2, bucket=0)", num_microbatches=2), passes=("overlap",))
-    (turn,) = compile_plan(plan, as_single_block(MODEL)).step_variants
+    (variant,) = compile_plan(plan, as_single_block(MODEL)).step_variants
     trace = predict_trace(plan, MODEL, place(1.0), batch_size=4)
     for event in trace.events:
-        assert event.text == format_instruction(turn.program.rank_programs[event.rank].body[event.index])
+        assert event.text == format_instruction(variant.program.rank_programs[event.rank].body[event.index])
     assert trace.step_s == predict_plan(plan, MODEL, place(1.0), batch_size=4).step_s

@@ -52,11 +52,11 @@ def test_a_collective_takes_as_long_as_its_algorithm(instruction, seconds):
 
 def test_a_backward_costs_two_forwards_and_a_shard_takes_its_part_of_an_update():
     compiled = compile_text("zero1(2)", blocks=1)
-    row = compiled.program.rank_programs[0].body
+    instructions = compiled.program.rank_programs[0].body
     seconds = dict(
         zip(
-            (type(instruction).__name__ for instruction in row),
-            time_instructions(row, build_costs(compiled)).seconds,
+            (type(instruction).__name__ for instruction in instructions),
+            time_instructions(instructions, build_costs(compiled)).seconds,
             strict=True,
         )
     )
@@ -67,9 +67,13 @@ def test_a_backward_costs_two_forwards_and_a_shard_takes_its_part_of_an_update()
 
 def test_each_part_of_a_backward_costs_half_of_it():
     compiled = compile_text("zero_bubble(2)", blocks=2)
-    row = compiled.program.rank_programs[0].body
+    instructions = compiled.program.rank_programs[0].body
     seconds = dict(
-        zip(map(format_instruction, row), time_instructions(row, build_costs(compiled)).seconds, strict=True)
+        zip(
+            map(format_instruction, instructions),
+            time_instructions(instructions, build_costs(compiled)).seconds,
+            strict=True,
+        )
     )
     assert seconds["Bi0.0"] == seconds["Bw0.0"] == seconds["F0.0"] == 2 / 1e4
 
@@ -82,10 +86,12 @@ def test_what_a_forward_leaves_is_held_until_the_weight_part():
 
 def test_only_the_shard_of_a_reduce_scattered_gradient_is_all_reduced():
     compiled = compile_text("zero1(2) * data(3)", blocks=1)
-    row = compiled.program.rank_programs[0].body
+    instructions = compiled.program.rank_programs[0].body
     sums = [
         s
-        for instruction, s in zip(row, time_instructions(row, build_costs(compiled)).seconds, strict=True)
+        for instruction, s in zip(
+            instructions, time_instructions(instructions, build_costs(compiled)).seconds, strict=True
+        )
         if getattr(instruction, "op", "") == "all_reduce"
     ]
     assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]

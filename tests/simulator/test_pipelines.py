@@ -97,8 +97,8 @@ def test_receives_that_are_posted_early_cost_no_time(text):
     assert {event.seconds for event in simulate(compiled.program, unit_costs()).events if event.lane == "link"} <= {0.0}
     early = sum(
         1
-        for row in compiled.program.rank_programs
-        for instruction, following in zip(row.body, row.body[1:], strict=False)
+        for rank_program in compiled.program.rank_programs
+        for instruction, following in zip(rank_program.body, rank_program.body[1:], strict=False)
         if isinstance(instruction, Recv) and isinstance(following, Recv)
     )
     assert early > 0

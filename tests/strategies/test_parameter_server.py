@@ -30,8 +30,8 @@ def test_equal_units_go_round_the_servers():
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_a_server_without_units_is_legal_and_idle(consistency):
     compiled = compile_text(f"{consistency}(2, servers=3)", blocks=1)
-    rows = format_program(compiled.program).splitlines()
-    assert rows[3:] == (["commit@0-4"] * 2 if consistency == "bsp" else ["0/1:"] * 2)
+    rank_texts = format_program(compiled.program).splitlines()
+    assert rank_texts[3:] == (["commit@0-4"] * 2 if consistency == "bsp" else ["0/1:"] * 2)
 
 
 def test_units_with_the_same_workers_are_served_together():
@@ -55,21 +55,21 @@ def test_a_bounded_server_promises_how_old_gradients_may_be(staleness, bound):
     assert compile_text("ssp(1)").cost.staleness == 0
 
 
-def test_a_worker_that_fetches_now_and_then_is_sent_fewer_bytes():
+def test_a_worker_that_pulls_now_and_then_is_sent_fewer_bytes():
     """In two steps of three the servers send nothing."""
     compiled = compile_text("asp(2, pull_every=3)")
     size = compiled.model.unit_bytes((0,)) + compiled.model.unit_bytes((1,))
-    assert [turn.name for turn in compiled.step_variants] == ["local", "sync"]
+    assert [variant.name for variant in compiled.step_variants] == ["local", "sync"]
     assert compiled.sent_bytes() == (size, size, Fraction(2 * size, 3))
 
 
-def test_a_code_makes_pushes_smaller_and_answers_not():
+def test_a_codec_makes_pushes_smaller_and_replies_not():
     compiled = compile_text("asp(2, compress=twobit)")
     size = compiled.model.unit_bytes((0,)) + compiled.model.unit_bytes((1,))
     assert compiled.sent_bytes() == (size / 16, size / 16, 2 * size)
 
 
-def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
+def test_workers_exchange_with_a_center_now_and_then_and_send_nothing_between():
     compiled = compile_text("easgd(2, alpha=0.5, tau=4)")
     size = compiled.model.unit_bytes((0,)) + compiled.model.unit_bytes((1,))
     assert compiled.sent_bytes() == (size / 4, size / 4, size / 2)

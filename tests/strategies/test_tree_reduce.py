@@ -1,4 +1,4 @@
-"""Trees of replicas: who hands on to whom, and when."""
+"""Tree reductions: which replica sends to which, and when."""
 
 import pytest
 

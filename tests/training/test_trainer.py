@@ -290,7 +290,9 @@ def test_a_measured_step_says_what_every_rank_did():
         compiled = one.compiled
     assert len(traces) == 1
     recorded = [" ".join(event.text for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
-    assert recorded == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rank_programs]
+    assert recorded == [
+        " ".join(map(format_instruction, rank_program.body)) for rank_program in compiled.program.rank_programs
+    ]
 
 
 def test_integers_and_several_inputs_reach_the_model():

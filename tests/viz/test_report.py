@@ -121,7 +121,9 @@ def test_empty_sections_are_omitted():
 
 
 def test_a_run_of_a_thousand_ranks_has_a_small_report():
-    row = RankProgram(parse_program(" ".join(f"F0.{micro} B0.{micro}" for micro in range(50))).rank_programs[0].body)
-    text = write_report(report(program=Program((row,) * 1024)))
+    rank_program = RankProgram(
+        parse_program(" ".join(f"F0.{micro} B0.{micro}" for micro in range(50))).rank_programs[0].body
+    )
+    text = write_report(report(program=Program((rank_program,) * 1024)))
     assert len(text) < 200_000
     assert "1008 more ranks" in text

@@ -53,7 +53,9 @@ def test_they_are_no_slower_than_two_stages_with_any_replicas(model, num_ranks):
             )
             for plans in (find_pipeline_plans(num_ranks, model, SLOW, size), fixed(num_ranks))
         ]
-        assert best[0] <= best[1] * (1 + 1e-9 if is_synchronous else 1.01), "bodies of a stream may take turns"
+        assert best[0] <= best[1] * (1 + 1e-9 if is_synchronous else 1.01), (
+            "the bodies of an asynchronous pipeline may take different times"
+        )
 
 
 def test_all_of_them_can_be_executed():

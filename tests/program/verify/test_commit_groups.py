@@ -185,24 +185,27 @@ def broken_rule(case, change):
     """The rule that is broken by a composition whose words ``change(word)`` replaces; None where nothing changes."""
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
-    rows = tuple(
-        map_parts(row, lambda words: [new for old in words for new in change(old)])
-        for row in compiled.program.rank_programs
+    rank_programs = tuple(
+        map_parts(rank_program, lambda instructions: [new for old in instructions for new in change(old)])
+        for rank_program in compiled.program.rank_programs
     )
-    if rows == compiled.program.rank_programs:
+    if rank_programs == compiled.program.rank_programs:
         return None
-    bounds, counted = bounds_from(compiled.cost), count_bytes(Program(rows), compiled.model, samples)
+    bounds, counted = bounds_from(compiled.cost), count_bytes(Program(rank_programs), compiled.model, samples)
     with pytest.raises(ProgramError) as caught:
-        verify(Program(rows), bounds, compiled.model.units, counted)
+        verify(Program(rank_programs), bounds, compiled.model.units, counted)
     return caught.value.rule
 
 
 @given_few_or_many(10, 80, legal_cases(), st.integers(1, 11))
 def test_no_commit_of_any_composition_can_fall_in_two(case, at):
     compiled = compile_plan(case[1], case[0])
-    rows = compiled.program.rank_programs
+    rank_programs = compiled.program.rank_programs
     assume(
-        all(any(not isinstance(instruction, Commit) for instruction in row.body) for row in rows)
+        all(
+            any(not isinstance(instruction, Commit) for instruction in rank_program.body)
+            for rank_program in rank_programs
+        )
     )  # no server without a unit
 
     def split(rank, instruction):
@@ -211,9 +214,10 @@ def test_no_commit_of_any_composition_can_fall_in_two(case, at):
         return instruction
 
     apart = tuple(
-        replace(row, body=tuple(split(rank, instruction) for instruction in row.body)) for rank, row in enumerate(rows)
+        replace(rank_program, body=tuple(split(rank, instruction) for instruction in rank_program.body))
+        for rank, rank_program in enumerate(rank_programs)
     )
-    assume(apart != rows)
+    assume(apart != rank_programs)
     with pytest.raises(ProgramError) as caught:
         verify(Program(apart), bounds_from(compiled.cost), compiled.model.units)
     assert caught.value.rule == 6

@@ -53,11 +53,11 @@ def test_a_plan_reads_back_as_it_was_written(case):
 @given_few_or_many(12, 120, legal_cases())
 def test_the_execution_order_has_every_instruction_once_and_keeps_the_order_of_each_rank(case):
     model, plan, _ = case
-    rows = compile_plan(plan, model).program.unroll(1)
-    visited = list(execution_order(rows))
-    for rank, row in enumerate(rows):
-        assert [index for at, index in visited if at == rank] == list(range(len(row)))
-    check_rendezvous_sends(rows)
+    unrolled = compile_plan(plan, model).program.unroll(1)
+    visited = list(execution_order(unrolled))
+    for rank, instructions in enumerate(unrolled):
+        assert [index for at, index in visited if at == rank] == list(range(len(instructions)))
+    check_rendezvous_sends(unrolled)
 
 
 @given_few_or_many(12, 120, legal_cases())
@@ -71,7 +71,7 @@ def test_the_instructions_move_the_bytes_that_the_formulas_say_on_every_rank(cas
 def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(case):
     model, plan, _ = case
     compiled = compile_plan(plan, model)
-    slices = {row.tp_rank for row in compiled.program.rank_programs}
+    slices = {rank_program.tp_rank for rank_program in compiled.program.rank_programs}
     instructions = list(compiled.program.instructions())
     forwards = [(rank, compute) for rank, compute in instructions if isinstance(compute, Forward)]
     backwards = [(rank, compute) for rank, compute in instructions if isinstance(compute, Backward)]
@@ -88,9 +88,9 @@ def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_shard(ca
 def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_it_has(kind, stages, count):
     schedule, chunks = kind
     plan = Plan((Pipeline(stages, schedule, chunks_per_stage=chunks),), count)
-    rows = compile_plan(plan, linear_chain(stages * chunks, width=12)).program.unroll(1)
-    check_rendezvous_sends(rows)
-    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+    unrolled = compile_plan(plan, linear_chain(stages * chunks, width=12)).program.unroll(1)
+    check_rendezvous_sends(unrolled)
+    assert len(list(execution_order(unrolled))) == len(list(joined(*unrolled)))
 
 
 @given_few_or_many(
@@ -98,9 +98,9 @@ def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_
 )
 def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(schedule, replicas):
     plan = Plan((Pipeline(len(replicas), schedule, tuple(replicas)),), 2 * lcm(*replicas))
-    rows = compile_plan(plan, linear_chain(len(replicas), width=12)).program.unroll(1)
-    check_rendezvous_sends(rows)
-    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+    unrolled = compile_plan(plan, linear_chain(len(replicas), width=12)).program.unroll(1)
+    check_rendezvous_sends(unrolled)
+    assert len(list(execution_order(unrolled))) == len(list(joined(*unrolled)))
 
 
 @given_few_or_many(12, 120, legal_cases())
@@ -135,9 +135,11 @@ def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strate
 def test_a_synchronous_program_keeps_the_rules_step_after_step(case, times):
     model, plan, _ = case
     compiled = compile_plan(plan, model)
-    rows = compiled.program.unroll(times)
-    assert [len(row) for row in rows] == [times * len(row.body) for row in compiled.program.rank_programs]
-    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+    unrolled = compiled.program.unroll(times)
+    assert [len(instructions) for instructions in unrolled] == [
+        times * len(rank_program.body) for rank_program in compiled.program.rank_programs
+    ]
+    assert len(list(execution_order(unrolled))) == len(list(joined(*unrolled)))
 
 
 @given_few_or_many(8, 40, delayed_plans(), st.integers(1, 3))
@@ -148,8 +150,8 @@ def test_delayed_gradients_keep_every_rule_and_send_as_much_as_an_all_reduce_in_
     assert compiled.sent_bytes() == compile_plan(inside, model).sent_bytes()
     assert parse_program(format_program(compiled.program)) == compiled.program
     assert compiled.cost.staleness == max(entry.staleness for entry in compiled.symbolic.updates) == 1
-    rows = compiled.program.unroll(times)
-    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+    unrolled = compiled.program.unroll(times)
+    assert len(list(execution_order(unrolled))) == len(list(joined(*unrolled)))
 
 
 @given_few_or_many(8, 40, async_pipelines(), st.integers(1, 3))
@@ -160,12 +162,13 @@ def test_a_pipeline_without_a_flush_keeps_every_rule_and_its_formulas_are_what_t
         plan.strategies[-1].stage_ranks,
         len(compiled.program.rank_programs) // sum(plan.strategies[-1].stage_ranks),
     )
-    for rank, row in enumerate(compiled.program.rank_programs):
+    for rank, rank_program in enumerate(compiled.program.rank_programs):
         stage = [stage for stage, count in enumerate(replicas) for _ in range(count * sliced)][rank]
         ahead = (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
         assert compiled.symbolic.peak_in_flight[rank] == compiled.cost.ranks[rank].in_flight == ahead + 1
         assert (
-            weight_versions_needed(row.prologue + row.body + row.epilogue) == compiled.cost.ranks[rank].weight_versions
+            weight_versions_needed(rank_program.prologue + rank_program.body + rank_program.epilogue)
+            == compiled.cost.ranks[rank].weight_versions
         )
     assert compiled.cost.staleness == max(entry.staleness for entry in compiled.symbolic.updates)
     assert parse_program(format_program(compiled.program)) == compiled.program
@@ -176,10 +179,10 @@ def test_a_pipeline_without_a_flush_keeps_every_rule_and_its_formulas_are_what_t
 def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(case):
     model, plan, _ = case
     compiled = compile_plan(plan, model)
-    assert sum(turn.frequency for turn in compiled.step_variants) == 1
+    assert sum(variant.frequency for variant in compiled.step_variants) == 1
     assert compiled.step_variants[-1].program == compiled.program
-    for turn in compiled.step_variants:
-        assert count_bytes(turn.program, compiled.model, 1) == turn.sent_bytes
+    for variant in compiled.step_variants:
+        assert count_bytes(variant.program, compiled.model, 1) == variant.sent_bytes
 
 
 def test_empty_bounds_are_kept_by_every_program():

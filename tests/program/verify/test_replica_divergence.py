@@ -29,14 +29,17 @@ def broken(plan, *edits, **bounds):
 
 
 def test_the_kinds_of_steps_of_post_local_sgd_read_as_written():
-    turns = {turn.name: turn for turn in compile_text("data(2, sync_every=8, sync_first=100)", blocks=1).step_variants}
-    first_rows = {name: format_program(turn.program).splitlines()[0] for name, turn in turns.items()}
-    assert first_rows == {
+    variants = {
+        variant.name: variant
+        for variant in compile_text("data(2, sync_every=8, sync_first=100)", blocks=1).step_variants
+    }
+    first_rank_programs = {name: format_program(variant.program).splitlines()[0] for name, variant in variants.items()}
+    assert first_rank_programs == {
         "all_reduce": "F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0",
         "local": "F0.0 B0.0 commit@0,1:0 U0",
         "sync": "F0.0 B0.0 commit@0,1:0 U0 all_reduce_mean(weight0)@0,1",
     }
-    assert [turn.frequency for turn in turns.values()] == [0, Fraction(7, 8), Fraction(1, 8)]
+    assert [variant.frequency for variant in variants.values()] == [0, Fraction(7, 8), Fraction(1, 8)]
 
 
 def test_a_sync_schedule_says_which_step_is_which():
@@ -101,10 +104,10 @@ def test_replicas_that_end_with_different_weights_violate_rule_6(old, new, fact)
 
 def test_replicas_may_diverge_in_a_local_step_only_if_that_is_declared():
     compiled = compile_text(MEETING, blocks=1)
-    quiet = next(turn for turn in compiled.step_variants if turn.name == "local")
+    local = next(variant for variant in compiled.step_variants if variant.name == "local")
     with pytest.raises(ProgramError, match="not averaged over all of them"):
-        verify(quiet.program, replace(bounds_from(compiled.cost), sent_bytes=None), compiled.model.units)
-    verify(quiet.program, replace(bounds_from(compiled.cost), replicas_may_diverge=True), compiled.model.units)
+        verify(local.program, replace(bounds_from(compiled.cost), sent_bytes=None), compiled.model.units)
+    verify(local.program, replace(bounds_from(compiled.cost), replicas_may_diverge=True), compiled.model.units)
 
 
 @pytest.mark.parametrize(

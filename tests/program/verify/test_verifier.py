@@ -210,7 +210,7 @@ ALONG_A_ROW = [
     DamagedProgram("a partial output is summed after it was used", 4, "tensor(2)",
            ((ALL_RANKS, "all_reduce(y0.0)@0,1 F1.0", "F1.0 all_reduce(y0.0)@0,1"),)),
 ]  # fmt: skip
-"""Damage that shows along one row, or only at the end of a step."""
+"""Damage that shows along one rank program, or only at the end of a step."""
 
 
 @pytest.mark.parametrize("damage", ALONG_A_ROW, ids=lambda damage: damage.name)
@@ -241,17 +241,21 @@ def test_sends_that_cross_in_one_batch_with_their_receives_are_fine():
 
 
 def without(program, rank, index):
-    rows = list(program.rank_programs)
-    body = rows[rank].body
-    rows[rank] = RankProgram(body[:index] + body[index + 1 :], (), (), rows[rank].tp_rank, rows[rank].tp_degree)
-    return Program(tuple(rows))
+    rank_programs = list(program.rank_programs)
+    body = rank_programs[rank].body
+    rank_programs[rank] = RankProgram(
+        body[:index] + body[index + 1 :], (), (), rank_programs[rank].tp_rank, rank_programs[rank].tp_degree
+    )
+    return Program(tuple(rank_programs))
 
 
 @given_few_or_many(15, 150, legal_cases(), st.data())
 def test_no_instruction_of_any_composition_can_be_omitted(case, data):
     model, plan, samples = case
     compiled = compile_plan(plan, model, samples_per_micro=samples)
-    places = [(r, i) for r, row in enumerate(compiled.program.rank_programs) for i in range(len(row.body))]
+    places = [
+        (r, i) for r, rank_program in enumerate(compiled.program.rank_programs) for i in range(len(rank_program.body))
+    ]
     less = without(compiled.program, *data.draw(st.sampled_from(places)))
     with pytest.raises(ProgramError) as caught:
         verify(less, bounds_from(compiled.cost), compiled.model.units, count_bytes(less, compiled.model, samples))

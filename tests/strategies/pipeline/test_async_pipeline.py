@@ -1,4 +1,4 @@
-"""Pipelines that never flush: what the published formulas say of them, and what they cannot do."""
+"""Asynchronous pipelines: what the published formulas say of them, and what they cannot do."""
 
 from dataclasses import replace
 from math import ceil, lcm
@@ -25,13 +25,13 @@ def test_warm_ups_and_versions_are_the_published_formulas_and_as_many_enter_as_n
     """NOAM is what each replica of the first stage has in flight, its share of all workers."""
     plan = Pipeline(len(replicas), "pipedream", replicas)
     compiled = compile_text(str(plan), m=plan.usable_microbatches(1), blocks=len(replicas))
-    rows = iter(compiled.program.unroll(1))
+    unrolled = iter(compiled.program.unroll(1))
     for stage, count in enumerate(replicas):
         warmups = (sum(replicas) - 1 - sum(replicas[:stage])) // count
-        for row in (next(rows) for _ in range(count)):
-            kinds = [type(instruction) for instruction in row if isinstance(instruction, Forward | Backward)]
+        for instructions in (next(unrolled) for _ in range(count)):
+            kinds = [type(instruction) for instruction in instructions if isinstance(instruction, Forward | Backward)]
             assert kinds.index(Backward) == warmups + 1  # the last of them is the one that goes back
-            assert weight_versions_needed(row) == warmups + 1
+            assert weight_versions_needed(instructions) == warmups + 1
     assert compiled.symbolic.peak_in_flight[0] == ceil(sum(replicas) / replicas[0])
 
 
@@ -40,7 +40,7 @@ def test_warm_ups_and_versions_are_the_published_formulas_and_as_many_enter_as_n
 def test_2bw_holds_two_versions_whatever_replicas_and_microbatches_there_are(replicas, more):
     plan = Pipeline(len(replicas), "pipedream_2bw", replicas)
     compiled = compile_text(str(plan), m=plan.usable_microbatches(1) + more * lcm(*replicas), blocks=len(replicas))
-    assert {weight_versions_needed(row.body) for row in compiled.program.rank_programs} == {2}
+    assert {weight_versions_needed(rank_program.body) for rank_program in compiled.program.rank_programs} == {2}
     assert {entry.staleness for entry in compiled.symbolic.updates[-len(replicas) :]} == {1}
 
 
@@ -50,7 +50,7 @@ def test_vertical_sync_keeps_as_many_versions_as_the_first_stage_makes_in_its_wa
     """In updates of its own: a stage with fewer replicas makes more of them."""
     plan = Pipeline(len(replicas), "pipedream", replicas, vertical_sync="on")
     compiled = compile_text(str(plan), m=plan.usable_microbatches(1), blocks=len(replicas))
-    versions = iter(weight_versions_needed(row.body) for row in compiled.program.rank_programs)
+    versions = iter(weight_versions_needed(rank_program.body) for rank_program in compiled.program.rank_programs)
     ahead = (sum(replicas) - 1) // replicas[0] * replicas[0]
     for count in replicas:
         most = max(next(versions) for _ in range(count))
@@ -60,7 +60,7 @@ def test_vertical_sync_keeps_as_many_versions_as_the_first_stage_makes_in_its_wa
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_2bw_holds_two_versions_and_is_one_update_late_on_every_stage(num_stages):
     compiled = compile_text(f"pipedream_2bw({num_stages})", m=num_stages, blocks=num_stages)
-    assert {weight_versions_needed(row.body) for row in compiled.program.rank_programs} == {2}
+    assert {weight_versions_needed(rank_program.body) for rank_program in compiled.program.rank_programs} == {2}
     assert {entry.staleness for entry in compiled.symbolic.updates[-num_stages:]} == {1}
 
 
@@ -71,40 +71,45 @@ def test_vertical_sync_changes_the_numbers_of_the_versions_and_nothing_else():
     stashed, synced = (compile_text(f"pipedream(3{sync})", blocks=3).program for sync in ("", ", vertical_sync=on"))
     for mine, other in zip(stashed.rank_programs, synced.rank_programs, strict=True):
         assert list(map(plain, mine.body)) == list(map(plain, other.body))
-    assert [weight_versions_needed(row.body) for row in synced.rank_programs] == [3, 3, 3]
+    assert [weight_versions_needed(rank_program.body) for rank_program in synced.rank_programs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("plan", ["pipedream(3)", "pipedream_2bw(2)", "pipedream(2, replicas=(2,1))"])
 def test_the_prologue_is_bodies_without_the_microbatches_that_there_are_not(plan):
-    """So a run takes bodies alone: batches before the first one, and behind the last one, are empty."""
+    """So a run takes bodies alone: batches before the first one, and after the last one, are empty."""
     compiled = compile_text(plan, m=2, blocks=3)
-    turn = compiled.step_variants[-1]
-    bodies = range(-turn.lookahead, turn.lookahead)
+    variant = compiled.step_variants[-1]
+    bodies = range(-variant.lookahead, variant.lookahead)
     kinds = Forward | Backward | Send | Recv
-    for stream, row in zip(compiled.program.rank_programs, turn.program.rank_programs, strict=True):
+    for rank_program, as_bodies in zip(compiled.program.rank_programs, variant.program.rank_programs, strict=True):
         instructions = [
-            shift_microbatch(instruction, body * turn.microbatches_per_batch)
+            shift_microbatch(instruction, body * variant.microbatches_per_batch)
             for body in bodies
-            for instruction in row.body
+            for instruction in as_bodies.body
             if isinstance(instruction, kinds)
         ]
         assert [
             without_version(instruction) for instruction in instructions if without_version(instruction)[-1] >= 0
-        ] == [without_version(instruction) for instruction in stream.prologue if isinstance(instruction, kinds)]
+        ] == [without_version(instruction) for instruction in rank_program.prologue if isinstance(instruction, kinds)]
 
 
 def without_version(instruction):
-    """A word without its version; its microbatch comes last."""
+    """An instruction without its version; its microbatch comes last."""
     if isinstance(instruction, Forward | Backward):
         return type(instruction), instruction.block, instruction.micro
     return type(instruction), instruction.tensor.name, instruction.peer, instruction.tensor.micro
 
 
 def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
-    rows = compile_text("pipedream(2, replicas=(2,1))", m=2).program.rank_programs
-    commits = [[instruction.group for instruction in row.body if isinstance(instruction, Commit)] for row in rows]
+    rank_programs = compile_text("pipedream(2, replicas=(2,1))", m=2).program.rank_programs
+    commits = [
+        [instruction.group for instruction in rank_program.body if isinstance(instruction, Commit)]
+        for rank_program in rank_programs
+    ]
     assert commits == [[(0, 1)], [(0, 1)], [(2,), (2,)]]
-    assert [sum(isinstance(instruction, Update) for instruction in row.body) for row in rows] == [1, 1, 2]
+    assert [
+        sum(isinstance(instruction, Update) for instruction in rank_program.body) for rank_program in rank_programs
+    ] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where a pipeline cuts blocks in two: where its slowest stage gets faster by that, and nowhere else."""
+"""Where a pipeline splits blocks in two: where its slowest stage gets faster by that, and nowhere else."""
 
 from itertools import pairwise
 
@@ -10,34 +10,34 @@ from counterpoint.model.spec import Block, LayerSpec, ModelSpec, Param
 from counterpoint.plan.plan import Plan
 
 
-def model(*blocks, left=4):
-    """Return a model of blocks whose pieces have these costs; a stage may begin with any of them."""
-    pieces, compiled = 0, []
-    for costs in blocks:
+def model(*costs_of_blocks, left=4):
+    """Return a model of blocks whose layers have these costs; a stage may begin with any of them."""
+    num_layers, blocks = 0, []
+    for costs in costs_of_blocks:
         run = [
-            LayerSpec(f"p{pieces + at}", (f"w{pieces + at}",), cost, left, can_start_stage=at > 0)
+            LayerSpec(f"p{num_layers + at}", (f"w{num_layers + at}",), cost, left, can_start_stage=at > 0)
             for at, cost in enumerate(costs)
         ]
-        compiled.append(Block(tuple(run), pieces))
-        pieces += len(run)
-    return ModelSpec(tuple(compiled), tuple(Param(f"w{at}", (2,)) for at in range(pieces)))
+        blocks.append(Block(tuple(run), num_layers))
+        num_layers += len(run)
+    return ModelSpec(tuple(blocks), tuple(Param(f"w{at}", (2,)) for at in range(num_layers)))
 
 
 def stages(plan, spec):
-    """Return the pieces of each stage of a plan that begins with a pipeline."""
+    """Return the layers of each stage of a plan that begins with a pipeline."""
     compiled = compile(Plan.parse(plan, num_microbatches=4), spec)
-    heads = [rank.chunk_starts[0] for rank in compiled.cost.ranks]
-    runs = pairwise([*heads, compiled.model.num_blocks])
+    starts = [rank.chunk_starts[0] for rank in compiled.cost.ranks]
+    runs = pairwise([*starts, compiled.model.num_blocks])
     return [
-        [piece.name for block in compiled.model.blocks[start:stop] for piece in block.layers] for start, stop in runs
+        [layer.name for block in compiled.model.blocks[start:stop] for layer in block.layers] for start, stop in runs
     ]
 
 
-def test_a_block_is_cut_where_the_slowest_stage_gets_faster_by_that():
+def test_a_block_is_split_where_the_slowest_stage_gets_faster_by_that():
     assert stages("pipeline(2)", model([2, 2], [2, 2], [2, 2])) == [["p0", "p1", "p2"], ["p3", "p4", "p5"]]
 
 
-def test_only_the_blocks_are_cut_that_a_stage_begins_in():
+def test_only_the_blocks_are_split_that_a_stage_begins_in():
     compiled = compile(Plan.parse("pipeline(2)", num_microbatches=4), model([2, 2], [2, 2], [2, 2])).model
     assert [block.name for block in compiled.blocks] == ["p0..p1", "p2", "p3", "p4..p5"]
 
@@ -46,7 +46,7 @@ def test_a_block_stays_whole_for_less_than_one_per_cent():
     assert stages("pipeline(2)", model([99.5, 0.5], [99])) == [["p0", "p1"], ["p2"]]
 
 
-def test_of_cuts_that_are_as_fast_one_is_taken_with_fewest_inside_blocks():
+def test_of_partitions_that_are_as_fast_one_with_fewest_splits_inside_blocks_is_taken():
     result = compile(Plan.parse("pipeline(3)", num_microbatches=4), model([4, 4], [1, 1], [1, 1], [8, 4])).model
     assert [block.name for block in result.blocks] == ["p0..p1", "p2..p3", "p4..p5", "p6", "p7"]
 

@@ -1,4 +1,4 @@
-"""Even cuts, against every other way to cut."""
+"""Balanced partitions, against all other partitions."""
 
 from itertools import accumulate, combinations, pairwise
 
@@ -29,7 +29,7 @@ def all_partitions(num_blocks, num_stages):
 
 
 @given(st.data())
-def test_no_other_cut_has_a_faster_slowest_stage(data):
+def test_no_other_partition_has_a_faster_slowest_stage(data):
     costs = data.draw(st.lists(st.integers(0, 20).map(float), min_size=1, max_size=7))
     stages = data.draw(st.integers(1, len(costs)))
     replicas = data.draw(st.tuples(*[st.integers(1, 3)] * stages))
@@ -41,7 +41,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(data):
 
 
 @given(st.data())
-def test_no_other_cut_that_is_nearly_as_fast_sends_less(data):
+def test_no_other_partition_that_is_nearly_as_fast_sends_less(data):
     costs = data.draw(st.lists(st.integers(1, 20).map(float), min_size=1, max_size=7))
     stages = data.draw(st.integers(1, len(costs)))
     left = data.draw(st.tuples(*[st.integers(0, 9)] * len(costs)))

@@ -1,4 +1,4 @@
-"""Orders of a pipeline: what each replica does when, and how much it has in flight."""
+"""Pipeline schedules: in which order each stage replica acts, and how much it has in flight."""
 
 from collections import Counter
 from itertools import pairwise
@@ -9,17 +9,18 @@ from hypothesis import given, strategies as st
 from counterpoint.strategies.pipeline.schedules.registry import find_schedule
 from counterpoint.strategies.pipeline.schedules.schedule import StageReplica
 
-KINDS = [
+SCHEDULES = [
     ("gpipe", 1), ("gpipe", 2), ("one_f_one_b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1),
     ("zero_bubble", 2),
 ]  # fmt: skip
 
 
-def action_texts(name, stage, replicas, micros, chunks=1):
-    """Write turns as in the papers; a prime marks the second chunk."""
-    place = StageReplica(stage, replicas, tuple(micros), chunks)
+def action_texts(name, stage, replicas_per_stage, micros, chunks=1):
+    """Write actions as in the papers; a prime marks the second chunk."""
+    replica = StageReplica(stage, replicas_per_stage, tuple(micros), chunks)
     return " ".join(
-        f"{action.kind}{action.micro}{chr(39) * action.chunk}" for action in find_schedule(name, chunks).actions(place)
+        f"{action.kind}{action.micro}{chr(39) * action.chunk}"
+        for action in find_schedule(name, chunks).actions(replica)
     )
 
 
@@ -54,8 +55,8 @@ def test_two_chunks_on_each_of_two_stages_alternate_as_in_the_paper(schedule, st
 
 
 def test_the_warmup_is_what_pipedream_computes():
-    replicas = (12, 3, 1)
-    assert [StageReplica(stage, replicas, tuple(range(99))).warmup for stage in range(3)] == [1, 1, 0]
+    replicas_per_stage = (12, 3, 1)
+    assert [StageReplica(stage, replicas_per_stage, tuple(range(99))).warmup for stage in range(3)] == [1, 1, 0]
     assert [StageReplica(stage, (1,) * 4, tuple(range(9))).warmup for stage in range(4)] == [3, 2, 1, 0]
 
 
@@ -70,13 +71,15 @@ def test_microbatches_that_do_not_divide_into_groups_of_as_many_as_stages_make_l
     assert action_texts("interleaved", 1, (1, 1), range(5), 2).startswith("F0 F1 F2 F0' B0' F1' B1' F2' B2' F3 B0")
 
 
-@given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
-def test_every_order_does_each_microbatch_forward_before_backward_and_once(kind, replicas, count):
-    name, chunks = kind
-    replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
-    for stage in range(len(replicas)):
-        place = StageReplica(stage, replicas, tuple(range(count)), chunks)
-        done: list[tuple[object, ...]] = [tuple(action) for action in find_schedule(name, chunks).actions(place)]
+@given(st.sampled_from(SCHEDULES), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
+def test_every_schedule_does_each_microbatch_forward_before_backward_and_once(
+    name_and_chunks, replicas_per_stage, count
+):
+    name, chunks = name_and_chunks
+    replicas_per_stage = tuple(replicas_per_stage) if chunks == 1 else (1,) * len(replicas_per_stage)
+    for stage in range(len(replicas_per_stage)):
+        replica = StageReplica(stage, replicas_per_stage, tuple(range(count)), chunks)
+        done: list[tuple[object, ...]] = [tuple(action) for action in find_schedule(name, chunks).actions(replica)]
         kinds = ["F", "Bi", "Bw"] if name == "zero_bubble" else ["F", "B"]
         assert sorted(done) == sorted((what, m, c) for what in kinds for m in range(count) for c in range(chunks))
         for before, after in pairwise(kinds):
@@ -84,19 +87,19 @@ def test_every_order_does_each_microbatch_forward_before_backward_and_once(kind,
             assert all(done.index(first) < done.index(second) for first, second in pairs)
 
 
-@given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
-def test_no_more_is_in_flight_than_an_order_says(kind, replicas, count):
-    name, chunks = kind
+@given(st.sampled_from(SCHEDULES), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
+def test_no_more_is_in_flight_than_a_schedule_says(name_and_chunks, replicas_per_stage, count):
+    name, chunks = name_and_chunks
     schedule = find_schedule(name, chunks)
-    replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
-    for stage in range(len(replicas)):
-        place = StageReplica(stage, replicas, tuple(range(count)), chunks)
+    replicas_per_stage = tuple(replicas_per_stage) if chunks == 1 else (1,) * len(replicas_per_stage)
+    for stage in range(len(replicas_per_stage)):
+        replica = StageReplica(stage, replicas_per_stage, tuple(range(count)), chunks)
         now, peak = 0, 0
-        for action in schedule.actions(place):
+        for action in schedule.actions(replica):
             now += Counter({"F": 1, "B": -1, "Bw": -1})[action.kind]
             peak = max(peak, now)
-        assert peak <= schedule.in_flight(place)
-        assert peak == schedule.in_flight(place) or (name, chunks) == ("zero_bubble", 2)
+        assert peak <= schedule.in_flight(replica)
+        assert peak == schedule.in_flight(replica) or (name, chunks) == ("zero_bubble", 2)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -104,7 +107,7 @@ def test_in_flight_is_what_the_papers_say(n):
     """In microbatches of a whole stage: 1F1B n - s, zero bubble n, interleaved n (1 + (n-1)/(n v)) on the first one."""
     for name, chunks, first in [("one_f_one_b", 1, n), ("zero_bubble", 1, n), ("zero_bubble", 2, 2 * n),
                                 ("interleaved", 2, 3 * n - 1), ("interleaved", 4, 5 * n - 1)]:  # fmt: skip
-        place = StageReplica(0, (1,) * n, tuple(range(4 * n)), chunks)
-        assert find_schedule(name, chunks).in_flight(place) == first
+        replica = StageReplica(0, (1,) * n, tuple(range(4 * n)), chunks)
+        assert find_schedule(name, chunks).in_flight(replica) == first
     last = StageReplica(n - 1, (1,) * n, tuple(range(4 * n)))
     assert [find_schedule(name, 1).in_flight(last) for name in ("gpipe", "one_f_one_b", "zero_bubble")] == [4 * n, 1, n]

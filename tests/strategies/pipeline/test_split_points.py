@@ -1,4 +1,4 @@
-"""Cuts by the names of modules: where chunks begin, on which stages they lie, and what no cut can mean."""
+"""Split points by the names of modules: where chunks begin, on which stages they lie, and which are refused."""
 
 import pytest
 
@@ -47,18 +47,18 @@ def test_cuts_are_the_balance_that_has_the_same_stages():
         ("pipeline(3, schedule=gpipe, split_points=a:0+b.1:2+c:1)", ("b.1", "c")),
     ],
 )
-def test_cuts_read_back_as_they_are_written_and_tell_the_cutter(text, modules):
+def test_split_points_read_back_as_written_and_name_the_modules_to_split_at(text, modules):
     assert str(Plan.parse(text)) == text
     assert Plan.parse(text).split_modules == modules
 
 
 def model_with_a_bare_block():
-    pieces = [
+    layers = [
         LayerSpec("embed", ("w0",)),
         LayerSpec("act", ()),
         LayerSpec("head", ("w1",), modules_started=("top", "top.0")),
     ]
-    blocks = tuple(Block((piece,), index) for index, piece in enumerate(pieces))
+    blocks = tuple(Block((layer,), index) for index, layer in enumerate(layers))
     return ModelSpec(blocks, (Param("w0", (4,)), Param("w1", (4,))))
 
 

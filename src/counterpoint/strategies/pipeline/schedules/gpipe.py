@@ -30,17 +30,17 @@ def gpipe(replica: StageReplica) -> Iterator[PipelineAction]:
         Huang et al., GPipe: Efficient Training of Giant Neural Networks, NeurIPS 2019, section 2; with chunks
         Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023.
     """
-    for chunk in range(replica.chunks):
+    for chunk in range(replica.chunks_per_stage):
         for micro in replica.micros:
             yield PipelineAction("F", micro, chunk)
-    for chunk in reversed(range(replica.chunks)):
+    for chunk in reversed(range(replica.chunks_per_stage)):
         for micro in reversed(replica.micros):
             yield PipelineAction("B", micro, chunk)
 
 
 def in_flight(replica: StageReplica) -> int:
     """Return every microbatch on every chunk."""
-    return replica.chunks * len(replica.micros)
+    return replica.chunks_per_stage * len(replica.micros)
 
 
 GPIPE = PipelineSchedule("gpipe", gpipe, in_flight, range(1, MAX_CHUNKS))

@@ -31,8 +31,8 @@ def interleaved(replica: StageReplica) -> Iterator[PipelineAction]:
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021,
         section 2.2; unequal groups as in torch.distributed.pipelining.
     """
-    forwards = list(_grouped_microbatches(replica, range(replica.chunks)))
-    backwards = list(_grouped_microbatches(replica, range(replica.chunks - 1, -1, -1)))
+    forwards = list(_grouped_microbatches(replica, range(replica.chunks_per_stage)))
+    backwards = list(_grouped_microbatches(replica, range(replica.chunks_per_stage - 1, -1, -1)))
     ahead = _warmup(replica)
     for micro, chunk in forwards[:ahead]:
         yield PipelineAction("F", micro, chunk)
@@ -45,13 +45,13 @@ def interleaved(replica: StageReplica) -> Iterator[PipelineAction]:
 
 def in_flight(replica: StageReplica) -> int:
     """Return the warm-up and one more."""
-    return min(_warmup(replica) + 1, replica.chunks * len(replica.micros))
+    return min(_warmup(replica) + 1, replica.chunks_per_stage * len(replica.micros))
 
 
 def _warmup(replica: StageReplica) -> int:
     """Return the number of forwards before the first backward, which is on the last chunk of all."""
-    ahead = (replica.chunks - 1) * _group_sizes(replica)[0] + 2 * (replica.num_stages - 1 - replica.stage)
-    return min(ahead, replica.chunks * len(replica.micros))
+    ahead = (replica.chunks_per_stage - 1) * _group_sizes(replica)[0] + 2 * (replica.num_stages - 1 - replica.stage)
+    return min(ahead, replica.chunks_per_stage * len(replica.micros))
 
 
 def _group_sizes(replica: StageReplica) -> list[int]:

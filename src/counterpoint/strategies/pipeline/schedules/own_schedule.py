@@ -64,11 +64,12 @@ def checked_actions(name: str, generate: OwnSchedule, replica: StageReplica) -> 
     for action in actions:
         micro, chunk = action.micro, action.chunk
         where = f"of microbatch {micro} on chunk {chunk}"
-        if micro not in replica.micros or chunk not in range(replica.chunks):
+        if micro not in replica.micros or chunk not in range(replica.chunks_per_stage):
             micros = f"{replica.micros[0]} to {replica.micros[-1]}" if replica.micros else "none"
             raise ProgramError(
-                f"{place} yields {action.kind} {where}, but its microbatches are {micros}, and it has {replica.chunks} "
-                "chunks, counted from 0; iterate over replica.micros and range(replica.chunks)"
+                f"{place} yields {action.kind} {where}, but its microbatches are {micros}, and it has "
+                f"{replica.chunks_per_stage} chunks, counted from 0; iterate over replica.micros and "
+                "range(replica.chunks_per_stage)"
             )
         if (action.kind, micro, chunk) in done or (action.kind == "B" and ("Bi", micro, chunk) in done):
             raise ProgramError(f"{place} yields {action.kind} {where} twice; yield each action once")
@@ -77,7 +78,7 @@ def checked_actions(name: str, generate: OwnSchedule, replica: StageReplica) -> 
             raise ProgramError(f"{place} yields {action.kind} {where} before its {needed}; yield {needed} first")
         done.add((action.kind, micro, chunk))
     for micro in replica.micros:
-        for chunk in range(replica.chunks):
+        for chunk in range(replica.chunks_per_stage):
             kinds = {kind for kind in ACTION_KINDS if (kind, micro, chunk) in done}
             if kinds not in ({"F", "B"}, {"F", "Bi", "Bw"}):
                 lacks = "F" if "F" not in kinds else "Bw" if "Bi" in kinds else "B"

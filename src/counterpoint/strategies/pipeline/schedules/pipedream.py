@@ -55,25 +55,25 @@ class StageTimeline:
 
     Args:
         stage: index of the stage.
-        replicas: number of replicas of each stage.
+        replicas_per_stage: number of replicas of each stage.
         num_micros: number of microbatches of one global batch, which is one repetition of the body.
         weight_policy: which version of the weights a microbatch uses.
     """
 
     stage: int
-    replicas: tuple[int, ...]
+    replicas_per_stage: tuple[int, ...]
     num_micros: int
     weight_policy: WeightPolicy
 
     @property
     def count(self) -> int:
         """Number of replicas of the stage."""
-        return self.replicas[self.stage]
+        return self.replicas_per_stage[self.stage]
 
     @property
     def warmup(self) -> int:
         """Number of forwards by which a replica is ahead of its backwards."""
-        return warmup(self.stage, self.replicas)
+        return warmup(self.stage, self.replicas_per_stage)
 
     @property
     def steps(self) -> int:
@@ -88,7 +88,7 @@ class StageTimeline:
     @property
     def lookahead_batches(self) -> int:
         """Number of bodies by which the first forward of a microbatch precedes its backwards."""
-        return ceil(warmup(0, self.replicas) * self.replicas[0] / self.num_micros)
+        return ceil(warmup(0, self.replicas_per_stage) * self.replicas_per_stage[0] / self.num_micros)
 
     def updates_before(self, step: int) -> int:
         """Return how many updates the stage has made before the backward of a step."""
@@ -100,8 +100,8 @@ class StageTimeline:
             return micro // self.num_micros - 1
         if self.weight_policy == "stashing":
             return self.updates_before(micro // self.count - self.warmup)
-        first = self.replicas[0]
-        return (micro // first - warmup(0, self.replicas)) * first // self.count
+        first = self.replicas_per_stage[0]
+        return (micro // first - warmup(0, self.replicas_per_stage)) * first // self.count
 
     @property
     def staleness(self) -> int:

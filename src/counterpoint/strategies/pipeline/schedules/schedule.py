@@ -27,20 +27,20 @@ class StageReplica:
 
     Args:
         stage: index of the stage.
-        replicas: for each stage of the pipeline, its number of replicas.
+        replicas_per_stage: for each stage of the pipeline, its number of replicas.
         micros: the microbatches of this replica, in order.
-        chunks: number of chunks of each stage.
+        chunks_per_stage: number of chunks of each stage.
     """
 
     stage: int
-    replicas: tuple[int, ...]
+    replicas_per_stage: tuple[int, ...]
     micros: tuple[int, ...]
-    chunks: int = 1
+    chunks_per_stage: int = 1
 
     @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline."""
-        return len(self.replicas)
+        return len(self.replicas_per_stage)
 
     @property
     def warmup(self) -> int:
@@ -49,10 +49,10 @@ class StageReplica:
 
     def warmup_of(self, stage: int) -> int:
         """Return the warm-up of a stage with as many microbatches as this replica."""
-        return min(warmup(stage, self.replicas), len(self.micros))
+        return min(warmup(stage, self.replicas_per_stage), len(self.micros))
 
 
-def warmup(stage: int, replicas: Sequence[int]) -> int:
+def warmup(stage: int, replicas_per_stage: Sequence[int]) -> int:
     """Return by how many forwards a replica of a stage is ahead of its backwards, without a limit of microbatches.
 
     ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in total.
@@ -61,7 +61,7 @@ def warmup(stage: int, replicas: Sequence[int]) -> int:
         >>> [warmup(stage, (3, 2, 1)) for stage in range(3)]
         [1, 1, 0]
     """
-    return (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
+    return (sum(replicas_per_stage) - 1 - sum(replicas_per_stage[:stage])) // replicas_per_stage[stage]
 
 
 ActionGenerator: TypeAlias = Callable[[StageReplica], Iterator[PipelineAction]]
