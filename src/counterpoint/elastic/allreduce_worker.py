@@ -366,7 +366,7 @@ class AllReduceWorker:
             loss = self.loss(self.replica.model(*minibatch.inputs), minibatch.fields[-1])
             value = float(loss.detach())
             if check_finite_loss(value, slice_index, self.config):
-                (loss * minibatch.loss_weight).backward()  # type: ignore[no-untyped-call]
+                (loss * minibatch.loss_factor).backward()  # type: ignore[no-untyped-call]
         return value
 
     def _agree_on_step(self, workers: WorkerGroup, partial: PartialGradient) -> tuple[bool, bool, Tensor]:

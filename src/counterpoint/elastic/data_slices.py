@@ -22,12 +22,12 @@ class Minibatch:
     Args:
         fields: of the samples, ``(inputs..., target)``.
         num_samples: how many.
-        loss_weight: factor of their mean loss.
+        loss_factor: factor of their mean loss.
     """
 
     fields: Fields
     num_samples: int
-    loss_weight: float
+    loss_factor: float
 
     @property
     def inputs(self) -> Fields:
@@ -52,7 +52,7 @@ class DataSlices:
         >>> import torch
         >>> data = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None], torch.zeros(8))
         >>> slices = DataSlices(data, Sampler(8, 4, shuffle="sequential"), Bsp(2))
-        >>> [(minibatch.fields[0].view(-1).tolist(), minibatch.loss_weight) for minibatch in slices.read(0, 3)]
+        >>> [(minibatch.fields[0].view(-1).tolist(), minibatch.loss_factor) for minibatch in slices.read(0, 3)]
         [([6.0, 7.0], 0.5)]
     """
 
@@ -108,8 +108,8 @@ class DataSlices:
             microbatch = MicrobatchIndex(epoch, batch, micro)
             low, high = self._reader.bounds(microbatch)
             if low < high:
-                weight = (high - low) / num_samples if isinstance(self.consistency, Bsp) else 1.0
-                yield Minibatch(require_fields(self._reader.read(microbatch), self.dataset), high - low, weight)
+                loss_factor = (high - low) / num_samples if isinstance(self.consistency, Bsp) else 1.0
+                yield Minibatch(require_fields(self._reader.read(microbatch), self.dataset), high - low, loss_factor)
 
 
 def slice_sampler(

@@ -256,7 +256,7 @@ class PsWorker:
             value = float(loss.detach())
             self._prefetch(upcoming)
             if check_finite_loss(value, position.slice_index, self.config):
-                (loss * (minibatch.loss_weight * self._lr_factor(position.slice_index))).backward()  # type: ignore[no-untyped-call]
+                (loss * (minibatch.loss_factor * self._lr_factor(position.slice_index))).backward()  # type: ignore[no-untyped-call]
         remote.finish_minibatch(is_skipped=not isfinite(value))
         return value
 

@@ -263,8 +263,8 @@ class ModelProfile:
         low, high = (below[-1], above[0]) if below else (above[0], above[1])
         if low.samples == samples:
             return low
-        weight = (samples - low.samples) / (high.samples - low.samples)
-        interpolated = low.scale(1 - weight).add(high.scale(weight))
+        fraction = (samples - low.samples) / (high.samples - low.samples)
+        interpolated = low.scale(1 - fraction).add(high.scale(fraction))
         if not below:
             interpolated = interpolated.elementwise_max(low.scale(samples / low.samples))
         return replace(interpolated, samples=samples)
@@ -352,8 +352,8 @@ def redistribute_by_cost(values: Sequence[float], costs: Sequence[float], other_
         """Return the cumulative value of the first fraction of the work."""
         at = max(1, min(bisect_left(ends, part - ROUNDING), len(ends) - 1))
         width = ends[at] - ends[at - 1]
-        weight = min((part - ends[at - 1]) / width, 1.0) if width else 1.0
-        return sums[at - 1] + weight * (sums[at] - sums[at - 1])
+        fraction = min((part - ends[at - 1]) / width, 1.0) if width else 1.0
+        return sums[at - 1] + fraction * (sums[at] - sums[at - 1])
 
     stops = [until(end / other_total) for end in accumulate(other_costs)]
     stops[-1] = sums[-1]

@@ -154,9 +154,9 @@ def backward_slices(
 
 def _weighted_mean(parts: Sequence[tuple[float, StepBreakdown]]) -> StepBreakdown:
     return StepBreakdown(
-        sum(weight * breakdown.step_s for weight, breakdown in parts),
-        sum(weight * breakdown.compute_s for weight, breakdown in parts),
-        sum(weight * breakdown.update_s for weight, breakdown in parts),
+        sum(frequency * breakdown.step_s for frequency, breakdown in parts),
+        sum(frequency * breakdown.compute_s for frequency, breakdown in parts),
+        sum(frequency * breakdown.update_s for frequency, breakdown in parts),
     )
 
 

@@ -34,7 +34,7 @@ from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss_parameters import find_loss_module
 from counterpoint.runtime.loss_state import preserve_loss_module
-from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource
+from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 
 
@@ -49,7 +49,7 @@ def saved_activation_bytes(compute: SegmentExecutor, batches: MicrobatchSource) 
     """
     excluded = (compute.store.params, compute.store.buffers, batches.inputs(0), batches.targets(0))
     seen = storage_sizes(excluded)
-    compute.begin_step(batches, LossWeights({0: 1.0}))
+    compute.begin_step(batches, LossFactors({0: 1.0}))
     sizes = []
     for first, (stop, _) in sorted(compute.by_first.items()):
         saved: dict[int, int] = {}
@@ -274,7 +274,7 @@ def _time_forwards(
     """Begin a step and run all layers forward; return the seconds of each."""
     harness.layers.store.clear_grads()
     harness.layers.store.begin_step()
-    compute.begin_step(batches, LossWeights(dict.fromkeys(range(len(batches.sizes)), 1.0)))
+    compute.begin_step(batches, LossFactors(dict.fromkeys(range(len(batches.sizes)), 1.0)))
     return [_time_call(clock, partial(compute.forward, block, block, 0)) for block in sorted(compute.by_first)]
 
 

@@ -318,7 +318,7 @@ def first_nonfinite(values: Sequence[tuple[int, Tensor]], accelerator: Accelerat
 def add_losses(
     losses: Mapping[int, Tensor | float],
     sizes: Mapping[int, int],
-    weights: Mapping[int, Tensor | float],
+    loss_weights: Mapping[int, Tensor | float],
     scope: Collection[int],
     accelerator: Accelerator,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,7 +327,7 @@ def add_losses(
     Args:
         losses: the mean of each microbatch.
         sizes: the numbers of samples.
-        weights: of the microbatches whose loss is a weighted mean.
+        loss_weights: what the losses that are weighted means were divided by, by microbatch.
         scope: the microbatches of the commit.
         accelerator: that the losses are on.
     """
@@ -340,12 +340,12 @@ def add_losses(
     own = {micro: as_tensor(loss) for micro, loss in losses.items() if micro in scope}
     if not own:
         return as_tensor(0.0), as_tensor(0.0), as_tensor(-1.0)
-    own_weights = {micro: weights.get(micro, float(sizes[micro])) for micro in own}
+    own_weights = {micro: loss_weights.get(micro, float(sizes[micro])) for micro in own}
     total = torch.stack([loss * own_weights[micro] for micro, loss in own.items()]).sum()
     on_device = [weight.double() for weight in own_weights.values() if isinstance(weight, Tensor)]
     known = sum(weight for weight in own_weights.values() if not isinstance(weight, Tensor))
-    weight = torch.stack(on_device).sum() + known if on_device else as_tensor(known)
-    return total, weight, first_nonfinite(sorted(own.items()), accelerator)
+    loss_weight = torch.stack(on_device).sum() + known if on_device else as_tensor(known)
+    return total, loss_weight, first_nonfinite(sorted(own.items()), accelerator)
 
 
 class LateResult:

@@ -68,7 +68,7 @@ from counterpoint.runtime.lowering import (
     fuse,
     shift_call,
 )
-from counterpoint.runtime.microbatches import LossWeights, MicrobatchSource, commit_scope, compute_loss_weights
+from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, commit_scope, compute_loss_factors
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm, squared_norm_tensor
 from counterpoint.runtime.params.grad_check import DeviceGradReport
 from counterpoint.runtime.params.param_store import ParamStore
@@ -243,8 +243,8 @@ class Interpreter:
                 for call, start, stop in calls
             )
         loss_scale = self.current_loss_scale()
-        loss_weights = compute_loss_weights(self.program, number, batch.sizes, self.state.weight_unit, loss_scale)
-        self.executor.begin_step(batch, loss_weights, self.program.microbatches_per_batch)
+        loss_factors = compute_loss_factors(self.program, number, batch.sizes, self.state.weight_unit, loss_scale)
+        self.executor.begin_step(batch, loss_factors, self.program.microbatches_per_batch)
         self.executor.recompute_store.begin_step(self.recompute_sets[variant])
         self.store.begin_step()
         self.state.begin_step()
@@ -266,19 +266,19 @@ class Interpreter:
         self.rng.begin_step(number)
         self.executor = SegmentExecutor(model, self.store, self.rng, accelerator=self.accelerator)
         self.communication = RankCommunication(self.fabric, self.executor, self.store, {}, self.buckets)
-        self.executor.begin_step(batch, LossWeights(dict.fromkeys(batch.sizes, 1.0), frozenset(batch.sizes)))
+        self.executor.begin_step(batch, LossFactors(dict.fromkeys(batch.sizes, 1.0), frozenset(batch.sizes)))
         try:
             with torch.no_grad(), self.autocast():
                 self.run_calls(self.forward_calls)
             totals: dict[int, dict[str, PartTotal]] = {}
-            weights, parts = self.executor.read_loss_weights(), self.executor.loss_parts
+            loss_weights, parts = self.executor.read_loss_weights(), self.executor.loss_parts
             for micro, loss in self.executor.read_losses().items():
-                count = weights.get(micro, batch.sizes[micro])
+                loss_weight = loss_weights.get(micro, batch.sizes[micro])
                 own = {
-                    name: part._replace(weight=count) if model.loss_is_sum else part
+                    name: part._replace(weight=loss_weight) if model.loss_is_sum else part
                     for name, part in parts.get(micro, {}).items()
                 }
-                totals[micro] = {**own, "loss": PartTotal(loss * count, count)}
+                totals[micro] = {**own, "loss": PartTotal(loss * loss_weight, loss_weight)}
             return totals
         finally:
             self.executor, self.communication = training
@@ -321,7 +321,7 @@ class Interpreter:
                 self.executor.recompute(first, last, micro, version)
             case BackwardRun(first, last, micro, version, part="", overlapping=overlapping):
                 with (
-                    self.communication.overlap.during_backward(overlapping, self.clock)
+                    self.communication.overlap.overlap_backward(overlapping, self.clock)
                     if overlapping
                     else nullcontext()
                 ):
@@ -451,8 +451,8 @@ class Interpreter:
 
     def weight_unit_of(self, scope: frozenset[int]) -> float:
         """Return the unit of the weights of a commit; 0 if its gradients are those of the weighted mean already."""
-        loss_weights = self.executor.loss_weights
-        return 0.0 if not loss_weights.is_whole.isdisjoint(scope) else loss_weights.unit
+        loss_factors = self.executor.loss_factors
+        return 0.0 if not loss_factors.is_whole.isdisjoint(scope) else loss_factors.weight_unit
 
     def require_same_given(self, reports: Sequence[StepReport], group: Group) -> None:
         """Raise unless all members were given the same for this step."""
@@ -479,13 +479,13 @@ class Interpreter:
         executor, copy = self.executor, self.accelerator.start_copy_to_host
         sizes = executor.batch.sizes if executor.batch is not None else {}
         losses: dict[int, Tensor | float] = {**executor.losses, **executor.pending_losses.on_device}
-        weights: dict[int, Tensor | float] = {**executor.loss_weight_sums, **executor.pending_weight_sums.on_device}
+        loss_weights: dict[int, Tensor | float] = {**executor.loss_weights, **executor.pending_loss_weights.on_device}
         report = make_step_report(
             {micro: 0.0 for micro in losses if micro in scope},
             sizes,
             0.0,
             self.store.params_without_grad(self.computed_units),
-            weights=dict.fromkeys(weights, 0.0),
+            loss_weights=dict.fromkeys(loss_weights, 0.0),
             is_sum=self.model.loss_is_sum,
             has_parts=not scope.isdisjoint(executor.loss_parts),
             given_digest=0 if self.given is None else self.given.digest,
@@ -496,7 +496,9 @@ class Interpreter:
         grads = self.store.grad_check.take_device_report(self.accelerator)
         outputs = executor.recompute_store.take_matches() if executor.recompute_store.pending_matches else None
         row = self.make_device_report(
-            add_losses(losses, sizes, weights, scope, self.accelerator), grads, None if outputs is None else outputs[1]
+            add_losses(losses, sizes, loss_weights, scope, self.accelerator),
+            grads,
+            None if outputs is None else outputs[1],
         )
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
         rows = gather_rows(self.fabric, self.accelerator, row, group)
@@ -549,10 +551,10 @@ class Interpreter:
         if self.store.grad_check.is_enabled and owned:
             magnitudes = torch.stack([magnitude_tensor(grad).double() for grad in owned])
             has_overflow = (~magnitudes.isfinite().all()).double()
-        total, weight, nonfinite_micro = losses
+        total, loss_weight, nonfinite_micro = losses
         return DeviceReport(
             total,
-            weight,
+            loss_weight,
             squared_norm_tensor(owned, device) if self.guard.needs_norm else zero,
             nonfinite_micro,
             self.replica_checksum.checksum_tensor(device),
@@ -630,7 +632,7 @@ class Interpreter:
             own_squared_norm,
             self.store.params_without_grad(self.computed_units),
             grads=grads,
-            weights=self.executor.read_loss_weights(),
+            loss_weights=self.executor.read_loss_weights(),
             is_sum=self.model.loss_is_sum,
             has_parts=not scope.isdisjoint(self.executor.loss_parts),
             checksum=checksum,

@@ -1,4 +1,4 @@
-"""What a rank reads in one step: the microbatches of a global batch, their autocasts, and their weights in the loss."""
+"""What a rank reads in one step: the microbatches of a global batch, their autocasts, and their loss factors."""
 
 from __future__ import annotations
 
@@ -203,51 +203,51 @@ class AsyncPipelineBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class LossWeights:
-    """Weights of one step that turn mean losses of microbatches into a mean over all samples.
+class LossFactors:
+    """Factors of one step that turn mean losses of microbatches into a mean over all samples.
 
     Args:
-        weights: for each microbatch its samples divided by those of its loss scope.
+        sample_fractions: for each microbatch its samples divided by those of its loss scope.
         is_whole: the microbatches that are alone in their loss scope, so that their mean is that of the batch.
-        unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss_reduction`.
+        weight_unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss_reduction`.
         loss_scale: the factor of all losses in backward; a tensor if a device has decided it.
         upstream_ratios: by microbatch and sender of its gradient the factor from the sender's loss scope to this
             rank's;
             absent where it is 1.
     """
 
-    weights: Mapping[int, float]
+    sample_fractions: Mapping[int, float]
     is_whole: frozenset[int] = frozenset()
-    unit: float = 1.0
+    weight_unit: float = 1.0
     loss_scale: Tensor | float = 1.0
     upstream_ratios: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
-def compute_loss_weights(
+def compute_loss_factors(
     program: LoweredProgram,
     step: int,
     sizes: Mapping[int, int],
-    unit: float = 1.0,
+    weight_unit: float = 1.0,
     loss_scale: Tensor | float = 1.0,
-) -> LossWeights:
-    """Return the loss weights of a rank in one step.
+) -> LossFactors:
+    """Return the loss factors of a rank in one step.
 
     Args:
         program: what the rank runs.
         step: its number.
         sizes: number of samples of every microbatch.
-        unit: of the weights of weighted means.
+        weight_unit: of the weights of weighted means.
         loss_scale: the factor of all losses in backward.
     """
     first = step * program.microbatches_per_batch
-    weights: dict[int, float] = {}
+    sample_fractions: dict[int, float] = {}
     totals: dict[int, int] = {}
     is_whole: set[int] = set()
     for scope in program.loss_scopes:
         total = _num_samples(scope, first, sizes)
         for micro in scope:
             totals[micro] = total
-            weights[micro + first] = sizes[micro + first] / max(total, 1)
+            sample_fractions[micro + first] = sizes[micro + first] / max(total, 1)
             if sizes[micro + first] == total:
                 is_whole.add(micro + first)
     ratios = {
@@ -256,8 +256,8 @@ def compute_loss_weights(
     }
     ratios = {key: ratio for key, ratio in ratios.items() if ratio != 1.0}
     if program.microbatches_per_batch:  # whose stages decide at different times, from different batches
-        return LossWeights(weights, loss_scale=loss_scale, upstream_ratios=ratios)
-    return LossWeights(weights, frozenset(is_whole), unit, loss_scale, ratios)
+        return LossFactors(sample_fractions, loss_scale=loss_scale, upstream_ratios=ratios)
+    return LossFactors(sample_fractions, frozenset(is_whole), weight_unit, loss_scale, ratios)
 
 
 def _num_samples(scope: Sequence[int], first: int, sizes: Mapping[int, int]) -> int:

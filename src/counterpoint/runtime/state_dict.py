@@ -230,17 +230,17 @@ def average_buffers(
     store = rank.interpreter.store
     for name in model_buffers:
         buffer = store.buffers[name]
-        weight = float(num_micros.get(name, 0))
+        count = float(num_micros.get(name, 0))
         if buffer.is_floating_point():
             total = torch.cat(
-                [buffer.detach().reshape(-1).cpu().double() * weight, torch.tensor([weight], dtype=torch.float64)]
+                [buffer.detach().reshape(-1).cpu().double() * count, torch.tensor([count], dtype=torch.float64)]
             )
             fabric.all_reduce(f"buffer {name}", total, everyone).wait()
             if float(total[-1]) > 0:
                 assign_values(buffer, (total[:-1] / total[-1]).view(buffer.shape))
         else:
-            counts = fabric.gather_values(f"buffer {name}", [weight, buffer.reshape(-1).tolist()], everyone)
-            best = max(cast("list[tuple[float, list[int]]]", counts), key=lambda item: item[0])
+            candidates = fabric.gather_values(f"buffer {name}", [count, buffer.reshape(-1).tolist()], everyone)
+            best = max(cast("list[tuple[float, list[int]]]", candidates), key=lambda item: item[0])
             assign_values(buffer, torch.tensor(best[1], dtype=buffer.dtype).view(buffer.shape))
 
 

@@ -126,8 +126,8 @@ class StepResult:
         scale: what gradients are multiplied with before the update.
         skip_reason: what was not finite, so that the step is skipped; else empty. A step without samples is skipped,
             too: :func:`decide_skips`.
-        loss_weight: what the loss was divided by: samples, or the sum of weights.
-        weight_unit: the unit of the next step's weights, see :mod:`counterpoint.runtime.loss_reduction`.
+        loss_weight: what the loss was divided by: the number of samples, or the sum of the weights of weighted means.
+        weight_unit: the unit of the weights of the next step's losses, see :mod:`counterpoint.runtime.loss_reduction`.
         mean_factor: what makes this step's gradients those of the weighted mean, without the loss scale; part of
             ``scale``, unless the gradients are delayed.
         is_sum: whether the loss is a sum.
@@ -161,7 +161,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
     missing_grads: Sequence[str] = (),
     *,
     grads: GradReport = NO_REPORT,
-    weights: Mapping[int, float] = MappingProxyType({}),
+    loss_weights: Mapping[int, float] = MappingProxyType({}),
     is_sum: bool = False,
     has_parts: bool = False,
     checksum: int = 0,
@@ -178,7 +178,7 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         squared_norm: of the gradients that it owns.
         missing_grads: the parameters without a gradient.
         grads: which of its gradients is not finite, and how large they are.
-        weights: of the microbatches whose loss is a weighted mean.
+        loss_weights: what the losses that are weighted means were divided by, by microbatch.
         is_sum: whether the user's loss is the sum over the samples.
         has_parts: whether it is a dict.
         checksum: of a part of its weights.
@@ -187,13 +187,13 @@ def make_step_report(  # noqa: PLR0913 - what a report has
         busy_s: the seconds in which it did not wait for other ranks.
         stop_signal: the signal that has asked it to stop.
     """
-    kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in weights else SAMPLE_MEAN for micro in losses}
+    kinds = {SUM if is_sum else WEIGHTED_MEAN if micro in loss_weights else SAMPLE_MEAN for micro in losses}
     nonfinite_micro = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
-    total = sum(loss * weights.get(micro, sizes[micro]) for micro, loss in losses.items())
+    total = sum(loss * loss_weights.get(micro, sizes[micro]) for micro, loss in losses.items())
     return StepReport(
         total,
         sum(sizes[micro] for micro in losses),
-        sum(weights.get(micro, sizes[micro]) for micro in losses),
+        sum(loss_weights.get(micro, sizes[micro]) for micro in losses),
         sum(kinds) + (PARTS if has_parts else 0),
         squared_norm,
         nonfinite_micro,
@@ -264,16 +264,16 @@ def merge_results(first: StepResult, second: StepResult) -> StepResult:
         >>> merge_results(first, StepResult(3.0, 3, 0.2, 1.0, "", loss_weight=3.0)).loss
         2.5
     """
-    weight = first.loss_weight + second.loss_weight
+    loss_weight = first.loss_weight + second.loss_weight
     weighted = [result for result in (first, second) if result.loss_weight]
-    terms = [result.loss if result.is_sum else result.loss * result.loss_weight / weight for result in weighted]
+    terms = [result.loss if result.is_sum else result.loss * result.loss_weight / loss_weight for result in weighted]
     return StepResult(
         sum(terms) if terms else math.nan,
         first.num_samples + second.num_samples,
         max(first.norm, second.norm),
         min(first.scale, second.scale),
         first.skip_reason or second.skip_reason,
-        weight,
+        loss_weight,
         second.weight_unit,
         second.mean_factor,
         first.is_sum or second.is_sum,
@@ -355,10 +355,13 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     Raises:
         DataError: some losses are means over samples, others weighted means.
     """
-    weight, is_sum = sum(report.loss_weight for report in reports), any(report.loss_kinds & SUM for report in reports)
+    loss_weight, is_sum = (
+        sum(report.loss_weight for report in reports),
+        any(report.loss_kinds & SUM for report in reports),
+    )
     clipped = [report for rank, report in zip(group, reports, strict=True) if not loss_group or rank in loss_group]
     copies = sum(report.num_samples for report in clipped) / num_samples if num_samples else 1.0
-    loss = sum(report.loss_sum for report in reports) / (copies if is_sum else weight) if weight else math.nan
+    loss = sum(report.loss_sum for report in reports) / (copies if is_sum else loss_weight) if loss_weight else math.nan
     squared_norm = sum(report.squared_norm for report in reports)
     skip_reason = _find_skip_reason(reports, group, squared_norm, microbatches_per_batch)
     if loss_group:
@@ -373,7 +376,7 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     num_reported = sum(report.num_samples for report in reports)
     busy_s = tuple((rank, report.busy_s) for rank, report in zip(group, reports, strict=True))
     return StepResult(
-        loss, num_reported, norm, scale, skip_reason, weight, next_unit, mean_factor, is_sum, busy_s,
+        loss, num_reported, norm, scale, skip_reason, loss_weight, next_unit, mean_factor, is_sum, busy_s,
         stop_signal=max(report.stop_signal for report in reports),
         loss_scale=loss_scale,
         nonfinite=_find_nonfinite(reports),
@@ -401,13 +404,16 @@ def _find_mean_factor(reports: Sequence[StepReport], weight_unit: float) -> tupl
             "the losses of some microbatches are means over samples, those of others weighted means, so they have no "
             "common mean; let the loss function return cp.WeightedMean(total, weight) for every batch"
         )
-    weight, num_samples = sum(report.loss_weight for report in reports), sum(report.num_samples for report in reports)
+    loss_weight, num_samples = (
+        sum(report.loss_weight for report in reports),
+        sum(report.num_samples for report in reports),
+    )
     if kinds == SUM:
         return float(num_samples), weight_unit or 1.0
-    if kinds != WEIGHTED_MEAN or not weight:
+    if kinds != WEIGHTED_MEAN or not loss_weight:
         return 1.0, weight_unit or 1.0
-    scale = num_samples * weight_unit / weight if weight_unit else 1.0
-    return scale, choose_unit(weight, num_samples)
+    scale = num_samples * weight_unit / loss_weight if weight_unit else 1.0
+    return scale, choose_unit(loss_weight, num_samples)
 
 
 def decide_skips(

@@ -111,11 +111,11 @@ def decode_report(text: bytes) -> PartitionReport:
         stop_signal=0), failure='', sent_bytes=0, seconds=0.0, loss_parts={})
     """
     plain = json.loads(text)
-    loss_sum, count, weight, kinds, squared_norm, nonfinite_micro, share, micro, name = plain["numbers"]
+    loss_sum, count, loss_weight, kinds, squared_norm, nonfinite_micro, share, micro, name = plain["numbers"]
     step_report = StepReport(
         float(loss_sum),
         count,
-        weight,
+        loss_weight,
         kinds,
         float(squared_norm),
         nonfinite_micro,
@@ -189,7 +189,7 @@ class ForwardBackwardTask:
         batch_len = self.assignment.sampler.batch_len(self.batch)
         losses: dict[int, float] = {}
         sizes: dict[int, int] = {}
-        weights: dict[int, float] = {}
+        loss_weights: dict[int, float] = {}
         loss_parts: list[dict[str, PartTotal]] = []
         began = time.perf_counter()
         replica.clear_grads()
@@ -205,15 +205,15 @@ class ForwardBackwardTask:
                 with InterceptFunctions(recorder.replacements):
                     output = replica.model(*inputs)
                 what, num_samples = f"microbatch {microbatch}", stop - start
-                loss, weight, parts = compute_mean_loss(spec.loss, output, target, what, recorder)
+                loss, loss_weight, parts = compute_mean_loss(spec.loss, output, target, what, recorder)
                 if loss_check is not None:
                     value = float(loss.detach())
                     loss_check.check(spec.loss, self.step, output, target, value, num_samples, what)
-            with grad_check.during_backward(microbatch, replica.param_group):
-                (loss * ((stop - start if weight is None else weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
+            with grad_check.check_backward(microbatch, replica.param_group):
+                (loss * ((stop - start if loss_weight is None else loss_weight) / batch_len)).backward()  # type: ignore[no-untyped-call]
             losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start
-            if weight is not None:
-                weights[microbatch] = float(weight)
+            if loss_weight is not None:
+                loss_weights[microbatch] = float(loss_weight)
             counts = {name: float(num_samples if own is None else own) for name, (_, own) in parts.items()}
             loss_parts.append({name: PartTotal(float(parts[name][0]) * count, count) for name, count in counts.items()})
         missing_grads = replica.params_without_grad(spec.layout)
@@ -227,7 +227,7 @@ class ForwardBackwardTask:
             grad_squared_norm,
             missing_grads,
             grads=grad_check.take_report(losses),
-            weights=weights,
+            loss_weights=loss_weights,
             is_idle=not losses,
         )
         return gradient, PartitionReport(report, seconds=seconds, loss_parts=merge_parts(loss_parts))

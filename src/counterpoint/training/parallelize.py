@@ -363,8 +363,8 @@ class TrainStep:
         terms: list[Any] = [[value if count else 0.0, count]]
         if has_remote_ranks(self.local_ranks.world):
             terms = list(fabric.gather_values("mean", terms[0], tuple(range(fabric.num_ranks))))
-        total = sum(weight for _, weight in terms)
-        return math.fsum(term * weight for term, weight in terms) / total if total else math.nan
+        total = sum(term_count for _, term_count in terms)
+        return math.fsum(mean * term_count for mean, term_count in terms) / total if total else math.nan
 
     def flush(self, after: Callable[[], object] | None = None) -> list[float]:
         """Finish the batches in flight and return their losses; empty under a plan that flushes after every step.

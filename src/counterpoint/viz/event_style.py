@@ -71,7 +71,7 @@ def _contrast(colour: Iterable[float]) -> float:
     """Return the contrast ratio of a colour to white, as defined by WCAG."""
     shares = [value / 255 for value in colour]
     linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-    return 1.05 / (sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
+    return 1.05 / (sum(factor * value for factor, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
 
 
 _SERVER_OPS = ("apply_and_reply", "apply", "elastic_average")

@@ -69,8 +69,8 @@ def test_a_layer_that_changes_its_input_in_place_is_an_error():
 def test_an_in_place_change_by_a_later_block_is_found_in_recomputation():
     with build_local_ranks("solo", passes=("recompute",)) as local_ranks:
         executor = local_ranks.ranks[0].interpreter.executor
-        executor.begin_step(make_batch(1), executor.loss_weights)
-        executor.loss_weights.weights[0] = 1.0
+        executor.begin_step(make_batch(1), executor.loss_factors)
+        executor.loss_factors.sample_fractions[0] = 1.0
         executor.recompute_store.begin_step(local_ranks.ranks[0].interpreter.recompute_sets["step"])
         executor.forward(0, 3, 0)
         executor.recompute_store.saved[1, 0].leaves[0].data.add_(1)

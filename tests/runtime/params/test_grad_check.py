@@ -86,14 +86,14 @@ def test_a_product_is_read_if_its_factors_do_not_bound_it(value):
 def test_where_gradients_are_is_kept_until_they_change():
     module, check = nn.Linear(2, 2), GradCheck(is_enabled=True)
     params = ParamGroup(dict(module.named_parameters()))
-    with check.during_backward(0, params):
+    with check.check_backward(0, params):
         for param in module.parameters():
             param.grad = torch.ones_like(param)
     grads = [param.grad for param in module.parameters() if param.grad is not None]
     collected = check.collected
     assert collected is not None
     assert [*collected.addresses] == [grad.data_ptr() for grad in grads]
-    with check.during_backward(1, params):
+    with check.check_backward(1, params):
         has_begun = check.collected
         module.bias.grad = None
     assert (has_begun, check.collected) == (None, None)
@@ -123,12 +123,12 @@ def test_one_gradient_is_read_whole():
 def test_a_checked_gradient_is_read_again_after_it_was_changed():
     module, check = nn.Linear(2, 2, bias=False), GradCheck(is_enabled=True)
     params = ParamGroup(dict(module.named_parameters()))
-    with check.during_backward(0, params):
+    with check.check_backward(0, params):
         module.weight.grad = torch.zeros(2, 2)
         check.mark_checked("weight", module.weight.grad)
         module.weight.grad.add_(math.inf)
     assert check.take_report([0])[:2] == (0, "weight")
-    with check.during_backward(1, params):
+    with check.check_backward(1, params):
         check.mark_checked("weight", module.weight.grad)
     assert check.take_report([1]) == GradReport()
 
@@ -138,6 +138,6 @@ def test_nothing_is_read_outside_of_a_backward_or_if_disabled():
     check = GradCheck(is_enabled=True)
     check.check(["a"], [bad])
     disabled = GradCheck()
-    with disabled.during_backward(0, ParamGroup({})):
+    with disabled.check_backward(0, ParamGroup({})):
         disabled.check(["a"], [bad])
     assert check.take_report([0]) == disabled.take_report([0]) == GradReport()

@@ -137,10 +137,10 @@ def _parse_node(line: str, number: int) -> GraphNode:
         raise PlanError(f"line {number} is not a layer: {line!r}; expected 'name -- text -- {'=, '.join(FIGURES)}='")
     name, text, *numbers = match.groups()
     try:
-        forward_ms, backward_ms, activation, weight = map(_parse_number, numbers)
+        forward_ms, backward_ms, activation_bytes, weight_bytes = map(_parse_number, numbers)
     except ValueError as error:
         raise PlanError(f"line {number}, {name}: {error}") from None
-    return GraphNode(name, text, forward_ms / MS_PER_S, backward_ms / MS_PER_S, activation, weight)
+    return GraphNode(name, text, forward_ms / MS_PER_S, backward_ms / MS_PER_S, activation_bytes, weight_bytes)
 
 
 def _parse_number(text: str) -> float:

@@ -216,13 +216,13 @@ def find_partition(cuts: GraphCuts, levels: Sequence[PartitionLevel], objective:
         For n cuts and levels of m parts at most n^3 m^2 / 2 comparisons each; n^2 m^2 / 2 at the outermost.
     """
     seconds = np.where(cuts.is_subset, cuts.seconds[None, :] - cuts.seconds[:, None], np.inf)
-    weights = cuts.weight_bytes[None, :] - cuts.weight_bytes[:, None]
+    weight_bytes = cuts.weight_bytes[None, :] - cuts.weight_bytes[:, None]
     solved: list[_LevelSolution] = []
     num_inner = 1
     for level_index, level in enumerate(levels):
         num_starts = 1 if level_index == len(levels) - 1 else cuts.num_cuts
         solved.append(
-            _LevelSolution.solve(_LevelCosts(cuts, objective, level, num_inner, seconds, weights), num_starts)
+            _LevelSolution.solve(_LevelCosts(cuts, objective, level, num_inner, seconds, weight_bytes), num_starts)
         )
         seconds, num_inner = solved[-1].values[level.count - 1], level.count
     last = cuts.num_cuts - 1

@@ -256,7 +256,7 @@ class LayoutEstimator:
         cluster, (send_s, send_back_s) = self.query.cluster, self._send_times(layout)
         costs = []
         for index, ((start, stop), ranks) in enumerate(zip(layout.stage_cuts, layout.stage_ranks, strict=True)):
-            weights = self._weight_bytes[stop] - self._weight_bytes[start]
+            weight_bytes = self._weight_bytes[stop] - self._weight_bytes[start]
             speed = min(map(cluster.speed, ranks)) * self._contention
             forward_s = self._forward_s[stop] - self._forward_s[start]
             seconds = self._compute_s[stop] - self._compute_s[start]
@@ -265,19 +265,19 @@ class LayoutEstimator:
                     len(ranks),
                     forward_s / speed,
                     (seconds - forward_s) / speed,
-                    self._all_reduce_s(weights, ranks),
-                    update_s(weights, cluster.device) / speed,
+                    self._all_reduce_s(weight_bytes, ranks),
+                    update_s(weight_bytes, cluster.device) / speed,
                     send_s[index],
                     send_back_s[index],
                 )
             )
         return costs
 
-    def _all_reduce_s(self, weights: float, ranks: range) -> float:
+    def _all_reduce_s(self, weight_bytes: float, ranks: range) -> float:
         """Return the seconds of the all-reduce of a stage's gradients without contention."""
-        if not weights or len(ranks) == 1:
+        if not weight_bytes or len(ranks) == 1:
             return 0.0
-        network = NetworkModel(self.query.cluster, lambda tensor, codec="": round(weights))
+        network = NetworkModel(self.query.cluster, lambda tensor, codec="": round(weight_bytes))
         return network.link_load(Collective("all_reduce", grad((0,)), tuple(ranks)), Fraction(1), ranks[0]).seconds
 
     def _send_times(self, layout: StageLayout) -> tuple[list[float], list[float]]:

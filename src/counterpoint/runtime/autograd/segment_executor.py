@@ -44,7 +44,7 @@ from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_fu
 from counterpoint.runtime.loss_check import LossCheck, LossSamples, count_in_place_changes
 from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
-from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossWeights, MicrobatchSource, autocast_as
+from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossFactors, MicrobatchSource, autocast_as
 from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rng import SampleRange, SampleRNG
@@ -138,7 +138,7 @@ class SegmentExecutor:
         self.grad_sinks = GradSinks()
         self.deferred_jobs: dict[tuple[int, int], list[WeightGradJob]] = {}
         self.batch: MicrobatchSource | None = None
-        self.loss_weights = LossWeights({})
+        self.loss_factors = LossFactors({})
         self.microbatches_per_batch = 0
         self.values: dict[tuple[int, int], StoredValue] = {}  # (2), by value and microbatch
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
@@ -149,8 +149,8 @@ class SegmentExecutor:
         self.losses: dict[int, float] = {}
         self.accelerator = accelerator
         self.pending_losses = PendingScalars(accelerator)
-        self.loss_weight_sums: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
-        self.pending_weight_sums = PendingScalars(accelerator)
+        self.loss_weights: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
+        self.pending_loss_weights = PendingScalars(accelerator)
         self.loss_parts: dict[int, dict[str, PartTotal]] = {}  # of losses that are dicts, by microbatch
         self.loss_check = self.make_loss_check()
         self.rng.checks_loss = self.loss_check is not None
@@ -181,23 +181,23 @@ class SegmentExecutor:
             block, segment = self.by_first[block]
             yield segment
 
-    def begin_step(self, batch: MicrobatchSource, loss_weights: LossWeights, microbatches_per_batch: int = 0) -> None:
+    def begin_step(self, batch: MicrobatchSource, loss_factors: LossFactors, microbatches_per_batch: int = 0) -> None:
         """Start a step on a global batch.
 
         Args:
             batch: the batch, or those in flight.
-            loss_weights: of each microbatch.
+            loss_factors: of each microbatch.
             microbatches_per_batch: in an asynchronous pipeline, where what is in flight is kept; else 0.
         """
         self.batch = batch
-        self.loss_weights = loss_weights
+        self.loss_factors = loss_factors
         self.microbatches_per_batch = microbatches_per_batch
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
         for scalars in (
             self.losses,
             self.pending_losses,
-            self.loss_weight_sums,
-            self.pending_weight_sums,
+            self.loss_weights,
+            self.pending_loss_weights,
             self.loss_parts,
         ):
             scalars.clear()
@@ -301,7 +301,7 @@ class SegmentExecutor:
         self.begin_microbatch(micro)
         stop, segment = self.by_first[block]
         seed = self.rng if self.model.uses_rng else no_seed
-        is_whole = self.model.gathers_outputs or micro in self.loss_weights.is_whole
+        is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         recorder = ReductionRecorder(is_whole=is_whole) if stop == self.model.num_blocks else None
         try:
             with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
@@ -461,14 +461,14 @@ class SegmentExecutor:
             samples = LossSamples(output, targets, num_samples, "the batch")
             self.loss_check.check_state(self.loss_function(), self.rng.step, samples)
         if torch.is_grad_enabled() and loss.mean.requires_grad:
-            with self.store.grad_check.during_backward(first, ParamGroup({})):
+            with self.store.grad_check.check_backward(first, ParamGroup({})):
                 self.run_autograd([self.scale_loss(loss.mean)], [None])
         grads = [leaves[index].grad for index in tensors]
-        weight = 0.0 if loss.weight is not None and float(loss.weight) == 0 else None  # which no target has
+        loss_weight = 0.0 if loss.weight is not None and float(loss.weight) == 0 else None  # which no target has
         for micro in self.outputs:
             self.output_grads[micro] = split_grads([merged[index] for index in tensors], grads, sizes, micro)
             self.record_loss(
-                micro, loss.mean.detach(), weight, {name: (part, None) for name, (part, _) in loss.parts.items()}
+                micro, loss.mean.detach(), loss_weight, {name: (part, None) for name, (part, _) in loss.parts.items()}
             )
         self.outputs.clear()
 
@@ -476,20 +476,20 @@ class SegmentExecutor:
         self,
         micro: int,
         mean: Tensor,
-        weight: Tensor | float | None,
+        loss_weight: Tensor | float | None,
         parts: Mapping[str, tuple[Tensor, Tensor | float | None]],
     ) -> None:
         """Record the loss of a microbatch for the commit: mean, weight of a weighted mean, and parts."""
         assert self.batch is not None, "a step has begun"
         for pending, read, value in (
             (self.pending_losses, self.losses, mean),
-            (self.pending_weight_sums, self.loss_weight_sums, weight),
+            (self.pending_loss_weights, self.loss_weights, loss_weight),
         ):
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 pending.add(micro, value)
             elif value is not None:
                 read[micro] = float(value)
-        default = self.loss_weights.weights[micro] if self.model.loss_is_sum else self.batch.sizes[micro]
+        default = self.loss_factors.sample_fractions[micro] if self.model.loss_is_sum else self.batch.sizes[micro]
         for name, (part, part_weight) in parts.items():
             count = float(default if part_weight is None else part_weight)
             total = float(part) * (1.0 if self.model.loss_is_sum else count)
@@ -511,12 +511,12 @@ class SegmentExecutor:
         what = f"microbatch {self.step_and_micro(micro)[1]}"
         model, size = self.model, self.batch.sizes[micro]
         output = model.unflatten(outputs, input_shapes=self.shapes_of(micro))
-        is_whole = micro in self.loss_weights.is_whole
+        is_whole = micro in self.loss_factors.is_whole
         with self.autocast(micro):
             self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
             version = 0 if self.loss_check is None else count_in_place_changes((output, targets))
-            loss, weight, parts = compute_mean_loss(
+            loss, loss_weight, parts = compute_mean_loss(
                 loss_function,
                 output,
                 targets,
@@ -534,37 +534,38 @@ class SegmentExecutor:
                 step = self.step_and_micro(micro)[0]
                 if is_whole and model.num_loss_calls > 1:
                     self.loss_check.check_state(loss_function, step, LossSamples(output, targets, size, what))
-                elif not is_whole and self.loss_check.is_due(step, targets, size, weight):
+                elif not is_whole and self.loss_check.is_due(step, targets, size, loss_weight):
                     self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)
         if model.loss_is_sum:
             loss = loss / size
-        self.record_loss(micro, loss.detach(), weight, parts)
-        return self.scale_loss(loss, self.backward_factor(micro, weight))
+        self.record_loss(micro, loss.detach(), loss_weight, parts)
+        return self.scale_loss(loss, self.backward_factor(micro, loss_weight))
 
     def scale_loss(self, loss: Tensor, factor: Tensor | float = 1.0) -> Tensor:
         """Return the loss times a factor and the loss scale, which backward starts from."""
-        scale = self.loss_weights.loss_scale
+        scale = self.loss_factors.loss_scale
         if isinstance(scale, Tensor) or scale != 1.0:
             loss = loss.float() if loss.dtype == torch.float16 else loss  # which holds the scaled loss
             factor = factor * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
         scaled: Tensor = loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
         return scaled
 
-    def backward_factor(self, micro: int, weight: Tensor | float | None) -> Tensor | float:
+    def backward_factor(self, micro: int, loss_weight: Tensor | float | None) -> Tensor | float:
         """Return what a microbatch's mean loss is multiplied with in backward.
 
-        It is its samples / S for a mean over samples, where S are those of the whole batch, and weight / (S * unit) for
-        a weighted mean, whose total weight is known at the commit only: ``step_commit.decide_step`` does the rest.
+        It is its samples / S for a mean over samples, where S are those of the whole batch, and loss_weight / (S *
+        weight_unit) for a weighted mean, whose total weight is known at the commit only: ``step_commit.decide_step``
+        does the rest.
 
         Args:
             micro: the microbatch.
-            weight: of its weighted mean; None if it is a mean over samples.
+            loss_weight: of its weighted mean; None if it is a mean over samples.
         """
-        share = self.loss_weights.weights[micro]
-        if weight is None or micro in self.loss_weights.is_whole:
+        share = self.loss_factors.sample_fractions[micro]
+        if loss_weight is None or micro in self.loss_factors.is_whole:
             return share
         assert self.batch is not None, "a step has begun"
-        return weight / self.batch.sizes[micro] * share / self.loss_weights.unit
+        return loss_weight / self.batch.sizes[micro] * share / self.loss_factors.weight_unit
 
     def read_losses(self) -> dict[int, float]:
         """Return the mean losses of this step's microbatches; wait for the device if they are not read yet."""
@@ -573,8 +574,8 @@ class SegmentExecutor:
 
     def read_loss_weights(self) -> dict[int, float]:
         """Return the weights of this step's weighted means, by microbatch."""
-        self.loss_weight_sums.update(self.pending_weight_sums.read())
-        return self.loss_weight_sums
+        self.loss_weights.update(self.pending_loss_weights.read())
+        return self.loss_weights
 
     def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
         """Run blocks ``last`` down to ``first`` backward; gradients are added to those of the parameters."""
@@ -589,7 +590,7 @@ class SegmentExecutor:
                 self.begin_microbatch(micro)
                 # the modes of the forward, because torch.utils.checkpoint recomputes inside backward
                 with (
-                    self.store.grad_check.during_backward(micro, self.trainable_params[block]),
+                    self.store.grad_check.check_backward(micro, self.trainable_params[block]),
                     self.autocast(micro),
                     self.function_mode(block, micro, is_recompute=True),
                 ):
@@ -613,7 +614,7 @@ class SegmentExecutor:
     def backward_weight(self, first: int, last: int, micro: int) -> None:
         """Compute the weight gradients that blocks have deferred."""
         for start, _ in self.segment_bounds_reversed(first, last):
-            with torch.no_grad(), self.store.grad_check.during_backward(micro, self.trainable_params[start]):
+            with torch.no_grad(), self.store.grad_check.check_backward(micro, self.trainable_params[start]):
                 for job in self.deferred_jobs.pop((start, micro)):
                     job()
 
@@ -666,18 +667,18 @@ class SegmentExecutor:
         """Return what is sent with a gradient to the previous stage: loss and weight, in an asynchronous pipeline."""
         if not self.microbatches_per_batch:
             return []
-        weight = self.read_loss_weights().get(micro, math.nan)
-        return [torch.tensor([self.read_losses()[micro], weight], dtype=torch.float64)]
+        loss_weight = self.read_loss_weights().get(micro, math.nan)
+        return [torch.tensor([self.read_losses()[micro], loss_weight], dtype=torch.float64)]
 
     def receive_loss(self, micro: int, peer: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Record loss and weight that came with a gradient; return the gradient, rescaled to this rank's loss scope."""
         if not self.microbatches_per_batch:
             return tensors
-        loss, weight = tensors[0].tolist()
+        loss, loss_weight = tensors[0].tolist()
         self.losses[micro] = loss
-        if not math.isnan(weight):
-            self.loss_weight_sums[micro] = weight
-        ratio = self.loss_weights.upstream_ratios.get((micro, peer), 1.0)
+        if not math.isnan(loss_weight):
+            self.loss_weights[micro] = loss_weight
+        ratio = self.loss_factors.upstream_ratios.get((micro, peer), 1.0)
         return [tensor * ratio for tensor in tensors[1:]] if ratio != 1.0 else tensors[1:]
 
     def partial_output(self, block: int, micro: int) -> Tensor | None:

@@ -246,12 +246,12 @@ class RankCommunication:
     @property
     def loss_scale(self) -> float:
         """The factor of the losses that this step's gradients come from; the host knows it where it decides steps."""
-        return float(self.executor.loss_weights.loss_scale)
+        return float(self.executor.loss_factors.loss_scale)
 
     def sample_fractions(self, instruction: Collective) -> list[float]:
         """Return for each member of a compressed all-reduce its gradient's samples divided by those of the loss."""
         contributions = self.compressed_contributions[instruction.group, instruction.tensor.blocks]
-        return [sum(self.executor.loss_weights.weights[micro] for micro in micros) for micros in contributions]
+        return [sum(self.executor.loss_factors.sample_fractions[micro] for micro in micros) for micros in contributions]
 
     def finish(self, flat_params: FlatParams | None, instruction: Collective) -> None:
         """Store the result of a collective, and gather the rows of tables with sparse gradients."""

@@ -241,7 +241,7 @@ class Reducer:
         )
 
     @contextmanager
-    def during_backward(self, clock: ClockFn | None) -> Iterator[None]:
+    def overlap_backward(self, clock: ClockFn | None) -> Iterator[None]:
         """Start buckets while backward runs inside."""
         self.progress, self.clock = self.new_progress(), clock
         self.reduces.clear()
@@ -364,7 +364,7 @@ class BackwardOverlap:
         self.active: dict[TensorRef, Reducer] = {}
 
     @contextmanager
-    def during_backward(self, instructions: tuple[Collective, ...], clock: ClockFn | None) -> Iterator[None]:
+    def overlap_backward(self, instructions: tuple[Collective, ...], clock: ClockFn | None) -> Iterator[None]:
         """Allow these reductions to start during the backward that runs inside."""
         if instructions not in self.reducers:
             groups = dict.fromkeys(instruction.group for instruction in instructions)
@@ -381,7 +381,7 @@ class BackwardOverlap:
             for reducer in self.reducers[instructions]:
                 if reducer.is_enabled:
                     self.active.update((instruction.tensor, reducer) for instruction in reducer.instructions)
-                    stack.enter_context(reducer.during_backward(clock))
+                    stack.enter_context(reducer.overlap_backward(clock))
             yield
 
     @contextmanager

@@ -165,7 +165,7 @@ class GradCheck:
             found.clear()
 
     @contextmanager
-    def during_backward(self, micro: int, params: ParamGroup) -> Iterator[None]:
+    def check_backward(self, micro: int, params: ParamGroup) -> Iterator[None]:
         """Check the gradients that the backward inside computes.
 
         Args:
