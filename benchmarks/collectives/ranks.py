@@ -14,7 +14,6 @@ from counterpoint.fabric.rendezvous import Address, connect
 from counterpoint.launchers.environment import detect
 
 KB, MB = 1 << 10, 1 << 20
-SIZES = [4 * KB, 64 * KB, 256 * KB, MB, 8 * MB, 32 * MB, 100 * MB]
 SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
 
 
@@ -48,7 +47,7 @@ def deepspeed_all_reduce(rank, ranks):
     return torch.ops.deepspeed.inference_all_reduce_
 
 
-def main(port, rounds):
+def main(port, rounds, sizes):
     """Run one rank."""
     torch.set_num_threads(1)
     mine = detect()
@@ -60,7 +59,7 @@ def main(port, rounds):
     everybody = tuple(range(ranks))
     peer = deepspeed_all_reduce(rank, ranks)
     found = {}
-    for num_bytes in SIZES:
+    for num_bytes in sizes:
         shared = fabric.empty(num_bytes // 4, torch.float32).zero_()
         private = torch.zeros(num_bytes // 4)
         contenders = {
@@ -106,4 +105,4 @@ def time_contenders(contenders, times, rounds, settle):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), list(map(int, sys.argv[3:])))

@@ -16,6 +16,7 @@ from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 ROUNDS = 5
 KB, MB = 1 << 10, 1 << 20
+SIZES = (4 * KB, 64 * KB, 256 * KB, MB, 8 * MB, 32 * MB, 100 * MB)
 SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
 
 
@@ -46,12 +47,12 @@ def min_speedup(ranks, num_bytes):
     return 6.0 if num_bytes <= 32 * MB else 4.0
 
 
-def on_ranks(ranks, rounds):
+def on_ranks(ranks, rounds, sizes):
     """Return the results of rank 0."""
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     lines = []
-    command = script_command(Path(__file__).with_name("ranks.py"), [str(port), str(rounds)])
+    command = script_command(Path(__file__).with_name("ranks.py"), list(map(str, (port, rounds, *sizes))))
     before = deepspeed_segments()
     result = run_command(command, ranks, threads_per_rank=1, on_line=lines.append)
     for left in deepspeed_segments() - before:
@@ -100,12 +101,12 @@ def format_time(seconds):
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
-    rounds = max(3, options.rounds or ROUNDS)
+    rounds, sizes = options.num_rounds(ROUNDS), SIZES[:2] if options.is_quick else SIZES
     rows, missed, figures = [], [], {}
     bandwidth = copy_bandwidth()
-    for ranks in (2, 4):
+    for ranks in (2,) if options.is_quick else (2, 4):
         options.report_progress(f"{ranks} ranks")
-        for row in make_rows(ranks, on_ranks(ranks, rounds)):
+        for row in make_rows(ranks, on_ranks(ranks, rounds, sizes)):
             ratios = [g / s for g, s in zip(row.gloo, row.shared, strict=True)]
             copied = statistics.median(g / s for g, s in zip(row.gloo, row.copied, strict=True))
             spread = f"{min(ratios):.0f} to {max(ratios):.0f}"
@@ -120,14 +121,14 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
             if not row.ratio >= row.bar:
                 missed.append(f"{ranks} ranks, {row.what}: {row.ratio:.1f} times gloo, at least {row.bar:.0f} required")
             missed += find_deepspeed_misses(row)
+    note = {"in place:": "tensors in the fabric's own memory, like gradient buffers; copied: any other tensor"}
     largest = figures.get("2 ranks, 100 MB")
     if largest:  # each rank reads and writes half of both tensors
         moved = 2 * 2 * 100 * MB / statistics.median(largest["shared"])
         figures["memory"] = {"one_core_copy_bytes_per_s": bandwidth, "all_reduce_bytes_per_s": moved}
-    note = {
-        "in place:": "tensors in the fabric's own memory, like gradient buffers; copied: any other tensor",
-        "100 MB on 2 ranks": f"moves {moved / 1e9:.1f} GB/s in place; a copy on one core moves {bandwidth / 1e9:.1f}",
-    }
+        note["100 MB on 2 ranks"] = (
+            f"moves {moved / 1e9:.1f} GB/s in place; a copy on one core moves {bandwidth / 1e9:.1f}"
+        )
     columns = ("ranks", "size", "in place", "copied", "gloo", "deepspeed", "ratio", "spread", "copied ratio", "bar")
     return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, note)
 

@@ -88,9 +88,10 @@ def rotate(sides, number):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     sides = [side for side in CONTENDERS if is_installed(side)]
+    workloads = "C" if options.is_quick else WORKLOADS
     speeds, losses, memory = {}, {}, {}
-    for number in range(max(3, options.rounds or ROUNDS)):
-        for letter in WORKLOADS:
+    for number in range(options.num_rounds(ROUNDS)):
+        for letter in workloads:
             options.report_progress(f"round {number + 1}, workload {letter}")
             for side in rotate(sides, number):
                 ranks = run_once(side, letter)
@@ -98,7 +99,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
                 losses[letter, side] = ranks[0]["losses"]
                 memory.setdefault((letter, side), []).append(peak_memory(ranks))
     rows, missed = [], []
-    for letter in WORKLOADS:
+    for letter in workloads:
         for side in sides:
             rows.append(make_row(letter, side, speeds, losses, memory))
             missed += find_misses(letter, side, speeds, losses, memory)

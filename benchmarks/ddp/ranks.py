@@ -14,7 +14,7 @@ from torch import nn
 from counterpoint.compat.torch_backend import register
 from counterpoint.jobs.models import mlp
 
-WIDTHS, BATCH = (1024, 4096, 4096, 1024, 10), 32
+BATCH = 32
 BACKENDS = ("gloo", "counterpoint")
 SETTINGS = {"default": {}, "bucket views": {"gradient_as_bucket_view": True}}
 STEPS, WARM_UP = 4, 3
@@ -36,13 +36,13 @@ def keep_freed_memory():
 class DDPRun:
     """One model trained on one backend."""
 
-    def __init__(self, group, settings):
+    def __init__(self, group, settings, widths):
         torch.manual_seed(0)
-        self.model = nn.parallel.DistributedDataParallel(mlp(*WIDTHS), process_group=group, **settings)
+        self.model = nn.parallel.DistributedDataParallel(mlp(*widths), process_group=group, **settings)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         draw = torch.Generator().manual_seed(dist.get_rank())
-        self.inputs = torch.randn(BATCH, WIDTHS[0], generator=draw)
-        self.targets = torch.randint(0, WIDTHS[-1], (BATCH,), generator=draw)
+        self.inputs = torch.randn(BATCH, widths[0], generator=draw)
+        self.targets = torch.randint(0, widths[-1], (BATCH,), generator=draw)
         self.losses = []
 
     def step(self):
@@ -56,9 +56,9 @@ class DDPRun:
         return time.perf_counter() - began
 
 
-def compare(groups, settings, rounds):
+def compare(groups, settings, rounds, widths):
     """Return the median seconds per step on each backend by round, and the difference of the two models."""
-    runs = {name: DDPRun(groups[name], settings) for name in BACKENDS}
+    runs = {name: DDPRun(groups[name], settings, widths) for name in BACKENDS}
     for run in runs.values():
         for _ in range(WARM_UP):
             run.step()
@@ -73,18 +73,18 @@ def compare(groups, settings, rounds):
     return {"seconds": seconds, "apart": apart, "losses_apart": float((next(losses) - next(losses)).abs().max())}
 
 
-def main(rounds):
+def main(rounds, widths):
     """Run one rank."""
     keep_freed_memory()
     torch.set_num_threads(1)
     register()
     dist.init_process_group("gloo")
     groups = {"gloo": None, "counterpoint": dist.new_group(backend="counterpoint")}
-    found = {name: compare(groups, settings, rounds) for name, settings in SETTINGS.items()}
+    found = {name: compare(groups, settings, rounds, widths) for name, settings in SETTINGS.items()}
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), list(map(int, sys.argv[2:])))

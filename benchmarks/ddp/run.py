@@ -9,13 +9,14 @@ from counterpoint.launchers.local import run_command, script_command
 from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 ROUNDS, RANKS, BAR = 9, 2, 1.3
+WIDTHS, QUICK_WIDTHS = (1024, 4096, 4096, 1024, 10), (16, 32, 10)
 MAX_PARAM_DIFFERENCE = 1e-4  # relative to the largest parameter: float32 steps with another order of sums
 
 
-def on_ranks(rounds):
+def on_ranks(rounds, widths):
     """Return the results of rank 0."""
     lines = []
-    command = script_command(Path(__file__).with_name("ranks.py"), [str(rounds)])
+    command = script_command(Path(__file__).with_name("ranks.py"), list(map(str, (rounds, *widths))))
     result = run_command(command, RANKS, threads_per_rank=1, on_line=lines.append)
     found = [line.text for line in lines if line.text.startswith("{")]
     if result.exit_code or not found:
@@ -26,7 +27,8 @@ def on_ranks(rounds):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     rows, missed, figures = [], [], {}
-    for setting, found in on_ranks(max(3, options.rounds or ROUNDS)).items():
+    widths = QUICK_WIDTHS if options.is_quick else WIDTHS
+    for setting, found in on_ranks(options.num_rounds(ROUNDS), widths).items():
         ours, theirs = found["seconds"]["counterpoint"], found["seconds"]["gloo"]
         ratios = [g / c for g, c in zip(theirs, ours, strict=True)]
         ratio = statistics.median(ratios)

@@ -19,9 +19,9 @@ HEADER_OVERHEAD = 0.03  # of frames and message headers, relative to the bytes o
 MIN_LINK_USE = 0.85
 
 
-def on_hosts(hosts, per_host, kind, rounds):
+def on_hosts(hosts, per_host, kind, rounds, megabytes):
     """Return the results of each rank."""
-    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), kind, str(MEGABYTES), str(rounds)]
+    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), kind, str(megabytes), str(rounds)]
     with Lab(hosts=hosts, rate=RATE) as lab:
         ended = lab.run_ranks(command, per_host=per_host, deadline_s=120)
         return [json.loads(one.text().splitlines()[-1]) for one in ended]
@@ -32,13 +32,13 @@ def slowest_rank_s(found, name):
     return [max(one[0] for one in turns) for turns in zip(*(rank[name] for rank in found), strict=True)]
 
 
-def two_host_rows(rounds, missed, figures):
+def two_host_rows(rounds, megabytes, missed, figures):
     """Yield a row for each contender on 2 hosts of 2 ranks."""
-    found = on_hosts(2, 2, "sums", rounds)
+    found = on_hosts(2, 2, "sums", rounds, megabytes)
     ours = slowest_rank_s(found, "connect")
     for name in ("connect", "hierarchical", "ring in host order", "ring interleaved", "gloo"):
         seconds = slowest_rank_s(found, name)
-        sent = statistics.median(sent for _, sent in found[0][name]) / (MEGABYTES << 20)
+        sent = statistics.median(sent for _, sent in found[0][name]) / (megabytes << 20)
         ratio = statistics.median(s / o for s, o in zip(seconds, ours, strict=True))
         own = statistics.median(s / h for s, h in zip(seconds, slowest_rank_s(found, "hierarchical"), strict=True))
         figures[name] = {"seconds": seconds, "sent": sent, "over_connect": ratio, "over_hierarchical": own}
@@ -49,15 +49,15 @@ def two_host_rows(rounds, missed, figures):
             missed.append(f"connect is {ratio:.2f} times as fast as {name}; at least {MIN_SPEEDUP[name]} required")
 
 
-def four_host_rows(rounds, missed, figures):
+def four_host_rows(rounds, megabytes, missed, figures):
     """Yield a row for each contender on 4 hosts of 1 rank."""
-    found = on_hosts(4, 1, "link", rounds)
-    reached = (MEGABYTES << 20) / statistics.median(found[0]["plain transfer"])
+    found = on_hosts(4, 1, "link", rounds, megabytes)
+    reached = (megabytes << 20) / statistics.median(found[0]["plain transfer"])
     figures["plain transfer"] = {"bytes_per_s": reached}
-    least = 2 * (MEGABYTES << 20) * 3 / 4
+    least = 2 * (megabytes << 20) * 3 / 4
     for name in ("ring", "halving-doubling", "gloo"):
         seconds = statistics.median(slowest_rank_s(found, name))
-        sent = statistics.median(sent for _, sent in found[0][name]) / (MEGABYTES << 20)
+        sent = statistics.median(sent for _, sent in found[0][name]) / (megabytes << 20)
         nominal, measured = (least / rate / seconds for rate in (BYTES_PER_S, reached))
         figures[f"4 x 1 {name}"] = {
             "seconds": slowest_rank_s(found, name),
@@ -75,12 +75,12 @@ def four_host_rows(rounds, missed, figures):
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
         raise LaunchError(f"simulated hosts are not available: {reason}")
-    rounds = max(3, options.rounds or ROUNDS)
+    rounds, megabytes = options.num_rounds(ROUNDS), 1 if options.is_quick else MEGABYTES
     missed, figures = [], {}
     options.report_progress("2 hosts of 2 ranks")
-    rows = list(two_host_rows(rounds, missed, figures))
+    rows = list(two_host_rows(rounds, megabytes, missed, figures))
     options.report_progress("4 hosts of 1 rank")
-    rows += four_host_rows(rounds, missed, figures)
+    rows += four_host_rows(rounds, megabytes, missed, figures)
     columns = ("hosts", "all-reduce", "ms", "sent, n", "over connect", "over hierarchical", "of the link")
     note = {
         "of the link:": f"the minimum transfer time, at {RATE} / at the rate of a plain TCP transfer in this run, over "

@@ -5,7 +5,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, cycle
 
@@ -169,7 +169,9 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     rows, missed, figures = [], [], {}
     for name, case in CASES.items():
         options.report_progress(name)
-        rounds, num_params = compare(case, max(3, options.rounds or ROUNDS))
+        if options.is_quick:
+            case = replace(case, num_steps=2)
+        rounds, num_params = compare(case, options.num_rounds(ROUNDS))
         ratios = [ours.ratio(theirs, "wall") for ours, theirs in rounds]
         ratio, cpu = statistics.median(ratios), statistics.median(a.ratio(b, "cpu") for a, b in rounds)
         ours, theirs = (1e3 * statistics.median(chain(*(t.wall for t in side))) for side in zip(*rounds, strict=True))

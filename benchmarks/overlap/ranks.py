@@ -15,7 +15,6 @@ from counterpoint.jobs.models import GPT, GPTShape
 from counterpoint.launchers.environment import detect
 
 BATCH, TOKENS, LENGTH = 8, 4096, 128
-WARM_UP, TRIALS = 3, 52  # warm-up steps; more while bucket sizes are tried
 OURS = {
     "without": {"strategy": "data(2)", "passes": ()},
     "overlap": {"strategy": "data(2, tune=off)"},
@@ -67,7 +66,7 @@ def time_single_rank(batch):
     return middle - began, time.perf_counter() - middle
 
 
-def main(rounds):
+def main(rounds, warm_up, trials):
     """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -81,7 +80,7 @@ def main(rounds):
     }
     sides = {**ours, "ddp": DDP()}
     for name, step in sides.items():
-        for _ in range(TRIALS if name == "tuned" else WARM_UP):
+        for _ in range(trials if name == "tuned" else warm_up):
             step(*batch)
     seconds = {name: [] for name in sides}
     for _ in range(rounds):
@@ -105,4 +104,4 @@ def bucket_counts(step):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

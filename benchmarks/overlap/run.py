@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.lab import Lab
 
 ROUNDS, RATE = 15, "1gbit"
+WARM_UP, TRIALS = 3, 52  # warm-up steps; more while bucket sizes are tried
 BARS = {"without": 1.1, "ddp": 1.0}  # minimum speed-up of the tuned step
 LABELS = {
     "without": "ours, passes=()",
@@ -22,9 +23,9 @@ LABELS = {
 }
 
 
-def on_hosts(rounds):
+def on_hosts(rounds, warm_up, trials):
     """Return the results of two ranks on two hosts."""
-    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(rounds)]
+    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), *map(str, (rounds, warm_up, trials))]
     with Lab(hosts=2, rate=RATE) as lab:
         return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
 
@@ -32,7 +33,8 @@ def on_hosts(rounds):
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
         raise LaunchError(f"simulated hosts are not available: {reason}")
-    found = on_hosts(max(3, options.rounds or ROUNDS))
+    warm_up, trials = (1, 1) if options.is_quick else (WARM_UP, TRIALS)
+    found = on_hosts(options.num_rounds(ROUNDS), warm_up, trials)
     seconds = {name: list(map(max, *(rank["seconds"][name] for rank in found))) for name in LABELS}
     rows, missed = [], []
     for name, meaning in LABELS.items():

@@ -11,11 +11,11 @@ MODELS = ("mlp", "cnn", "gpt")
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     torch.set_num_threads(1)
-    cells = []
-    for strategy in ("solo", *STRATEGIES):
+    cells, models = [], MODELS[:1] if options.is_quick else MODELS
+    for strategy in ("solo", *STRATEGIES)[: 3 if options.is_quick else None]:
         options.report_progress(strategy)
-        cells += [check_parity(name, strategy) for name in MODELS]
-    columns = {name: {found.strategy: found for found in cells if found.model == name} for name in MODELS}
+        cells += [check_parity(name, strategy) for name in models]
+    columns = {name: {found.strategy: found for found in cells if found.model == name} for name in models}
     for num_ranks in (2, 3) if options.processes else ():
         options.report_progress(f"{num_ranks} processes")
         found = results_of_processes(num_ranks)

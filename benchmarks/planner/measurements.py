@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 LAP_S = 0.25
 LAPS, STEPS, NUM_REFERENCE_STEPS = 4, 3, 2
 """Minimum laps, steps per lap, and reference steps."""
-LEAST_S = 60.0
+MIN_DURATION_S = 60.0
 """Minimum duration of all rounds."""
 LAB_S, DEADLINE_S = 0.75, 1800
 """Seconds of a run between hosts, and the timeout of all runs."""
@@ -28,10 +28,11 @@ MAX_FOREIGN_CORES = 0.1
 CHOOSING = Path(__file__).with_name("choose_plan.py")
 
 
-def measure_on_host(cells, *, rounds, seconds):
+def measure_on_host(cells, *, rounds, seconds, min_duration_s=MIN_DURATION_S):
     """Return the runs of cells with equal numbers of ranks, on this host."""
     ranks, lines = cells[0].ranks, []
-    asked = format_request(cells, rounds, seconds, lap_s=LAP_S, laps=LAPS, beside=NUM_REFERENCE_STEPS, gives_up=False)
+    how = {"lap_s": LAP_S, "laps": LAPS, "beside": NUM_REFERENCE_STEPS, "gives_up": False, "least_s": min_duration_s}
+    asked = format_request(cells, rounds, seconds, **how)
     result = run_command(script_command(SCRIPT, [asked]), ranks, threads_per_rank=1, on_line=lines.append)
     texts = [line.text for line in lines]
     if result.exit_code:
@@ -39,7 +40,9 @@ def measure_on_host(cells, *, rounds, seconds):
     return parse_turns(texts, cells)
 
 
-def measure_in_lab(lab, cells, cluster, timing, *, measure, rounds):
+def measure_in_lab(  # noqa: PLR0913 - the plans, what the planner knows, and how long to measure
+    lab, cells, cluster, timing, *, measure, rounds, min_duration_s=MIN_DURATION_S
+):
     """Return the choice on simulated hosts, and the runs of the cells and of the chosen plans; see choose_plan.py.
 
     A very slow plan is run once.
@@ -51,8 +54,10 @@ def measure_in_lab(lab, cells, cluster, timing, *, measure, rounds):
         timing: the model's profile.
         measure: number of plans measured in addition to data parallelism.
         rounds: of runs.
+        min_duration_s: of all rounds.
     """
-    asked = format_request(cells, rounds, LAB_S, lap_s=LAB_S, laps=1, beside=1, gives_up=True)
+    how = {"lap_s": LAB_S, "laps": 1, "beside": 1, "gives_up": True, "least_s": min_duration_s}
+    asked = format_request(cells, rounds, LAB_S, **how)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "cluster.yaml"), Path(folder, "timing.json")]
         for file, text in zip(files, (format_cluster(cluster), format_profile(timing)), strict=True):
@@ -69,8 +74,7 @@ def measure_in_lab(lab, cells, cluster, timing, *, measure, rounds):
 def format_request(cells, rounds, seconds, **how):
     """Return the request for ranks.py."""
     named = [[cell.letter, cell.strategy, cell.micros] for cell in cells]
-    least = {"fewest": STEPS, "least_s": LEAST_S}
-    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, **least, **how})
+    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, "fewest": STEPS, **how})
 
 
 def parse_turns(texts, cells):

@@ -52,11 +52,13 @@ class ModelForPlanning:
         return self.block_spec if need == "blocks" else self.layer_spec
 
 
-def profile_model(letter, cells, probed_s):
+def profile_model(letter, cells, probed_s, min_rounds):
     """Return a model's profile for the microbatch sizes of its plans, measured in a separate process."""
     subject = WORKLOADS[letter]()
     sizes = sorted({subject.batch // cell.plan.num_micros for cell in cells if cell.letter == letter})
-    lines = run_and_read(script_command(SCRIPT, [letter, json.dumps(sizes)]), 1, f"the profile of {letter}")
+    lines = run_and_read(
+        script_command(SCRIPT, [letter, json.dumps(sizes), str(min_rounds)]), 1, f"the profile of {letter}"
+    )
     told = json.loads(lines[-1])
     model, few = subject.build(), subject.samples[0][:MAX_TRACE_SAMPLES]
     face = OptimizerSpec(subject.optimizer, dict(model.named_parameters()))
@@ -68,12 +70,12 @@ def profile_model(letter, cells, probed_s):
     )
 
 
-def probe_machine():
+def probe_machine(num_probes):
     """Return this host as `counterpoint probe` measures it with the most ranks, and reference steps by model.
 
     Several probes are scaled to the usual speed of the reference loop; the median of every figure is returned.
     """
-    lines = run_and_read(script_command(PROBING, []), MOST_RANKS, "the probe")
+    lines = run_and_read(script_command(PROBING, [str(num_probes)]), MOST_RANKS, "the probe")
     told = [json.loads(line) for line in lines if line.startswith('{"cluster"')]
     usual_s = {letter: median(one["beside_s"][letter] for one in told) for letter in WORKLOADS}
     found = []

@@ -17,10 +17,10 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.timer import training_conditions
 from counterpoint.training.distributed_world import open_world
 
-REFERENCE_S, PROBES = 0.3, 3
+REFERENCE_S = 0.3
 
 
-def main():
+def main(num_probes):
     open_world(detect(), 1, probe.TIMEOUT_S)
     others = JobRanks()
     with training_conditions(threads=1):
@@ -30,7 +30,7 @@ def main():
             else {}
         )
         edges_s, clusters = [measure_reference(loops, others)], []
-        for _ in range(PROBES):
+        for _ in range(num_probes):
             clusters.append(probe.measure()["cluster"])
             edges_s.append(measure_reference(loops, others))
     if others.rank == 0:
@@ -53,4 +53,4 @@ def measure_reference(loops, others):
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -20,8 +20,8 @@ from counterpoint.model.model_profile import BatchSizeProfile, LayerProfile, Mod
 from counterpoint.profiler.timer import training_conditions
 
 MAX_SAMPLES, REFERENCE_S = 64, 0.3
-MIN_ROUNDS, MAX_ROUNDS, MAX_S = 4, 8, 60.0
-"""Minimum and maximum number of rounds, and the time after which no optional round starts."""
+EXTRA_ROUNDS, MAX_S = 4, 60.0
+"""Optional rounds, and the time after which none of them starts."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,20 @@ class TimedProfile:
         return self.timing.scale(beside_s / self.reference_step_s)
 
 
-def main(letter, text):
+def main(letter, text, min_rounds):
     subject, sizes = WORKLOADS[letter](), json.loads(text)
     with training_conditions(threads=1):
         alone = ReferenceLoop(subject, subject.reference)
         alone.steps()
         found = {size: [] for size in sizes}
         rounds, began = 0, time.perf_counter()
-        while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - began < MAX_S):
+        max_rounds = min_rounds + EXTRA_ROUNDS if min_rounds > 1 else 1
+        while rounds < min_rounds or (rounds < max_rounds and time.perf_counter() - began < MAX_S):
             for size in sizes:
                 found[size].append(take_profile(subject, alone, size))
             rounds += 1
     for size, own in found.items():
-        found[size] = sorted(own, key=lambda one: one.speed_change)[: max(MIN_ROUNDS - 1, len(own) // 2)]
+        found[size] = sorted(own, key=lambda one: one.speed_change)[: max(min_rounds - 1, len(own) // 2, 1)]
     beside_s = median(one.reference_step_s for own in found.values() for one in own)
     best = [median_profile([one.scale_to(beside_s) for one in own]) for own in found.values()]
     sys.stdout.write(f"{json.dumps({'timing': format_profile(merge_profiles(best)), 'beside_s': beside_s})}\n")
@@ -106,4 +107,4 @@ def medians(found):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3], int(sys.argv[3]))

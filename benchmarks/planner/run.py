@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
@@ -18,17 +19,54 @@ from benchmarks.lab import Lab  # noqa: E402 - likewise
 ROUNDS, SECONDS, NUM_MEASURED_PLANS = 3, 1.0, 4
 MEDIAN, WORST, CORRELATION = 0.10, 0.25, 0.9
 MAX_SLOWDOWN, MIN_NEAR_FRACTION = 1.10, 0.9
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Args:
+        letters: of the models.
+        cells: plans on this machine.
+        plans_between: plans between hosts, by the number of hosts.
+        rates: of the links between hosts.
+        num_probes: of the machine.
+        num_profiles: of each size of microbatches, at least.
+        min_duration_s: of all rounds of a run.
+    """
+
+    letters: tuple
+    cells: list
+    plans_between: dict
+    rates: tuple
+    num_probes: int = 3
+    num_profiles: int = 4
+    min_duration_s: float = measurements.MIN_DURATION_S
+
+
+FULL = Extent(tuple(WORKLOADS), CELLS, PLANS_BETWEEN, LAB_RATES)
+QUICK = Extent(
+    ("digits",),
+    [cell for cell in CELLS if cell.letter == "digits" and cell.strategy in {"solo", "data(2)", "pipeline(2)"}],
+    {2: PLANS_BETWEEN[2][:2]},
+    LAB_RATES[1:2],
+    num_probes=1,
+    num_profiles=1,
+    min_duration_s=0.0,
+)
 COLUMNS = ("model", "where", "plan", "ms", "predicted", "off", "over the fastest", "over data")
 
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     known, here = {}, []
-    for letter in WORKLOADS:
+    extent = QUICK if options.is_quick else FULL
+    for letter in extent.letters:
         options.report_progress(f"{letter}: probe and profile")
-        cluster, beside_s = predictions.probe_machine()
-        known[letter] = predictions.profile_model(letter, [*CELLS, *lab_cells()], beside_s[letter]), cluster
-        here += on_this_machine(letter, *known[letter], options)
-    rows, figures, missed = list(map(make_row, here)), {"here": here}, list(find_misses(here))
+        cluster, beside_s = predictions.probe_machine(extent.num_probes)
+        cells = [*extent.cells, *lab_cells(extent)]
+        known[letter] = predictions.profile_model(letter, cells, beside_s[letter], extent.num_profiles), cluster
+        here += on_this_machine(letter, *known[letter], extent, options)
+    rows, figures, missed = list(map(make_row, here)), {"here": here}, list(find_misses(here, extent.letters))
     notes = {
         "off": "predicted / measured - 1, at the machine's speed during the measurement",
         "chosen": f"chosen by strategy='auto', num_measured_plans={NUM_MEASURED_PLANS}",
@@ -37,20 +75,25 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
         missed.append(f"simulated hosts are not available: {reason}")
     else:
-        there = figures["lab"] = between_hosts(known, options)
+        there = figures["lab"] = between_hosts(known, extent, options)
         rows += map(make_lab_row, there)
         missed += find_lab_misses(there)
     return BenchmarkResult(COLUMNS, tuple(rows), tuple(missed), figures, notes)
 
 
-def on_this_machine(letter, model, cluster, options):
+def on_this_machine(letter, model, cluster, extent, options):
     """Return the results of all cells of a model on this machine."""
-    found = []
-    for ranks in sorted({cell.ranks for cell in CELLS}):
+    found, seconds = [], 0.0 if options.is_quick else SECONDS
+    for ranks in sorted({cell.ranks for cell in extent.cells}):
         options.report_progress(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
-        asked = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
+        asked = [cell for cell in extent.cells if cell.letter == letter and cell.ranks == ranks]
         cells = [predictions.with_explicit_split(cell, model, cluster) for cell in asked]
-        turns = measurements.measure_on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
+        turns = measurements.measure_on_host(
+            cells,
+            rounds=options.num_rounds(ROUNDS, minimum=2),
+            seconds=seconds,
+            min_duration_s=extent.min_duration_s,
+        )
         own = [compare_prediction(cell, turns[cell], model, cluster) for cell in cells]
         options.report_progress("".join(map(format_progress, own)))
         found += own
@@ -87,7 +130,7 @@ def predict_at_speed(cell, lap, model, cluster):
     return predictions.predict_step_s(cell, calmed, predictions.with_contention(here, lap))
 
 
-def find_misses(found):
+def find_misses(found, letters):
     """Yield the missed bars on this machine."""
     errors = [abs(one["said_s"] / one["step_s"] - 1) for one in found]
     if not statistics.median(errors) <= MEDIAN:
@@ -95,7 +138,7 @@ def find_misses(found):
     worst = max(found, key=lambda one: abs(one["said_s"] / one["step_s"] - 1))
     if not max(errors) <= WORST:
         yield f"{worst['plan']} of {worst['model']} is off by {max(errors):.1%}, at most {WORST:.0%} required"
-    for letter in WORKLOADS:
+    for letter in letters:
         own = [one for one in found if one["model"] == letter]
         rank = correlation([one["probed_s"] for one in own], list(map(probed_step_s, own)))
         if not rank >= CORRELATION:
@@ -120,32 +163,42 @@ def correlation(some, others):
     return statistics.correlation(*places)
 
 
-def lab_cells():
+def lab_cells(extent):
     """Return all cells between hosts that are measured in addition to chosen plans."""
-    return [Cell(letter, *plan) for letter in WORKLOADS for plans in PLANS_BETWEEN.values() for plan in plans]
+    return [
+        Cell(letter, *plan) for letter in extent.letters for plans in extent.plans_between.values() for plan in plans
+    ]
 
 
-def between_hosts(known, options):
+def between_hosts(known, extent, options):
     """Return the results between hosts: by model, number of hosts and rate, with the chosen plan marked."""
     found = []
-    for hosts, plans in PLANS_BETWEEN.items():
-        for rate in LAB_RATES:
+    for hosts, plans in extent.plans_between.items():
+        for rate in extent.rates:
             with Lab(hosts=hosts, rate=rate) as lab:
                 level = predictions.lab_level(lab)
                 for letter, (model, here) in known.items():
                     options.report_progress(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
                     network = predictions.cluster_of_lab(level, here)
                     cells = [predictions.with_explicit_split(Cell(letter, *plan), model, network) for plan in plans]
-                    own = measure_lab_cell(lab, cells, model, network, max(1, options.rounds or ROUNDS))
+                    own = measure_lab_cell(
+                        lab, cells, model, network, options.num_rounds(ROUNDS, minimum=1), extent.min_duration_s
+                    )
                     found += [{**one, "rate": rate or "unshaped"} for one in own]
                     options.report_progress("".join([*map(format_progress, own), *map(format_trial, own[0]["trials"])]))
     return found
 
 
-def measure_lab_cell(lab, cells, model, network, rounds):
+def measure_lab_cell(lab, cells, model, network, rounds, min_duration_s):
     """Return the results of plans for one model, number of hosts and rate, including the chosen plans."""
     told, turns = measurements.measure_in_lab(
-        lab, cells, network, model.timing, measure=NUM_MEASURED_PLANS, rounds=rounds
+        lab,
+        cells,
+        network,
+        model.timing,
+        measure=NUM_MEASURED_PLANS,
+        rounds=rounds,
+        min_duration_s=min_duration_s,
     )
     taken, foreseen = Cell(cells[0].letter, *told["taken"]), Cell(cells[0].letter, *told["foreseen"])
     first, cells = cells[0], list(turns)

@@ -15,8 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 
 import contenders
 
-WARM_UP, STEPS = 2, 6
-
 
 class SavedTensor:
     """A tensor saved by autograd; alive as long as autograd holds it."""
@@ -79,18 +77,18 @@ def peak_bytes():
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def main(text, passes):
+def main(text, passes, warm_up, steps):
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
     plan = cp.Plan.parse(text, num_microbatches=contenders.MICROS)
     plan = cp.Plan(plan.strategies, plan.num_microbatches, tuple(passes.split()))
     losses, seconds = [], []
     with cp.parallelize(contenders.build_model(), contenders.make_optimizer, sequence_loss, strategy=plan) as step:
-        for number in range(WARM_UP + STEPS):
+        for number in range(warm_up + steps):
             batch = draw_batch(draw)
             began = time.perf_counter()
             losses.append(step(*batch))
-            if number >= WARM_UP:
+            if number >= warm_up:
                 seconds.append(time.perf_counter() - began)
         process = peak_bytes()
         most, loss = saved_bytes(step, draw_batch(draw))
@@ -106,4 +104,4 @@ def main(text, passes):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -141,18 +141,18 @@ def measure_throughput(model, rate, num_servers):
     link_bytes = lasted_s * num_servers * rate * 1e6 / 8
     return {
         "steps_per_s": steps_per_s,
-        "cores": (last.cpu_s - first.cpu_s) / lasted_s,
+        "cores": (last.cores_s - first.cores_s) / lasted_s,
         "links": (last.sent_bytes - first.sent_bytes) / link_bytes,
         "sent_bytes_per_step": (last.sent_bytes - first.sent_bytes) / lasted_s / steps_per_s,
     }
 
 
-def measure_scaling(rounds, tell):
+def measure_scaling(cases, all_servers, rounds, tell):
     """Return runs by model, link rate and number of servers."""
     found = {}
     for number in range(rounds):
-        for model, rate in CASES:
-            for servers in SERVERS:
+        for model, rate in cases:
+            for servers in all_servers:
                 tell(f"round {number + 1}, {model} at {rate} Mbit/s, {servers} servers")
                 found.setdefault((model, rate, servers), []).append(measure_throughput(model, rate, servers))
     return found

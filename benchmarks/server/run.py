@@ -27,11 +27,11 @@ SCALING_BARS = {2: 1.7, 4: 2.8}
 """Required speed-up over one server, by number of servers."""
 
 
-def measure_one_host(rounds, tell):
+def measure_one_host(names, rounds, tell):
     """Return runs by workload and contender."""
     sides, found = [side for side in CONTENDERS if is_installed(side)], {}
     for number in range(rounds):
-        for name in server_workloads.WORKLOAD_KEYS:
+        for name in names:
             for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
                 tell(f"round {number + 1}, {name}, {side}")
                 found.setdefault((name, side), []).append(run_once(side, name))
@@ -82,9 +82,9 @@ def table_rows(found, missed):
 
 def scaling_rows(found, missed):
     """Yield the speed with more servers, and the use of cores and of the servers' links."""
-    for model, rate in CASES:
+    for model, rate in dict.fromkeys((model, rate) for model, rate, _ in found):
         one = [turn["steps_per_s"] for turn in found[model, rate, 1]]
-        for servers in SERVERS:
+        for servers in [servers for *case, servers in found if case == [model, rate]]:
             turns = found[model, rate, servers]
             speeds = [turn["steps_per_s"] for turn in turns]
             times = statistics.median(a / b for a, b in zip(speeds, one, strict=True))
@@ -99,13 +99,16 @@ def scaling_rows(found, missed):
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
         raise LaunchError(f"simulated hosts are not available: {reason}")
-    rounds, missed = max(3, options.rounds or ROUNDS), []
-    speeds = measure_one_host(rounds, options.report_progress)
+    rounds, missed = options.num_rounds(ROUNDS), []
+    names, cases, servers = (
+        (["MLP"], CASES[:1], SERVERS[:2]) if options.is_quick else (server_workloads.WORKLOAD_KEYS, CASES, SERVERS)
+    )
+    speeds = measure_one_host(names, rounds, options.report_progress)
     rows = list(speed_rows(speeds, missed))
     options.report_progress("bytes of a table")
     moved = measure_row_bytes()
     rows += table_rows(moved, missed)
-    scaled = measure_scaling(rounds, options.report_progress)
+    scaled = measure_scaling(cases, servers, rounds, options.report_progress)
     rows += scaling_rows(scaled, missed)
     figures = {
         "turns": {f"{name}, {side}": found for (name, side), found in speeds.items()},

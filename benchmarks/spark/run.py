@@ -82,7 +82,8 @@ def discard_line(_line):
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     import pyspark
 
-    rounds, taken = max(3, options.rounds or ROUNDS), {}
+    rounds, taken = options.num_rounds(ROUNDS), {}
+    models = ("small",) if options.is_quick else tuple(contenders.MODELS)
     paths = [HERE, *map(Path, filter(None, sys.path)), Path(pyspark.__file__).parents[1]]
     spark = start_spark(executors=RANKS, settings={"spark.executorEnv.PYTHONPATH": ":".join(map(str, paths))})
     spark.sparkContext.setLogLevel("OFF")
@@ -90,17 +91,17 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
         for number in range(rounds):
             options.report_progress(f"round {number + 1} of {rounds}")
             names = list(CONTENDERS)[number % len(CONTENDERS) :] + list(CONTENDERS)[: number % len(CONTENDERS)]
-            for name in contenders.MODELS:
+            for name in models:
                 for side in names:
                     began = time.perf_counter()
                     step_s, loss = CONTENDERS[side][0](spark, name)
                     taken.setdefault((name, side), []).append((step_s, loss, time.perf_counter() - began))
     finally:
         spark.stop()
-    return make_result(taken)
+    return make_result(taken, models)
 
 
-def make_result(taken):
+def make_result(taken, models):
     """Return the table and the missed bars."""
     rows, missed, figures = [], [], {}
     for (name, side), turns in taken.items():
@@ -112,7 +113,7 @@ def make_result(taken):
         rows.append((name, side, f"{1e3 * step_ms:.2f}", shown, f"{call_s:.1f}"))
         if side.startswith("DDP") and not over >= 1:
             missed.append(f"{name}: a step in a barrier stage takes {1 / over:.2f} of one of DDP; at most 1 required")
-    for name in contenders.MODELS:
+    for name in models:
         losses = {side: taken[name, side][0][1] for side in list(CONTENDERS)[1:]}
         if max(losses.values()) - min(losses.values()) > MAX_LOSS_DIFFERENCE:
             missed.append(f"{name}: the contenders reach different losses: {losses}")
@@ -122,7 +123,7 @@ def make_result(taken):
             one[0] - other[0]
             for one, other in zip(taken[name, "two jobs per step"], taken[name, "the same plan on ranks"], strict=True)
         )
-        for name in contenders.MODELS
+        for name in models
     }
     note = "; ".join(f"{name} {ms:.0f} ms" for name, ms in over_ms.items())
     return BenchmarkResult(COLUMNS, tuple(rows), tuple(missed), figures, {"overhead of two jobs per step:": note})

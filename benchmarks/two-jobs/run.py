@@ -63,7 +63,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     with WorkerPool(WORKERS, train_job) as pool:
         options.report_progress("warm-up: every worker trains once")
         time_jobs(FIXED_HALVES, pool, UNTIMED)
-        for number in range(max(3, options.rounds or ROUNDS)):
+        for number in range(options.num_rounds(ROUNDS)):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 options.report_progress(f"round {number + 1}, {way}")
                 found[way].append(time_jobs(way, pool))

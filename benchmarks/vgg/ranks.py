@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import counterpoint as cp
 from counterpoint.launchers.environment import detect
 
-WARM_UP, MOST_EPOCHS, ALONE = 3, 20, 5
+WARM_UP, ALONE = 3, 5
 
 
 class DDP:
@@ -79,13 +79,13 @@ def time_batches(step, batches):
     return seconds, now - sent
 
 
-def train_until_accurate(step, train, held_out):
+def train_until_accurate(step, train, held_out, max_epochs):
     """Return the seconds of each epoch until the target accuracy, and the accuracy after each.
 
     Gathering weights and evaluation between epochs are not timed.
     """
     seconds, found = [], []
-    for _, epoch in zip(range(MOST_EPOCHS), workload.epochs(train), strict=False):
+    for _, epoch in zip(range(max_epochs), workload.epochs(train), strict=False):
         seconds.append(time_batches(step, epoch)[0])
         found.append(workload.accuracy(step.export_weights(), held_out))
         if found[-1] >= workload.TARGET_ACCURACY:
@@ -104,7 +104,7 @@ def time_single_rank(batch):
     return found
 
 
-def main(number):
+def main(number, max_epochs):
     """Run one rank of a round; each round starts with another contender."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -115,7 +115,7 @@ def main(number):
     for name in names[number % len(names) :] + names[: number % len(names)]:
         side = workload.CONTENDERS[name]
         step = make_step(side, names.index(name))
-        seen = train_until_accurate(step, train, held_out) if side.trains else {}
+        seen = train_until_accurate(step, train, held_out, max_epochs) if side.trains else {}
         if not seen:
             time_batches(step, batches[:WARM_UP])
         seconds, sent = time_batches(step, batches[: workload.STEPS])
@@ -126,4 +126,4 @@ def main(number):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

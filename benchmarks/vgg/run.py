@@ -23,16 +23,16 @@ from benchmarks.lab import Lab
 from benchmarks.lab.network import bytes_per_s
 from benchmarks.vgg import workload
 
-ROUNDS, RATE, LATENCY_S = 3, "200mbit", 100e-6
+ROUNDS, MAX_EPOCHS, RATE, LATENCY_S = 3, 20, "200mbit", 100e-6
 REFERENCE, CLAIMED, PEER = "data(4)", "pipedream(4)", "DDP on gloo"
 MIN_SPEEDUP, MIN_BYTES_SAVED, MIN_OF_PEER = 3.0, 0.85, 1.0
 HEADER_OVERHEAD = 0.10  # of frames, acknowledgements and message headers, relative to the bytes of the tensors
 BACKWARD = 2  # cost of a backward in forwards, as in the simulator
 
 
-def on_hosts(number):
+def on_hosts(number, max_epochs):
     """Return the results of each rank in a round."""
-    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(number)]
+    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(number), str(max_epochs)]
     with Lab(hosts=workload.HOSTS, rate=RATE) as lab:
         return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
 
@@ -85,9 +85,9 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     if reason := Lab.unavailable_reason():
         raise LaunchError(f"simulated hosts are not available: {reason}")
     rounds = []
-    for number in range(max(3, options.rounds or ROUNDS)):
+    for number in range(options.num_rounds(ROUNDS)):
         options.report_progress(f"round {number + 1}")
-        rounds.append(on_hosts(number))
+        rounds.append(on_hosts(number, 1 if options.is_quick else MAX_EPOCHS))
     said, chosen, speed = predict_contenders(rounds, workload.load_data()[0][0][:8])
     seen = [merge_ranks(ranks) for ranks in rounds]
     figures = {name: summarize(name, seen, said[name]) for name in workload.CONTENDERS}

@@ -105,7 +105,7 @@ def make_senders():
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     torch.set_num_threads(1)
-    num_rounds = max(3, options.rounds or ROUNDS)
+    num_rounds = options.num_rounds(ROUNDS)
     with make_senders() as senders:
         seconds = {name: [] for name in senders}
         for turn in range(num_rounds + 2):

@@ -57,6 +57,26 @@ def test_a_missed_bar_is_reported_and_exits_with_1(folder):
     assert json.loads((folder / "sum.json").read_text())["holds"] is False
 
 
+def test_quick_runs_the_smallest_size_once_and_judges_no_bar(folder):
+    (folder / "sum" / "run.py").write_text(
+        RUN.replace("options.rounds or 1", "options.num_rounds(7) if options.is_quick else 9").replace(
+            "found == 2", "0"
+        )
+    )
+    seen = run("bench", "sum", "--quick")
+    assert seen.exit_code == 0
+    assert "1 + 1  2" in seen.output
+    assert "missed" not in seen.output
+    assert seen.output.splitlines()[-1] == "the benchmark runs; no bar was judged, because of --quick"
+
+
+@pytest.mark.parametrize("option", [("--rounds", "2"), ("--json", "sum.json")])
+def test_quick_figures_are_not_kept(folder, option):
+    seen = run("bench", "sum", "--quick", *option)
+    assert seen.exit_code == 1
+    assert "its figures mean nothing; omit --quick to measure" in " ".join(seen.stderr.split())
+
+
 def test_an_unknown_claim_suggests_the_nearest(folder):
     with pytest.raises(LaunchError, match=r"unknown claim 'sun'; did you mean sum\? the claims of .* are sum"):
         find_claim(folder, "sun")

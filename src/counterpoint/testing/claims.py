@@ -52,11 +52,28 @@ class BenchmarkOptions:
         processes: also measure on separate processes, if the claim has such a part.
         rounds: repetitions; None for the claim's default.
         report_progress: receives lines of progress.
+        is_quick: whether to run the smallest size once, only to see that the benchmark runs.
     """
 
     processes: bool = False
     rounds: int | None = None
     report_progress: Callable[[str], None] = lambda _line: None
+    is_quick: bool = False
+
+    def num_rounds(self, default: int, minimum: int = 3) -> int:
+        """Return the number of repetitions.
+
+        Args:
+            default: the claim's.
+            minimum: below which a median means nothing.
+
+        Example:
+            >>> BenchmarkOptions().num_rounds(9), BenchmarkOptions(rounds=1).num_rounds(9)
+            (9, 3)
+            >>> BenchmarkOptions(is_quick=True).num_rounds(9)
+            1
+        """
+        return 1 if self.is_quick else max(minimum, self.rounds or default)
 
 
 @dataclass(frozen=True, slots=True)
