@@ -68,10 +68,10 @@ def make_loss_metric(loss: LossFunction) -> MetricsFn:
     """
 
     def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
-        mean, weight, parts = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
+        mean, loss_weight, parts = compute_mean_loss(loss, outputs, targets, "the batch", is_whole=True)
         num_samples = min(collect_lengths(targets) or collect_lengths(outputs), default=1)
         metrics = {}
-        for name, (part, part_weight) in {**parts, "loss": (mean, weight)}.items():
+        for name, (part, part_weight) in {**parts, "loss": (mean, loss_weight)}.items():
             count = num_samples if part_weight is None else float(part_weight)
             metrics[name] = MeanMetric(float(part) * count, count)
         return metrics

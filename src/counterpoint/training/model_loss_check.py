@@ -48,13 +48,13 @@ class LossOfSamples(NamedTuple):
 
     Args:
         mean: the loss; or the sum, if it is one.
-        weight: what a mean was divided by.
+        loss_weight: what a mean was divided by.
         dtype: of the loss.
         is_weighted: whether it is a weighted mean.
     """
 
     mean: float
-    weight: float
+    loss_weight: float
     dtype: torch.dtype
     is_weighted: bool
 
@@ -153,7 +153,7 @@ def require_model_loss_adds_up(
         return "other"
     first, second, total = cast("list[LossOfSamples]", found)
     counts = (parts[0].num_samples, parts[1].num_samples)
-    losses = LossOfParts(total.mean, (first.mean, second.mean), (first.weight, second.weight), counts)
+    losses = LossOfParts(total.mean, (first.mean, second.mean), (first.loss_weight, second.loss_weight), counts)
     expected = losses.sum if is_sum else losses.mean
     if abs(losses.total - expected) > RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude:
         raise DataError(
@@ -224,8 +224,10 @@ def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: 
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if all(leaf.dim() and len(leaf) == samples.num_samples for leaf in leaves):
             return None
-        mean, weight, _ = compute_mean_loss(loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum)
+        mean, loss_weight, _ = compute_mean_loss(
+            loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum
+        )
         if not torch.equal(torch.get_rng_state(), state):
             return None
-    divisor = samples.num_samples if weight is None else float(weight)
-    return LossOfSamples(float(mean), divisor, mean.dtype, is_weighted=weight is not None)
+    divisor = samples.num_samples if loss_weight is None else float(loss_weight)
+    return LossOfSamples(float(mean), divisor, mean.dtype, is_weighted=loss_weight is not None)
