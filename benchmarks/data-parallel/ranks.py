@@ -1,6 +1,6 @@
 """One rank of one contender's run: trains and prints seconds, losses and memory as JSON.
 
-Arguments: contender, workload, threads, and ``kept`` to retain freed memory.
+Arguments: contender, workload, threads, ``kept`` to retain freed memory, and ``quick`` for a few steps only.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from workloads import WORKLOADS, batches
 
 from counterpoint.runtime.malloc import MALLOPT_PARAMETERS, RETAIN_FREED
 
-WARM_UP, NUM_COMPARED = 4, 20
+WARM_UP, NUM_COMPARED, QUICK_STEPS = 4, 20, 2
 PAUSE_S = 0.02
 
 
@@ -58,13 +58,14 @@ def keep_freed_memory():
         libc.mallopt(MALLOPT_PARAMETERS[name], value)
 
 
-def main(name, letter, threads, allocator):
+def main(name, letter, threads, allocator, extent):
     if allocator == "kept":
         keep_freed_memory()
     torch.set_num_threads(int(threads))
     workload, memory = WORKLOADS[letter], MemorySampler()
-    given = batches(workload, WARM_UP + max(workload.steps, NUM_COMPARED))
-    timed = slice(WARM_UP, WARM_UP + workload.steps)
+    num_steps, num_compared = (QUICK_STEPS,) * 2 if extent == "quick" else (workload.steps, NUM_COMPARED)
+    given = batches(workload, WARM_UP + max(num_steps, num_compared))
+    timed = slice(WARM_UP, WARM_UP + num_steps)
     with memory.sampling():
         side = CONTENDERS[name](workload)
         losses = [side.step(batch) for batch in given[: timed.start]]
@@ -75,7 +76,7 @@ def main(name, letter, threads, allocator):
         seconds.append(time.perf_counter() - began)
     with memory.sampling():
         losses += [side.step(batch) for batch in given[timed.stop :]]
-        means = [side.mean_loss(loss) for loss in losses[:NUM_COMPARED]]
+        means = [side.mean_loss(loss) for loss in losses[:num_compared]]
         side.close()
     sys.stdout.write(
         f"{json.dumps({'rank': rank_from_env(), 'seconds': seconds, 'losses': means, 'bytes': memory.samples})}\n"

@@ -38,10 +38,10 @@ MAX_MEMORY_RATIO = 0.65
 MAX_LOSS_DIFFERENCE = 2e-3  # relative, of a loss after 20 steps in float32 with another order of sums
 
 
-def run_once(side, letter):
+def run_once(side, letter, extent):
     """Return the output of every rank of one run."""
     name, processes, threads, memory = CONTENDERS[side]
-    command = script_command(SCRIPT, [name, letter, str(threads), memory or "default"])
+    command = script_command(SCRIPT, [name, letter, str(threads), memory or "default", extent])
     lines = []
     if processes == 1:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -88,13 +88,13 @@ def rotate(sides, number):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     sides = [side for side in CONTENDERS if is_installed(side)]
-    workloads = "C" if options.is_quick else WORKLOADS
+    workloads, extent = ("C", "quick") if options.is_quick else (WORKLOADS, "full")
     speeds, losses, memory = {}, {}, {}
     for number in range(options.num_rounds(ROUNDS)):
         for letter in workloads:
             options.report_progress(f"round {number + 1}, workload {letter}")
             for side in rotate(sides, number):
-                ranks = run_once(side, letter)
+                ranks = run_once(side, letter, extent)
                 speeds.setdefault((letter, side), []).append(speed(side, letter, ranks))
                 losses[letter, side] = ranks[0]["losses"]
                 memory.setdefault((letter, side), []).append(peak_memory(ranks))

@@ -12,19 +12,28 @@ from counterpoint.jobs.job import sequence_loss
 from counterpoint.jobs.models import GPT, GPTShape
 
 STAGES, MICROS, BATCH = 2, 4, 16
-SHAPE = GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0)
+SHAPES = {
+    "full": GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0),
+    "quick": GPTShape(num_layers=6, width=32, head_dim=16, context=16, num_tokens=64, dropout=0.0),
+}
 
 
-def build_model():
+def build_model(shape):
     """Return GPT B of the data-parallel benchmark with an untied output layer, which torch's stages need."""
     torch.manual_seed(0)
-    model = GPT(SHAPE)
+    model = GPT(shape)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     return model
 
 
 def make_optimizer(params):
     return optim.AdamW(params, lr=3e-4)
+
+
+def draw_batch(shape, draw):
+    """Return inputs and targets of one batch."""
+    tokens = torch.randint(0, shape.num_tokens, (BATCH, shape.context + 1), generator=draw)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def rank_from_env():
@@ -34,11 +43,11 @@ def rank_from_env():
 class Counterpoint:
     """A pipeline of Counterpoint; ``pipedream(2) in 1`` uses one microbatch per batch."""
 
-    def __init__(self, name):
+    def __init__(self, name, shape):
         strategy, _, micros = name.partition(" in ")
         micros = int(micros or MICROS)
         self.run = cp.parallelize(
-            build_model(), make_optimizer, sequence_loss, strategy=strategy, num_microbatches=micros
+            build_model(shape), make_optimizer, sequence_loss, strategy=strategy, num_microbatches=micros
         )
 
     def step(self, batch):
@@ -102,7 +111,7 @@ def split_into_stages(model, bounds):
 class TorchPipeline(IdlePeer):
     """A schedule of torch.distributed.pipelining."""
 
-    def __init__(self, name):
+    def __init__(self, name, shape):
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
@@ -110,13 +119,13 @@ class TorchPipeline(IdlePeer):
         self.rank = dist.get_rank()
         kind = getattr(schedules, f"Schedule{name}")
         chunks = 1 if issubclass(kind, schedules.PipelineScheduleSingle) else 2
-        shape = "one" if chunks == 1 else "V" if name in {"ZBVZeroBubble", "DualPipeV"} else "loop"
-        whole = split_into_stages(build_model(), STAGE_STARTS[shape])
+        layout = "one" if chunks == 1 else "V" if name in {"ZBVZeroBubble", "DualPipeV"} else "loop"
+        whole = split_into_stages(build_model(shape), STAGE_STARTS[layout])
         places = {
             "one": [self.rank],
             "loop": [self.rank, self.rank + STAGES],
             "V": [self.rank, 2 * STAGES - 1 - self.rank],
-        }[shape]
+        }[layout]
         stages = [
             pipelining.PipelineStage(whole[place], place, STAGES * chunks, torch.device("cpu")) for place in places
         ]
@@ -142,12 +151,12 @@ class TorchPipeline(IdlePeer):
 class DeepSpeed(IdlePeer):
     """DeepSpeed's pipeline, 1F1B."""
 
-    def __init__(self, _):
+    def __init__(self, _, shape):
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
         deepspeed.init_distributed("gloo")
-        model = build_model()
+        model = build_model(shape)
         layers = [FirstStage(model, []), *(LaterStage(model, [block], is_last=False) for block in model.blocks)]
         layers.append(LaterStage(model, [], is_last=True))
         module = PipelineModule(layers, num_stages=STAGES, loss_fn=sequence_loss, partition_method="parameters")
@@ -168,8 +177,8 @@ class DeepSpeed(IdlePeer):
 class SingleProcess(IdlePeer):
     """A plain loop in one process: two ranks without bubbles would take half of its time."""
 
-    def __init__(self, _):
-        self.model = build_model()
+    def __init__(self, _, shape):
+        self.model = build_model(shape)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, batch):

@@ -25,22 +25,18 @@ def peak_bytes():
     return field_bytes("/proc/self/status", "VmHWM") - shared
 
 
-def main(kind, name, folder):
+def main(kind, name, folder, size):
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
-    rank, folder, side = contenders.rank_from_env(), Path(folder), getattr(contenders, kind)(name)
+    shape = contenders.SHAPES[size]
+    rank, folder, side = contenders.rank_from_env(), Path(folder), getattr(contenders, kind)(name, shape)
     losses, seconds = [], []
     for number, _ in enumerate(wait_for_turns(folder, rank, side.drain_incoming)):
         took = []
         for _ in range(STEPS if number else WARM_UP):
-            drawn = torch.randint(
-                0,
-                contenders.SHAPE.num_tokens,
-                (contenders.BATCH, contenders.SHAPE.context + 1),
-                generator=draw,
-            )
+            batch = contenders.draw_batch(shape, draw)
             began = time.perf_counter()
-            losses.append(side.step((drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())))
+            losses.append(side.step(batch))
             took.append(time.perf_counter() - began)
         if number:
             seconds.append(statistics.median(took))

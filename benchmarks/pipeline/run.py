@@ -50,13 +50,16 @@ def is_installed(side):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     sides = [side for side in (QUICK if options.is_quick else CONTENDERS) if is_installed(side)]
+    size = "quick" if options.is_quick else "full"
     synchronous = [side for side in SYNCHRONOUS if side in sides]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="counterpoint-")))
         running = {}
         for number, side in enumerate(sides):
             options.report_progress(f"building {side}")
-            running[side] = stack.enter_context(ContenderProcesses(side, *CONTENDERS[side], folder / str(number)))
+            running[side] = stack.enter_context(
+                ContenderProcesses(side, *CONTENDERS[side], folder / str(number), size=size)
+            )
         for number in range(options.num_rounds(ROUNDS)):
             options.report_progress(f"round {number + 1}")
             order = sides[number % len(sides) :] + sides[: number % len(sides)]

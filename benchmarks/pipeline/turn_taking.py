@@ -23,9 +23,10 @@ class ContenderProcesses:
         argument: of the class.
         processes: their number.
         folder: an empty one.
+        size: of the model, a key of ``SHAPES`` in ``contenders.py``.
     """
 
-    def __init__(self, name, kind, argument, processes, folder):
+    def __init__(self, name, kind, argument, processes, folder, *, size):
         self.name, self.processes, self.folder = name, processes, folder
         folder.mkdir()
         for rank in range(processes):
@@ -35,7 +36,7 @@ class ContenderProcesses:
         self.output = (folder / "output").open("w")
         command = [sys.executable, "-m", "counterpoint", "run", "-n", str(processes), "--threads", "1", str(SCRIPT)]
         self.process = subprocess.Popen(
-            [*command, kind, argument or "-", str(folder)], stdout=self.output, stderr=subprocess.STDOUT
+            [*command, kind, argument or "-", str(folder), size], stdout=self.output, stderr=subprocess.STDOUT
         )
         self.turns = [os.open(folder / f"turn.{rank}", os.O_RDWR) for rank in range(processes)]
 

@@ -51,16 +51,6 @@ class SavedBytesCounter:
         return 0.0
 
 
-def draw_batch(draw):
-    tokens = torch.randint(
-        0,
-        contenders.SHAPE.num_tokens,
-        (contenders.BATCH, contenders.SHAPE.context + 1),
-        generator=draw,
-    )
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
 def saved_bytes(step, batch):
     (rank,) = step.local_ranks.ranks.values()
     saved = SavedBytesCounter(rank)
@@ -77,21 +67,22 @@ def peak_bytes():
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def main(text, passes, warm_up, steps):
+def main(text, passes, size, warm_up, steps):
     torch.set_num_threads(1)
+    shape = contenders.SHAPES[size]
     draw = torch.Generator().manual_seed(1)
     plan = cp.Plan.parse(text, num_microbatches=contenders.MICROS)
     plan = cp.Plan(plan.strategies, plan.num_microbatches, tuple(passes.split()))
     losses, seconds = [], []
-    with cp.parallelize(contenders.build_model(), contenders.make_optimizer, sequence_loss, strategy=plan) as step:
+    with cp.parallelize(contenders.build_model(shape), contenders.make_optimizer, sequence_loss, strategy=plan) as step:
         for number in range(warm_up + steps):
-            batch = draw_batch(draw)
+            batch = contenders.draw_batch(shape, draw)
             began = time.perf_counter()
             losses.append(step(*batch))
             if number >= warm_up:
                 seconds.append(time.perf_counter() - began)
         process = peak_bytes()
-        most, loss = saved_bytes(step, draw_batch(draw))
+        most, loss = saved_bytes(step, contenders.draw_batch(shape, draw))
         losses.append(loss)
         found = {
             "rank": contenders.rank_from_env(),
@@ -104,4 +95,4 @@ def main(text, passes, warm_up, steps):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

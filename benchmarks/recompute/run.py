@@ -21,11 +21,11 @@ CONTENDERS = {
 MAX_SAVED_RATIO, MAX_TIME_RATIO, MAX_OVER_ALWAYS, MAX_LOSS_DIFFERENCE = 0.4, 1.35, 1.02, 1e-5
 
 
-def run_once(side, warm_up, steps):
+def run_once(side, size, warm_up, steps):
     """Return the output of both ranks of one run, in rank order."""
     lines = []
     result = run_command(
-        script_command(SCRIPT, [*CONTENDERS[side], str(warm_up), str(steps)]),
+        script_command(SCRIPT, [*CONTENDERS[side], size, str(warm_up), str(steps)]),
         2,
         threads_per_rank=1,
         on_line=lambda line: lines.append(line.text),
@@ -38,11 +38,11 @@ def run_once(side, warm_up, steps):
 
 def measure(options: BenchmarkOptions) -> BenchmarkResult:
     found = {side: [] for side in CONTENDERS}
-    counts = (1, 1) if options.is_quick else (WARM_UP, STEPS)
+    extent = ("quick", 1, 1) if options.is_quick else ("full", WARM_UP, STEPS)
     for number in range(options.num_rounds(ROUNDS, minimum=2)):
         for side in list(CONTENDERS)[number % len(CONTENDERS) :] + list(CONTENDERS)[: number % len(CONTENDERS)]:
             options.report_progress(f"round {number + 1}, {side}")
-            found[side].append(run_once(side, *counts))
+            found[side].append(run_once(side, *extent))
     times = {
         side: [max(statistics.median(rank["seconds"]) for rank in one) for one in turns]
         for side, turns in found.items()

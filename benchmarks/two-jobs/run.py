@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from jobs import EPOCHS, SLICES_PER_EPOCH, TIMED, UNTIMED, make_job
+from jobs import QUICK, SIZES, TIMED, UNTIMED, make_job
 from train_job import train_job
 
 from counterpoint.elastic.worker_allocation import JobDemand
@@ -24,7 +24,7 @@ SEQUENTIAL, FIXED_HALVES, ELASTIC = "one after the other", "at once, fixed halve
 MODES = (SEQUENTIAL, FIXED_HALVES, ELASTIC)
 
 
-def time_jobs(way, pool, names=TIMED):
+def time_jobs(way, pool, names):
     """Return the seconds of all jobs together, with servers started before."""
     most = WORKERS if way == ELASTIC else WORKERS // len(names)
     with ExitStack() as stack:
@@ -52,7 +52,7 @@ def wait_for_servers(name, contact):
 
 def check_all_trained(name, contact):
     """Raise unless every data slice has been trained; slices that were returned and repeated count twice."""
-    wanted = EPOCHS[name] * SLICES_PER_EPOCH
+    wanted = SIZES[name].epochs * SIZES[name].slices_per_epoch
     trained = sum(int(path.name.rpartition(".")[2]) for path in contact.parent.glob("trained.*"))
     if trained < wanted:
         raise LaunchError(f"{name} has trained {trained} of {wanted} data slices")
@@ -62,11 +62,11 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     found, ways = {way: [] for way in MODES}, list(MODES)
     with WorkerPool(WORKERS, train_job) as pool:
         options.report_progress("warm-up: every worker trains once")
-        time_jobs(FIXED_HALVES, pool, UNTIMED)
+        time_jobs(FIXED_HALVES, pool, QUICK if options.is_quick else UNTIMED)
         for number in range(options.num_rounds(ROUNDS)):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 options.report_progress(f"round {number + 1}, {way}")
-                found[way].append(time_jobs(way, pool))
+                found[way].append(time_jobs(way, pool, QUICK if options.is_quick else TIMED))
     rows, missed = [], []
     for way, took in found.items():
         each = [1 - a / b for a, b in zip(took, found[SEQUENTIAL], strict=True)]
