@@ -33,6 +33,59 @@ class BranchOnTheLargest(Layers):
         return self.last(self.first(x) * (1 if x.max() > 3 else 2))
 
 
+class CenteredInTraining(Layers):
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden - hidden.mean(0) if self.training else hidden)
+
+
+class BranchOnTheMean(Layers):
+    def forward(self, x):
+        return self.last(self.first(x) * (1 if x.mean() > 0 else 2))
+
+
+class LessTheFirst(Layers):
+    def forward(self, x):
+        return self.last(self.first(x - x[0]))
+
+
+class DividedAfterDropout(Layers):
+    """Draws in evaluation mode, too."""
+
+    def forward(self, x):
+        hidden = F.dropout(self.first(x), 0.5, training=True)
+        return self.last(hidden / hidden.abs().max())
+
+
+class DividedAfterNorm(Layers):
+    """Its batch norm has no running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, track_running_stats=False)
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x))
+        return self.last(hidden / hidden.abs().max())
+
+
+class FirstComeFirstServed(Layers):
+    """Gives half of the samples, the first of those that want it, to a layer of limited capacity."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        chosen = (x.sum(1) > 0).nonzero()[:, 0][: len(x) // 2]
+        return self.last(hidden.index_fill(0, chosen, 0.0))
+
+
+class ChosenBySample(Layers):
+    """What an error about a branch tells to write."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(torch.where(x.mean(1, keepdim=True) > 0, hidden, 2 * hidden))
+
+
 class Independent(Layers):
     def forward(self, x):
         return self.last(self.first(x).relu())
@@ -71,6 +124,102 @@ def test_extremes_of_the_batch_are_refused(kind, strategy, num_microbatches):
     """The samples with the largest value may all be in the half that was compared."""
     with pytest.raises(PlanError, match="depends on the other samples of its batch"):
         train(kind(), features(6, 4), strategy, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        CenteredInTraining,
+        BranchOnTheMean,
+        LessTheFirst,
+        DividedAfterDropout,
+        DividedAfterNorm,
+        FirstComeFirstServed,
+    ],
+)
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero3(2)", 1)])
+def test_a_dependence_that_evaluation_mode_or_the_values_of_the_batch_do_not_show_is_refused(
+    kind, strategy, num_microbatches
+):
+    """All values of the batch are positive, so that no part of it takes the other branch."""
+    with pytest.raises(PlanError, match=f"the output of {kind.__name__} for a sample depends on the other samples"):
+        train(kind(), features(6, 4).abs(), strategy, num_microbatches)
+
+
+def test_the_remedies_against_a_branch_on_the_batch_train_as_a_plain_loop():
+    inputs, targets = features(6, 4).abs(), torch.ones(6, 2)
+    expected = F.mse_loss(BranchOnTheMean()(inputs), targets).item()
+    with pytest.raises(PlanError, match=r"with torch\.where, train without replicas .*, with num_microbatches=1"):
+        train(BranchOnTheMean(), inputs, "data(2)", 1)
+    with pytest.raises(PlanError, match=r"with torch\.where, give num_microbatches=1"):
+        train(BranchOnTheMean(), inputs, "solo", 2)
+    by_sample = F.mse_loss(ChosenBySample()(inputs), targets).item()
+    assert train(ChosenBySample(), inputs, "data(2)", 1) == pytest.approx(by_sample, rel=1e-5)
+    assert train(BranchOnTheMean(), inputs, "solo", 1) == pytest.approx(expected, rel=1e-5)
+    assert train(BranchOnTheMean(), inputs, "data(2)", 1, cross_sample="accept") == pytest.approx(expected, rel=1e-5)
+
+
+class DropPath(nn.Module):
+    """Drops a whole sample, as torchvision's and timm's layers do."""
+
+    def forward(self, x):
+        return x * torch.empty(len(x), 1).bernoulli_(0.5) if self.training else x
+
+
+class Shuffled(Layers):
+    """Keeps some of a sample's features, chosen by random numbers that are sorted."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        kept = torch.rand(len(x), 4).argsort(1)[:, :2]
+        return self.last(hidden * torch.zeros_like(hidden).scatter(1, kept, 1.0))
+
+
+class Routed(Layers):
+    """A mixture of experts without limits."""
+
+    def forward(self, x):
+        outputs, choice = torch.zeros(len(x), 4), self.first(x).argmax(1)
+        for expert in range(4):
+            chosen = (choice == expert).nonzero()[:, 0]
+            outputs = outputs.index_add(0, chosen, self.first(x[chosen]) * (expert + 1))
+        return self.last(outputs)
+
+
+class Recurrent(Layers):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        return self.last(self.rnn(self.first(x)[:, None])[0][:, 0])
+
+
+def layers(*modules):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *modules, nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: layers(nn.BatchNorm1d(4)),
+        lambda: layers(nn.SyncBatchNorm(4)),
+        lambda: layers(nn.BatchNorm1d(4, track_running_stats=False), nn.Dropout()),
+        lambda: layers(nn.BatchNorm1d(4, affine=False, track_running_stats=False)),
+        lambda: layers(nn.AlphaDropout(), nn.RReLU(), DropPath()),
+        Shuffled,
+        Routed,
+        Recurrent,
+    ],
+)
+def test_norms_and_random_numbers_are_not_taken_for_a_dependence(build):
+    model = build()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.0), F.mse_loss, strategy="data(2)") as step:
+        step(features(8, 4), torch.ones(8, 2))
+    assert all(torch.equal(value, state[name]) for name, value in model.named_parameters())
+    assert model.training
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 3, 6])
