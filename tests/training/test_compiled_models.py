@@ -10,7 +10,6 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.jobs.models import GPT, GPTShape
-from counterpoint.partitioning.compiled_modules import find_compiled
 from counterpoint.testing.device_survey import batches
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,9 +34,9 @@ class CountingBackend:
 
 @pytest.fixture(name="backend")
 def counting_backend():
-    torch._dynamo.reset()  # noqa: SLF001 - that is how it is called everywhere
+    torch._dynamo.reset()
     yield CountingBackend()
-    torch._dynamo.reset()  # noqa: SLF001
+    torch._dynamo.reset()
 
 
 def make_gpt(dropout=0.0):
