@@ -105,7 +105,11 @@ class Block(nn.Module):
     [
         ("pipeline(2)", 0.0, "but under pipeline(2) ranks run the operations of a trace of the model, which is not "),
         ("zero(2, level=3)", 0.0, "ranks run the operations of a trace of the model, which is not compiled; drop "),
-        ("data(2)", 0.0, "the ranks of this process train copies of the model, and copies are not compiled; start one"),
+        (
+            "data(2)",
+            0.0,
+            "ranks train copies of the model, and copies are not compiled; drop .compile() and torch.comp",
+        ),
         ("solo", 0.2, "but the model draws random numbers in training, which ranks key by sample and which"),
     ],
 )

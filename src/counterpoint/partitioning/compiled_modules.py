@@ -22,10 +22,8 @@ def find_compiled(model: nn.Module) -> list[str]:
     """Return the paths of the modules whose calls are compiled; the model's own is empty.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-        >>> model[0].compile()
-        >>> find_compiled(model)
-        ['0']
+        >>> find_compiled(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        []
     """
     dynamo = sys.modules.get("torch._dynamo")  # which torch imports when something is compiled
     wrapper = getattr(getattr(dynamo, "eval_frame", None), "OptimizedModule", ())
@@ -78,8 +76,13 @@ def require_compilable(model: nn.Module, plan: str, *, is_traced: bool, draws: b
         )
 
 
-def require_not_copied(model: nn.Module, plan: str, num_ranks: int) -> None:
-    """Check that no module of a model is compiled that the ranks of one process train copies of.
+def require_not_copied(model: nn.Module, plan: str, remedy: str) -> None:
+    """Check that no module of a model is compiled that ranks train copies of.
+
+    Args:
+        model: the user's.
+        plan: as text, for the error.
+        remedy: another one; empty for none.
 
     Raises:
         PlanError: one is; copies of modules are not compiled.
@@ -87,9 +90,8 @@ def require_not_copied(model: nn.Module, plan: str, num_ranks: int) -> None:
     compiled = find_compiled(model)
     if compiled:
         raise PlanError(
-            f"{describe_module(model, compiled[0])} is compiled with torch.compile, but under {plan} the ranks of this "
-            "process train copies of the model, and copies are not compiled; start one process per rank: counterpoint "
-            f"run -n {num_ranks} script.py, or drop .compile() and torch.compile()"
+            f"{describe_module(model, compiled[0])} is compiled with torch.compile, but under {plan} ranks train "
+            f"copies of the model, and copies are not compiled; drop .compile() and torch.compile(){remedy}"
         )
 
 

@@ -387,8 +387,6 @@ class LocalRanks:
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
         copies_norms = uses_sync_batch_norm(self.model, self.options) and num_local > 1
-        if copies_model:
-            require_not_copied(self.model, str(self.plan), self.plan.num_ranks)
         if isinstance(partition, WholeModel) and copies_model:
             remedy = "" if keeps_own else f", or start one process per rank: counterpoint run -n {num_local} script.py"
             require_copyable_model(self.model, partition, str(self.plan), remedy)
@@ -983,9 +981,10 @@ def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, r
         remedy: another way to train a model with attributes that a loss reads.
 
     Raises:
-        PlanError: it is a TorchScript module, whose copies have no parameters that can be trained, or its forward keeps
-            a value that a loss may read.
+        PlanError: it is a TorchScript module, whose copies have no parameters that can be trained, or compiled, which
+            its copies are not, or its forward keeps a value that a loss may read.
     """
+    require_not_copied(model, plan, remedy)
     scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripts:
         raise PlanError(
