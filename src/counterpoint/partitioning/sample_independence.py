@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.pytree import has_plain_entries
-
-SeparateSamples: TypeAlias = Callable[[int, int], AbstractContextManager[None]]
-"""Returns a context in which random numbers belong to samples and no batch norm mixes them.
-
-Takes the number of the first sample, and how many there are.
-"""
-
-RunModel: TypeAlias = Callable[[Inputs, int], Sequence[Any]]
-"""Returns the output tensors of a model, given its inputs and the number of the first sample."""
 
 
 def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
@@ -38,27 +29,23 @@ def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
             yield path
 
 
-def require_sample_independence(  # noqa: PLR0913 - the model's call, and what is known of the plan
+def require_sample_independence(
     model: nn.Module,
     inputs: Inputs,
     plan: str,
     num_microbatches: int,
     read_batch: Callable[[], Inputs] | None = None,
-    *,
-    separate_samples: SeparateSamples | None = None,
-    undivided: str = "give num_microbatches=1",
 ) -> None:
-    """Check that a model's output for a sample does not depend on the other samples of its batch.
+    """Check that a model's output for a sample does not depend on the other samples, in evaluation mode.
 
-    The model runs on one microbatch, on its first half, and on this half after the same samples multiplied by 16, by
-    which the largest value of the batch changes, and by -16, by which sums change their sign. A single sample is padded
-    with zeros. If the model does not run on these, but on the single sample and on the whole batch, then the
-    outputs of both are compared: an input without samples, such as a mask, may be as long as the batch.
+    The model runs on one microbatch, on its first half, and on this half together with the same samples multiplied
+    by 16, by which sums keep their sign, but the largest value of the batch changes. A single sample is padded with
+    zeros. If the model does not run on these, but on the single sample and on the whole batch, then the outputs of
+    both are compared: an input without samples, such as a mask, may be as long as the batch.
 
-    It runs in training, where random numbers belong to samples and batch norms do not mix them; or else in evaluation
-    mode. The check is skipped for a model that does not run, and for one that draws otherwise in both modes or has, in
-    evaluation mode, norms without running statistics. A branch that the samples of a microbatch decide on together is
-    found only if one of these forwards takes the other side.
+    The check is skipped for a model that draws random numbers in evaluation too, has norms without running statistics,
+    or does not run. A branch that the samples of a microbatch decide on together is found only if one of these
+    forwards takes the other side.
 
     Args:
         model: the module; its state is preserved.
@@ -66,38 +53,23 @@ def require_sample_independence(  # noqa: PLR0913 - the model's call, and what i
         plan: as text, for the message.
         num_microbatches: number of microbatches of a batch.
         read_batch: returns the inputs of the whole batch; None if they cannot be read.
-        separate_samples: for the forwards in training; None to run it in evaluation mode only.
-        undivided: how to compute a batch at once, for the message.
 
     Raises:
         PlanError: it does depend on them.
     """
-    if num_microbatches < 2:
+    if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return
-    error = None
-    if separate_samples is not None:
-        with preserve_state(model):
-            error = _find_largest_dependence(partial(_run_in_training, model, separate_samples), inputs, read_batch)
-    if error is None and not any(map(uses_batch_statistics, model.modules())):
-        with preserve_state(model, training=False):
-            error = _find_largest_dependence(lambda values, _: _run_model(model, values), inputs, read_batch)
-    if not error:
+    with preserve_state(model, training=False):
+        errors = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
+    if any(not error for error in errors):
         return
     raise PlanError(
         f"the output of {type(model).__name__} for a sample depends on the other samples of its batch: it changes "
-        f"by {error:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
+        f"by {errors[0]:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
         "microbatches, so its gradient would not be that of the whole batch; take means and norms over the "
-        "features of one sample, choose by the values of one sample with torch.where, "
-        f"{undivided}, name with shared=(NAME,) an input that has no samples, or "
+        "features of one sample, give num_microbatches=1, name with shared=(NAME,) an input that has no samples, or "
         "pass cross_sample='accept' if each microbatch is intended to be a batch of its own"
     )
-
-
-def _find_largest_dependence(run: RunModel, inputs: Inputs, read_batch: Callable[[], Inputs] | None) -> float | None:
-    """Return by how much outputs depend on other samples, 0 if on none in one way to cut lists; None if unknown."""
-    errors = [_find_dependence(run, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
-    known = [error for error in errors if error is not None]
-    return (errors[0] if all(errors) else 0.0) if known else None
 
 
 def _ways_to_cut(inputs: Inputs) -> Sequence[bool]:
@@ -106,35 +78,33 @@ def _ways_to_cut(inputs: Inputs) -> Sequence[bool]:
 
 
 def _find_dependence(
-    run: RunModel, inputs: Inputs, read_batch: Callable[[], Inputs] | None, *, cuts_lists: bool
-) -> float | None:
-    """Return by how much outputs depend on other samples, relative to the largest one; None if that is unknown."""
+    model: nn.Module, inputs: Inputs, read_batch: Callable[[], Inputs] | None, *, cuts_lists: bool
+) -> float:
+    """Return by how much outputs depend on other samples, relative to the largest one; 0 if that is unknown."""
     count = num_samples(inputs)
     batch_size, half = max(count, 2), max(count, 2) // 2
     resize = partial(_resize_batch, inputs, cuts_lists=cuts_lists)
     rng_state = torch.get_rng_state()
     try:
-        first = run(resize(0, half), half)
-        full, again = (run(resize(0, batch_size), half) for _ in range(2))
+        first = _run_model(model, resize(0, half))
+        full, again = (_run_model(model, resize(0, batch_size)) for _ in range(2))
     except Exception:  # noqa: BLE001 - training raises it again, with its location
-        return None if count > 1 or read_batch is None else _compare_with_batch(run, inputs, read_batch)
+        return 0.0 if count > 1 or read_batch is None else _compare_with_batch(model, inputs, read_batch)
     draws = not torch.equal(torch.get_rng_state(), rng_state)
-    if draws or _largest_error(full, again, batch_size, batch_size):  # the latter with a generator of its own
-        return None
+    if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
+        return 0.0
     error = _largest_error(full, first, half, batch_size)
-    for factor in (16, -16):
-        with suppress(Exception):  # a model need not take values that no batch has
-            outputs = run(_insert_multiples(resize(0, half), factor), 0)
-            error = error or _largest_error(outputs, first, half, 2 * half, start=half)
+    with suppress(Exception):  # a model need not take values that no batch has
+        error = error or _largest_error(_run_model(model, _add_multiples(resize(0, half))), first, half, 2 * half)
     return error
 
 
-def _compare_with_batch(run: RunModel, sample: Inputs, read_batch: Callable[[], Inputs]) -> float | None:
-    """Return by how much a single sample's output differs from that in the whole batch; None if one does not run."""
+def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[], Inputs]) -> float:
+    """Return by how much the output of a single sample differs from that in the whole batch; 0 if one does not run."""
     with suppress(Exception):
-        one, batch = run(sample, 0), read_batch()
-        return _largest_error(run(batch, 0), one, 1, num_samples(batch))
-    return None
+        one, batch = _run_model(model, sample), read_batch()
+        return _largest_error(_run_model(model, batch), one, 1, num_samples(batch))
+    return 0.0
 
 
 def require_independent_buffers(
@@ -247,8 +217,8 @@ def _resize_batch(inputs: Inputs, start: int, stop: int, *, cuts_lists: bool) ->
     return tree_map(resize, inputs, is_leaf=has_plain_entries if cuts_lists else None)
 
 
-def _insert_multiples(inputs: Inputs, factor: int) -> Inputs:
-    """Return samples after multiples of the same ones."""
+def _add_multiples(inputs: Inputs) -> Inputs:
+    """Return samples, and the same ones multiplied by 16."""
     batch_size = num_samples(inputs)
 
     def add(leaf: Any) -> Any:  # noqa: ANN401
@@ -256,7 +226,7 @@ def _insert_multiples(inputs: Inputs, factor: int) -> Inputs:
             return leaf * 2
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch_size:
             return leaf
-        return torch.cat([leaf * factor if leaf.is_floating_point() else leaf, leaf])
+        return torch.cat([leaf, leaf * 16 if leaf.is_floating_point() else leaf])
 
     return tree_map(add, inputs, is_leaf=has_plain_entries)
 
@@ -271,27 +241,18 @@ def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
         attributes.restore()
 
 
-def _run_in_training(model: nn.Module, separate_samples: SeparateSamples, inputs: Inputs, first: int) -> Sequence[Any]:
-    """Return the output tensors of the model in training, whose state is then as before."""
-    with preserve_state(model), separate_samples(first, num_samples(inputs)):
-        return _run_model(model, inputs)
-
-
-def _largest_error(
-    outputs: Sequence[Tensor], parts: Sequence[Tensor], num_rows: int, batch_size: int, *, start: int = 0
-) -> float:
-    """Return the largest difference between rows of outputs and those of these samples alone.
+def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], num_rows: int, batch_size: int) -> float:
+    """Return the largest difference between the first rows of outputs and those of these samples alone.
 
     Args:
         outputs: of a batch.
-        parts: of some of its samples alone.
+        parts: of its first samples alone.
         num_rows: how many they are.
         batch_size: samples of the batch.
-        start: the first of them in the batch.
     """
     return max(
         (
-            _relative_error(output, part, start)
+            _relative_error(output, part, num_rows)
             for output, part in zip(outputs, parts, strict=False)
             if output.is_floating_point()
             and output.shape[:1] == (batch_size,)
@@ -301,9 +262,9 @@ def _largest_error(
     )
 
 
-def _relative_error(output: Tensor, part: Tensor, start: int) -> float:
-    """Return the difference of some samples, relative to the largest value of theirs; 0 if it is rounding."""
-    rows, part = output.detach()[start : start + len(part)], part.detach()
+def _relative_error(output: Tensor, part: Tensor, num_rows: int) -> float:
+    """Return the difference of the first samples, relative to the largest value; 0 if it is rounding."""
+    rows, part = output.detach()[:num_rows], part.detach()
     largest = float(output.detach().abs().max()) if rows.numel() else 0.0
     error = float((rows - part).abs().max()) / (largest or 1.0) if rows.numel() else 0.0
     return error if error > torch.finfo(output.dtype).eps ** 0.5 else 0.0

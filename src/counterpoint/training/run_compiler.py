@@ -35,7 +35,6 @@ from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, Optimize
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, independent_replicas
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
-from counterpoint.training.divided_batch import suggest_undivided
 from counterpoint.training.embedding_checks import (
     require_no_frequency_scaling,
     require_no_max_norm,
@@ -49,7 +48,6 @@ from counterpoint.training.model_partition import (
     with_partition,
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
-from counterpoint.training.separate_samples import separate_samples
 from counterpoint.training.validation import check_batch_norm, require_no_shared_memory
 from counterpoint.world.topology import format_count
 
@@ -113,12 +111,10 @@ class RunCompiler:
         Raises:
             PlanError: the model and the plan do not fit together.
         """
-        partition, state = self.partition_model(plan, inputs)
+        partition, state = self.partition_model(plan, inputs, read_batch)
         uses_rng = partition.uses_rng
         draws = uses_rng or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
-        if self.may_cut_batches() and not state.uses_other_generators:
-            self.require_independent_samples(plan, inputs, draw_sites, read_batch)
         options, microbatch_size = self.options, max(num_samples, 1)
         spec = build_model_spec(partition, self.optimizer_spec, plan, options.profile, microbatch_size, self.trained)
         full_plan = with_partition(with_loss_pass(plan, options), spec, options.profile)
@@ -157,6 +153,7 @@ class RunCompiler:
         self,
         plan: Plan,
         inputs: Any,  # noqa: ANN401 - as above
+        read_batch: Callable[[], Any] | None,
     ) -> tuple[PartitionedModel, ForwardState]:
         """Partition the model as a plan needs; return also what its forward leaves behind, if it sees parts of a batch.
 
@@ -178,29 +175,15 @@ class RunCompiler:
         if plan.global_num_microbatches > 1:
             require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
             require_no_frequency_scaling(self.model, plan, is_used=state.scales_by_frequency)
+        if self.may_cut_batches() and not state.uses_other_generators:
+            require_sample_independence(
+                self.model,
+                as_call_args(inputs),
+                str(plan),
+                plan.global_num_microbatches,
+                None if read_batch is None else lambda: as_call_args(read_batch()),
+            )
         return partition, state
-
-    def require_independent_samples(
-        self,
-        plan: Plan,
-        inputs: Any,  # noqa: ANN401 - as above
-        draw_sites: DrawSites,
-        read_batch: Callable[[], Any] | None,
-    ) -> None:
-        """Check that a model's output for a sample does not depend on the other samples of its batch.
-
-        Raises:
-            PlanError: it does.
-        """
-        require_sample_independence(
-            self.model,
-            as_call_args(inputs),
-            str(plan),
-            plan.global_num_microbatches,
-            None if read_batch is None else lambda: as_call_args(read_batch()),
-            separate_samples=None if draw_sites.unkeyed else partial(separate_samples, self.model, draw_sites),
-            undivided=suggest_undivided(plan),
-        )
 
     def may_cut_batches(self) -> bool:
         """Return whether samples are independent and along dim 0 as far as the user says, so that it can be checked."""
