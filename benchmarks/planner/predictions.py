@@ -55,7 +55,7 @@ class ModelForPlanning:
 def profile_model(letter, cells, probed_s, min_rounds):
     """Return a model's profile for the microbatch sizes of its plans, measured in a separate process."""
     subject = WORKLOADS[letter]()
-    sizes = sorted({subject.batch // cell.plan.num_micros for cell in cells if cell.letter == letter})
+    sizes = sorted({subject.batch // cell.plan.global_num_microbatches for cell in cells if cell.letter == letter})
     lines = run_and_read(
         script_command(SCRIPT, [letter, json.dumps(sizes), str(min_rounds)]), 1, f"the profile of {letter}"
     )
