@@ -1,12 +1,12 @@
-"""Mixed precision of a plan: the dtype of a forward, and how it is brought about.
+"""Mixed precision of a plan: the dtype that a forward computes in, and whether modules or operations are cast to it.
 
 Weights, their gradients after backward, and optimizer state stay as the model has them, usually float32: they are the
 master weights. Two ways to compute in a narrower dtype::
 
-    autocast=True    operations    each casts its arguments, by torch.autocast's lists: matrix products narrow,
-                                   sums, norms and losses in float32
-    autocast=False   modules       parameters and inputs of each module are cast, and everything else follows; norms
-                                   of torch.nn stay in float32
+    autocast=True    operations    each casts its arguments by the lists of torch.autocast: matrix products to the
+                                   narrower dtype; sums, norms and losses to float32
+    autocast=False   modules       parameters and inputs of each module are cast, so that its operations compute in
+                                   the narrower dtype; norms of torch.nn compute in float32
 
 Sources: "Mixed Precision Training" (Micikevicius et al., 2018); torch's ``MixedPrecisionPolicy`` of FSDP2 for casts of
 modules, with ``param_dtype`` as ``compute`` and ``output_dtype`` as ``output``.
@@ -40,7 +40,7 @@ class Precision:
         output: dtype of the model's output, and so of the loss, without autocast: ``fp32``, or ``compute``.
 
     Raises:
-        PlanError: a value is none of these.
+        PlanError: an argument has another value than those listed.
 
     Example:
         >>> print(Precision("bf16", norms="compute"))
@@ -102,7 +102,7 @@ def parse_precision(value: object) -> Precision | None:
         return value
     known = f"give {', '.join(DTYPES)}, a text such as 'bf16(autocast=true)', or cp.Precision(...)"
     by_dtype = {f"torch.{name}": Precision(short) for short, name in DTYPES.items()}
-    if str(value) in by_dtype:  # a dtype of torch; this module is free of torch
+    if str(value) in by_dtype:  # a dtype of torch, which this package does not import
         return by_dtype[str(value)]
     if not isinstance(value, str):
         raise PlanError(f"precision={shorten(repr(value))} is a {type(value).__name__}; {known}")

@@ -43,7 +43,7 @@ CastFn: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class RunningForward:
-    """The forward of one model that runs now, if any: how deep its calls of modules are, and the casts it has read."""
+    """The forward of one model that runs now, if any: the depth of its nested calls, and the casts it has read."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -137,10 +137,12 @@ class ModuleHooks:
         outputs: Sequence[CastFn] = (),
     ) -> None:
         self.forward, self.inputs, self.outputs = forward, inputs, outputs
+        self.num_calls = 0  # of the module that run now
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Begin the module's forward; return its inputs."""
         self.forward.enter()
+        self.num_calls += 1
         state = vars(module)
         if isinstance(module, nn.RNNBase):
             state["_flat_weights"] = [state["_parameters"][name] for name in state["_flat_weights_names"]]
@@ -150,6 +152,9 @@ class ModuleHooks:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
         """End the module's forward, also after an error; return its output."""
+        if self.num_calls == 0:  # another hook has raised an error before the forward began here
+            return None
+        self.num_calls -= 1
         state = vars(module)
         if isinstance(module, nn.RNNBase):
             params = dict(state["_parameters"].items())
@@ -266,8 +271,3 @@ def find_output_module(model: nn.Module) -> nn.Module:
     while is_plain_sequential(model) and len(list(model.children())):
         model = list(model.children())[-1]
     return model
-
-
-def is_cast_hook(hook: object) -> bool:
-    """Return whether a hook of a module is one of a precision, and not the user's."""
-    return isinstance(getattr(hook, "__self__", None), ModuleHooks)
