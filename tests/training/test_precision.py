@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from counterpoint.testing.device_survey import (
     make_optimizer,
     make_step,
 )  # fmt: skip
+from counterpoint.training.plan_resolution import RequestedPlan
+from counterpoint.training.rank_facts import first_difference
 from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
 
 DIFFERENT = ("compress", "adasum", "sync_every", "staleness", "pipedream", "asp", "easgd", "downpour", "project_adam",
@@ -335,6 +338,14 @@ def test_a_plan_file_has_the_precision():
         make_step_of(plan, precision="fp16")
     with pytest.raises(cp.PlanError, match=re.escape("plan.yaml:3: precision 'bf17' is not one of")):
         cp.Plan.from_yaml("plan:\n  strategy: solo\n  precision: bf17\n", "plan.yaml")
+
+
+@pytest.mark.parametrize("other", [None, Precision("fp16")])
+def test_ranks_compare_the_precisions_of_their_plan_files(other):
+    plan = replace(cp.Plan.parse("data(2)"), precision=Precision("bf16"))
+    own, theirs = (RequestedPlan(one).describe(one, None) for one in (plan, replace(plan, precision=other)))
+    text = f"the precision of the plan is bf16 on rank 0, {other} on rank 1"
+    assert first_difference([own, theirs]).startswith(text)
 
 
 def make_step_of(plan, **options):

@@ -171,6 +171,7 @@ class RequestedPlan:
             ["the plan", "auto" if is_auto else plan_fingerprint(plan, profile)],
             ["the option num_microbatches", str(plan.num_microbatches if is_given else self.num_microbatches)],
             ["the option passes", str(plan.passes)],
+            ["the precision of the plan", str(plan.precision)],
         ]
 
     @property
