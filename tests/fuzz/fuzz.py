@@ -194,11 +194,13 @@ def main() -> int:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--reader", choices=READERS)
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, help="600 if there is no --runs")
     parser.add_argument("--runs", type=int, default=sys.maxsize)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plain", action="store_true", help="without atheris")
     given = parser.parse_args()
+    if given.seconds is None:
+        given.seconds = 600.0 if given.runs == sys.maxsize else float("inf")
     names = [given.reader] if given.reader else list(READERS)
     is_guided = not given.plain and importlib.util.find_spec("atheris") is not None
     if given.reader and not is_guided:
