@@ -1,6 +1,7 @@
 """What `cp.parity` reports: which plans train a user's model as a plain loop does, and what differs where they do not."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -200,3 +201,41 @@ def test_own_strategies_may_be_given_as_objects():
 def test_no_batches_are_refused():
     with pytest.raises(cp.PlanError, match="there are no batches to train on; give some"):
         report(build(), batches=[])
+
+
+PRECISE_PLANS = ["solo", "data(2)", "zero3(2)", "pipeline(2)"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "reference"),
+    [
+        ("bf16", "a plain PyTorch loop"),
+        ("bf16(norms=compute, output=compute)", "a plain PyTorch loop"),
+        ("fp16", "one rank"),
+    ],
+)
+def test_the_reference_computes_in_the_precision_of_the_run(precision, reference):
+    model = build(nn.LayerNorm(8, dtype=torch.float64))
+    before = copy.deepcopy(model.state_dict())
+    parity = report(model, strategies=PRECISE_PLANS, precision=precision)
+    assert parity.all_equal, str(parity)
+    assert (parity.reference, parity.tolerance) == (reference, 0.05)
+    assert result_of(parity, "solo").worst < 1e-12
+    assert result_of(parity, "data(2)").worst > 1e-6  # rounding of narrow sums
+    assert f"in float64, computed in {precision}" in str(parity)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_reference_has_the_autocast_of_the_run():
+    single = [(inputs.float(), targets) for inputs, targets in batches()]
+    parity = report(build().float(), batches=single, strategies=PRECISE_PLANS, precision="bf16(autocast=true)")
+    assert parity.all_equal, str(parity)
+    assert result_of(parity, "solo").worst < 1e-6
+    assert result_of(parity, "data(2)").worst > 1e-5
+
+
+def test_a_plan_with_another_precision_than_the_run_is_named():
+    plan = replace(cp.Plan.parse("data(2)"), precision=cp.Precision("bf16"))
+    parity = report(build(), strategies=[plan])
+    assert not parity.all_equal
+    assert "the plan computes in bf16, which the reference does not; give precision='bf16' to all" in str(parity)

@@ -23,8 +23,9 @@ from counterpoint.testing.device_survey import (
     make_optimizer,
     make_step,
 )  # fmt: skip
+from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import RequestedPlan
-from counterpoint.training.rank_facts import first_difference
+from counterpoint.training.rank_facts import describe_options, first_difference
 from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
 
 DIFFERENT = ("compress", "adasum", "sync_every", "staleness", "pipedream", "asp", "easgd", "downpour", "project_adam",
@@ -346,6 +347,21 @@ def test_ranks_compare_the_precisions_of_their_plan_files(other):
     own, theirs = (RequestedPlan(one).describe(one, None) for one in (plan, replace(plan, precision=other)))
     text = f"the precision of the plan is bf16 on rank 0, {other} on rank 1"
     assert first_difference([own, theirs]).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({"precision": "bf16(norms=compute)"}, {"precision": Precision("bf16", norms="compute")}),
+        ({"precision": torch.float16}, {"precision": "fp16"}),
+        ({"loss_scale": "dynamic"}, {"loss_scale": cp.DynamicLossScale()}),
+        ({"loss_scale": 8}, {"loss_scale": 8.0}),
+        ({"clip_norm": 1}, {"clip_norm": 1.0}),
+    ],
+)
+def test_two_ways_to_write_an_option_are_the_same_to_other_ranks(own, other):
+    assert describe_options(TrainingOptions(**own)) == describe_options(TrainingOptions(**other))
+    assert describe_options(TrainingOptions(**own)) != describe_options(TrainingOptions())
 
 
 def make_step_of(plan, **options):

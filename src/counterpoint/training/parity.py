@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,9 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import CounterpointError, DataError, PlanError, first_line
 from counterpoint.fabric.local import LocalWorld
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
+from counterpoint.partitioning.module_casts import ModuleCasts, autocast_dtype
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.program.instruction import Collective, Push, Send
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
@@ -45,7 +47,10 @@ DEFAULT_STRATEGIES = ("solo", "data(2)", "zero3(2)", "pipeline(2)", "pipeline(2)
 """What is compared if no strategies are given; those that the model cannot use are listed as refused."""
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
-"""Relative differences that rounding explains; of other dtypes 5 %."""
+"""Relative differences that rounding explains; :data:`NARROW_TOLERANCE` in other dtypes."""
+
+NARROW_TOLERANCE = 0.05
+"""Relative difference that rounding explains where a model computes in fp16 or bf16."""
 
 KINDS = ("losses", "weights", "buffers", "optimizer")
 """What is compared."""
@@ -166,6 +171,7 @@ class ParityReport:
         reference: what the plans are compared with.
         plans: one comparison for each.
         not_compared: the parameters whose gradient, or a part of it, is zero but for rounding.
+        precision: that the reference computes in; None for the dtypes of the model.
     """
 
     model: str
@@ -176,6 +182,7 @@ class ParityReport:
     reference: str
     plans: tuple[PlanParity, ...]
     not_compared: tuple[str, ...] = ()
+    precision: Precision | None = None
 
     @property
     def compared(self) -> tuple[PlanParity, ...]:
@@ -194,8 +201,9 @@ class ParityReport:
     def __str__(self) -> str:
         """Return the table, the causes of differences, and why plans were refused."""
         steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        computed = "" if self.precision is None else f", computed in {self.precision}"
         lines = [
-            f"{self.model}, {steps} of {self.batch_size} samples in {dtype_text(self.dtype)}",
+            f"{self.model}, {steps} of {self.batch_size} samples in {dtype_text(self.dtype)}{computed}",
             f"largest relative differences from {self.reference}; equal means at most {self.tolerance:.0e}",
             "",
             *align_columns([("plan", "ranks", "microbatches", *KINDS, "result"), *map(self.table_row, self.compared)]),
@@ -294,8 +302,9 @@ def compare_plans(
 ) -> ParityReport:
     """Return the comparison of plans on a recorded run.
 
-    The reference is a plain PyTorch loop; of a model that draws random numbers, which a plain loop draws otherwise, it
-    is one rank under the plan ``solo``.
+    The reference is a plain PyTorch loop, with the casts of the run's precision if it has one. It is one rank under the
+    plan ``solo`` of a model that draws random numbers, which a plain loop draws otherwise, and of one that computes in
+    fp16, whose loss a plain loop does not scale.
 
     Args:
         run: what is trained; its model is the same afterwards as before.
@@ -305,22 +314,26 @@ def compare_plans(
     """
     run = replace(run, options=replace(run.options, retain_freed_memory=False, num_measured_plans=0))
     accelerator = accelerator_for(model_device(run.model))
+    precision = parse_precision(run.options.precision)
+    is_fp16 = precision is not None and precision.compute == "fp16"
     with accelerator.preserve_rng(), default_dtype(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user's own run warns
         try:
             alone, (plain, noise) = train_with_plan(run, RequestedPlan("solo"), dtype, 1), train_plainly(run, dtype)
-            reference = (alone.state if alone.uses_rng else plain).without(noise)
+            reference = (alone.state if alone.uses_rng or is_fp16 else plain).without(noise)
             not_compared = tuple(name for name, mask in noise.items() if float(mask.double().mean()) > MIN_LISTED)
             dtypes = {weight.dtype for weight in reference.weights.values() if weight.is_floating_point()}
-            tolerance = max(TOLERANCES.get(each, 0.05) for each in dtypes)
+            tolerance = max(map(rounding_tolerance, dtypes))
+            if is_narrow(precision):
+                tolerance = NARROW_TOLERANCE
             plans = tuple(
                 compare_plan(run, requested, Expectation(reference, noise, tolerance), dtype, num_ranks)
                 for requested in requested_plans
             )
         finally:
             run.snapshot.restore()
-    name = "one rank" if alone.uses_rng else "a plain PyTorch loop"
-    lowest = max(dtypes, key=lambda each: TOLERANCES.get(each, 0.05))
+    name = "one rank" if alone.uses_rng or is_fp16 else "a plain PyTorch loop"
+    lowest = max(dtypes, key=rounding_tolerance)
     return ParityReport(
         type(run.model).__name__,
         len(run.steps),
@@ -330,7 +343,18 @@ def compare_plans(
         name,
         plans,
         not_compared,
+        precision,
     )
+
+
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding in a dtype explains."""
+    return TOLERANCES.get(dtype, NARROW_TOLERANCE)
+
+
+def is_narrow(precision: Precision | None) -> bool:
+    """Return whether a model computes in fewer bits than float32."""
+    return precision is not None and precision.compute != "fp32"
 
 
 @contextmanager
@@ -418,7 +442,7 @@ def train_with_plan(run: RecordedRun, requested: RequestedPlan, dtype: torch.dty
 
 
 def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedState, dict[str, Tensor]]:
-    """Train all steps of a run in a plain PyTorch loop: forward, backward, clip, step.
+    """Train all steps of a run in a plain PyTorch loop: forward, backward, clip, step, in the precision of the run.
 
     Returns:
         What it gave, and by parameter the elements whose gradients are zero but for rounding.
@@ -427,13 +451,14 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
     params = dict(run.trained.named_parameters())
     optimizer = run.optimizer_spec.rebind(params).optimizer
     losses, grad_peaks = [], {name: torch.zeros_like(param) for name, param in params.items()}
-    with training_mode(run.model, training=True):
+    precision = parse_precision(run.options.precision)
+    with training_mode(run.model, training=True), module_casts(run.model, precision):
         for recorded in run.steps:
             use_group_options(optimizer, recorded)
             inputs, targets = convert_batch(recorded, dtype)
             args, kwargs = split_call_args(as_call_args(inputs))
             optimizer.zero_grad()
-            with autocast_as(recorded.autocasts if dtype is None else None):
+            with autocast_as(recorded.autocasts if dtype is None else None), plan_autocast(run.model, precision):
                 loss = compute_plain_loss(run.loss(run.model(*args, **kwargs), targets))
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
@@ -450,10 +475,30 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
         if isinstance(value, Tensor | int | float)
     }
     optimizer_state = {name: value.clone() for name, value in state.items()}
-    return TrainedState(tuple(losses), *copy_values(run.trained), optimizer_state), find_noise(grad_peaks)
+    noise = find_noise(grad_peaks, is_narrow=is_narrow(precision))
+    return TrainedState(tuple(losses), *copy_values(run.trained), optimizer_state), noise
 
 
-def find_noise(grad_peaks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+@contextmanager
+def module_casts(model: nn.Module, precision: Precision | None) -> Iterator[None]:
+    """Let a model compute in a precision inside, if it casts modules."""
+    with ExitStack() as stack:
+        if precision is not None and precision.casts_modules:
+            stack.callback(ModuleCasts(model, precision).remove)
+        yield
+
+
+@contextmanager
+def plan_autocast(model: nn.Module, precision: Precision | None) -> Iterator[None]:
+    """Enter the autocast of a precision, if it has one."""
+    dtype = autocast_dtype(precision)
+    with ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(torch.autocast(model_device(model).type, dtype))
+        yield
+
+
+def find_noise(grad_peaks: Mapping[str, Tensor], *, is_narrow: bool = False) -> dict[str, Tensor]:
     """Return which elements of parameters have a gradient of zero but for rounding.
 
     That of a bias before a batch norm, for instance, or of keys before a softmax: it differs between any two orders of
@@ -461,11 +506,12 @@ def find_noise(grad_peaks: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         grad_peaks: by parameter, the largest magnitude of each element's gradient in any step.
+        is_narrow: whether the model computes in fewer bits than its parameters have.
     """
     sizes = {name: root_mean_square([peaks]) for name, peaks in grad_peaks.items()}
     largest, noise = max(sizes.values(), default=0.0), {}
     for name, peaks in grad_peaks.items():
-        rounding = ROUNDING_NOISE * torch.finfo(peaks.dtype).eps
+        rounding = NARROW_TOLERANCE if is_narrow else ROUNDING_NOISE * torch.finfo(peaks.dtype).eps
         if 0 < sizes[name] < rounding * largest:  # all of it, also elements that happened to be exactly 0
             mask = torch.ones_like(peaks, dtype=torch.bool)
         else:
@@ -618,6 +664,9 @@ ROUNDING_FACTOR = 1000.0
 def find_known_causes(run: RecordedRun, trained: PlanRun, num_microbatches: int) -> Iterator[str]:
     """Yield the causes that the plan, the model's modules or the options have."""
     compiled, modules = trained.compiled, dict(run.model.named_modules())
+    precision = compiled.plan.precision
+    if precision is not None and precision != parse_precision(run.options.precision):
+        yield f"the plan computes in {precision}, which the reference does not; give precision='{precision}' to all"
     if not compiled.is_synchronous:
         yield (
             "the plan changes the results on purpose: weights are updated with older gradients, or replicas differ in "

@@ -24,9 +24,11 @@ from torch import nn, optim
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, format_ranks
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.partitioned_model import find_embedding_tables
 from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss_scale import parse_loss_scale
 from counterpoint.terminal_text import escape_surrogates
 from counterpoint.training.options import TrainingOptions
 
@@ -201,18 +203,26 @@ def describe_group(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_options(options: TrainingOptions) -> list[list[str]]:
-    """Return all training options by name, long ones as a digest.
+    """Return all training options by name, long ones as a digest; two ways to write the same value are one text.
 
     The profile is part of the plan, and the kind of device is compared with the model.
     """
+    parsed = {"precision": parse_precision(options.precision), "loss_scale": parse_loss_scale(options.loss_scale)}
     values = {
-        option.name: repr(getattr(options, option.name))
+        option.name: describe_option(parsed.get(option.name, getattr(options, option.name)))
         for option in fields(options)
         if option.name not in {"device", "profile"}
     }
     return [
         [f"the option {name}", value if len(value) < MAX_OPTION else digest(value)] for name, value in values.items()
     ]
+
+
+def describe_option(value: object) -> str:
+    """Return an option as text: a precision as plans have it, a whole number the same as an int and as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return repr(int(value))
+    return str(value) if isinstance(value, Precision) else repr(value)
 
 
 def describe_scheduler(scheduler: optim.lr_scheduler.LRScheduler | None) -> str:
