@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from itertools import repeat
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,13 +18,20 @@ from counterpoint.file_writer import require_writable, write_output
 from counterpoint.model.model_profile import BatchSizeProfile, LayerProfile, ModelProfile, format_profile
 from counterpoint.planner.pipeline.graph_models import graph_from_profile
 from counterpoint.planner.pipeline.layer_graph import format_graph
-from counterpoint.viz.number_format import format_number, format_seconds
+from counterpoint.viz.number_format import format_number, format_seconds, format_share
 from counterpoint.world.cluster import Cluster
+
+if TYPE_CHECKING:
+    from counterpoint.profiler.exponent_histogram import ExponentHistogram
+    from counterpoint.profiler.gradient_profile import Quantity
 
 COLUMNS = (
     TableColumn("layer"),
     *(TableColumn(title, "right") for title in ("forward ms", "backward ms", "output", "saved", "parameters")),
 )
+
+MAX_EXPONENT_ROWS = 20
+"""Of a histogram of gradients, without those of zero and of what is not finite."""
 
 
 def profile(
@@ -42,6 +52,10 @@ def profile(
     graph: Annotated[Path | None, typer.Option(help="Write the profile to this file as PipeDream's graph.txt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the timing there, for --profile of other commands.")] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Ignore cached profiles.")] = False,
+    gradients: Annotated[
+        bool,
+        typer.Option("--gradients", help="Count the gradients by power of two instead: what fp16 would lose of them."),
+    ] = False,
     which: Which = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
 ) -> None:
@@ -59,7 +73,13 @@ def profile(
         )
     require_writable(out, graph)
     require_script(job, arguments)
+    if gradients:
+        given = {"--threads": threads, "--roofline": roofline, "--graph": graph, "--out": out, "--remeasure": remeasure}
+        require_gradient_options([option for option, value in given.items() if value], samples or [])
     workload = load_workload(job, arguments or (), which)
+    if gradients:
+        print_gradients(workload, samples or [workload.batch_size], as_json=as_json)
+        return
     profiles = [
         profile_workload(workload, samples or [], count, is_counted=roofline, remeasure=remeasure)
         for count in thread_counts
@@ -73,6 +93,100 @@ def profile(
         return
     for profile in profiles:
         print_profile(profile)
+
+
+def require_gradient_options(timing_options: list[str], samples: list[int]) -> None:
+    """Check that no option for times is given together with ``--gradients``.
+
+    Raises:
+        PlanError: one is, or there are several sizes of the batch.
+    """
+    if timing_options:
+        raise PlanError(
+            f"--gradients counts gradients and measures no times, so it takes no {' or '.join(timing_options)}; run "
+            "the command once for each"
+        )
+    if len(samples) > 1:
+        raise PlanError(
+            f"--samples was given {len(samples)} times, but --gradients counts those of one batch; give one"
+        )
+
+
+def print_gradients(workload: Workload, samples: list[int], *, as_json: bool) -> None:
+    """Print the gradients of the first batch by power of two: what fp16 loses, and the loss scale that saves it."""
+    from counterpoint.profiler.gradient_profile import profile_gradients
+
+    batch = workload.make_batch(samples[0], 1)
+    counted = profile_gradients(
+        workload.model,
+        batch.inputs(0),
+        batch.targets(0),
+        loss=workload.loss,
+        num_samples=sum(batch.sizes.values()),
+    )
+    if as_json:
+        echo(json.dumps(counted.to_dict(), indent=2))
+        return
+    echo(
+        f"{counted.model} on {counted.device}, gradients of {counted.num_samples} samples in "
+        f"{' and '.join(counted.dtypes)}\n"
+    )
+    exponent = counted.loss_scale_exponent
+    title = "zero with loss scale" if exponent is None else f"zero with loss scale 2^{exponent}"
+    shares = ("zero", "zero in fp16", "subnormal in fp16", "infinite in fp16", title)
+    columns = (
+        TableColumn("gradients of"),
+        TableColumn("modules"),
+        *(TableColumn(name, "right") for name in ("values", *shares)),
+    )
+    rows = [(*kind, histogram) for kind, histogram in counted.by_kind.items()]
+    rows += [(quantity, "all", counted.total(quantity)) for quantity in counted.quantities()]
+    print_table(columns, [gradient_row(*row, exponent or 0) for row in rows])
+    echo("\nzero: share of all values; the other columns: share of the finite values that are not zero\n")
+    print_exponents({quantity: counted.total(quantity) for quantity in counted.quantities()})
+    echo(f"\nfp16: {counted.recommendation}\nbf16: {counted.range_of_bf16}")
+
+
+def gradient_row(quantity: str, modules: str, histogram: ExponentHistogram, scale_exponent: int) -> tuple[str, ...]:
+    """Return the table row of the gradients of one class of modules."""
+    counts = (
+        histogram.num_lost(),
+        histogram.num_subnormal(),
+        histogram.num_overflowing,
+        histogram.num_lost(scale_exponent),
+    )
+    zeros = format_share(histogram.num_zeros / histogram.num_values if histogram.num_values else 0.0)
+    return (
+        quantity,
+        modules,
+        format_number(histogram.num_values),
+        zeros,
+        *(format_share(histogram.share(count)) for count in counts),
+    )
+
+
+def print_exponents(totals: Mapping[Quantity, ExponentHistogram]) -> None:
+    """Print shares of all values by power of two, several powers to a row if there are many."""
+    exponents = [exponent for histogram in totals.values() for exponent in histogram.exponents]
+    rows = [("zero", [histogram.num_zeros for histogram in totals.values()])]
+    if exponents:
+        first, last = min(exponents), max(exponents)
+        width = -(-(last + 1 - first) // MAX_EXPONENT_ROWS)
+        for low in range(first, last + 1, width):
+            powers = range(low, low + width)
+            counts = [sum(map(histogram.exponents.get, powers, repeat(0))) for histogram in totals.values()]
+            rows.append((f"2^{low} to 2^{low + width}", counts))
+    nonfinite = [histogram.num_nonfinite for histogram in totals.values()]
+    if any(nonfinite):
+        rows.append(("infinite or nan", nonfinite))
+    nums = [histogram.num_values or 1 for histogram in totals.values()]
+    print_table(
+        (TableColumn("magnitude"), *(TableColumn(quantity, "right") for quantity in totals)),
+        [
+            (name, *(format_share(count / num) for count, num in zip(counts, nums, strict=True)))
+            for name, counts in rows
+        ],
+    )
 
 
 def print_profile(profile: ModelProfile) -> None:

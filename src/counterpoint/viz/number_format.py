@@ -71,3 +71,17 @@ def format_bytes(size: float | Fraction) -> str:
             break
         number /= 1024
     return f"{number:g} B" if unit == "B" else f"{number:.4g} {unit}"
+
+
+def format_share(share: float) -> str:
+    """Format a share in percent; one that is not zero does not become zero.
+
+    Example:
+        >>> format_share(0.31), format_share(0.0), format_share(2e-7), format_share(0.99999)
+        ('31.0 %', '0 %', '<0.1 %', '>99.9 %')
+    """
+    if share in {0.0, 1.0}:
+        return f"{100 * share:.0f} %"
+    if share < 1e-3:
+        return "<0.1 %"
+    return ">99.9 %" if share > 0.999 else f"{100 * share:.1f} %"
