@@ -1,4 +1,6 @@
-"""``counterpoint profile``: a table of layers, and files that other commands read."""
+"""``counterpoint profile``: a table of layers, files that other commands read, and the gradients by power of two."""
+
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -40,3 +42,42 @@ def test_a_file_holds_one_profile(profile, tmp_path):
     done = profile("--threads", "1", "--threads", "2", "--out", str(tmp_path / "profile.json"))
     assert done.exit_code == 1
     assert "--threads was given 2 times, but a file holds one profile" in done.output
+
+
+def test_gradients_are_written_as_json(profile):
+    counted = json.loads(profile("--gradients", "--samples", "4", "--json").output)
+    assert (counted["model"], counted["num_samples"], counted["dtypes"]) == ("SmallCNN", 4, ["float32"])
+    totals = {row["of"]: row for row in counted["gradients"] if row["modules"] is None}
+    kinds = [row for row in counted["gradients"] if row["modules"] is not None and row["of"] == "weights"]
+    assert {row["modules"] for row in kinds} == {"Conv2d", "BatchNorm2d", "Linear"}
+    weights = totals["weights"]
+    assert weights["values"] == sum(row["values"] for row in kinds) == 38_330
+    assert weights["values"] == weights["zeros"] + sum(weights["exponents"].values())
+    largest = max(int(exponent) for row in totals.values() for exponent in row["exponents"])
+    assert counted["loss_scale"] == 2.0 ** (14 - largest)
+
+
+def test_the_table_of_gradients_adds_up_to_all_values(profile):
+    lines = profile("--gradients", "--samples", "4").output.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("magnitude"))
+    rows = [line.split() for line in lines[start + 1 : -3]]
+    shares = [float(row[-4].lstrip("<>")) for row in rows]
+    assert lines[start + 1].startswith("zero ")
+    assert len(rows) <= 21
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(rows))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--roofline", "--remeasure"), "it takes no --roofline or --remeasure; run the command once for each"),
+        (("--threads", "2"), "--gradients counts gradients and measures no times, so it takes no --threads"),
+        (
+            ("--samples", "2", "--samples", "4"),
+            "--samples was given 2 times, but --gradients counts those of one batch",
+        ),
+    ],
+)
+def test_options_for_times_are_refused_with_gradients(profile, words, message):
+    done = profile("--gradients", *words)
+    assert (done.exit_code, message in " ".join(done.output.split())) == (1, True)

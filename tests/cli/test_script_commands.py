@@ -122,7 +122,19 @@ def test_profile_measures_the_layers_of_the_script(project):
     assert shown.stdout.startswith("Net on counted, not run; microbatches of 16\n")
 
 
-@pytest.mark.parametrize("command", ["parity", "plan -n 2", "profile", "show"])
+def test_profile_counts_the_gradients_of_the_script_by_power_of_two(project):
+    shown = run("profile", "src/train.py", "--gradients", "--", "--width", "8")
+    lines = shown.stdout.splitlines()
+    assert shown.exit_code == 0
+    assert lines[0] == "Net on cpu, gradients of 16 samples in float32"
+    rows = [line.split()[:3] for line in lines[3:9]]
+    assert rows[0] == ["activations", "Linear", str(16 * (8 + 8 + 3))]
+    assert rows[-1][:2] == ["weights", "all"] or rows[-2][:2] == ["weights", "all"]
+    assert lines[-2].startswith("fp16: ")
+    assert lines[-1] == "bf16: has the range of float32, so that no gradient becomes zero without a loss scale"
+
+
+@pytest.mark.parametrize("command", ["parity", "plan -n 2", "profile", "profile --gradients", "show"])
 def test_a_script_without_training_is_refused_by_every_command(project, command):
     name, *words = command.split()
     shown = run(name, "src/settings_of_project.py", *words)
@@ -150,6 +162,7 @@ def test_options_that_are_not_for_what_is_named_are_refused(project, words, mess
         ("parity --strategies data(2),pipeline(2) --steps 2", "2 of 2 plans train as a plain PyTorch loop does"),
         ("plan -n 2", "was chosen: "),
         ("profile --roofline", "Sequential on counted, not run; microbatches of 32"),
+        ("profile --gradients", "Sequential on cpu, gradients of 32 samples in float32"),
         ("show", "plan          data(2, update=sharded)"),
     ],
 )

@@ -41,7 +41,9 @@ def random_values(dtype, seed=0, num=2000):
 
 def reference(values):
     """Return the histogram by numpy's frexp, one value at a time."""
-    exponents, powers, zeros, infinite, nan, over = {}, {}, 0, 0, 0, 0
+    exponents: dict[int, int] = {}
+    powers: dict[int, int] = {}
+    zeros = infinite = nan = over = 0
     for value in values.to(torch.float64).numpy().ravel():
         if np.isnan(value):
             nan += 1
@@ -82,7 +84,9 @@ def test_bins_add_up_over_tensors_and_histograms():
 
 def test_complex_numbers_count_as_two_and_rows_that_are_not_stored_as_zeros():
     assert count(torch.tensor([1 + 4j]).conj()).exponents == {0: 1, 2: 1}
-    rows = torch.sparse_coo_tensor([[1, 1]], [[1.0, 2.0], [1.0, 0.0]], (4, 2))  # one row, given twice
+    rows = torch.sparse_coo_tensor(
+        [[1, 1]], [[1.0, 2.0], [1.0, 0.0]], (4, 2), check_invariants=True
+    )  # one row, given twice
     assert count(rows) == count(rows.to_dense())
 
 

@@ -66,11 +66,12 @@ def test_the_recommendation_says_what_the_gradients_allow(factor, expected):
 
 
 def test_outputs_changed_in_place_and_returned_twice_count_as_they_are():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(4, 1, bias=False))
+    first, last = nn.Linear(3, 4), nn.Linear(4, 1, bias=False)
+    model = nn.Sequential(first, nn.Identity(), nn.ReLU(inplace=True), last)
     inputs = torch.randn(5, 3)
     counted = profile_of(model, inputs).by_kind
-    hidden = model[0](inputs)
-    grad = model[3].weight.expand(5, 4)
+    hidden = first(inputs)
+    grad = last.weight.expand(5, 4)
     assert counted["activations", "ReLU"].num_values == 20
     assert counted["activations", "ReLU"].num_zeros == int((grad == 0).sum())
     linear = counted["activations", "Linear"]  # of both
@@ -83,7 +84,8 @@ class Stateful(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.linear = nn.Linear(4, 4)
+        self.net = nn.Sequential(self.linear, nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.calls = 0
         self.seen = []
 
@@ -92,14 +94,13 @@ class Stateful(nn.Module):
         self.calls += 1
         self.seen.append(self.calls)
         with torch.no_grad():
-            self.net[0].weight.mul_(0.5)
-        return self.net(values) * (random.random() + np.random.rand())  # noqa: NPY002 - the global generator
+            self.linear.weight.mul_(0.5)
+        return self.net(values) * (random.random() + np.random.rand())
 
 
 def generator_states():
     """Return the states of all global generators."""
-    state = np.random.get_state()  # noqa: NPY002 - the global generator
-    return random.getstate(), state[1].tolist(), state[2], torch.get_rng_state().tolist()
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
 
 
 def test_nothing_of_the_model_changes():
@@ -107,13 +108,15 @@ def test_nothing_of_the_model_changes():
     model.net[2].eval()
     for param in model.parameters():
         param.grad = torch.full_like(param, 3.0)
-    grads, pointers = [p.grad for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    pointers = [param.data_ptr() for param in model.parameters()]
     before, states = copy.deepcopy(model.state_dict()), generator_states()
     counted = profile_of(model, inputs)
     assert counted.total("weights").num_values == sum(param.numel() for param in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(
-        param.grad is grad and bool((grad == 3).all()) for param, grad in zip(model.parameters(), grads, strict=True)
+        param.grad is grad and torch.equal(grad, torch.full_like(grad, 3.0))
+        for param, grad in zip(model.parameters(), grads, strict=True)
     )
     assert [param.data_ptr() for param in model.parameters()] == pointers
     assert (model.calls, model.seen, model.net[2].training, model.training) == (0, [], False, True)
@@ -127,11 +130,11 @@ class CountingLoss(nn.Module):
     def __init__(self):
         super().__init__()
         self.temperature = nn.Parameter(torch.ones(1))
-        self.register_buffer("calls", torch.zeros(()))
+        self.calls = nn.Buffer(torch.zeros(()))
 
     def forward(self, out, _):
         """Return the scaled mean."""
-        self.calls += 1
+        self.calls.add_(1)
         return (out * self.temperature).mean()
 
 
@@ -165,6 +168,8 @@ def test_gradients_are_counted_without_the_autocast_around():
 
 def test_checkpointed_modules_count_once_and_reentrant_ones_are_refused():
     class Checkpointed(nn.Sequential):
+        is_reentrant: bool
+
         def forward(self, values):
             return checkpoint(super().forward, values.requires_grad_(), use_reentrant=self.is_reentrant)
 

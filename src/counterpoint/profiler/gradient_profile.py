@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.device.select import model_device
-from counterpoint.errors import PlanError, first_line
+from counterpoint.errors import PlanError
 from counterpoint.partitioning.compiled_modules import run_eagerly
 from counterpoint.partitioning.dry_run import Inputs, assign_values, check_call, preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
@@ -321,15 +321,23 @@ def run_backward(loss: Tensor, params: list[nn.Parameter]) -> tuple[Tensor | Non
     """Return the gradients of parameters, whose ``.grad`` is not changed.
 
     Raises:
-        PlanError: reentrant checkpointing cannot compute them.
+        PlanError: reentrant checkpointing hides them.
     """
-    compute: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad
-    try:
-        return compute(loss, params, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(loss)):
         raise PlanError(
-            f"gradients cannot be counted with torch.utils.checkpoint(use_reentrant=True): {first_line(error)}; pass "
-            "use_reentrant=False to it"
-        ) from error
+            "gradients cannot be counted with torch.utils.checkpoint(use_reentrant=True), whose backward only writes "
+            "them to .grad; pass use_reentrant=False to it"
+        )
+    compute: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad
+    return compute(loss, params, allow_unused=True)
+
+
+def graph_nodes(value: Tensor) -> set[Any]:
+    """Return all nodes of the graph that has computed a tensor."""
+    found, pending = set[Any](), [value.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [inner for inner, _ in node.next_functions]
+    return found
