@@ -6,9 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
+import counterpoint as cp
 from counterpoint.errors import PlanError
 from counterpoint.profiler.gradient_profile import profile_gradients
 
@@ -189,3 +192,23 @@ def test_a_model_without_gradients_is_refused():
         profile_of(nn.Linear(2, 1), torch.ones(1, 2), loss=lambda out, _: out.detach().sum())
     with pytest.raises(PlanError, match="cannot be called with 2 positional"):
         profile_gradients(nn.Linear(2, 1), (torch.ones(1, 2),) * 2, loss=lambda out, _: out.sum(), num_samples=1)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
+def test_gradients_between_two_fits_are_counted_and_training_goes_on_as_without(strategy):
+    dataset = TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    inputs, targets = dataset.tensors
+    weights, profiles = [], []
+    for is_counted in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with cp.Trainer(model, loss=F.cross_entropy, optimizer=optimizer, strategy=strategy) as trainer:
+            trainer.fit(dataset, batch_size=8)
+            if is_counted:
+                profiles.append(profile_of(model, inputs, F.cross_entropy, targets))
+                profiles.append(profile_of(copy.deepcopy(model), inputs, F.cross_entropy, targets))
+            trainer.fit(dataset, batch_size=8)
+        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    assert profiles[0] == profiles[1]
+    assert torch.equal(*weights)
