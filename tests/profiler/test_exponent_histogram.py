@@ -84,9 +84,8 @@ def test_bins_add_up_over_tensors_and_histograms():
 
 def test_complex_numbers_count_as_two_and_rows_that_are_not_stored_as_zeros():
     assert count(torch.tensor([1 + 4j]).conj()).exponents == {0: 1, 2: 1}
-    rows = torch.sparse_coo_tensor(
-        [[1, 1]], [[1.0, 2.0], [1.0, 0.0]], (4, 2), check_invariants=True
-    )  # one row, given twice
+    indices, values = torch.tensor([[1, 1]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]])  # one row, given twice
+    rows = torch.sparse_coo_tensor(indices, values, (4, 2), check_invariants=True)
     assert count(rows) == count(rows.to_dense())
 
 

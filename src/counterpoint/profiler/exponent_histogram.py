@@ -50,7 +50,7 @@ def new_bins(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def count_values(bins: Tensor, values: Tensor) -> None:
-    """Add the values of a tensor to bins on its device, without waiting for the device.
+    """Add the values of a tensor to bins on its device; the host only waits for a sparse tensor, to add up its rows.
 
     Rows that a sparse tensor does not store count as zeros, and a complex number as two numbers.
     """
