@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,6 +26,9 @@ from counterpoint.launchers.variables import (
     requested_threads,
 )
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
+
+if TYPE_CHECKING:
+    from counterpoint.profiler.torch_build import TorchBuild
 
 Grade = Literal["good", "note", "hurts", "broken"]
 OLDEST_TORCH = (2, 11)
@@ -116,6 +119,24 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
         yield Finding("shared memory", "good", f"the native extension is available and uses {library.instruction_set}")
 
 
+def check_build(_ranks: int) -> Iterator[Finding]:
+    """Check the libraries and instruction sets that torch computes with."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from counterpoint.profiler.torch_build import read_torch_build
+
+    yield from judge_build(read_torch_build())
+
+
+def judge_build(build: TorchBuild) -> Iterator[Finding]:
+    """Yield what torch computes with, and a finding for everything of it that costs speed."""
+    from counterpoint.profiler.torch_build import find_speed_costs
+
+    yield Finding("built with", "good", str(build))
+    for cost in find_speed_costs(build):
+        yield Finding(cost.subject, cost.grade, f"{cost.cause}: {cost.rule}", cost.remedy)
+
+
 def check_devices(ranks: int) -> Iterator[Finding]:
     """Check the GPUs that this process sees."""
     if importlib.util.find_spec("torch") is None:
@@ -143,9 +164,7 @@ def judge_devices(inventory: DeviceInventory, ranks: int) -> Iterator[Finding]:
     yield from _judge_links(inventory)
     driver = f"driver {inventory.driver or 'of an unknown version'}, torch's {inventory.runtime}"
     yield Finding("GPU driver", "good", driver)
-    if inventory.nccl is None:
-        yield Finding("NCCL", "note", "this torch has no NCCL", "tensors of GPUs then travel through host memory")
-    else:
+    if inventory.nccl is not None:
         yield Finding("NCCL", "good", f"NCCL {inventory.nccl}")
     if ranks > 1:
         yield _judge_ranks(ranks, num_gpus)
@@ -314,6 +333,7 @@ CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
     check_devices,
+    check_build,  # after the devices: it looks at GPUs that this process already uses
     check_cores,
     check_topology,
     check_memory,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
-from counterpoint.device.inventory import DeviceInventory, GpuInfo, read_driver, read_lanes
+from counterpoint.device.inventory import DeviceInventory, GpuInfo, GpuLibraries, read_driver, read_lanes
 
+TF32_CAPABILITY = (8, 0)
 NO_GPU = "torch finds no GPU or driver, or CUDA_VISIBLE_DEVICES hides them"
 
 
@@ -128,11 +129,43 @@ def take_inventory(visible: Sequence[tuple[str, str]]) -> DeviceInventory:
         num_on_host=num_on_host,
         driver=driver,
         runtime=_describe_runtime(),
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if num_gpus else None,  # type: ignore[no-untyped-call]
+        nccl=_nccl_version() if num_gpus else None,
         visible=visible,
         apart=[pair for pair in combinations(range(num_gpus), 2) if not torch.cuda.can_device_access_peer(*pair)],
         lanes=[read_lanes(root, gpu.pci_address) for gpu in gpus],
     )
+
+
+def read_gpu_libraries() -> GpuLibraries | None:
+    """Return what torch's build has for GPUs; None if nothing. It starts no work on a GPU that is not used yet."""
+    runtime = _describe_runtime()
+    if runtime is None:
+        return None
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = range(count_gpus() if is_used and torch.version.cuda is not None else 0)
+    return GpuLibraries(
+        runtime=runtime,
+        cudnn=_cudnn_version(),
+        uses_cudnn=torch.backends.cudnn.enabled,
+        nccl=_nccl_version(),
+        matmul=torch.backends.cuda.matmul.fp32_precision,
+        has_tf32=any(torch.cuda.get_device_capability(index) >= TF32_CAPABILITY for index in gpus),
+    )
+
+
+def _nccl_version() -> str | None:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except AttributeError:  # a build without NCCL lacks the function that it calls
+        return None
+
+
+def _cudnn_version() -> str | None:
+    try:
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the library that is found is older than the one of the build
+        return None
+    return None if version is None else str(version)
 
 
 def _describe_gpu(index: int) -> GpuInfo:

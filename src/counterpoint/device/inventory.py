@@ -42,6 +42,27 @@ class PciLanes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLibraries:
+    """What torch's build has for GPUs, and how it computes on them.
+
+    Args:
+        runtime: such as ``CUDA 13.0``.
+        cudnn: its version; None for a build without, or if it cannot be loaded.
+        uses_cudnn: False if ``torch.backends.cudnn.enabled`` is.
+        nccl: its version; None for a build without.
+        matmul: how float32 matrices are multiplied: ``ieee``, ``tf32`` or ``none``, which is as ``ieee``.
+        has_tf32: whether a GPU that this process uses can multiply in TF32.
+    """
+
+    runtime: str
+    cudnn: str | None = None
+    uses_cudnn: bool = True
+    nccl: str | None = None
+    matmul: str = "none"
+    has_tf32: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInventory:
     """The GPUs of a host.
 

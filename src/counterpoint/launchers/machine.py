@@ -87,6 +87,15 @@ def processor_name(root: Path = Path("/")) -> str:
     return platform.machine() or "unknown"
 
 
+def processor_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Return the instruction sets of this host's processors, as the kernel names them; empty if it does not say."""
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in {"flags", "Features"}:
+            return frozenset(value.split())
+    return frozenset()
+
+
 def parse_cpu_list(text: str) -> list[int]:
     """Return the numbers of a kernel CPU list.
 

@@ -30,6 +30,8 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 ALLOCATOR_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 TUNABLES_VARIABLE = "GLIBC_TUNABLES"
+CAPABILITY_VARIABLE = "ATEN_CPU_CAPABILITY"
+INSTRUCTION_VARIABLES = (CAPABILITY_VARIABLE, "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def requested_threads(environ: Mapping[str, str] | None = None) -> int | None:
@@ -54,6 +56,17 @@ def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     variables = os.environ if environ is None else environ
     named = [name for name in ALLOCATOR_VARIABLES if variables.get(name)]
     return named + [name for name in (TUNABLES_VARIABLE,) if "glibc.malloc." in variables.get(name, "")]
+
+
+def instruction_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables with which the user limits the instruction sets of torch and oneDNN.
+
+    Example:
+        >>> instruction_variables({"ATEN_CPU_CAPABILITY": "default"})
+        {'ATEN_CPU_CAPABILITY': 'default'}
+    """
+    variables = os.environ if environ is None else environ
+    return {name: variables[name] for name in INSTRUCTION_VARIABLES if variables.get(name)}
 
 
 @dataclass(frozen=True, slots=True)

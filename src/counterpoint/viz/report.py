@@ -89,6 +89,7 @@ class ReportData:
         timelines: one step.
         configuration: text of the configuration from which the run can be repeated.
         plan_comparison: how the plan was chosen, if it was.
+        built_with: libraries and instruction sets that compute the run.
     """
 
     heading: ReportHeading
@@ -98,6 +99,7 @@ class ReportData:
     timelines: StepTimelines
     configuration: str
     plan_comparison: PlanComparison | None = None
+    built_with: str = ""
 
 
 def write_report(data: ReportData) -> str:
@@ -111,7 +113,8 @@ def write_report(data: ReportData) -> str:
         _program_section(data.program, data.timelines.simulated),
         _step_section(data.timelines),
         *(draw_plan_comparison(data.plan_comparison) if data.plan_comparison is not None else ()),
-        _configuration_section(data.configuration),
+        _text_section("Configuration", data.configuration),
+        _text_section("Built with", data.built_with),
     )
 
 
@@ -217,7 +220,7 @@ def _step_section(timelines: StepTimelines) -> str:
     return tag("section", tag("h2", title), note, timeline_figure(drawing))
 
 
-def _configuration_section(text: str) -> str:
+def _text_section(title: str, text: str) -> str:
     if not text:
         return ""
-    return tag("section", tag("h2", "Configuration"), scroll_area("pre", escape(text), "configuration"))
+    return tag("section", tag("h2", title), scroll_area("pre", escape(text), title.lower()))

@@ -24,6 +24,7 @@ from counterpoint.json_reader import parse_json
 from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choice_report import build_comparison
+from counterpoint.profiler.torch_build import find_speed_costs, read_torch_build
 from counterpoint.program.text import format_program
 from counterpoint.terminal_text import warn
 from counterpoint.training.callbacks.callback import (
@@ -119,6 +120,7 @@ class RunFolder(Callback):
             replace_file(self.folder / "config.yaml", self.config)
         self.metrics = (self.folder / METRICS).open("ab", buffering=0)
         self.events = TensorBoardWriter(self.folder, self.clock, event.first_step)
+        self.write_build(event.first_step)
 
     def write_plan(self, plan: Plan) -> None:
         """Write the plan, and the profile that balanced its stages next to it, so that predictions can be repeated."""
@@ -127,6 +129,13 @@ class RunFolder(Callback):
         if plan.profile is not None:
             replace_file(profile_file, format_profile(plan.profile))
         replace_file(file, plan.to_yaml("" if plan.profile is None else profile_file.name))
+
+    def write_build(self, step: int) -> None:
+        """Write what this process, which has rank 0, computes with from a step on."""
+        build = read_torch_build()
+        costs = [{**asdict(cost), "text": str(cost)} for cost in find_speed_costs(build)]
+        line = {"event": "build", "step": step, "text": str(build), **asdict(build), "speed_costs": costs}
+        self.write_metrics(line)
 
     def on_step(self, event: StepEnd) -> None:
         """Write the step as a line of metrics and to TensorBoard."""

@@ -90,6 +90,7 @@ class RunSummary:
         simulated: the same step, simulated.
         skipped: the number of skipped steps.
         slow_ranks: the last that was said of each rank and of the step since which it was slow.
+        built_with: what rank 0 computes with, and what of it costs speed.
         has_ended: whether the run is over.
         error: why it ended early, if it did.
     """
@@ -109,6 +110,7 @@ class RunSummary:
     simulated: Trace | None = None
     skipped: int = 0
     slow_ranks: dict[tuple[int, int], str] = field(default_factory=dict)
+    built_with: str = ""
     has_ended: bool = False
     error: str | None = None
 
@@ -125,7 +127,9 @@ class RunSummary:
         elif line["event"] == "evaluation":
             metrics = tuple((name, parse_number(value)) for name, value in line["metrics"].items())
             self.evaluations.append(EvaluationPoint(line["step"], metrics))
-
+        elif line["event"] == "build":
+            costs = [f"{cost['grade']}: {cost['text']}" for cost in line["speed_costs"]]
+            self.built_with = "\n".join([line["text"], *costs])
         elif line["event"] == "slow_rank":
             self.slow_ranks[line["rank"], line["since_step"]] = line["text"]
 
@@ -171,6 +175,7 @@ def render_report(summary: RunSummary) -> str:
             StepTimelines(summary.simulated, summary.measured, SIMULATION_NOTE if summary.measured else ""),
             summary.configuration,
             summary.plan_comparison,
+            summary.built_with,
         )
     )
 
