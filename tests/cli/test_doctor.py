@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -5,7 +10,9 @@ from counterpoint.cli import doctor
 from counterpoint.cli.main import build_app
 from counterpoint.device.cuda import take_inventory
 from counterpoint.device.inventory import DeviceInventory, GpuInfo, PciLanes, read_driver, read_lanes
+from counterpoint.launchers.machine import processor_flags
 from counterpoint.launchers.variables import allocator_variables, requested_threads, visibility_variables
+from counterpoint.profiler.torch_build import NEEDED_FLAGS, find_speed_costs, read_torch_build
 from counterpoint.runtime.malloc import heap_of_process
 
 
@@ -62,6 +69,28 @@ def test_tunables_count_as_an_allocator_that_is_set_up_only_if_they_are_about_it
     assert not allocator_variables({"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F"})
 
 
+def test_what_torch_is_built_with_is_shown_with_what_costs_speed():
+    build = replace(read_torch_build(), is_debug=True)
+    first, *rest = doctor.judge_build(build)
+    assert (first.grade, first.subject, first.fact) == ("good", "built with", str(build))
+    assert [(finding.grade, finding.subject) for finding in rest] == [
+        (cost.grade, cost.subject) for cost in find_speed_costs(build)
+    ]
+    assert rest[0].fact == "torch is a debug build: it is compiled without optimization"
+    assert rest[0].fix == "install a release build"
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not NEEDED_FLAGS["AVX2"] <= processor_flags(), reason="the processor does not offer AVX2")
+def test_instructions_that_a_variable_withholds_from_torch_hurt():
+    environ = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-m", "counterpoint", "doctor", "-n", "1"]
+    seen = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    (line,) = [line for line in seen.stdout.splitlines() if line.startswith("hurts   instructions")]
+    assert "with ATEN_CPU_CAPABILITY=default, torch computes with DEFAULT, but the processor offers AVX" in line
+    assert line.endswith("; unset ATEN_CPU_CAPABILITY")
+
+
 H100 = GpuInfo("NVIDIA H100", 80 << 30, 79 << 30, "0000:01:00.0")
 FULL = GpuInfo("NVIDIA H100", 80 << 30, 12 << 30)
 OLD = GpuInfo("Tesla T4", 16 << 30, 16 << 30)
@@ -109,11 +138,6 @@ def test_a_host_of_equal_gpus_is_good():
             1,
             {"gpus": [H100] * 2, "apart": [(0, 1)]},
             "hurts GPU peers: no direct access between cuda:0 and cuda:1; what they",
-        ),
-        (
-            1,
-            {"gpus": [H100], "nccl": None},
-            "note NCCL: this torch has no NCCL; tensors of GPUs then travel through host",
         ),
         (
             3,

@@ -159,7 +159,7 @@ def test_parts_are_in_the_history_and_in_evaluations_and_in_the_run_folder(plan,
     assert history.steps[0].loss_parts == shown.parts == pytest.approx(expected, rel=1e-12)
     assert history.losses[0] == pytest.approx(math.fsum(shown.parts.values()), rel=1e-12)
     assert history.evaluations[0].metrics == pytest.approx({**expected, "loss": sum(expected.values())}, rel=1e-12)
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
     assert line["loss_parts"] == shown.parts
     assert "(regression " in capsys.readouterr().out
 

@@ -1,12 +1,13 @@
 """The folder of a run: complete after it, readable at every moment, one run's and no other's."""
 
 import errno
+import html
 import json
 import math
 import os
 import re
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 
 import pytest
@@ -15,8 +16,10 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import linear_chain
 from counterpoint.plan.plan import Plan
+from counterpoint.profiler.torch_build import find_speed_costs, read_torch_build
 from counterpoint.program.instruction import Backward
 from counterpoint.program.text import parse_program
+from counterpoint.training.callbacks import run_folder
 from counterpoint.training.callbacks.callback import RunEnd
 from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.reporting.calibration import calibrate, simulate_calibrated
@@ -68,19 +71,49 @@ def test_metrics_have_a_line_for_every_step_and_evaluation(tmp_path):
     send_events(RunFolder(tmp_path, clock=Clock()))
     result = lines(tmp_path)
     assert [(line["event"], line["step"]) for line in result] == [
-        *(("step", number) for number in (1, 2, 3, 4)), ("evaluation", 4), ("end", 4)
+        ("build", 0), *(("step", number) for number in (1, 2, 3, 4)), ("evaluation", 4), ("end", 4)
     ]  # fmt: skip
-    assert result[1]["loss"] == 0.5
-    assert result[0]["grad_norm"] is None, "nan is no JSON"
-    assert result[4]["metrics"] == {"accuracy": 0.75}
+    assert result[2]["loss"] == 0.5
+    assert result[1]["grad_norm"] is None, "nan is no JSON"
+    assert result[5]["metrics"] == {"accuracy": 0.75}
 
 
 def test_a_line_is_on_disk_as_soon_as_its_step_is_done(tmp_path):
     folder = RunFolder(tmp_path, clock=Clock())
     folder.on_start(make_run_start())
     folder.on_step(make_step_end(0))
-    assert len(lines(tmp_path)) == 1
+    assert [line["event"] for line in lines(tmp_path)] == ["build", "step"]
     folder.on_end(RunEnd(1))
+
+
+def test_metrics_and_report_say_what_rank_0_computes_with_and_what_of_it_costs_speed(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    build = read_torch_build()
+    costs = list(find_speed_costs(build))
+    line = lines(tmp_path)[0]
+    assert (line["text"], line["build"]) == (str(build), json.loads(json.dumps(asdict(build))))
+    assert [(cost["cause"], cost["rule"], cost["remedy"]) for cost in line["speed_costs"]] == [
+        (cost.cause, cost.rule, cost.remedy) for cost in costs
+    ]
+    report = html.unescape((tmp_path / "report.html").read_text())
+    assert "Built with" in report
+    assert "\n".join([str(build), *(f"{cost.grade}: {cost}" for cost in costs)]) in report
+
+
+def test_a_run_that_is_resumed_elsewhere_says_so_from_that_step_on(tmp_path, monkeypatch):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    here = read_torch_build()
+    there = replace(here, version="9.9.9", is_debug=True)
+    monkeypatch.setattr(run_folder, "read_torch_build", lambda: there)
+    folder = RunFolder(tmp_path, clock=Clock())
+    folder.on_start(make_run_start(4, first_step=2))
+    folder.on_end(RunEnd(2))
+    builds = [(line["step"], line["text"]) for line in lines(tmp_path) if line["event"] == "build"]
+    assert builds == [(0, str(here)), (2, str(there))]
+    report = folder.report_path.read_text()
+    assert "torch 9.9.9" in report
+    assert "torch is a debug build" in report
+    assert str(here) not in html.unescape(report)
 
 
 def test_tensorboard_finds_the_curves_of_steps_and_evaluations(tmp_path):
@@ -161,7 +194,9 @@ def test_a_resumed_run_continues_where_its_checkpoint_was_and_forgets_what_came_
     folder.on_start(make_run_start(4, first_step=2))
     folder.on_step(make_step_end(2, loss=9.0))
     folder.on_end(RunEnd(3))
-    assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 9.0), (3, None)]
+    assert [(line["event"], line["step"], line.get("loss")) for line in lines(tmp_path)] == [
+        ("build", 0, None), ("step", 1, 1.0), ("step", 2, 0.5), ("build", 2, None), ("step", 3, 9.0), ("end", 3, None)
+    ]  # fmt: skip
     assert folder.summary.loss.all_points() == ((1, 1.0), (2, 0.5), (3, 9.0))
 
 
@@ -227,7 +262,7 @@ def test_a_full_disk_costs_records_and_no_step_and_what_is_written_can_be_read(t
     folder.on_step(make_step_end(3))
     with pytest.warns(RuntimeWarning, match=r"[4-9] records of the run could not be written to"):
         folder.on_end(RunEnd(4))
-    assert [line["step"] for line in lines(tmp_path)] == [1, 4, 4]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 4, 4]
     steps = [message for message in event_records(next(tmp_path.glob("events.*"))) if b"train/loss" in message]
     assert [message[10] for message in steps] == [1, 4]
     assert (tmp_path / "report.html").exists()

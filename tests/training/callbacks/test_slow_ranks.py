@@ -80,7 +80,7 @@ def test_a_slow_rank_is_in_callbacks_progress_metrics_and_report_and_the_next_st
     assert [(line["step"], line["rank"], line["since_step"]) for line in lines if line["event"] == "slow_rank"] == [
         (10, 1, 2)
     ]
-    assert lines[0]["busy_s"] == {"0": 0.01, "1": 0.01}
+    assert lines[1]["busy_s"] == {"0": 0.01, "1": 0.01}
 
 
 def test_ranks_that_take_turns_in_one_process_are_not_called_slow():

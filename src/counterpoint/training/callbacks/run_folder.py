@@ -134,7 +134,7 @@ class RunFolder(Callback):
         """Write what this process, which has rank 0, computes with from a step on."""
         build = read_torch_build()
         costs = [{**asdict(cost), "text": str(cost)} for cost in find_speed_costs(build)]
-        line = {"event": "build", "step": step, "text": str(build), **asdict(build), "speed_costs": costs}
+        line = {"event": "build", "step": step, "text": str(build), "build": asdict(build), "speed_costs": costs}
         self.write_metrics(line)
 
     def on_step(self, event: StepEnd) -> None:
