@@ -177,13 +177,10 @@ def test_the_kernels_files_say_what_the_processor_offers(tmp_path):
     assert processor_flags(tmp_path) == {"fp", "asimd", "bf16"}
 
 
-def test_onednn_that_is_switched_off_in_this_process_is_seen():
-    before = torch.backends.mkldnn.enabled
-    try:
-        torch.backends.mkldnn.enabled = False
-        assert not read_torch_build().uses_onednn
-    finally:
-        torch.backends.mkldnn.enabled = before
+def test_onednn_that_is_switched_off_in_this_process_is_seen(monkeypatch):
+    assert read_torch_build().uses_onednn
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not read_torch_build().uses_onednn
 
 
 def test_only_variables_that_are_set_limit_instructions():
