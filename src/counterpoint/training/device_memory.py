@@ -17,7 +17,6 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
-from counterpoint.planner.ranking import predict_rank_bytes
 from counterpoint.runtime.microbatches import slice_samples
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS
@@ -96,6 +95,8 @@ def describe_model(modules: Iterable[nn.Module]) -> str:
 
 def predict_bytes(plan: Plan, spec: ModelSpec | None, batch_size: int) -> int | None:
     """Return the peak memory of all ranks of a plan together; None if it cannot be executed."""
+    from counterpoint.planner.ranking import predict_rank_bytes
+
     if spec is None:
         return None
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from counterpoint.partitioning.partitioned_model import PartitionedModel, as_cal
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
-from counterpoint.planner.choose import PlanChoice
 from counterpoint.program.instruction import ApplyPushes, Forward, Free
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
@@ -83,6 +82,9 @@ from counterpoint.training.rank_facts import CallFacts
 from counterpoint.training.run_compiler import RunCompiler
 from counterpoint.training.step_facts import submitted_batches
 from counterpoint.training.validation import require_no_autocast, require_values, uses_sync_batch_norm
+
+if TYPE_CHECKING:
+    from counterpoint.planner.choose import PlanChoice
 
 
 @contextmanager

@@ -48,7 +48,6 @@ from counterpoint.training.plan_resolution import (
     parse_options,
     resolve_initial_plan,
 )
-from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.step_facts import describe_form
@@ -459,6 +458,8 @@ class TrainStep:
         """
         local_ranks = self.local_ranks
         if self.auto_strategy is not None:
+            from counterpoint.training.plan_trials import TrialTarget, select_plan
+
             make_world = partial(sibling_world, local_ranks.world, local_ranks.options.timeout_s)
             make_batch = partial(make_global_batch, batch, count)
             target = TrialTarget(

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
@@ -21,10 +21,6 @@ from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 from counterpoint.plan.parser import explicit_microbatches
 from counterpoint.plan.plan import DEFAULT_PASSES as DEFAULT_PASSES, Plan
-from counterpoint.planner.choose import PREDICTED_TOLERANCE, PlanChoice, rank_and_choose
-from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.memory_suggestions import PlanningProblem
-from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 from counterpoint.program.program import Program
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.data import Data
@@ -42,6 +38,9 @@ from counterpoint.training.model_partition import (
 )
 from counterpoint.training.options import RENAMED_OPTIONS, TrainingOptions
 from counterpoint.world.cluster import Cluster
+
+if TYPE_CHECKING:
+    from counterpoint.planner.choose import PlanChoice
 from counterpoint.world.cluster_file import resolve_cluster
 from counterpoint.world.mesh import replicas_per_host
 
@@ -256,6 +255,11 @@ class AutoStrategy:
         Raises:
             PlanError: the model does not take the inputs, or there is no plan for this batch.
         """
+        from counterpoint.planner.choose import PREDICTED_TOLERANCE, rank_and_choose
+        from counterpoint.planner.enumerate import enumerate_plans
+        from counterpoint.planner.memory_suggestions import PlanningProblem
+        from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+
         spec = trace_model_spec(model, optimizer_spec, inputs, options.dims)
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import nn, optim
 from torch.utils.data import DataLoader
@@ -20,7 +20,6 @@ from counterpoint.errors import CheckpointError, PlanError, StoppedBySignal
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
-from counterpoint.planner.choose import PlanChoice
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
@@ -46,7 +45,6 @@ from counterpoint.training.plan_resolution import (
     parse_options,
     resolve_initial_plan,
 )
-from counterpoint.training.plan_trials import TrialTarget, select_plan
 from counterpoint.training.rank_facts import CallFacts, describe_arguments, describe_ranks
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.validation import (
@@ -56,6 +54,10 @@ from counterpoint.training.validation import (
     require_step_scheduler,
     wrap_optimizer,
 )
+
+if TYPE_CHECKING:
+    from counterpoint.planner.choose import PlanChoice
+    from counterpoint.training.plan_trials import TrialTarget
 
 LrSchedulerFactory: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
 
@@ -490,6 +492,8 @@ class Trainer:
     def resolve_plan(self, batches: BatchSource) -> None:
         """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size."""
         if self.auto_strategy is not None:
+            from counterpoint.training.plan_trials import select_plan
+
             sample_inputs = batches.sample_batch(min(batches.batch_size, MAX_TRACE_SAMPLES)).inputs(0)
             self.plan, self.choice = select_plan(
                 self.auto_strategy, self.trial_target(batches), sample_inputs, batches.batch_size
@@ -501,6 +505,8 @@ class Trainer:
 
     def trial_target(self, batches: BatchSource) -> TrialTarget:
         """Return what plans are tried on: this model, on the first batch."""
+        from counterpoint.training.plan_trials import TrialTarget
+
         make_world = partial(open_world, self.environment, self.plan.num_ranks, self.options.timeout_s)
         batch = partial(batches.sample_batch, batches.batch_size)
         return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, make_world, batch)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from counterpoint.compiler.compile import CompiledPlan
-from counterpoint.planner.choose import PlanChoice
 from counterpoint.program.trace import Trace
+
+if TYPE_CHECKING:
+    from counterpoint.planner.choose import PlanChoice
 
 
 @dataclass(frozen=True, slots=True)

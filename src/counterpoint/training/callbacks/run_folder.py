@@ -23,7 +23,6 @@ from counterpoint.file_writer import append_whole, encode_text, replace_file
 from counterpoint.json_reader import parse_json
 from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
-from counterpoint.planner.choice_report import build_comparison
 from counterpoint.profiler.torch_build import find_speed_costs, read_torch_build
 from counterpoint.program.text import format_program
 from counterpoint.terminal_text import warn
@@ -106,6 +105,8 @@ class RunFolder(Callback):
 
     def open_files(self, event: RunStart) -> None:
         """Write what is known before the first step, and open what grows."""
+        from counterpoint.planner.choice_report import build_comparison
+
         title = self.title or self.folder.name
         comparison = build_comparison(event.choice) if event.choice is not None else None
         self.summary = RunSummary(title, event.compiled, event.num_steps, event.batch_size, self.config, comparison)
