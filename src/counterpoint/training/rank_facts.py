@@ -209,7 +209,7 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
     """
     parsed = {"precision": parse_precision(options.precision), "loss_scale": parse_loss_scale(options.loss_scale)}
     values = {
-        option.name: describe_option(parsed.get(option.name, getattr(options, option.name)))
+        option.name: describe_option(parsed.get(option.name, getattr(options, option.name)), str(option.type))
         for option in fields(options)
         if option.name not in {"device", "profile"}
     }
@@ -218,10 +218,10 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
     ]
 
 
-def describe_option(value: object) -> str:
-    """Return an option as text: a precision as plans have it, a whole number the same as an int and as a float."""
-    if isinstance(value, float) and value.is_integer():
-        return repr(int(value))
+def describe_option(value: object, annotation: str) -> str:
+    """Return an option as text: a precision as plans have it, and an int as a float where the option is one."""
+    if type(value) is int and "float" in annotation:
+        value = float(value)
     return str(value) if isinstance(value, Precision) else repr(value)
 
 
