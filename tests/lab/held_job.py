@@ -85,13 +85,14 @@ def train_rank(gate):
 def train_worker(num_servers, job, key, name, gate):
     with join(read_job_file(Path(job)), name, read_key(Path(key))) as session:
         say("joined")
-        model, hold = mlp(), Hold(gate)
+        model, hold, lease = mlp(), Hold(gate), session.lease
 
-        def loss(outputs, targets):
+        def lease_and_hold(timeout_s):
             hold()
-            return F.cross_entropy(outputs, targets)
+            return lease(timeout_s)
 
-        elastic(int(num_servers)).train(session, model, loss=loss, optimizer=SGD)
+        session.lease = lease_and_hold
+        elastic(int(num_servers)).train(session, model, loss=F.cross_entropy, optimizer=SGD)
     say("bits", digest(model))
 
 
