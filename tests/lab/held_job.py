@@ -91,7 +91,7 @@ def train_worker(num_servers, job, key, name, gate):
             hold()
             return lease(timeout_s)
 
-        session.lease = lease_and_hold
+        session.lease = lease_and_hold  # type: ignore[method-assign, assignment]
         elastic(int(num_servers)).train(session, model, loss=F.cross_entropy, optimizer=SGD)
     say("bits", digest(model))
 

@@ -19,7 +19,6 @@ from counterpoint.plan.plan import Plan
 from counterpoint.profiler.torch_build import find_speed_costs, read_torch_build
 from counterpoint.program.instruction import Backward
 from counterpoint.program.text import parse_program
-from counterpoint.training.callbacks import run_folder
 from counterpoint.training.callbacks.callback import RunEnd
 from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.reporting.calibration import calibrate, simulate_calibrated
@@ -104,7 +103,7 @@ def test_a_run_that_is_resumed_elsewhere_says_so_from_that_step_on(tmp_path, mon
     send_events(RunFolder(tmp_path, clock=Clock()))
     here = read_torch_build()
     there = replace(here, version="9.9.9", is_debug=True)
-    monkeypatch.setattr(run_folder, "read_torch_build", lambda: there)
+    monkeypatch.setattr("counterpoint.profiler.torch_build.read_torch_build", lambda: there)
     folder = RunFolder(tmp_path, clock=Clock())
     folder.on_start(make_run_start(4, first_step=2))
     folder.on_end(RunEnd(2))

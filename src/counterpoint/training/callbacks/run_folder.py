@@ -23,7 +23,6 @@ from counterpoint.file_writer import append_whole, encode_text, replace_file
 from counterpoint.json_reader import parse_json
 from counterpoint.model.model_profile import format_profile, profile_path_for
 from counterpoint.plan.plan import Plan
-from counterpoint.profiler.torch_build import find_speed_costs, read_torch_build
 from counterpoint.program.text import format_program
 from counterpoint.terminal_text import warn
 from counterpoint.training.callbacks.callback import (
@@ -133,6 +132,8 @@ class RunFolder(Callback):
 
     def write_build(self, step: int) -> None:
         """Write what this process, which has rank 0, computes with from a step on."""
+        from counterpoint.profiler.torch_build import find_speed_costs, read_torch_build  # imports torch
+
         build = read_torch_build()
         costs = [{**asdict(cost), "text": str(cost)} for cost in find_speed_costs(build)]
         line = {"event": "build", "step": step, "text": str(build), "build": asdict(build), "speed_costs": costs}
