@@ -64,10 +64,25 @@ def digest(model):
     return hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())).hexdigest()
 
 
-def elastic(num_servers):
+class HeldData(torch.utils.data.Dataset[tuple[torch.Tensor, ...]]):
+    """The data of a worker, which are held when they are read."""
+
+    def __init__(self, hold):
+        self.data, self.hold = make_numeric_data(64), hold
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        if index % 8 == 0:  # about once in a slice
+            self.hold()
+        return self.data[index]
+
+
+def elastic(num_servers, dataset=None):
     """Return a job whose result does not depend on its workers."""
     return cp.ElasticTrainer(
-        dataset=make_numeric_data(64), batch_size=16, epochs=NUM_STEPS // 4, consistency="bsp", slices_per_step=2,
+        dataset=dataset or make_numeric_data(64), batch_size=16, epochs=NUM_STEPS // 4, consistency="bsp", slices_per_step=2,
         servers=num_servers, name="far", timeouts=TIMEOUTS,
     )  # fmt: skip
 
@@ -85,14 +100,8 @@ def train_rank(gate):
 def train_worker(num_servers, job, key, name, gate):
     with join(read_job_file(Path(job)), name, read_key(Path(key))) as session:
         say("joined")
-        model, hold, lease = mlp(), Hold(gate), session.lease
-
-        def lease_and_hold(timeout_s):
-            hold()
-            return lease(timeout_s)
-
-        session.lease = lease_and_hold  # type: ignore[method-assign, assignment]
-        elastic(int(num_servers)).train(session, model, loss=F.cross_entropy, optimizer=SGD)
+        model = mlp()
+        elastic(int(num_servers), HeldData(Hold(gate))).train(session, model, loss=F.cross_entropy, optimizer=SGD)
     say("bits", digest(model))
 
 
