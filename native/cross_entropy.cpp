@@ -9,12 +9,8 @@
 namespace cp {
 namespace {
 
-constexpr uint64_t LANES = 16;
 constexpr float MIN_EXPONENT = -87.0f;            // exp of less is subnormal or 0
 constexpr float ROUNDING = 12582912.0f;    // 1.5 * 2^23: adding it rounds to an integer
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
 
 #define CP_KERNELS "cross_entropy_kernels.inc"
 #include "instruction_sets.inc"
