@@ -38,6 +38,7 @@ class Precision:
         autocast: whether every operation casts its arguments as ``torch.autocast`` does, instead of every module.
         norms: dtype of the norms of ``torch.nn`` without autocast: ``fp32``, or ``compute``.
         output: dtype of the model's output, and so of the loss, without autocast: ``fp32``, or ``compute``.
+        rounding: how updated weights are rounded, if the model's own are in bf16: ``nearest``, or ``stochastic``.
 
     Raises:
         PlanError: an argument has another value than those listed.
@@ -51,6 +52,7 @@ class Precision:
     autocast: bool = False
     norms: str = "fp32"
     output: str = "fp32"
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.compute not in DTYPES:
@@ -61,6 +63,12 @@ class Precision:
             value = getattr(self, name)
             if value not in ("fp32", "compute"):
                 raise PlanError(f"{name}={shorten(repr(value))} is not fp32 or compute")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise PlanError(f"rounding={shorten(repr(self.rounding))} is not nearest or stochastic")
+        if self.rounding == "stochastic" and self.compute != "bf16":
+            raise PlanError(
+                f"rounding=stochastic is for weights in bf16; write bf16(rounding=stochastic), not {self.compute}"
+            )
         if self.autocast and self.compute == "fp32":
             raise PlanError("autocast computes in bf16 or fp16; give one of them, or fp32 without autocast")
         if self.autocast and (self.norms, self.output) != ("fp32", "fp32"):
@@ -96,7 +104,7 @@ def parse_precision(value: object) -> Precision | None:
 
     Example:
         >>> parse_precision("fp16(autocast=true)")
-        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32')
+        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32', rounding='nearest')
     """
     if value is None or isinstance(value, Precision):
         return value
@@ -112,10 +120,10 @@ def parse_precision(value: object) -> Precision | None:
     options: dict[str, str | bool] = {}
     for part in filter(None, map(str.strip, (match[2] or "").split(","))):
         name, equals, text = map(str.strip, part.partition("="))
-        if not equals or name not in {"autocast", "norms", "output"} or name in options:
+        if not equals or name not in {"autocast", "norms", "output", "rounding"} or name in options:
             raise PlanError(
                 f"precision={shorten(repr(value))}: {shorten(repr(part))} is no option of it, or there twice; the "
-                "options are autocast=true, norms=compute and output=compute"
+                "options are autocast=true, norms=compute, output=compute and rounding=stochastic"
             )
         options[name] = {"true": True, "false": False}.get(text, text) if name == "autocast" else text
     return replace(Precision(match[1]), **options)  # type: ignore[arg-type]  # checked there

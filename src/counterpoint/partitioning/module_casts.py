@@ -43,11 +43,16 @@ CastFn: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class RunningForward:
-    """The forward of one model that runs now, if any: the depth of its nested calls, and the casts it has read."""
+    """The forward of one model that runs now, if any: the depth of its nested calls, and the casts it has read.
+
+    Attributes:
+        read_whole: the ``id`` of parameters that a forward has read without a cast.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
         self.casts: list[tuple[str, Tensor]] = []  # with the names of their parameters
+        self.read_whole: set[int] = set()
 
     def enter(self) -> None:
         """Begin the call of a module."""
@@ -75,6 +80,7 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
     """The parameters of one module, which are read in another dtype while the model runs.
 
     Only a lookup by name is cast, which is what an attribute of a module is; iteration gives the parameters themselves.
+    ZeRO-3 may put casts here for a call, if no forward has read the parameters themselves.
 
     Args:
         params: by name, as in the module.
@@ -89,26 +95,59 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
         super().__init__(params)
         self.path, self.dtype, self.forward = path, dtype, forward
         self.is_lookup = False  # whether its module looks up rows now, which are cast instead of the table
+        self.own_dtypes = {name: None if param is None else param.dtype for name, param in params.items()}
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a parameter, None, or a cast
         """Return a parameter, or its cast while the model runs."""
         param = super().__getitem__(name)
-        if self.forward.depth == 0 or self.is_lookup or param is None:
+        if self.forward.depth == 0 or param is None:
+            return param
+        if self.is_lookup:
+            self.note_read(name, param)
             return param
         cast = narrow(self.dtype, param)
         if cast is not param:
             self.forward.casts.append((f"{self.path}.{name}" if self.path else name, cast))
         return cast
 
+    def items(self) -> Any:  # noqa: ANN401 - as of a dict
+        """Return names and parameters; note that a forward reads them without a cast."""
+        for name, param in super().items() if self.forward.depth else ():
+            self.note_read(name, param)
+        return super().items()
+
+    def values(self) -> Any:  # noqa: ANN401 - as of a dict
+        """Return parameters; note that a forward reads them without a cast."""
+        return dict(self.items()).values()
+
+    def note_read(self, name: str, param: Tensor | None) -> None:
+        """Note that a forward reads a parameter without a cast.
+
+        Raises:
+            DataError: it is a cast that was gathered, because no forward before has done so.
+        """
+        if param is None:
+            return
+        if param.dtype != self.own_dtypes.get(name, param.dtype):
+            raise DataError(
+                f"the forward reads {self.path}.{name} without a cast, as iterating over parameters() does, which it "
+                f"did not on the first batch, so that ranks have gathered it in {param.dtype}; read it by its "
+                "attribute, or give zero(..., level=2)"
+            )
+        self.forward.read_whole.add(id(param))
+
+    def raw_items(self) -> list[tuple[str, nn.Parameter | None]]:
+        """Return names and parameters, without noting it."""
+        return list(super().items())
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies of the model have copies of this."""
-        return type(self), (dict(self.items()), self.path, self.dtype, self.forward)
+        return type(self), (dict(self.raw_items()), self.path, self.dtype, self.forward)
 
 
 def narrow(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Return a floating-point tensor in another dtype, unless it is no wider; others as they are."""
-    is_wider = tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
-    return tensor.to(dtype) if is_wider else tensor
+    return tensor.to(dtype) if is_narrower(dtype, tensor.dtype) else tensor
 
 
 def widen(dtype: torch.dtype, tensor: Tensor) -> Tensor:
@@ -157,7 +196,7 @@ class ModuleHooks:
         self.num_calls -= 1
         state = vars(module)
         if isinstance(module, nn.RNNBase):
-            params = dict(state["_parameters"].items())
+            params = dict(state["_parameters"].raw_items())
             state["_flat_weights"] = [params[name] for name in state["_flat_weights_names"]]
         elif isinstance(module, TABLES):
             state["_parameters"].is_lookup = False
@@ -231,7 +270,31 @@ class ModuleCasts:
         for module in self.model.modules():
             params = vars(module)["_parameters"]
             if isinstance(params, CastParameters) and params.forward is self.forward:
-                vars(module)["_parameters"] = dict(params.items())
+                vars(module)["_parameters"] = dict(params.raw_items())
+
+
+def find_cast_reads(model: nn.Module, names: Mapping[int, str]) -> dict[str, torch.dtype]:
+    """Return the parameters that forwards so far have read as casts only, with the dtype of these.
+
+    Args:
+        model: the user's, with its casts.
+        names: of its parameters, by ``id``.
+    """
+    found: dict[str, set[torch.dtype | None]] = {}
+    for module in model.modules():
+        table = vars(module)["_parameters"]
+        items = table.raw_items() if isinstance(table, CastParameters) else table.items()
+        for _, param in items:
+            if id(param) in names and param is not None:
+                is_cast = isinstance(table, CastParameters) and id(param) not in table.forward.read_whole
+                is_cast = is_cast and not isinstance(module, TABLES) and is_narrower(table.dtype, param.dtype)
+                found.setdefault(names[id(param)], set()).add(table.dtype if is_cast else None)
+    return {name: dtype for name, dtypes in found.items() for dtype in dtypes if len(dtypes) == 1 and dtype is not None}
+
+
+def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a floating-point dtype has fewer bytes than another one."""
+    return dtype.is_floating_point and other.is_floating_point and dtype.itemsize < other.itemsize
 
 
 def require_no_compiled_calls(model: nn.Module, precision: Precision) -> None:

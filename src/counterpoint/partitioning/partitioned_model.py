@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from counterpoint.model.dataflow import ValueSpec
@@ -88,6 +89,11 @@ class PartitionedModel(ABC):
     @abstractmethod
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
         """Return layers ``first_layer`` up to, not including, ``stop_layer`` as one function; built once."""
+
+    def read_dtypes(self, *, training: bool) -> Mapping[str, torch.dtype]:
+        """Return the parameters that all segments read in the same narrower dtype, by name; none if that is unknown."""
+        del training
+        return {}
 
     @abstractmethod
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import PlanError
@@ -14,6 +15,7 @@ from counterpoint.model.spec import Block, LayerSpec, ModelSpec
 from counterpoint.partitioning.dry_run import Inputs, TrainingModes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.flop_counter import FlopCounter
 from counterpoint.partitioning.input_shapes import InputShapes
+from counterpoint.partitioning.module_casts import find_cast_reads
 from counterpoint.partitioning.partitioned_model import (
     FlatInputs,
     PartitionedModel,
@@ -192,6 +194,11 @@ class SequentialPartition(PartitionedModel):
         inputs = tuple(range(ends[first_layer], ends[first_layer] + len(before.sizes)))
         outputs = tuple(range(ends[stop_layer], ends[stop_layer] + len(after.sizes)))
         return Segment(inputs, outputs if stop_layer < len(self._layers) else (), names[0], names[1], run)
+
+    def read_dtypes(self, *, training: bool) -> Mapping[str, torch.dtype]:
+        """Return the parameters that children read as casts only, in the mode's first run and those before."""
+        self._boundaries_for(training=training)
+        return find_cast_reads(self.model, {id(param): name for name, param in self.model.named_parameters()})
 
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
         """Return the tensors passed from each layer to the next."""

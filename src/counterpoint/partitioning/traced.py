@@ -15,12 +15,13 @@ from counterpoint.errors import PlanError
 from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec, TensorParallelSpec
 from counterpoint.partitioning.dry_run import CallArgs, Inputs, num_samples, split_call_args
-from counterpoint.partitioning.export_trace import export_graph, innermost_module, module_calls
+from counterpoint.partitioning.export_trace import export_graph, innermost_module, module_calls, read_dtype
 from counterpoint.partitioning.flop_counter import FlopCounter
 from counterpoint.partitioning.fx_ops import fake_value, is_aten_op, is_random_op, returns_tensor
 from counterpoint.partitioning.graph_dataflow import find_differentiable_values
 from counterpoint.partitioning.input_shapes import InputShapes, format_shapes, list_input_shapes
 from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, format_path_range
+from counterpoint.partitioning.module_casts import is_narrower
 from counterpoint.partitioning.partitioned_model import (
     FlatInputs,
     PartitionedModel,
@@ -139,6 +140,14 @@ class TracedPartition(PartitionedModel):
                 f"for {format_shapes(self._example_shapes)}: {', '.join(differing)}; "
                 f"{remedy}"
             )
+        if self._narrow_reads(trace) != self._narrow_reads(first):
+            reads = [set(self._narrow_reads(split).items()) for split in (first, trace)]
+            changed = sorted({name for name, _ in reads[0] ^ reads[1]})
+            raise PlanError(
+                f"for inputs of the shapes {format_shapes(shapes)} the model reads {', '.join(changed)} in another "
+                f"dtype than for {format_shapes(self._example_shapes)}; ranks gather weights in the dtype of the "
+                f"first batch: {remedy}"
+            )
         for index, (known, read) in enumerate(zip(_read_names(first), _read_names(trace), strict=True)):
             if not read <= known:
                 raise PlanError(
@@ -215,6 +224,24 @@ class TracedPartition(PartitionedModel):
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
         """Return the values passed between layers."""
         return _value_specs(self.split_trace(training=training), self._num_samples)
+
+    def read_dtypes(self, *, training: bool) -> Mapping[str, torch.dtype]:
+        """Return the parameters that all segments read in the same narrower dtype, by name."""
+        return self._narrow_reads(self._cache(training=training).first)
+
+    def _narrow_reads(self, trace: SplitTrace) -> dict[str, torch.dtype]:
+        """Return the parameters that a trace reads in the same narrower dtype everywhere."""
+        found: dict[str, set[torch.dtype | None]] = {}
+        for node, name in trace.traced.params.items():
+            if node.users:
+                found.setdefault(name, set()).add(read_dtype(node))
+        own = {name: param.dtype for name, param in self.model.named_parameters()}
+        return {
+            name: dtype
+            for name, dtypes in found.items()
+            for dtype in dtypes
+            if len(dtypes) == 1 and dtype is not None and is_narrower(dtype, own[name])
+        }
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> FlatInputs:
         """Return the input tensors that the forward reads, and the shapes of all.

@@ -688,7 +688,7 @@ class Interpreter:
             for unit in units:
                 self.store.units[unit].clear_grads()
             return
-        self.store.update(units)
+        self.store.update(units, self.rng.step)
         torch.clear_autocast_cache()  # it holds casts of the old weights
 
     def is_skipped(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -29,6 +29,7 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Forward,
+    Free,
     Group,
     Pull,
     Push,
@@ -62,6 +63,7 @@ from counterpoint.runtime.params.shared_params import SharedGradHook
 from counterpoint.runtime.params.unit_roles import find_unit_roles
 from counterpoint.runtime.rng import SampleRNG
 from counterpoint.runtime.step_commit import StepGuard
+from counterpoint.runtime.stochastic_rounding import StochasticRounding
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.terminal_text import warn
 
@@ -90,6 +92,8 @@ class RunSpec:
         keeps_grads: whether ranks keep the gradients of a step until the next one.
         loss_params: evaluates the loss with a rank's parameters of it; None for one without.
         autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
+        read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
+        rounds_stochastically: whether updated weights in bf16 are rounded so.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -108,11 +112,22 @@ class RunSpec:
     loss_params: LossParameters | None = None
     checks_loss_state: bool = False
     autocast: torch.dtype | None = None
+    read_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    rounds_stochastically: bool = False
 
     @property
     def program(self) -> Program:
         """The program of the step variant that defines evaluation."""
         return self.step_variants[-1].program
+
+    @property
+    def compressed_contributions(self) -> dict[tuple[Group, Unit], Sequence[Sequence[int]]]:
+        """For each group and unit with a compressed all-reduce the microbatches that each member contributes."""
+        return {
+            key: micros
+            for variant in self.step_variants
+            for key, micros in variant.symbolic.compressed_contributions.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +186,8 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         state_allocator,
         GradCheck(is_enabled=run_spec.guard.check_finite == "gradients", accelerator=accelerator),
         keeps_grads=run_spec.keeps_grads,
+        read_dtypes=run_spec.read_dtypes,
+        rounding=StochasticRounding(run_spec.seed, rank_program.tp_rank) if run_spec.rounds_stochastically else None,
     )
     bound_model = replace(
         bind_segments(run_spec, partition, instructions, training=True),
@@ -185,11 +202,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         rng=SampleRNG(run_spec.seed, accelerator, run_spec.draw_sites),
         guard=run_spec.guard,
         computing_ranks=computing_ranks(run_spec, rank),
-        compressed_contributions={
-            key: micros
-            for variant in run_spec.step_variants
-            for key, micros in variant.symbolic.compressed_contributions.items()
-        },
+        compressed_contributions=run_spec.compressed_contributions,
         buckets=run_spec.buckets,
         batch_norm=make_batch_norm(run_spec, model, bound_model, store, fabric),
         unused_params=run_spec.unused_params,
@@ -364,7 +377,25 @@ def bind_segments(
         checks_loss_state=run_spec.checks_loss_state and training,
         gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
         autocast=run_spec.autocast,
+        read_dtypes=partition.read_dtypes(training=training),
     )
+
+
+def find_freed_reads(
+    program: Program, model_spec: ModelSpec, read_dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
+    """Return those of the parameters that are read in a narrower dtype whose weights are freed after each use (ZeRO-3).
+
+    Args:
+        program: of all ranks.
+        model_spec: has the units.
+        read_dtypes: of the parameters that are read in a narrower dtype.
+    """
+    freed = {
+        one.tensor.blocks for _, one in program.instructions() if isinstance(one, Free) and one.tensor.name == "weight"
+    }
+    names = [name for unit in model_spec.units if unit in freed for name in model_spec.units[unit]]
+    return {name: read_dtypes[name] for name in names if name in read_dtypes}
 
 
 def count_loss_calls(program: Program, ranks: Iterable[int]) -> int:

@@ -46,7 +46,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.text import format_group, format_unit
 from counterpoint.runtime.comm.rank_communication import peer_pair
 from counterpoint.runtime.optimizer_spec import is_scalar_state
-from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, ParamSlot, ShardSpan, build_layouts
+from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, LayoutKey, ParamSlot, ShardSpan, build_layouts
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import UnitParams
 from counterpoint.runtime.params.unit_roles import find_unit_roles
@@ -81,7 +81,10 @@ class ShardMap:
             for name in spec.units[unit]
         ]
         return build_layouts(
-            params, may_split_params=optimizer_spec.is_elementwise, merges_params=optimizer_spec.merges_params
+            params,
+            may_split_params=optimizer_spec.is_elementwise,
+            merges_params=optimizer_spec.merges_params,
+            read_dtypes=self.run_spec.read_dtypes,
         )
 
     def shard_owners(self) -> list[ShardOwner]:
@@ -111,9 +114,9 @@ class ShardMap:
 
 
 def flat_weights(unit_params: UnitParams, layout: FlatLayout, low: int, high: int) -> Tensor:
-    """Return the elements from ``low`` to ``high`` of a unit's weights in one dtype."""
+    """Return the elements from ``low`` to ``high`` of a unit's weights in one layout."""
     for flat_params in unit_params.flat_params:
-        if flat_params.layout.dtype == layout.dtype:
+        if flat_params.layout.key == layout.key:
             return flat_params.flat_view(low, high)
     flat = torch.cat([unit_params.params[slot.name].detach().reshape(-1) for slot in layout.slots])
     return flat[low:high]
@@ -122,11 +125,11 @@ def flat_weights(unit_params: UnitParams, layout: FlatLayout, low: int, high: in
 def gather_weights(shard_map: ShardMap, rank: RankRuntime, fabric: Fabric) -> dict[str, Tensor]:
     """Return every trainable parameter of the model in full on every rank; all ranks call it together."""
     everyone = tuple(range(fabric.num_ranks))
-    copies: dict[tuple[tuple[int, ...], int, torch.dtype], dict[int, Tensor]] = {}
+    copies: dict[tuple[tuple[int, ...], int, LayoutKey], dict[int, Tensor]] = {}
     for owner in shard_map.shard_owners():
         for layout in shard_map.layouts(owner.unit):
             low, high = layout.element_range(owner.span)
-            key = (owner.unit, owner.tp_rank, layout.dtype)
+            key = (owner.unit, owner.tp_rank, layout.key)
             empty = torch.empty(layout.num_elements, dtype=layout.dtype)
             whole = copies.setdefault(key, {}).setdefault(owner.replica, empty)
             if owner.rank == fabric.rank:
@@ -158,7 +161,7 @@ def mean_over_replicas(copies: Sequence[Tensor]) -> Tensor:
 
 
 def _assemble_params(
-    shard_map: ShardMap, flats: Mapping[tuple[tuple[int, ...], int, torch.dtype], Tensor]
+    shard_map: ShardMap, flats: Mapping[tuple[tuple[int, ...], int, LayoutKey], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     sharded = sliced_params(shard_map.run_spec.model_spec)
     for unit in shard_map.run_spec.model_spec.units:
@@ -166,7 +169,7 @@ def _assemble_params(
             for slot in layout.slots:
                 dim, count = sharded.get(slot.name, (0, 1))
                 local = [
-                    flats[unit, index, layout.dtype][slot.start : slot.stop].view(slot.shape) for index in range(count)
+                    flats[unit, index, layout.key][slot.start : slot.stop].view(slot.shape) for index in range(count)
                 ]
                 yield slot.name, torch.cat(local, dim=dim) if count > 1 else local[0].clone()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
@@ -32,7 +33,7 @@ from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unk
 from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
-from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, independent_replicas
+from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
 from counterpoint.training.embedding_checks import (
@@ -146,6 +147,8 @@ class RunCompiler:
             LossParameters.of(self.loss, self.trained),
             options.cross_sample != "accept",
             autocast=autocast_dtype(parse_precision(options.precision)),
+            read_dtypes=find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True)),
+            rounds_stochastically=self.rounds_stochastically(plan, applies_one_gradient=keeps_grads),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -219,6 +222,31 @@ class RunCompiler:
                 state.require_none(self.model, str(plan), f"it {runs_per_rank} times on one rank in a step")
         if plan.num_ranks > 1 or num_microbatches > 1 or isinstance(partition, TracedPartition):
             require_no_max_norm(self.model, plan)
+
+    def rounds_stochastically(self, plan: Plan, *, applies_one_gradient: bool) -> bool:
+        """Return whether updated weights are rounded stochastically.
+
+        Raises:
+            PlanError: the user asks for it, but no weight is in bf16, or ranks do not update in the same steps.
+        """
+        precision = parse_precision(self.options.precision)
+        if precision is None or precision.rounding != "stochastic":
+            return False
+        trained = [param.dtype for param in self.trained.parameters() if param.requires_grad]
+        if torch.bfloat16 not in trained:
+            kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in trained}))
+            raise PlanError(
+                f"precision={precision} rounds weights in bf16, but the model's are {kinds}, which need no rounding; "
+                "convert the model by model.to(torch.bfloat16) before the optimizer is made, or drop "
+                "rounding=stochastic, which keeps master weights"
+            )
+        if not applies_one_gradient:
+            raise PlanError(
+                f"precision={precision} rounds by the number of the step, but under {plan} ranks or servers apply "
+                "gradients of several steps, or replicas have weights of their own; use data, zero, pipeline or tensor "
+                "without staleness and sync_every, or float32 weights"
+            )
+        return True
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class BoundModel:
         gathers_outputs: whether the loss is evaluated on the gathered outputs of the whole batch.
         loss_params: evaluates a loss with parameters; None for one without.
         autocast: torch's dtype of the plan's own autocast; None for that of the caller.
+        read_dtypes: of the parameters that all segments read in a narrower dtype.
     """
 
     segments: Mapping[tuple[int, int], Segment]
@@ -88,6 +89,7 @@ class BoundModel:
     gathers_outputs: bool = False
     loss_params: LossParameters | None = None
     autocast: torch.dtype | None = None
+    read_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 class StoredValue(NamedTuple):
@@ -301,13 +303,12 @@ class SegmentExecutor:
         self.begin_microbatch(micro)
         stop, segment = self.by_first[block]
         seed = self.rng if self.model.uses_rng else no_seed
+        weights = self.store.weights_for_forward(version)
         is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         recorder = ReductionRecorder(is_whole=is_whole) if stop == self.model.num_blocks else None
         try:
             with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
-                outputs = segment(
-                    leaves, self.store.weights(version), buffers or self.store.buffers, seed, self.shapes_of(micro)
-                )
+                outputs = segment(leaves, weights, buffers or self.store.buffers, seed, self.shapes_of(micro))
         except Exception as error:
             add_location(error, self.describe_location(block, stop, micro, leaves))
             raise

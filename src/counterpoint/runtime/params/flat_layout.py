@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 ShardSpan: TypeAlias = tuple[Fraction, Fraction]
+LayoutKey: TypeAlias = tuple[torch.dtype, torch.dtype | None]
+"""The dtype of parameters, and the one in which they are read if it is narrower."""
 WHOLE: ShardSpan = (Fraction(0), Fraction(1))
 SMALL_BYTES = 64 << 10
 """Gradients up to this size are copied together; larger ones one by one, while they are in the cache."""
@@ -31,6 +34,22 @@ class ParamSlot:
         object.__setattr__(self, "stop", self.start + math.prod(self.shape))
 
 
+class ParamRange(NamedTuple):
+    """A range of a parameter, and where it is in a tensor that an optimizer updates.
+
+    Args:
+        name: of the parameter.
+        first: its first element in the parameter, flattened.
+        start: its first element in the tensor, flattened.
+        stop: one past its last there.
+    """
+
+    name: str
+    first: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Positions of the parameters of one unit and dtype in their flat buffer.
@@ -40,6 +59,8 @@ class FlatLayout:
         slots: contiguous, sorted by option group.
         may_split_params: whether a shard may end within a parameter.
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
+        read_dtype: a narrower dtype in which the model reads all of them, and in which freed weights are gathered;
+            None if there is none.
 
     Attributes:
         num_elements: length of the buffer.
@@ -49,10 +70,16 @@ class FlatLayout:
     slots: tuple[ParamSlot, ...]
     may_split_params: bool
     merges_params: bool = True
+    read_dtype: torch.dtype | None = None
     num_elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_elements", self.slots[-1].stop if self.slots else 0)
+
+    @property
+    def key(self) -> LayoutKey:
+        """What tells it from the other layouts of its unit."""
+        return self.dtype, self.read_dtype
 
     def element_range(self, span: ShardSpan) -> tuple[int, int]:
         """Return the first element of a shard and one past its last."""
@@ -87,6 +114,14 @@ class FlatLayout:
         """Return the parameter that an element belongs to."""
         return next(slot.name for slot in self.slots if slot.start <= element < slot.stop)
 
+    def params_in(self, start: int, stop: int) -> list[ParamRange]:
+        """Return the parameters that a range consists of."""
+        return [
+            ParamRange(slot.name, low - slot.start, low - start, min(slot.stop, stop) - start)
+            for slot in self.slots
+            if (low := max(slot.start, start)) < min(slot.stop, stop)
+        ]
+
     def optimizer_ranges(self, span: ShardSpan) -> list[tuple[int, int, int]]:
         """Return ``(option group, start, stop)`` of every tensor that an optimizer gets for a shard."""
         ranges: list[tuple[int, int, int]] = []
@@ -108,12 +143,21 @@ def build_layouts(
     *,
     may_split_params: bool,
     merges_params: bool = True,
+    read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[FlatLayout, ...]:
-    """Return one layout per dtype for parameters given as ``(name, local shape, dtype, option group)``."""
+    """Return one layout for each dtype and the dtype in which parameters are read.
+
+    Args:
+        params: ``(name, local shape, dtype, option group)`` of each.
+        may_split_params: whether a shard may end within a parameter.
+        merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
+        read_dtypes: of the parameters that are read in a narrower dtype.
+    """
     layouts = []
-    for dtype in dict.fromkeys(dtype for _, _, dtype, _ in params):
+    for dtype, read_dtype in dict.fromkeys((dtype, read_dtypes.get(name)) for name, _, dtype, _ in params):
+        members = [item for item in params if (item[2], read_dtypes.get(item[0])) == (dtype, read_dtype)]
         slots: list[ParamSlot] = []
-        for name, shape, _, group in sorted((item for item in params if item[2] == dtype), key=lambda item: item[3]):
+        for name, shape, _, group in sorted(members, key=lambda item: item[3]):
             slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
-        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params, merges_params))
+        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params, merges_params, read_dtype))
     return tuple(layouts)

@@ -9,19 +9,23 @@ of many. A unit whose gradient no other rank needs has no flat parameters: autog
     weights    [..............|................|.........]     parameters are views of it                   (1)
                       ^ shard_bounds ^
     local_shard       [..............]                         kept while weights are freed (ZeRO-3)        (2)
-    grads      this rank's own, or in memory of all replicas of a host                                      (3)
-    delayed_grad  another whole gradient, exchanged with the own one a step later                           (4)
+    read_weights  (1) in the narrower dtype that the model reads, gathered instead of it                    (3)
+    grads      this rank's own, or in memory of all replicas of a host                                      (4)
+    delayed_grad  another whole gradient, exchanged with the own one a step later                           (5)
 
 :meth:`FlatParams.unshard_weights` and :meth:`FlatParams.reshard_weights` allocate and free (1) next to (2); if weights
-are not sharded, (2) is (1). The storage (3) is a :class:`counterpoint.runtime.params.flat_grads.GradStorage`. Several
-versions of (1) are kept by :class:`counterpoint.runtime.params.weight_versions.WeightVersions`.
+are not sharded, (2) is (1). In mixed precision, where the model casts its parameters, (1) stays free and (3) is
+gathered from casts of (2): half of the bytes, and the same values as casts of (1). The storage (4) is a
+:class:`counterpoint.runtime.params.flat_grads.GradStorage`. Several versions of (1) are kept by
+:class:`counterpoint.runtime.params.weight_versions.WeightVersions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +98,21 @@ class ErrorFeedback:
         self._is_pending = False
 
 
+class ReadParam(torch.autograd.Function):
+    """A parameter in the dtype in which it was gathered: a cast whose result exists already."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:  # noqa: ANN401 - torch's context
+        """Return the values, which the caller may free and gather again between forward and backward."""
+        ctx.dtype = param.dtype
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - as above
+        """Return the gradient in the parameter's dtype."""
+        return grad.to(ctx.dtype), None
+
+
 class FlatParams:
     """The parameters of one unit and dtype, contiguous in one buffer.
 
@@ -125,11 +144,14 @@ class FlatParams:
         allocate_grad = partial(allocate, layout.num_elements, layout.dtype)
         rows = SparseGrads(layout, sparse_names, self.weights.device)
         self.own_grads = FlatGrads(layout, self.params, rows, allocate_grad, grad_check)
-        self.grads: GradStorage = self.own_grads  # (3)
-        self.delayed_grad: Tensor | None = None  # (4)
+        self.grads: GradStorage = self.own_grads  # (4)
+        self.delayed_grad: Tensor | None = None  # (5)
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group
+        self.read_weights: Tensor | None = None  # (3)
         if local_shard != WHOLE:
             self.local_shard = self.weights[self.shard_bounds[0] : self.shard_bounds[1]].clone()
+            if layout.read_dtype is not None:
+                self.read_weights = torch.empty_like(self.weights, dtype=layout.read_dtype)
             self.reshard_weights()
 
     def rebind_views(self, weights: Tensor) -> None:
@@ -169,16 +191,41 @@ class FlatParams:
             self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard)
 
     def reshard_weights(self) -> None:
-        """Free the full buffer; the local shard stays."""
+        """Free the full buffers; the local shard stays."""
         if self.local_shard is not self.weights:
             self.weights.untyped_storage().resize_(0)
+        if self.read_weights is not None:
+            self.read_weights.untyped_storage().resize_(0)
 
-    def start_all_gather(self, fabric: Fabric, group: Group, label: str) -> Work:
-        """Start to gather the shards of the weights, each from the member of the group that keeps it."""
+    def start_all_gather(
+        self, fabric: Fabric, group: Group, label: str, read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    ) -> Work:
+        """Start to gather the shards of the weights, each from the member of the group that keeps it.
+
+        Args:
+            fabric: of this rank.
+            group: the ranks that keep the shards.
+            label: of the collective.
+            read_dtypes: of the parameters that the model reads in a narrower dtype now, in training or evaluation.
+        """
         if self.grads.is_shared:
             return fabric.barrier_async(label, group)
-        self.unshard_weights()
-        return fabric.all_gather(label, self.weights.data, self.layout.shard_bounds(len(group)), group)
+        bounds, read = self.layout.shard_bounds(len(group)), self.read_weights
+        if read is None or any(read_dtypes.get(name) != read.dtype for name in self.params):
+            self.unshard_weights()
+            return fabric.all_gather(label, self.weights.data, bounds, group)
+        if read.untyped_storage().size() == 0:
+            read.untyped_storage().resize_(read.numel() * read.element_size())
+            read.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard)
+        return fabric.all_gather(label, read.data, bounds, group)
+
+    def read_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that were gathered in a narrower dtype, in it; their gradients are those of (1)."""
+        read = self.read_weights
+        if read is not None and read.untyped_storage().size():
+            for slot in self.layout.slots:
+                values = read[slot.start : slot.stop].view(slot.shape)
+                yield slot.name, ReadParam.apply(self.params[slot.name], values)  # type: ignore[no-untyped-call]
 
     def flat_view(self, start: int, stop: int) -> Tensor:
         """Return the weights of a range that this rank keeps, as one flat view."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, step_without_closure
-from counterpoint.runtime.params.flat_layout import WHOLE, build_layouts
+from counterpoint.runtime.params.flat_layout import WHOLE, ParamRange, build_layouts
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
     GRAD_OF,
@@ -36,6 +36,19 @@ from counterpoint.runtime.params.unit_roles import UnitRole
 from counterpoint.runtime.params.weight_versions import WeightVersions
 
 StateAllocator: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+class WeightRounding(Protocol):
+    """Rounds updated weights in another way than to the nearest."""
+
+    def widen(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        ranges: Sequence[Sequence[ParamRange]],
+        step: int,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which tensors that are rounded are wider; see :class:`StochasticRounding`."""
 
 
 class UnitParams:
@@ -90,6 +103,13 @@ class UnitParams:
             for storage, group, start, stop in self.update_ranges
         ]
         return targets + [(optimizer_spec.group_index[name], param) for name, param in self.own_params.items()]
+
+    def target_ranges(self) -> list[list[ParamRange]]:
+        """Return for each of :meth:`optimizer_targets` the parameters that it consists of."""
+        if self.role.update_shard is None:
+            return []
+        flat = [storage.layout.params_in(start, stop) for storage, _, start, stop in self.update_ranges]
+        return flat + [[ParamRange(name, 0, 0, param.numel())] for name, param in self.own_params.items()]
 
     def is_contiguous(self, known: frozenset[int]) -> bool:
         """Return whether weights and gradients are contiguous, in the same order of elements.
@@ -164,6 +184,8 @@ class ParamStore:
         state_allocator: active while optimizer state is allocated.
         grad_check: checks the gradients of backwards.
         keeps_grads: whether the gradients of a step are kept until the next one.
+        read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
+        rounding: of updated weights in bf16; None for that to the nearest.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -180,8 +202,11 @@ class ParamStore:
         grad_check: GradCheck | None = None,
         *,
         keeps_grads: bool = False,
+        read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        rounding: WeightRounding | None = None,
     ) -> None:
         self.params = dict(params)
+        self.read_dtypes, self.rounding = read_dtypes, rounding
         self.grad_check = grad_check or GradCheck()
         self.keeps_grads = keeps_grads
         self.buffers = dict(buffers)
@@ -220,6 +245,13 @@ class ParamStore:
     def weights(self, version: int) -> Mapping[str, Tensor]:
         """Return the parameters by name as they were ``-version`` updates ago."""
         return self.params if self.weight_versions is None else self.weight_versions.read(version)
+
+    def weights_for_forward(self, version: int) -> Mapping[str, Tensor]:
+        """Return :meth:`weights`, of which those that were gathered in a narrower dtype are in it."""
+        weights = self.weights(version)
+        if not self.read_dtypes:
+            return weights
+        return {**weights, **{name: value for storage in self.flat_params() for name, value in storage.read_params()}}
 
     def fold_version_grads(self, version: int) -> None:
         """Add gradients on the parameters of a version to those of the newest one."""
@@ -318,6 +350,7 @@ class ParamStore:
             described,
             may_split_params=self.optimizer_spec.is_elementwise,
             merges_params=self.optimizer_spec.merges_params,
+            read_dtypes=self.read_dtypes,
         )
         flat_params = [
             FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names, self.grad_check)
@@ -342,13 +375,23 @@ class ParamStore:
         known = () if collected is None else collected.params.keys()
         return [name for unit in units for name in self.units[unit].params_without_grad(known)]
 
-    def update(self, units: tuple[Unit, ...]) -> None:
-        """Take one optimizer step on some units, and clear their gradients unless they are kept."""
+    def update(self, units: tuple[Unit, ...], step: int = 0) -> None:
+        """Take one optimizer step on some units, and clear their gradients unless they are kept.
+
+        Args:
+            units: which.
+            step: its number, for the random numbers of stochastic rounding.
+        """
         optimizer, tensors = self.optimizer(units)
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer, self.skips)
             with nullcontext() if units in self._have_state else self.state_allocator():
-                if not self._try_fused_update(optimizer, tensors, units):
+                if self.rounding is not None:
+                    grads = [grad for unit in units for grad in self._grads_in_order(unit)]
+                    ranges = [own for unit in units for own in self.units[unit].target_ranges()]
+                    with self.rounding.widen(tensors, grads, ranges, step):
+                        step_without_closure(optimizer)
+                elif not self._try_fused_update(optimizer, tensors, units):
                     self._update_with_optimizer(optimizer, tensors, units)
             self._have_state.add(units)
         self.grad_check.drop_collected()
