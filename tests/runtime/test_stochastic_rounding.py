@@ -7,7 +7,7 @@ from torch import nn, optim
 import counterpoint as cp
 from counterpoint.errors import PlanError
 from counterpoint.runtime.stochastic_rounding import ROW, element_words, round_stochastically
-from tests.training.trainers import equal_bits, params_of
+from tests.training.trainers import equal_bits, make_trainer, params_of
 
 CPU = torch.device("cpu")
 BF16 = "bf16(rounding=stochastic)"
@@ -105,6 +105,29 @@ def test_updates_below_the_distance_of_two_weights_add_up(precision, expected):
         for _ in range(100):
             step(x, y)
     assert one.weight.double().mean().item() == pytest.approx(expected, abs=2e-3)
+
+
+def fit(plan, max_steps, folder=None, resume=None):
+    """Return the weights after some steps of a trainer."""
+    data = torch.utils.data.TensorDataset(*small_integers(0, num_samples=32))
+    with make_trainer(plan, model(), loss=product, precision=BF16) as trainer:
+        trainer.fit(data, batch_size=8, max_steps=max_steps, epochs=2, checkpoint_dir=folder, resume=resume)
+        return params_of(trainer.model)
+
+
+@pytest.mark.parametrize(("first", "second"), [("solo", "solo"), ("data(2)", "zero(2, level=3)"), ("zero(2)", "solo")])
+def test_a_run_that_continues_rounds_as_one_that_was_not_stopped(first, second, tmp_path):
+    fit(first, 3, tmp_path)
+    assert equal_bits(fit(second, 6, tmp_path, tmp_path), fit("solo", 6))
+
+
+def test_the_optimizer_state_stays_in_float32_from_fit_to_fit():
+    data = torch.utils.data.TensorDataset(*small_integers(0, num_samples=32))
+    with make_trainer("data(2)", model(), loss=product, precision=BF16) as trainer:
+        trainer.fit(data, batch_size=8, max_steps=3, epochs=2)
+        trainer.fit(data, batch_size=8, max_steps=3, epochs=2)
+        states = trainer.optimizer.state_dict()["state"] if hasattr(trainer, "optimizer") else {}
+    assert all(state["exp_avg"].dtype == torch.float32 for state in states.values())
 
 
 def test_other_parameters_are_updated_as_always():
