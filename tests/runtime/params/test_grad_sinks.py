@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from counterpoint.runtime.autograd.deferred_weight_grad import build_grad_sinks
 from tests.runtime.local_ranks import WIDTH, build_local_ranks, make_batch
 
-WIDE = 96
+WIDE = 512
 MATRIX = (WIDE, WIDE)
 
 

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective
-from counterpoint.runtime.params.flat_layout import SMALL_BYTES, FlatLayout, ParamSlot, is_small
+from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.sparse_grads import RowGrad, SparseGrads, add_rows
 
 MATRIX_DIMS = 2
 """Number of dims of a weight whose gradient is a matrix product."""
+MIN_IN_PLACE_BYTES = 2 << 20
+"""The size from which writing a matrix's gradient in place saves more than the call of Python that it costs."""
 
 
 class GradRange(NamedTuple):
@@ -331,7 +333,7 @@ class FlatGrads(GradStorage):
 
 def is_large_matrix(param: nn.Parameter) -> bool:
     """Return whether backward may write a gradient to its memory directly, which saves time if it is large."""
-    return param.requires_grad and param.dim() == MATRIX_DIMS and param.is_cpu and param.nbytes > SMALL_BYTES
+    return param.requires_grad and param.dim() == MATRIX_DIMS and param.is_cpu and param.nbytes >= MIN_IN_PLACE_BYTES
 
 
 def copy_small_grads(

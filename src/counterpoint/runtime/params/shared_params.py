@@ -33,7 +33,7 @@ from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.program.instruction import Collective
 from counterpoint.rpc.segments import discard_shared_pages
-from counterpoint.runtime.params.flat_grads import GradRange, GradStorage
+from counterpoint.runtime.params.flat_grads import GradRange, GradStorage, is_large_matrix
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.sparse_grads import (
@@ -386,8 +386,10 @@ class SharedGrads(GradStorage):
         self.names_with_grad.add(slot.name)
 
     def sink_slots(self) -> list[ParamSlot]:
-        """Return the parameters whose gradients backward writes to :meth:`target`."""
-        return self._large_slots
+        """Return the parameters whose gradients backward writes to :meth:`target`: large matrices, and tables."""
+        return [
+            slot for slot in self._large_slots if slot.name in self.tables or is_large_matrix(self.params[slot.name])
+        ]
 
     def keep_as_rows(self, slot: ParamSlot, grad: Tensor) -> bool:
         """Keep a sparse gradient as rows; a dense one stays dense."""
