@@ -389,6 +389,8 @@ def test_ranks_that_outnumber_the_cores_have_one_thread_each_and_the_user_knows(
     assert f"counterpoint: {cores + 1} ranks x 2 threads on {cores} core" in capsys.readouterr().err
 
 
+AWAIT_SIGNAL = "while not seen: select.select([], [], [], 0.01)"
+"""Waits until a signal was seen; signal.pause() would miss one that came just before it."""
 FINISHES = """
 def finish(number, frame):
     seen.append(number)
@@ -402,7 +404,7 @@ signal.signal(signal.SIGUSR1, finish)
 def test_ranks_get_a_signal_once_and_may_finish_though_the_supervisor_gets_it_twice(tmp_path, number, code):
     path, alive = fifo(tmp_path)
     (tmp_path / "go").touch()
-    text = FINISHES + alive + "while not seen: signal.pause()\nalive.write('y'); alive.flush()\n"
+    text = f"import select\n{FINISHES}{alive}{AWAIT_SIGNAL}\nalive.write('y'); alive.flush()\n"
     text += f"while os.path.exists({str(tmp_path / 'go')!r}): pass\nprint('seen', *seen, flush=True)\n"
     with supervisor(tmp_path, script(tmp_path, text)) as process:
         with wait_for(path, 2) as ranks:
@@ -432,8 +434,8 @@ def test_a_rank_that_has_not_ended_after_the_grace_period_is_killed_and_the_repo
 def test_ctrl_c_waits_for_the_grace_period_and_a_second_one_kills_at_once(tmp_path):
     """Ranks that wrote their report on a busy machine were killed after 2 s, and told to take a longer --grace."""
     path, alive = fifo(tmp_path)
-    text = "signal.signal(signal.SIGINT, lambda *_: None)\n" + alive
-    text += "signal.pause()\nalive.write('y'); alive.flush()\nwhile True: signal.pause()"
+    text = "import select\nseen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1))\n" + alive
+    text += f"{AWAIT_SIGNAL}\nalive.write('y'); alive.flush()\nwhile True: signal.pause()"
     with supervisor(tmp_path, script(tmp_path, text)) as process:
         with wait_for(path, 2) as ranks:
             process.send_signal(signal.SIGINT)

@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from typing import Final
@@ -168,7 +169,8 @@ class JoinState:
                 return None
             failure = store.get(f"{prefix}/failed")
             if failure is not None:
-                store.set(f"{prefix}/seen/{self._fabric.rank}", "seen")
+                with suppress(RuntimeError):  # rank 0 may exit when it has seen this, before it answers
+                    store.set(f"{prefix}/seen/{self._fabric.rank}", "seen")
                 raise HorovodInternalError(f"rank {self._fabric.rank}, which has joined, was stopped: {failure}")
             if store.is_lost:
                 self._fabric.barrier(tuple(range(self._fabric.num_ranks)))  # raises why rank 0 has exited
