@@ -46,13 +46,13 @@ class RunningForward:
     """The forward of one model that runs now, if any: the depth of its nested calls, and the casts it has read.
 
     Attributes:
-        read_whole: the ``id`` of parameters that a forward has read without a cast.
+        read_uncast: the ``id`` of parameters that a forward has read without a cast.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.casts: list[tuple[str, Tensor]] = []  # with the names of their parameters
-        self.read_whole: set[int] = set()
+        self.read_uncast: set[int] = set()
 
     def enter(self) -> None:
         """Begin the call of a module."""
@@ -134,7 +134,7 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
                 f"did not on the first batch, so that ranks have gathered it in {param.dtype}; read it by its "
                 "attribute, or give zero(..., level=2)"
             )
-        self.forward.read_whole.add(id(param))
+        self.forward.read_uncast.add(id(param))
 
     def raw_items(self) -> list[tuple[str, nn.Parameter | None]]:
         """Return names and parameters, without noting it."""
@@ -286,7 +286,7 @@ def find_cast_reads(model: nn.Module, names: Mapping[int, str]) -> dict[str, tor
         items = table.raw_items() if isinstance(table, CastParameters) else table.items()
         for _, param in items:
             if id(param) in names and param is not None:
-                is_cast = isinstance(table, CastParameters) and id(param) not in table.forward.read_whole
+                is_cast = isinstance(table, CastParameters) and id(param) not in table.forward.read_uncast
                 is_cast = is_cast and not isinstance(module, TABLES) and is_narrower(table.dtype, param.dtype)
                 found.setdefault(names[id(param)], set()).add(table.dtype if is_cast else None)
     return {name: dtype for name, dtypes in found.items() for dtype in dtypes if len(dtypes) == 1 and dtype is not None}

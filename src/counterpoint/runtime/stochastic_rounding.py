@@ -1,7 +1,7 @@
 """Update bf16 weights in float32, and round them stochastically: up or down at random, on average to the exact value.
 
-bf16 has 8 significant bits. Rounded to the nearest, a weight stays as it is if its update is below 2^-9 of it, so that
-training stops early. Rounded stochastically, it moves by 2^-8 in one of many steps, which makes up for the others::
+bf16 has 8 significant bits. With rounding to the nearest, an update below 2^-9 of its weight is lost, and training
+stops early. With stochastic rounding the weight changes by 2^-8 in a fraction of the steps, so that its mean is exact::
 
     float32   s eeeeeeee mmmmmmm llllllllllllllll      l: the 16 bits that bf16 leaves out
     random  +                    rrrrrrrrrrrrrrrr      carries into the rest with probability l / 2^16

@@ -59,14 +59,6 @@ def test_gathers_send_the_bytes_of_the_compute_dtype():
     assert sent["bf16"] == sent["fp16"] == sent[None] * NARROW // WIDE > 0
 
 
-def test_weights_are_those_of_replicas_that_cast_whole_weights():
-    losses, weights, _ = steps(ZERO3, with_norm(), precision="bf16")
-    expected_losses, expected, _ = steps("data(2)", with_norm(), precision="bf16")
-    assert losses == expected_losses
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=0.0)
-
-
 def test_weights_that_are_read_in_their_own_dtype_are_gathered_in_it():
     with build_local_ranks(ZERO3, model=with_norm(), precision="bf16") as one:
         read = {
@@ -136,9 +128,11 @@ def with_penalty():
     return nn.Sequential(Penalized(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
 
 
-def test_a_child_that_iterates_over_its_parameters_gets_master_weights():
-    losses, weights, _ = steps(ZERO3, with_penalty(), precision="bf16")
-    expected_losses, expected, _ = steps("data(2)", with_penalty(), precision="bf16")
+@pytest.mark.parametrize("model", [with_norm, with_penalty])
+def test_weights_are_those_of_replicas_that_cast_whole_weights(model):
+    """The second model iterates over its parameters, so that it must get master weights."""
+    losses, weights, _ = steps(ZERO3, model(), precision="bf16")
+    expected_losses, expected, _ = steps("data(2)", model(), precision="bf16")
     assert losses == expected_losses
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=0.0)

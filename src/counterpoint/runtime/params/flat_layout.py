@@ -59,8 +59,8 @@ class FlatLayout:
         slots: contiguous, sorted by option group.
         may_split_params: whether a shard may end within a parameter.
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
-        read_dtype: a narrower dtype in which the model reads all of them, and in which freed weights are gathered;
-            None if there is none.
+        read_dtype: the dtype of the casts that the model reads, in which freed weights are gathered; None if the
+            model reads the parameters themselves.
 
     Attributes:
         num_elements: length of the buffer.

@@ -220,7 +220,7 @@ class FlatParams:
         return fabric.all_gather(label, read.data, bounds, group)
 
     def read_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that were gathered in a narrower dtype, in it; their gradients are those of (1)."""
+        """Yield name and gathered cast of each parameter; autograd adds the cast's gradient to the parameter's."""
         read = self.read_weights
         if read is not None and read.untyped_storage().size():
             for slot in self.layout.slots:

@@ -247,7 +247,7 @@ class ParamStore:
         return self.params if self.weight_versions is None else self.weight_versions.read(version)
 
     def weights_for_forward(self, version: int) -> Mapping[str, Tensor]:
-        """Return :meth:`weights`, of which those that were gathered in a narrower dtype are in it."""
+        """Return :meth:`weights`, with casts in place of the parameters that were gathered in a narrower dtype."""
         weights = self.weights(version)
         if not self.read_dtypes:
             return weights
