@@ -43,16 +43,11 @@ CastFn: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class RunningForward:
-    """The forward of one model that runs now, if any: the depth of its nested calls, and the casts it has read.
-
-    Attributes:
-        read_uncast: the ``id`` of parameters that a forward has read without a cast.
-    """
+    """The forward of one model that runs now, if any: the depth of its nested calls, and the casts it has read."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.casts: list[tuple[str, Tensor]] = []  # with the names of their parameters
-        self.read_uncast: set[int] = set()
 
     def enter(self) -> None:
         """Begin the call of a module."""
@@ -94,6 +89,7 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
     ) -> None:
         super().__init__(params)
         self.path, self.dtype, self.forward = path, dtype, forward
+        self.read_uncast: set[str] = set()  # what a forward has read without a cast
         self.is_lookup = False  # whether its module looks up rows now, which are cast instead of the table
         self.own_dtypes = {name: None if param is None else param.dtype for name, param in params.items()}
 
@@ -134,7 +130,7 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
                 f"did not on the first batch, so that ranks have gathered it in {param.dtype}; read it by its "
                 "attribute, or give zero(..., level=2)"
             )
-        self.forward.read_uncast.add(id(param))
+        self.read_uncast.add(name)
 
     def raw_items(self) -> list[tuple[str, nn.Parameter | None]]:
         """Return names and parameters, without noting it."""
@@ -284,9 +280,9 @@ def find_cast_reads(model: nn.Module, names: Mapping[int, str]) -> dict[str, tor
     for module in model.modules():
         table = vars(module)["_parameters"]
         items = table.raw_items() if isinstance(table, CastParameters) else table.items()
-        for _, param in items:
+        for attribute, param in items:
             if id(param) in names and param is not None:
-                is_cast = isinstance(table, CastParameters) and id(param) not in table.forward.read_uncast
+                is_cast = isinstance(table, CastParameters) and attribute not in table.read_uncast
                 is_cast = is_cast and not isinstance(module, TABLES) and is_narrower(table.dtype, param.dtype)
                 found.setdefault(names[id(param)], set()).add(table.dtype if is_cast else None)
     return {name: dtype for name, dtypes in found.items() for dtype in dtypes if len(dtypes) == 1 and dtype is not None}
