@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import c_double, c_uint64, c_void_p
+from array import array
+from collections.abc import Iterable, Sequence
+from ctypes import byref, c_double, c_uint64, c_void_p
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -22,6 +23,18 @@ Counts: TypeAlias = Any
 
 DTYPE_OF, IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+def read_addresses(tensors: Sequence[Tensor]) -> Addresses:
+    """Return where contiguous tensors are."""
+    # ctypes converts numbers one by one, and takes longer for it than torch to tell them
+    return (c_void_p * len(tensors)).from_buffer(array("Q", [*map(Tensor.data_ptr, tensors)]))
+
+
+def make_counts(numbers: Iterable[int]) -> Counts:
+    """Return numbers as the native library reads them."""
+    numbers = array("Q", [*numbers])
+    return (c_uint64 * len(numbers)).from_buffer(numbers)
 
 
 def find_magnitudes(tensors: Sequence[Tensor]) -> npt.NDArray[np.float64]:
@@ -53,9 +66,8 @@ class MagnitudeReader:
         self.is_native = library is not None and len(dtypes) == 1 and dtypes <= FLOATS and all(map(IS_CPU, examples))
         self.dtype = next(iter(dtypes)) if self.is_native else torch.float32
         self._call: Any = getattr(library, "cp_find_magnitudes", None)
-        self._addresses = c_void_p * len(examples)
         self._largest = np.empty(len(examples))
-        self.counts: Counts = (c_uint64 * len(examples))(*map(Tensor.numel, examples))
+        self.counts: Counts = make_counts(map(Tensor.numel, examples))
         self._rest = (
             self.counts,
             c_uint64(len(examples)),
@@ -68,7 +80,7 @@ class MagnitudeReader:
         """Return where contiguous tensors are; None if one is not contiguous, or cannot be read by the library."""
         if not self.is_native or not all(map(Tensor.is_contiguous, tensors)):  # false for sparse ones
             return None
-        return self._addresses(*map(Tensor.data_ptr, tensors))
+        return read_addresses(tensors)
 
     def read_at(self, addresses: Addresses) -> npt.NDArray[np.float64]:
         """Return the largest magnitudes of what is at addresses; valid until the next call."""
@@ -86,7 +98,7 @@ class MagnitudeReader:
         """Return the largest magnitude of a tensor like the only example."""
         if not self.is_native or not tensor.is_contiguous():
             return float(magnitude_tensor(tensor))
-        self._call(self._addresses(tensor.data_ptr()), *self._rest)
+        self._call(byref(c_void_p(tensor.data_ptr())), *self._rest)
         return self._largest.item(0)
 
 

@@ -7,8 +7,8 @@ all tensors of an option group and with as many threads as torch uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import byref, c_uint64, c_void_p
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -20,7 +20,7 @@ from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import PlanError
-from counterpoint.fabric.shm.magnitudes import Addresses, Counts
+from counterpoint.fabric.shm.magnitudes import Addresses, Counts, make_counts, read_addresses
 from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.grad_check import CollectedGrads
@@ -99,14 +99,8 @@ def fused_update(
         if not tensors:
             continue
         histories = fused.prepare_states(optimizer.state, options, tensors)
-        keys = list(zip(map(DTYPE_OF, tensors), histories, strict=True))
-        kinds = dict.fromkeys(keys)
-        for key in kinds:  # the options of a step
-            dtype, (is_first, step_number) = key
-            is_whole = len(kinds) == 1
-            batch = (
-                tensors if is_whole else [tensor for tensor, other in zip(tensors, keys, strict=True) if other == key]
-            )
+        for dtype, history, batch in group_tensors(tensors, histories):
+            is_first, step_number = history
             step = OptimizerStep(
                 kind=fused.kind,
                 dtype=DTYPES[dtype],
@@ -117,11 +111,24 @@ def fused_update(
             states = [[optimizer.state[tensor][name] for tensor in batch] for name in fused.state_names(options)]
             if ranges:
                 update_ranges(step, batch, states, ranges)
-            elif is_collected and is_whole and collected is not None:
+            elif is_collected and batch is tensors and collected is not None:
                 update_tensors(step, batch, states, collected.addresses, [1] * len(batch), collected.counts)
             else:
-                update_tensors(step, batch, states, _addresses(own_grads(batch)), [1] * len(batch))
+                update_tensors(step, batch, states, read_addresses(own_grads(batch)), [1] * len(batch))
         increment_version(tensors)
+
+
+def group_tensors(
+    tensors: list[Tensor], histories: Sequence[tuple[bool, float]]
+) -> Iterator[tuple[torch.dtype, tuple[bool, float], list[Tensor]]]:
+    """Yield the tensors that one call can step: those of one dtype with the same history; usually all of them."""
+    dtypes = {*map(DTYPE_OF, tensors)}
+    if len(dtypes) == 1 and len({*histories}) == 1:
+        yield dtypes.pop(), histories[0], tensors
+        return
+    keys = list(zip(map(DTYPE_OF, tensors), histories, strict=True))
+    for key in dict.fromkeys(keys):
+        yield *key, [tensor for tensor, other in zip(tensors, keys, strict=True) if other == key]
 
 
 def native_fields(fused: FusedOptimizer, options: OptimizerOptions, step_number: float) -> dict[str, Any]:
@@ -176,7 +183,7 @@ def update_ranges(
             num_parts.append(len(range_parts))
             for column, state in zip(range_states, states, strict=True):
                 column.append(state[index].view(-1)[low:high])
-    update_tensors(step, weights, range_states, _addresses(parts), num_parts)
+    update_tensors(step, weights, range_states, read_addresses(parts), num_parts)
 
 
 def update_tensors(
@@ -200,10 +207,10 @@ def update_tensors(
     library = native().library
     assert library is not None, "supports_fused_update has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
-    step.counts = _numbers([*map(Tensor.numel, weights)]) if counts is None else counts
-    step.num_parts = _numbers(num_parts)
-    step.parts, step.weights = parts, _addresses(weights)
-    step.state0, step.state1, step.state2 = [*map(_addresses, states), None, None, None][:3]
+    step.counts = make_counts(map(Tensor.numel, weights)) if counts is None else counts
+    step.num_parts = make_counts(num_parts)
+    step.parts, step.weights = parts, read_addresses(weights)
+    step.state0, step.state1, step.state2 = [*map(read_addresses, states), None, None, None][:3]
     library.cp_optimizer_step(byref(step))
 
 
@@ -215,14 +222,6 @@ def own_grads(tensors: Sequence[Tensor]) -> list[Tensor]:
 def are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether these are the same objects, in one order."""
     return [*map(id, tensors)] == [*map(id, others)]
-
-
-def _numbers(numbers: Sequence[int]) -> Any:  # noqa: ANN401 - a ctypes array
-    return (c_uint64 * len(numbers))(*numbers)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - a ctypes array
-    return (c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
 
 
 @dataclass(frozen=True)

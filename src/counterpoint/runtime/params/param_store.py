@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -111,15 +111,15 @@ class UnitParams:
         flat = [storage.layout.params_in(start, stop) for storage, _, start, stop in self.update_ranges]
         return flat + [[ParamRange(name, 0, 0, param.numel())] for name, param in self.own_params.items()]
 
-    def is_contiguous(self, known: frozenset[int]) -> bool:
+    def is_contiguous(self, known: Set[str]) -> bool:
         """Return whether weights and gradients are contiguous, in the same order of elements.
 
         Args:
-            known: the ``id`` of parameters whose gradients are.
+            known: names of parameters whose gradients are.
         """
-        params = [*self.own_params.values()]
-        others = params if not known else [param for param in params if id(param) not in known]
-        return are_contiguous(params) and are_contiguous([grad for grad in map(GRAD_OF, others) if grad is not None])
+        others = [param for name, param in self.own_params.items() if name not in known]
+        grads = [grad for grad in map(GRAD_OF, others) if grad is not None]
+        return are_contiguous([*self.own_params.values()]) and are_contiguous(grads)
 
     def grads(self) -> list[Tensor]:
         """Return the gradients of :meth:`optimizer_targets`, without parameters that have none."""
@@ -402,7 +402,7 @@ class ParamStore:
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
         collected = self.grad_check.collected
-        known = frozenset() if collected is None else frozenset(map(id, collected.params.values()))
+        known = {}.keys() if collected is None else collected.params.keys()
         if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous(known) for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Literal
 from zlib import crc32
 
@@ -35,6 +35,8 @@ from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.step_facts import StepFacts
+
+DTYPE_OF = attrgetter("dtype")
 
 
 class ModelChanges:
@@ -179,6 +181,7 @@ class StructureCheck:
         self.values = [values.values() for values in self.identified]
         self.objects = [*chain.from_iterable(self.values)]
         self.params = [(name, value) for name, _, _, value in self.slots if isinstance(value, nn.Parameter)]
+        self.param_tensors = [param for _, param in self.params]
         self.dtypes = self._read_dtypes()
 
     def require_unchanged(self, plan: str) -> None:
@@ -208,7 +211,7 @@ class StructureCheck:
 
     def _read_dtypes(self) -> list[torch.dtype]:
         with without_stale_reads():
-            return [param.dtype for _, param in self.params]
+            return [*map(DTYPE_OF, self.param_tensors)]
 
     def _require_same_dtypes(self, plan: str) -> None:
         dtypes = self._read_dtypes()
