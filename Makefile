@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal  # one pytest process more than cores
 DEADLINE := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true  # with all stacks, where pytest-timeout cannot act
 export PYTHONDONTWRITEBYTECODE :=  # the processes that tests start read what the first of them has compiled
 
-.PHONY: setup spark check test test-long test-all soak hashes audit sbom golden docs bench gpu-pack demo clean
+.PHONY: setup spark check types house test test-long test-all soak hashes audit sbom golden docs bench gpu-pack demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
 $(READY): pyproject.toml constraints.txt requirements-ci.txt setup.py $(wildcard native/*)
@@ -24,7 +24,12 @@ spark: $(READY)  ## install what the Spark tests need: PySpark (456 MB), and Jav
 	command -v java >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless; }
 
 check: $(READY)  ## format, lint, types, import contracts, rules of names and code
-	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo
+	$(MAKE) --no-print-directory --jobs=2 --output-sync types house
+types: $(READY)
+	$(BIN)/mypy --num-workers=2
+house: $(READY)
+	$(BIN)/pytest tests/house
 test: $(READY)  ## every test except the long and the slow ones, those that need a GPU, and the rules that `make check` checks
 	$(BIN)/pytest $(PARALLEL) $(DEADLINE) --ignore tests/house -m "not long and not slow and not gpu and not serial"
 	$(BIN)/pytest -n 2 --dist loadfile $(DEADLINE) -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
