@@ -7,6 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+PIECE_ELEMENTS = 1 << 16
+"""That are reduced at a time, while they are in the cache."""
+
+
+def reduce_in_order_into(target: Tensor, tensors: Sequence[Tensor], op: str) -> None:
+    """Write what :func:`reduce_in_order` returns to a flat tensor, which may be one of them; need little memory."""
+    for start in range(0, len(target), PIECE_ELEMENTS):
+        stop = start + PIECE_ELEMENTS
+        target[start:stop] = reduce_in_order([tensor[start:stop] for tensor in tensors], op)
+
 
 def reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
     """Return ``((t0 + t1) + t2) + …``, or the mean, max or min, in new memory; round to the dtype once, at the end."""

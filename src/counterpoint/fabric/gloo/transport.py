@@ -47,7 +47,7 @@ from counterpoint.fabric.gloo.ops import (
 from counterpoint.fabric.gloo.p2p import GlooP2P
 from counterpoint.fabric.peer_liveness import describe_exit, local_ranks, open_peer_processes
 from counterpoint.fabric.process_fabric import ProcessFabric
-from counterpoint.fabric.reductions import reduce_in_order
+from counterpoint.fabric.reductions import reduce_in_order_into
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.004  # between two polls; longer after polls that found nothing to do
 MAX_IDLE_POLLS = 50  # then it sleeps until `wake`, which is free until then
@@ -172,7 +172,8 @@ class GlooFabric(ProcessFabric):
             index = group.index(self.rank)
             own_range = whole.detach()[bounds[index] : bounds[index + 1]]
             scratch = ScratchLease(self.scratch_pool)
-            parts = scratch.empty(len(group) * len(own_range), own_range.dtype).view(len(group), -1)
+            received = scratch.empty((len(group) - 1) * len(own_range), own_range.dtype).view(len(group) - 1, -1)
+            parts = [*received[:index], own_range, *received[index:]]
             sizes = [(stop - start) * whole.element_size() for start, stop in pairwise(bounds)]
             inputs = torch.split(as_bytes(whole[bounds[0] : bounds[-1]]), sizes)
             works, finish = gloo_all_to_all(
@@ -182,7 +183,7 @@ class GlooFabric(ProcessFabric):
             def add() -> None:
                 if finish is not None:
                     finish()
-                own_range.copy_(reduce_in_order(list(parts), op))
+                reduce_in_order_into(own_range, parts, op)
                 scratch.clear()
 
             return works, add

@@ -158,7 +158,7 @@ class OverlappedReduce:
     def poll(self, clock: ClockFn) -> None:
         """Record the current time if they are complete."""
         if math.isnan(self.stop_s) and all(work.is_complete for work in self.works):
-            self.stop_s = clock()
+            self.stop_s, self.works = clock(), ()
 
 
 @dataclass(slots=True)
@@ -326,7 +326,8 @@ class Reducer:
                 grads = flat_grad.flat_params.own_grads
                 dense = grads.rows.dense_ranges(0, grads.layout.num_elements)
                 self.start_ranges(flat_grad, list(subtract_ranges(dense, progress.ranges.get(flat_grad.index, []))))
-                yield flat_grad.flat_params, CombinedWork(progress.works[flat_grad.index]), instruction
+                works = progress.works.pop(flat_grad.index)  # each keeps the memory of the whole gradient
+                yield flat_grad.flat_params, CombinedWork(works), instruction
 
     def wait(self, instruction: Collective) -> None:
         """Finish the group's synchronization; with a clock, record when each part of the reduction is complete."""

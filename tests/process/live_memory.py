@@ -1,0 +1,56 @@
+"""What of a process's memory is live between two steps: the storages of all its tensors."""
+
+import gc
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.fabric.gloo.ops import ScratchPool
+from counterpoint.launchers.environment import detect
+from counterpoint.training.distributed_world import open_world
+
+WIDTH, NUM_LAYERS = 512, 6
+MODEL_BYTES = 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+
+def live_bytes():
+    """Return the bytes of all storages that a tensor of this process refers to."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in {torch.Tensor, nn.Parameter}]
+    grads = [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    storages = [one.untyped_storage() for one in (*tensors, *grads) if one.layout == torch.strided and one.is_cpu]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure(plans, transport):
+    """Return for each plan what is live between two steps, and what gloo's pool has, in sizes of the model."""
+    detected = detect()
+    assert detected is not None, "a launcher has started the ranks"
+    environment = replace(detected, transport=transport)
+    return [measure_plan(plan, environment) for plan in plans]
+
+
+def measure_plan(plan, environment):
+    world = open_world(environment, environment.world_size, 60.0)
+    pool = getattr(world.fabrics[0], "scratch_pool", ScratchPool())
+    before = live_bytes() - pool.num_bytes
+    optimizer = torch.optim.Adam((model := make_model()).parameters())
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    step = cp.parallelize(
+        model, optimizer, F.mse_loss, strategy=plan, share_params_on_host=False, environment=environment
+    )
+    with step:
+        for _ in range(3):
+            step(x, y)
+        pooled = pool.num_bytes
+        live = live_bytes() - pooled - before
+        step(x, y)
+    return [live / MODEL_BYTES, pooled / MODEL_BYTES]

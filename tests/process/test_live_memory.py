@@ -1,0 +1,45 @@
+"""Between two steps, processes hold what the formula of their strategy says: nothing whole outlives its use."""
+
+import pytest
+
+from tests.process.forked_ranks import run_forked
+from tests.process.live_memory import measure
+
+pytestmark = pytest.mark.process
+# Weights, gradients and Adam's two moments, in sizes of the model.
+FORMULAS = {
+    2: {
+        "data(2)": 1 + 1 + 2,
+        "zero(2, level=1)": 1 + 1 + 2 / 2,
+        "zero(2, level=2)": 1 + 1 / 2 + 2 / 2,
+        "zero(2, level=3)": (1 + 1 + 2) / 2,
+        "pipeline(2)": (1 + 1 + 2) / 2,
+        "tensor(2)": (1 + 1 + 2) / 2,
+    },
+    4: {
+        "data(4)": 1 + 1 + 2,
+        "zero(4, level=1)": 1 + 1 + 2 / 4,
+        "zero(4, level=2)": 1 + 1 / 4 + 2 / 4,
+        "zero(4, level=3)": (1 + 1 + 2) / 4,
+        "zero(2, level=3) * data(2)": (1 + 1 + 2) / 2,
+        "pipeline(2) * zero(2, level=1)": (1 + 1 + 2 / 2) / 2,
+    },
+}
+
+
+@pytest.mark.long(quick=["2-shm"])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_live_tensors_are_those_of_the_formula(num_ranks, transport):
+    formulas = FORMULAS[num_ranks]
+    for measured in run_forked(measure, ranks=num_ranks, args=[list(formulas), transport]):
+        assert isinstance(measured, list), measured  # else an error
+        live = {plan: one for plan, (one, _) in zip(formulas, measured, strict=True)}
+        assert live == pytest.approx(formulas, rel=0.02)
+
+
+def test_gloo_keeps_no_more_for_reductions_than_the_gradients_of_the_other_ranks():
+    for measured in run_forked(measure, ranks=2, args=[["zero(2, level=1)"], "gloo"]):
+        assert isinstance(measured, list), measured
+        ((_, pooled),) = measured
+        assert pooled <= 0.75  # a half of the gradient is received, and little is rounded up
