@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -304,3 +305,27 @@ def train_several(strategy):
     """The losses of adversaries, and of two optimizers that train one model in turns."""
     make = partial(cp.parallelize, strategy=strategy)
     return train_adversaries(make, make, gathers=True)[0] + train_in_turns(make, make)[0]
+
+
+def train_prefetched(plans, transport):
+    """The losses of each plan with the pass ``prefetch``, after those without it."""
+    environment = detect()
+    assert environment is not None, "a launcher has started the ranks"
+    return [
+        train_with_passes(plan_of(*plan), passes, replace(environment, transport=transport))
+        for plan in plans
+        for passes in (("overlap",), ("overlap", "prefetch"))
+    ]
+
+
+def train_with_passes(plan, passes, environment):
+    model = mlp()
+    inputs, targets = dataset(12).tensors
+    with cp.parallelize(
+        model,
+        ADAMW(model.parameters()),
+        F.cross_entropy,
+        strategy=replace(plan, passes=passes),
+        environment=environment,
+    ) as step:
+        return [float(step(inputs, targets)) for _ in range(6)]

@@ -8,10 +8,11 @@ from functools import reduce
 
 from counterpoint.compiler.gather_outputs import gather_outputs
 from counterpoint.compiler.overlap import overlap
+from counterpoint.compiler.prefetch import estimate_prefetch, prefetch
 from counterpoint.compiler.recompute import recompute
 from counterpoint.errors import ProgramError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan.plan import Plan
+from counterpoint.plan.plan import PREFETCH_PASS, Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.program.comm_volume import SizeFn, sent_bytes
 from counterpoint.program.edges import edge_endpoints
@@ -147,6 +148,9 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         with plan_error_at(plan.source, "passes"):
             blocks = recomputation.select_blocks(refined)
         program, cost = recompute(program, recomputation, blocks), recomputation.estimate_cost(cost, blocks)
+    if PREFETCH_PASS in plan.passes:
+        before, program = program, prefetch(program)
+        cost = estimate_prefetch(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     symbolic = SymbolicResult()
     if request.verified:
         sent = count_bytes(program, refined, samples)

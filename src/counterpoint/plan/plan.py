@@ -30,7 +30,8 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
-KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, GATHER_OUTPUTS_PASS)
+PREFETCH_PASS = "prefetch"
+KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS)
 DEFAULT_PASSES = ("overlap",)
 """The passes of a plan that is given as text without any."""
 
@@ -45,9 +46,10 @@ class Plan:
     Args:
         strategies: applied from left to right, each spreading the program over one more axis.
         num_microbatches: number of microbatches of one replica; data-parallel strategies multiply it.
-        passes: compiler passes, from ``overlap``, ``recompute`` and ``gather_outputs``. ``recompute`` recomputes all
-            blocks, ``recompute:*.attn`` those with matching module paths, ``recompute:50%`` half of them.
-            ``gather_outputs`` evaluates the loss once, on the outputs of the whole batch.
+        passes: compiler passes, from ``overlap``, ``recompute``, ``gather_outputs`` and ``prefetch``. ``recompute``
+            recomputes all blocks, ``recompute:*.attn`` those with matching module paths, ``recompute:50%`` half of
+            them. ``gather_outputs`` evaluates the loss once, on the outputs of the whole batch. ``prefetch`` lets the
+            gathers and reductions of ``zero(n, level=3)`` run during computations.
         precision: what the model computes in; None for the dtype of its parameters.
         source: the plan file and its lines, for errors; not compared.
         profile: the measured profile by which its stages were chosen; not compared.

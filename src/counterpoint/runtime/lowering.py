@@ -32,6 +32,7 @@ from counterpoint.program.instruction import (
     Recv,
     Send,
     SwapGradBuffers,
+    TensorRef,
     Update,
 )
 from counterpoint.program.program import shift_microbatch
@@ -247,7 +248,7 @@ def forward_only(instructions: Sequence[Instruction], microbatches_per_batch: in
         elif (
             isinstance(instruction, Collective)
             and instruction.op == "all_gather"
-            and _feeds_forward(instructions, index)
+            and _feeds_forward(instructions, _end_of(instructions, index, instruction), instruction.tensor)
         ):
             selected.append(instruction)
             gathered.add(instruction.tensor.blocks)
@@ -281,11 +282,17 @@ def _is_forward_path(instruction: Instruction) -> bool:
     return isinstance(instruction, Forward)
 
 
-def _feeds_forward(instructions: Sequence[Instruction], index: int) -> bool:
-    """Return whether the next compute instruction after an all-gather is a forward."""
+def _end_of(instructions: Sequence[Instruction], index: int, collective: Collective) -> int:
+    """Return the index of the wait for a collective that is started there, else the same index."""
+    wait = replace(collective, phase="wait")
+    return instructions.index(wait, index) if collective.phase == "start" else index
+
+
+def _feeds_forward(instructions: Sequence[Instruction], index: int, weight: TensorRef) -> bool:
+    """Return whether a forward after an all-gather reads the weights before they are freed."""
     for instruction in instructions[index + 1 :]:
-        if isinstance(instruction, Forward):
+        if isinstance(instruction, Forward) and instruction.block in weight.blocks:
             return True
-        if isinstance(instruction, Backward):
+        if isinstance(instruction, Free) and instruction.tensor == weight:
             return False
     return False

@@ -164,8 +164,8 @@ def outermost_replicas(inner):
 def passes_for(strategies):
     """What is said once to be recomputed is not said twice."""
     if any(isinstance(strategy, Pipeline) and strategy.recompute != "never" for strategy in strategies):
-        return st.sampled_from([(), ("overlap",)])
-    return st.sampled_from([(), ("overlap",), ("recompute",), ("overlap", "recompute:50%")])
+        return st.sampled_from([(), ("overlap",), ("overlap", "prefetch")])
+    return st.sampled_from([(), ("overlap",), ("recompute",), ("overlap", "recompute:50%", "prefetch")])
 
 
 def uses_tensor_parallel(strategies):
