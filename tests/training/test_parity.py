@@ -212,6 +212,8 @@ PRECISE_PLANS = ["solo", "data(2)", "zero3(2)", "pipeline(2)"]
         ("bf16", "a plain PyTorch loop"),
         ("bf16(norms=compute, output=compute)", "a plain PyTorch loop"),
         ("fp16", "one rank"),
+        ("fp32(reduce=bf16)", "a plain PyTorch loop"),
+        ("fp32(reduce=fp16)", "one rank"),
     ],
 )
 def test_the_reference_computes_in_the_precision_of_the_run(precision, reference):

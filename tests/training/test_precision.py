@@ -300,6 +300,7 @@ def test_the_model_is_as_before_when_the_run_ends_or_cannot_be_built():
         ("bf16(autocast=true, autocast=true)", "'autocast=true' is no option of it, or there twice"),
         ("bf16(autocast=maybe)", "autocast='maybe' is not True or False"),
         ("bf16(norms=bf16)", "norms='bf16' is not fp32 or compute"),
+        ("bf16(reduce=compute)", "reduce='compute' is not one of fp32, bf16, fp16"),
         ("fp32(autocast=true)", "autocast computes in bf16 or fp16; give one of them, or fp32 without autocast"),
         ("bf16(autocast=true, output=compute)", "autocast has its own rules for norms and outputs; omit norms and "),
         ("b" * 1000, "cannot be read"),
@@ -371,7 +372,9 @@ def make_step_of(plan, **options):
     ), model
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp32", "fp16(autocast=true)", "bf16(norms=compute, output=compute)"])
+@pytest.mark.parametrize(
+    "text", ["bf16", "fp32(reduce=fp16)", "fp16(autocast=true)", "bf16(norms=compute, output=compute, reduce=bf16)"]
+)
 def test_the_text_of_a_precision_is_read_as_it_is_written(text):
     assert str(parse_precision(text)) == text
     assert parse_precision(torch.bfloat16) == Precision("bf16")

@@ -1,4 +1,4 @@
-"""Mixed precision of a plan: the dtype that a forward computes in, and whether modules or operations are cast to it.
+"""Mixed precision of a plan: the dtypes that a forward computes in, and that gradients are summed in over ranks.
 
 Weights, their gradients after backward, and optimizer state stay as the model has them, usually float32: they are the
 master weights. Two ways to compute in a narrower dtype::
@@ -9,7 +9,7 @@ master weights. Two ways to compute in a narrower dtype::
                                    the narrower dtype; norms of torch.nn compute in float32
 
 Sources: "Mixed Precision Training" (Micikevicius et al., 2018); torch's ``MixedPrecisionPolicy`` of FSDP2 for casts of
-modules, with ``param_dtype`` as ``compute`` and ``output_dtype`` as ``output``.
+modules, with ``param_dtype`` as ``compute``, ``output_dtype`` as ``output`` and ``reduce_dtype`` as ``reduce``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from counterpoint.errors import PlanError
 from counterpoint.optim.validation import shorten
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The dtypes that a forward can have: torch's names by those of plans."""
+"""The dtypes that a forward, and a sum of gradients, can have: torch's names by those of plans."""
 
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 MAX_TEXT = 200
@@ -30,7 +30,7 @@ MAX_TEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a forward and its backward.
+    """The dtypes of a forward and its backward, and of the reductions of gradients.
 
     Args:
         compute: dtype of parameters and activations: ``fp32``, ``bf16`` or ``fp16``. Parameters that are no wider
@@ -39,13 +39,15 @@ class Precision:
         norms: dtype of the norms of ``torch.nn`` without autocast: ``fp32``, or ``compute``.
         output: dtype of the model's output, and so of the loss, without autocast: ``fp32``, or ``compute``.
         rounding: how updated weights are rounded, if the model's own are in bf16: ``nearest``, or ``stochastic``.
+        reduce: dtype in which gradients travel and are summed over ranks: ``fp32``, ``bf16`` or ``fp16``. ``fp32``, and
+            a dtype that is no narrower than a gradient, leave it as it is.
 
     Raises:
         PlanError: an argument has another value than those listed.
 
     Example:
-        >>> print(Precision("bf16", norms="compute"))
-        bf16(norms=compute)
+        >>> print(Precision("bf16", norms="compute", reduce="bf16"))
+        bf16(norms=compute, reduce=bf16)
     """
 
     compute: str
@@ -53,10 +55,13 @@ class Precision:
     norms: str = "fp32"
     output: str = "fp32"
     rounding: str = "nearest"
+    reduce: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.compute not in DTYPES:
             raise PlanError(f"precision {shorten(repr(self.compute))} is not one of {', '.join(DTYPES)}")
+        if self.reduce not in DTYPES:
+            raise PlanError(f"reduce={shorten(repr(self.reduce))} is not one of {', '.join(DTYPES)}")
         if type(self.autocast) is not bool:
             raise PlanError(f"autocast={shorten(repr(self.autocast))} is not True or False")
         for name in ("norms", "output"):
@@ -88,6 +93,16 @@ class Precision:
         """Whether modules are cast."""
         return not self.autocast and self.compute != "fp32"
 
+    @property
+    def casts_grads(self) -> bool:
+        """Whether gradients are cast to a narrower dtype where they are summed over ranks."""
+        return self.reduce != "fp32"
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Whether gradients are in fp16 anywhere, whose small ones are zero without a loss scale."""
+        return "fp16" in {self.compute, self.reduce}
+
 
 PrecisionArgument: TypeAlias = Precision | str | None
 """What options take: a precision, its text, or None for the dtypes of the model."""
@@ -104,7 +119,7 @@ def parse_precision(value: object) -> Precision | None:
 
     Example:
         >>> parse_precision("fp16(autocast=true)")
-        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32', rounding='nearest')
+        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32', rounding='nearest', reduce='fp32')
     """
     if value is None or isinstance(value, Precision):
         return value
@@ -120,10 +135,10 @@ def parse_precision(value: object) -> Precision | None:
     options: dict[str, str | bool] = {}
     for part in filter(None, map(str.strip, (match[2] or "").split(","))):
         name, equals, text = map(str.strip, part.partition("="))
-        if not equals or name not in {"autocast", "norms", "output", "rounding"} or name in options:
+        if not equals or name not in {"autocast", "norms", "output", "rounding", "reduce"} or name in options:
             raise PlanError(
                 f"precision={shorten(repr(value))}: {shorten(repr(part))} is no option of it, or there twice; the "
-                "options are autocast=true, norms=compute, output=compute and rounding=stochastic"
+                "options are autocast=true, norms=compute, output=compute, rounding=stochastic and reduce=bf16 or fp16"
             )
         options[name] = {"true": True, "false": False}.get(text, text) if name == "autocast" else text
     return replace(Precision(match[1]), **options)  # type: ignore[arg-type]  # checked there

@@ -310,7 +310,12 @@ def require_no_compiled_calls(model: nn.Module, precision: Precision) -> None:
 
 def compute_dtype(precision: Precision) -> torch.dtype:
     """Return torch's dtype that a precision computes in."""
-    dtype: torch.dtype = getattr(torch, DTYPES[precision.compute])
+    return torch_dtype(precision.compute)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype by the name that precisions have for it."""
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
     return dtype
 
 

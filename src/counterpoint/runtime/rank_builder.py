@@ -57,7 +57,7 @@ from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
-from counterpoint.runtime.params.grad_check import GradCheck
+from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.shared_params import SharedGradHook
 from counterpoint.runtime.params.unit_roles import find_unit_roles
@@ -94,6 +94,7 @@ class RunSpec:
         autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
         read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
         rounds_stochastically: whether updated weights in bf16 are rounded so.
+        reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -114,6 +115,7 @@ class RunSpec:
     autocast: torch.dtype | None = None
     read_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     rounds_stochastically: bool = False
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def program(self) -> Program:
@@ -184,10 +186,11 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         find_embedding_tables(model),
         weight_versions_needed(rank_program.body),
         state_allocator,
-        GradCheck(is_enabled=run_spec.guard.check_finite == "gradients", accelerator=accelerator),
+        make_grad_check(run_spec, params, accelerator),
         keeps_grads=run_spec.keeps_grads,
         read_dtypes=run_spec.read_dtypes,
         rounding=StochasticRounding(run_spec.seed, rank_program.tp_rank) if run_spec.rounds_stochastically else None,
+        reduce_dtype=run_spec.reduce_dtype,
     )
     bound_model = replace(
         bind_segments(run_spec, partition, instructions, training=True),
@@ -210,6 +213,13 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         decides_on_device=can_decide_on_device(run_spec, model, accelerator),
     )
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
+
+
+def make_grad_check(run_spec: RunSpec, params: Mapping[str, nn.Parameter], accelerator: Accelerator) -> GradCheck:
+    """Return the check of a rank's gradients."""
+    share_factor = find_share_factor((param.dtype for param in params.values()), run_spec.reduce_dtype)
+    is_enabled = run_spec.guard.check_finite == "gradients"
+    return GradCheck(is_enabled=is_enabled, accelerator=accelerator, share_factor=share_factor)
 
 
 def can_decide_on_device(run_spec: RunSpec, model: nn.Module, accelerator: Accelerator) -> bool:

@@ -215,7 +215,6 @@ class LocalRanks:
         self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
         self.accelerator = accelerator if accelerator is not None else find_accelerator(model)
-        self.can_share_params = options.share_params_on_host and self.accelerator.is_host
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_precision(use_plan_profile(plan, options), plan)
         self.module_casts: ModuleCasts | None = None  # of a precision that casts modules, once built
@@ -432,6 +431,12 @@ class LocalRanks:
         self.optimizer_exchange = OptimizerExchange(self.optimizer_spec, built, self.in_flight)
         self.optimizer_exchange.import_state()
         self.shared_model.open()
+
+    @property
+    def can_share_params(self) -> bool:
+        """Whether replicas on one host may share parameters; they would sum gradients in the gradients' own dtype."""
+        casts_grads = self.precision is not None and self.precision.casts_grads
+        return self.options.share_params_on_host and self.accelerator.is_host and not casts_grads
 
     @property
     def precision(self) -> Precision | None:

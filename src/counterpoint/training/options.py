@@ -68,10 +68,10 @@ class TrainingOptions:
         loss_scale: factor of the losses in backward, so that gradients do not underflow in fp16: a number, ``dynamic``
             for a factor that starts with 65536, grows, and shrinks when gradients are not finite, which skips the step
             on all ranks, or a ``cp.DynamicLossScale`` with its parameters. Losses, norms and updates are those of
-            unscaled gradients. None for 1, or ``dynamic`` where ``precision`` computes in fp16.
+            unscaled gradients. None for 1, or ``dynamic`` where ``precision`` computes or reduces in fp16.
         precision: what the model computes in, while its parameters and their updates stay in their own dtype: ``bf16``,
-            ``fp16`` or ``fp32``, or with options ``bf16(autocast=true)``, or a ``cp.Precision``. None for the dtype of
-            its parameters.
+            ``fp16`` or ``fp32``, or with options ``bf16(autocast=true)``, ``bf16(reduce=bf16)``, or a ``cp.Precision``.
+            None for the dtype of its parameters.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
             the ``sum``; ``batch`` for a loss that compares samples with each other: the outputs of the whole batch are
             gathered, and it is evaluated once on all of them.
@@ -239,7 +239,7 @@ def use_plan_precision(options: TrainingOptions, plan: Plan) -> TrainingOptions:
     precision = merge_precision(parse_precision(options.precision), plan.precision)
     if precision is None:
         return options
-    needs_scale = options.loss_scale is None and precision.compute == "fp16"
+    needs_scale = options.loss_scale is None and precision.uses_fp16
     return replace(options, precision=precision, loss_scale="dynamic" if needs_scale else options.loss_scale)
 
 

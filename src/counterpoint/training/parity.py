@@ -315,7 +315,7 @@ def compare_plans(
     run = replace(run, options=replace(run.options, retain_freed_memory=False, num_measured_plans=0))
     accelerator = accelerator_for(model_device(run.model))
     precision = parse_precision(run.options.precision)
-    is_fp16 = precision is not None and precision.compute == "fp16"
+    is_fp16 = precision is not None and precision.uses_fp16
     with accelerator.preserve_rng(), default_dtype(dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user's own run warns
         try:
@@ -353,8 +353,8 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
 
 
 def is_narrow(precision: Precision | None) -> bool:
-    """Return whether a model computes in fewer bits than float32."""
-    return precision is not None and precision.compute != "fp32"
+    """Return whether a model computes, or ranks sum gradients, in fewer bits than float32."""
+    return precision is not None and (precision.compute != "fp32" or precision.casts_grads)
 
 
 @contextmanager

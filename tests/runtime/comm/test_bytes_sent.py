@@ -35,7 +35,7 @@ CLOSED = {
 
 
 class RingFabric:
-    """A fabric on which all-reduces and all-gathers are rings of counted messages."""
+    """A fabric on which all-reduces and all-gathers are rings of counted messages; reduce-scatters are counted."""
 
     def __init__(self, fabric):
         self.fabric, self.sent, self.rank = fabric, 0, fabric.rank
@@ -54,6 +54,11 @@ class RingFabric:
         execute(self, rank_schedule(ring(len(group)), group, self.rank), label, [tensor])
         tensor.div_(len(group) if op == "mean" else 1)
         return CompletedWork()
+
+    def reduce_scatter(self, label, whole, bounds, group, op="sum"):
+        position = group.index(self.rank)
+        self.sent += (len(whole) - (bounds[position + 1] - bounds[position])) * whole.element_size()
+        return self.fabric.reduce_scatter(label, whole, bounds, group, op)
 
     def all_gather(self, label, whole, bounds, group):
         position, count = group.index(self.rank), len(group)

@@ -24,6 +24,10 @@ class RingCountingFabric:
         self.sent += Fraction(2 * (len(group) - 1), len(group)) * tensor.numel() * tensor.element_size()
         return self.fabric.all_reduce(label, tensor, group)
 
+    def reduce_scatter(self, label, whole, bounds, group):
+        self.sent += Fraction(len(group) - 1, len(group)) * whole.numel() * whole.element_size()
+        return self.fabric.reduce_scatter(label, whole, bounds, group)
+
     def all_gather(self, label, whole, bounds, group):
         self.sent += Fraction(len(group) - 1, len(group)) * whole.numel() * whole.element_size()
         return self.fabric.all_gather(label, whole, bounds, group)

@@ -16,6 +16,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from counterpoint.fabric.cast_reductions import start_cast_all_reduce
 from counterpoint.fabric.collectives.adasum import adasum
 from counterpoint.fabric.compression import (
     CAST_DTYPES,
@@ -28,6 +29,7 @@ from counterpoint.fabric.compression import (
 )
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.program.compression import Codec, powersgd_rank
+from counterpoint.runtime.params.flat_grads import CombinedWork
 from counterpoint.runtime.params.flat_layout import ParamSlot
 from counterpoint.runtime.params.flat_params import FlatParams
 
@@ -62,7 +64,7 @@ def compressed_all_reduce(  # noqa: PLR0913 - what a compressed collective depen
         work = compressed_all_reduce(fabric, label, flat_params, group, codec, sample_fractions)
         return _ScaledWork(work, flat_params, loss_scale)
     if codec.name in CAST_DTYPES:
-        return _CastAllReduce(fabric, label, flat_params, group, codec)
+        return _cast_all_reduce(fabric, label, flat_params, group, codec)
     if codec.name == "powersgd":
         return _PowerSGDReduce(fabric, label, flat_params, group, codec)
     return _GatherReduce(fabric, label, flat_params, group, codec, sample_fractions)
@@ -139,23 +141,15 @@ def decode_message(flat_params: FlatParams, message: Iterator[Tensor], codec: Co
     return [torch.cat(decoded_parts), *rest]
 
 
-class _CastAllReduce(Work):
-    """An all-reduce in a narrower dtype."""
-
-    def __init__(self, fabric: Fabric, label: str, flat_params: FlatParams, group: Group, codec: Codec) -> None:
-        self.grad = flat_params.own_grads.collect_all()
-        compensated = flat_params.error_feedback_for(group).add_residual(self.grad, flat_params.own_grads.rows)
-        self.sent: list[tuple[Tensor, Tensor, Work]] = []
-        for start, stop in flat_params.own_grads.rows.dense_ranges(0, len(compensated)):
-            sent = cast_clamped(compensated[start:stop], CAST_DTYPES[codec.name], len(group))
-            compensated[start:stop] -= sent
-            self.sent.append((self.grad[start:stop], sent, fabric.all_reduce(label, sent, group)))
-
-    def wait(self) -> None:
-        """Write the sum to the gradient, in its own dtype."""
-        for grad, sent, work in self.sent:
-            work.wait()
-            grad.copy_(sent)
+def _cast_all_reduce(fabric: Fabric, label: str, flat_params: FlatParams, group: Group, codec: Codec) -> Work:
+    """Start an all-reduce in a narrower dtype."""
+    grad, rows = flat_params.own_grads.collect_all(), flat_params.own_grads.rows
+    compensated, works = flat_params.error_feedback_for(group).add_residual(grad, rows), []
+    for start, stop in rows.dense_ranges(0, len(compensated)):
+        sent = cast_clamped(compensated[start:stop], CAST_DTYPES[codec.name], len(group))
+        compensated[start:stop] -= sent
+        works.append(start_cast_all_reduce(fabric, label, grad[start:stop], sent, group))
+    return CombinedWork(works)
 
 
 class _GatherReduce(Work):

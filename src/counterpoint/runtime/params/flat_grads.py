@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
@@ -273,13 +274,18 @@ class FlatGrads(GradStorage):
             self.rows.all_gather(fabric, instruction.group, label, reduced_already=reduced_already)
 
     def start_range_reduce(self, fabric: Fabric, instruction: Collective, label: str, part: Tensor, start: int) -> Work:
-        """Start to reduce a part of the flat gradient that begins at element ``start``."""
-        group = instruction.group
+        """Start to reduce a part of the flat gradient that begins at element ``start``, in the reduce dtype."""
+        group, dtype = instruction.group, self.layout.reduce_dtype
+        narrow = None if dtype is None else part.to(dtype)
         if instruction.op != "reduce_scatter":
-            return fabric.all_reduce(label, part, group)
+            if narrow is None:
+                return fabric.all_reduce(label, part, group)
+            return start_cast_all_reduce(fabric, label, part, narrow, group)
         stop = start + len(part)
         local_bounds = [min(max(bound, start), stop) - start for bound in self.layout.shard_bounds(len(group))]
-        return fabric.reduce_scatter(label, part, local_bounds, group)
+        if narrow is None:
+            return fabric.reduce_scatter(label, part, local_bounds, group)
+        return start_cast_reduce_scatter(fabric, label, part, narrow, local_bounds, group)
 
     def finish_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> None:
         """Add this rank's part of the sum to its shard, and gather the rows of tables."""

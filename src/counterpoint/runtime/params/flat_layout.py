@@ -61,6 +61,7 @@ class FlatLayout:
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
         read_dtype: the dtype of the casts that the model reads, in which freed weights are gathered; None if the
             model reads the parameters themselves.
+        reduce_dtype: the narrower dtype in which gradients are summed over ranks; None for ``dtype``.
 
     Attributes:
         num_elements: length of the buffer.
@@ -71,6 +72,7 @@ class FlatLayout:
     may_split_params: bool
     merges_params: bool = True
     read_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     num_elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +146,7 @@ def build_layouts(
     may_split_params: bool,
     merges_params: bool = True,
     read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[FlatLayout, ...]:
     """Return one layout for each dtype and the dtype in which parameters are read.
 
@@ -152,6 +155,7 @@ def build_layouts(
         may_split_params: whether a shard may end within a parameter.
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
         read_dtypes: of the parameters that are read in a narrower dtype.
+        reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
     """
     layouts = []
     for dtype, read_dtype in dict.fromkeys((dtype, read_dtypes.get(name)) for name, _, dtype, _ in params):
@@ -159,5 +163,6 @@ def build_layouts(
         slots: list[ParamSlot] = []
         for name, shape, _, group in sorted(members, key=lambda item: item[3]):
             slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
-        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params, merges_params, read_dtype))
+        narrower = reduce_dtype if reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize else None
+        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params, merges_params, read_dtype, narrower))
     return tuple(layouts)

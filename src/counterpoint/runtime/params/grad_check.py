@@ -16,7 +16,7 @@ product. Where the gradients are is kept for the update, which needs it, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple
@@ -42,13 +42,33 @@ ROUNDING_MARGIN = 0.5
 """Bounds up to this share of the largest number of a dtype are valid whatever the order of additions."""
 
 
+def find_share_factor(dtypes: Iterable[torch.dtype], reduce_dtype: torch.dtype | None) -> float:
+    """Return what makes shares of gradients' largest number those of the dtype in which ranks sum gradients.
+
+    Args:
+        dtypes: of the gradients.
+        reduce_dtype: in which they are summed; None for their own.
+
+    Example:
+        >>> find_share_factor([torch.float32], None)
+        1.0
+        >>> find_share_factor([torch.float32], torch.float16) > 1e34
+        True
+    """
+    if reduce_dtype is None:
+        return 1.0
+    largest_number = max((torch.finfo(dtype).max for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    return max(1.0, largest_number / (ROUNDING_MARGIN * torch.finfo(reduce_dtype).max))
+
+
 class GradReport(NamedTuple):
     """What is known of the gradients of some microbatches.
 
     Args:
         micro: the first microbatch with a gradient that is not finite; -1 for none.
         name: the parameter whose gradient it is.
-        share: an upper bound of the magnitudes of their sum, as a share of the largest number of the dtype.
+        share: an upper bound of the magnitudes of their sum, as a share of the largest number of the dtype in which
+            they are summed.
     """
 
     micro: int = -1
@@ -133,11 +153,16 @@ class GradCheck:
     Args:
         is_enabled: whether gradients are read at all.
         accelerator: that the gradients are on; None for the host.
+        share_factor: what shares of the largest number are multiplied with where gradients are summed in another dtype,
+            by :func:`find_share_factor`.
     """
 
-    def __init__(self, *, is_enabled: bool = False, accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self, *, is_enabled: bool = False, accelerator: Accelerator | None = None, share_factor: float = 1.0
+    ) -> None:
         self.is_enabled = is_enabled
         self.accelerator = accelerator
+        self.share_factor = share_factor
         self.micro: int | None = None  # whose backward runs now
         self._nonfinite: dict[int, str] = {}  # the parameter, by microbatch
         self._shares: dict[int, float] = {}  # by microbatch
@@ -319,7 +344,7 @@ class GradCheck:
         found, self._on_device, self._copy = self._on_device, [], None
         for one, values in _split_by_check(found, copy):
             self._record(one.micro, one.names, values.numpy(), one.largest_number)
-        share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope)
+        share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope) * self.share_factor
         nonfinite = sorted(micro for micro in self._nonfinite if micro in scope)
         names = [self._nonfinite.pop(micro) for micro in nonfinite]
         return GradReport(nonfinite[0], names[0], share) if nonfinite else NO_REPORT._replace(share=share)
@@ -349,7 +374,8 @@ class GradCheck:
                     return one.names[int(torch.nonzero(~values.isfinite())[0])]
             return ""
 
-        return DeviceGradReport([(micro, values.amax()) for micro, values in shares], total, read_name)
+        largest = [(micro, values.amax()) for micro, values in shares]
+        return DeviceGradReport(largest, total * self.share_factor, read_name)
 
 
 def _split_by_check(

@@ -186,6 +186,7 @@ class ParamStore:
         keeps_grads: whether the gradients of a step are kept until the next one.
         read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
         rounding: of updated weights in bf16; None for that to the nearest.
+        reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -204,9 +205,10 @@ class ParamStore:
         keeps_grads: bool = False,
         read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         rounding: WeightRounding | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.params = dict(params)
-        self.read_dtypes, self.rounding = read_dtypes, rounding
+        self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
         self.grad_check = grad_check or GradCheck()
         self.keeps_grads = keeps_grads
         self.buffers = dict(buffers)
@@ -351,6 +353,7 @@ class ParamStore:
             may_split_params=self.optimizer_spec.is_elementwise,
             merges_params=self.optimizer_spec.merges_params,
             read_dtypes=self.read_dtypes,
+            reduce_dtype=self.reduce_dtype,
         )
         flat_params = [
             FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names, self.grad_check)
