@@ -140,6 +140,24 @@ def test_a_dynamic_loss_scale_is_that_of_the_cpu(plan, nonfinite, device):
         assert all(torch.allclose(value, other[name], rtol=1e-11, atol=1e-14) for name, value in one.items())
 
 
+@pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
+def test_a_sum_that_overflows_in_a_narrower_dtype_is_found_as_on_the_cpu(plan, device):
+    def train(device):
+        rule = cp.DynamicLossScale(init_scale=2.0**24)
+        step, model = make_step("mlp", plan, device, loss_scale=rule, precision="fp32(reduce=fp16)")
+        with step:
+            losses = [float(step(*batch)) for batch in samples(16)]
+            state = state_of(step, model)
+            return losses, {rank.interpreter.state.loss_scaler.scale for rank in step.local_ranks.ranks.values()}, state
+
+    (losses, scales, state), (expected_losses, expected_scales, expected) = train(device), train("cpu")
+    assert scales == expected_scales
+    assert max(scales) < 2.0**23
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    for one, other in zip(state, expected, strict=True):
+        assert all(torch.allclose(value, other[name], rtol=1e-2, atol=1e-3) for name, value in one.items())
+
+
 def test_too_many_skipped_steps_end_the_run_at_the_same_step_and_weights(device):
     def train(device):
         step, _ = make_step("mlp", "data(2)", device, nonfinite="skip")
