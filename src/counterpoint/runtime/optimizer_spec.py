@@ -26,6 +26,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils.hooks import RemovableHandle
 
 from counterpoint.errors import DataError, PlanError, first_line
+from counterpoint.optim.low_bit_adam import Adam8bit, AdamBf16, AdamW8bit, AdamWBf16, BlockwiseAdam
 from counterpoint.runtime.state_of_ranks import StateOfRanks
 from counterpoint.world.topology import format_count
 
@@ -78,6 +79,8 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset(
         optim.RAdam,
         optim.ASGD,
         optim.Rprop,
+        AdamBf16,
+        AdamWBf16,
     }
 )
 """Optimizers whose update is elementwise, so that parameters may be merged into one tensor, or split."""
@@ -159,6 +162,8 @@ class OptimizerSpec:
 
     Attributes:
         group_index: the index of the option group of each trainable parameter, by name.
+        split_size: shards may end within a parameter after multiples of so many elements, if as many are left; None if
+            the optimizer needs whole parameters.
 
     Raises:
         PlanError: it holds tensors that are not parameters of the model, or misses trainable ones, has hooks that run
@@ -174,6 +179,7 @@ class OptimizerSpec:
         require_no_closure(self.optimizer_class)
         self.require_no_step_hooks()
         self.is_elementwise = self.optimizer_class in ELEMENTWISE_OPTIMIZERS
+        self.split_size = find_split_size(self.optimizer)
         self.params = dict(params)
         self.group_index = map_params_to_groups(self.optimizer, params)
         self._group_structure = self._read_group_structure()
@@ -256,6 +262,7 @@ class OptimizerSpec:
         """
         require_trainable(self.params)
         self.group_index = map_params_to_groups(self.optimizer, self.params)
+        self.split_size = find_split_size(self.optimizer)
         self._group_structure = self._read_group_structure()
 
     def attach_ranks(self, export_state: Callable[[], None]) -> None:
@@ -519,6 +526,20 @@ class OptimizerSpec:
         ]
         for optimizer, hook in hooks if hooks and is_applied() else ():
             hook(optimizer, (optimizer,), {})
+
+
+def find_split_size(optimizer: optim.Optimizer) -> int | None:
+    """Return after multiples of how many elements a parameter may be split for its update; None if it may not.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(100, 100))
+        >>> [find_split_size(kind([weight], lr=0.1)) for kind in (optim.SGD, AdamW8bit, optim.Adafactor)]
+        [1, 4096, None]
+    """
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        return 1
+    is_blockwise = isinstance(optimizer, BlockwiseAdam) and type(optimizer) in {Adam8bit, AdamW8bit}
+    return optimizer.split_size if is_blockwise else None
 
 
 def is_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

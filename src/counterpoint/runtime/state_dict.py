@@ -25,6 +25,7 @@ from counterpoint.checkpoint.tensor_slice import TensorSlice, dtype_name, flat_s
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Group, Json
 from counterpoint.model.spec import Unit
+from counterpoint.optim.blockwise import count_blocks
 from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.program.compression import find_codec
 from counterpoint.program.instruction import (
@@ -82,7 +83,7 @@ class ShardMap:
         ]
         return build_layouts(
             params,
-            may_split_params=optimizer_spec.is_elementwise,
+            split_size=optimizer_spec.split_size,
             merges_params=optimizer_spec.merges_params,
             read_dtypes=self.run_spec.read_dtypes,
         )
@@ -327,7 +328,10 @@ def collect_optimizer_state(
                     whole = value.to_dense() if value.is_sparse else value
                     part = whole.reshape(-1)[first - target.start : last - target.start].contiguous()
                     slices.append(flat_slice(f"optimizer.{key}:{name}", part, slot.shape, first - slot.start))
-                else:  # its optimizer is not elementwise, so the target is the whole parameter
+                elif last - first < slot.stop - slot.start:  # only optimizers with one value per block take parts
+                    shape, start = (count_blocks(slot.stop - slot.start),), count_blocks(first - slot.start)
+                    slices.append(flat_slice(f"optimizer.{key}:{name}", value, shape, start))
+                else:
                     slices.append(whole_tensor(f"optimizer.{key}:{name}", value))
     return slices, scalars
 
@@ -453,13 +457,17 @@ def format_scalars(scalars: Mapping[str, Any]) -> str:
 def _local_optimizer_state(
     shard_map: ShardMap, rank: RankRuntime, fulls: Sequence[Tensor], target: OptimizerTarget
 ) -> Tensor:
-    """Return a target's part of the state of its parameters; state of another shape is returned whole."""
+    """Return a target's part of the state of its parameters.
+
+    State of another shape is returned whole, if the target is a whole parameter; else it has one value per block.
+    """
     rank_program = shard_map.run_spec.program.rank_programs[rank.interpreter.fabric.rank]
     shapes = {param.name: param.shape for param in shard_map.run_spec.model_spec.params}
     parts = []
     for full, (slot, first, last) in zip(fulls, target.param_slots(), strict=True):
         if tuple(full.shape) != shapes[slot.name]:
-            return full
+            is_whole = last - first == slot.stop - slot.start
+            return full if is_whole else full[count_blocks(first - slot.start) : count_blocks(last - slot.start)]
         local = take_slice(
             full,
             sliced_params(shard_map.run_spec.model_spec).get(slot.name),

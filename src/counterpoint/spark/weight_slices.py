@@ -65,7 +65,7 @@ def make_layout(model: nn.Module, group_of: Mapping[str, int], num_partitions: i
     params = {name: param for name, param in model.named_parameters() if name in group_of}
     layouts = build_layouts(
         [(name, tuple(param.shape), param.dtype, group_of[name]) for name, param in params.items()],
-        may_split_params=True,
+        split_size=1,
     )
     if len(layouts) > 1:
         dtypes = ", ".join(f"{flat_layout.slots[0].name} is {flat_layout.dtype}" for flat_layout in layouts)

@@ -346,7 +346,7 @@ class LocalRanks:
             PlanError: the model and the plan do not fit together.
         """
         fabric = self.world.fabrics[0]
-        if self.can_share_params and self.optimizer_spec.is_elementwise:
+        if self.can_share_params and self.optimizer_spec.split_size is not None:
             self.plan = share_params_per_host(self.plan, fabric.hosts)
         self.sync_initial_values()
         require_values(inputs)

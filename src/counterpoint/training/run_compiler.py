@@ -14,6 +14,7 @@ from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - 
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.precision import parse_precision
+from counterpoint.optim.low_bit_adam import BlockwiseAdam
 from counterpoint.partitioning.compiled_modules import require_compilable
 from counterpoint.partitioning.dry_run import (
     ModuleAttributes,
@@ -293,6 +294,7 @@ class RunCompiler:
         """
         require_known_to_stages(compiled, self.options)
         require_elementwise_optimizer(plan, compiled, self.optimizer_spec)
+        require_one_state(plan, compiled, self.optimizer_spec)
         skips_unused = self.options.unused_parameters == "skip"
         if skips_unused:
             require_skippable_params(plan, compiled, applies_one_gradient=applies_one_gradient)
@@ -334,6 +336,22 @@ def require_elementwise_optimizer(plan: Plan, compiled: CompiledPlan, optimizer_
             f"{optimizer_spec.class_of(names[0]).__name__} may need whole tensors, but under {plan} a rank "
             f"has only a shard of {names[0]}{others}, so its updates would differ from "
             "one-device training; use an elementwise optimizer (AdamW, SGD) for them, or data, zero or pipeline"
+        )
+
+
+def require_one_state(plan: Plan, compiled: CompiledPlan, optimizer_spec: OptimizerSpec) -> None:
+    """Check that no replica has a state of its own if there is no mean of states, which other ranks continue with.
+
+    Raises:
+        PlanError: one has.
+    """
+    classes = {optimizer_spec.class_of(name) for name in optimizer_spec.group_index}
+    names = sorted(one.__name__ for one in classes if issubclass(one, BlockwiseAdam))
+    if names and independent_replicas(compiled.step_variants[-1]):
+        raise PlanError(
+            f"{names[0]} keeps codes of 8 bits, which have no mean over replicas, but under {plan} replicas have "
+            "states of their own, whose mean a run on other ranks continues with; use AdamWBf16 or AdamW, or a plan whose "
+            "ranks update together, such as data without sync_every, zero or pipeline"
         )
 
 

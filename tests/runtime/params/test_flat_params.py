@@ -19,38 +19,41 @@ def half(index):
     return Fraction(index, 2), Fraction(index + 1, 2)
 
 
-def make_flat_params(*, local_shard=WHOLE, may_split_params=True):
+def make_flat_params(*, local_shard=WHOLE, split_size=1):
     """Return flat parameters a (2, 3), d (4) and b (3) in float64, filled with 0, 1, 2, ..., and the parameters."""
-    layout = next(layout for layout in build_layouts(PARAMS, may_split_params=may_split_params) if layout.dtype == F64)
+    layout = next(layout for layout in build_layouts(PARAMS, split_size=split_size) if layout.dtype == F64)
     values = torch.arange(13, dtype=F64)
     params = {slot.name: nn.Parameter(values[slot.start : slot.stop].view(slot.shape)) for slot in layout.slots}
     return FlatParams(layout, params, local_shard), params
 
 
 def test_there_is_one_layout_per_dtype_and_groups_are_contiguous():
-    doubles, singles = build_layouts(PARAMS, may_split_params=True)
+    doubles, singles = build_layouts(PARAMS, split_size=1)
     assert [(slot.name, slot.start, slot.stop) for slot in doubles.slots] == [("a", 0, 6), ("d", 6, 10), ("b", 10, 13)]
     assert [(slot.name, slot.start, slot.stop) for slot in singles.slots] == [("c", 0, 2)]
     assert (doubles.dtype, singles.dtype) == (F64, F32)
 
 
 @pytest.mark.parametrize(
-    ("may_split_params", "num_parts", "bounds"),
+    ("split_size", "num_parts", "bounds"),
     [
-        (True, 2, [0, 6, 13]),
-        (True, 3, [0, 4, 8, 13]),
-        (False, 2, [0, 6, 13]),
-        (False, 3, [0, 6, 10, 13]),
-        (False, 5, [0, 6, 6, 10, 10, 13]),
+        (1, 2, [0, 6, 13]),
+        (1, 3, [0, 4, 8, 13]),
+        (2, 3, [0, 4, 8, 13]),
+        (2, 5, [0, 2, 6, 8, 10, 13]),
+        (3, 5, [0, 3, 6, 10, 10, 13]),
+        (None, 2, [0, 6, 13]),
+        (None, 3, [0, 6, 10, 13]),
+        (None, 5, [0, 6, 6, 10, 10, 13]),
     ],
 )
-def test_shards_split_parameters_only_if_the_optimizer_allows_it(may_split_params, num_parts, bounds):
-    layout, _ = build_layouts(PARAMS, may_split_params=may_split_params)
+def test_shards_split_parameters_only_where_the_optimizer_allows_it(split_size, num_parts, bounds):
+    layout, _ = build_layouts(PARAMS, split_size=split_size)
     assert layout.shard_bounds(num_parts) == bounds
 
 
 def test_an_optimizer_gets_one_tensor_for_each_group_or_one_for_each_parameter():
-    merged, separate = (build_layouts(PARAMS, may_split_params=may_split)[0] for may_split in (True, False))
+    merged, separate = (build_layouts(PARAMS, split_size=split_size)[0] for split_size in (1, None))
     assert merged.optimizer_ranges(WHOLE) == [(0, 0, 10), (1, 10, 13)]
     assert merged.optimizer_ranges(half(1)) == [(0, 6, 10), (1, 10, 13)]
     assert separate.optimizer_ranges(WHOLE) == [(0, 0, 6), (0, 6, 10), (1, 10, 13)]
@@ -60,10 +63,10 @@ def test_an_optimizer_gets_one_tensor_for_each_group_or_one_for_each_parameter()
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-@given(shapes, st.integers(1, 7), st.booleans())
-def test_the_shards_of_any_number_of_ranks_cover_every_element_once(shapes, num_parts, may_split_params):
+@given(shapes, st.integers(1, 7), st.sampled_from([1, 2, 3, None]))
+def test_the_shards_of_any_number_of_ranks_cover_every_element_once(shapes, num_parts, split_size):
     params = [(str(at), shape, F32, at % 2) for at, shape in enumerate(shapes)]
-    (layout,) = build_layouts(params, may_split_params=may_split_params)
+    (layout,) = build_layouts(params, split_size=split_size)
     covered = [
         (slot.name, element)
         for index in range(num_parts)
@@ -71,8 +74,16 @@ def test_the_shards_of_any_number_of_ranks_cover_every_element_once(shapes, num_
         for element in range(start, stop)
     ]
     assert covered == [(slot.name, element) for slot in layout.slots for element in range(slot.start, slot.stop)]
-    if not may_split_params:
-        assert set(layout.shard_bounds(num_parts)) <= {0, *(slot.stop for slot in layout.slots)}
+    assert all(may_cut(layout, bound) for bound in layout.shard_bounds(num_parts))
+
+
+def may_cut(layout, bound):
+    """Return whether a bound is one of parameters, or leaves both parts of one large enough, and the first aligned."""
+    slot = next(slot for slot in layout.slots if bound <= slot.stop)
+    if bound in {0, slot.stop}:
+        return True
+    size, first = layout.split_size, bound - slot.start
+    return size is not None and first % size == 0 and slot.stop - bound >= size
 
 
 def test_parameters_are_views_of_one_buffer():
@@ -136,7 +147,7 @@ def test_a_shard_is_accumulated_over_microbatches_while_the_flat_gradient_is_fre
 
 
 def test_whole_tensors_keep_their_shape_for_optimizers_that_are_not_elementwise():
-    flat_params, params = make_flat_params(may_split_params=False)
+    flat_params, params = make_flat_params(split_size=None)
     params["a"].grad = torch.ones(2, 3, dtype=F64)
     assert flat_params.optimizer_view(0, 6).shape == (2, 3)
     assert flat_params.grads.optimizer_grad(0, 6).shape == (2, 3)
@@ -154,7 +165,7 @@ def test_a_sparse_gradient_of_a_parameter_without_rows_is_added_as_a_dense_one()
 def test_large_gradients_are_collected_one_by_one(monkeypatch):
     """So that at most one of them is in memory twice."""
     (layout,) = build_layouts(
-        [("small", (3,), F64, 0), ("large", (9000,), F64, 0), ("last", (2,), F64, 0)], may_split_params=True
+        [("small", (3,), F64, 0), ("large", (9000,), F64, 0), ("last", (2,), F64, 0)], split_size=1
     )
     params = {slot.name: nn.Parameter(torch.zeros(slot.shape, dtype=F64)) for slot in layout.slots}
     for param in params.values():

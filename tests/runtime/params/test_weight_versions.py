@@ -14,7 +14,7 @@ def params():
 
 def flattened(named):
     layout_params = [(name, tuple(param.shape), param.dtype, 0) for name, param in named.items()]
-    (layout,) = build_layouts(layout_params, may_split_params=True)
+    (layout,) = build_layouts(layout_params, split_size=1)
     return [FlatParams(layout, named, WHOLE)]
 
 

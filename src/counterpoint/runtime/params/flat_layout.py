@@ -57,7 +57,8 @@ class FlatLayout:
     Args:
         dtype: of all of them.
         slots: contiguous, sorted by option group.
-        may_split_params: whether a shard may end within a parameter.
+        split_size: a shard may end within a parameter after a multiple of so many elements, if as many are left; None
+            if it may not.
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
         read_dtype: the dtype of the casts that the model reads, in which freed weights are gathered; None if the
             model reads the parameters themselves.
@@ -69,7 +70,7 @@ class FlatLayout:
 
     dtype: torch.dtype
     slots: tuple[ParamSlot, ...]
-    may_split_params: bool
+    split_size: int | None
     merges_params: bool = True
     read_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -79,6 +80,11 @@ class FlatLayout:
         object.__setattr__(self, "num_elements", self.slots[-1].stop if self.slots else 0)
 
     @property
+    def may_split_params(self) -> bool:
+        """Whether a shard may end within a parameter."""
+        return self.split_size is not None
+
+    @property
     def key(self) -> LayoutKey:
         """What tells it from the other layouts of its unit."""
         return self.dtype, self.read_dtype
@@ -86,16 +92,21 @@ class FlatLayout:
     def element_range(self, span: ShardSpan) -> tuple[int, int]:
         """Return the first element of a shard and one past its last."""
         low, high = (int(self.num_elements * bound) for bound in span)
-        return self._align_to_param(low), self._align_to_param(high)
+        return self._align(low), self._align(high)
 
     def shard_bounds(self, num_parts: int) -> list[int]:
         """Return the ``num_parts + 1`` bounds of equal shards."""
-        return [self._align_to_param(self.num_elements * index // num_parts) for index in range(num_parts + 1)]
+        return [self._align(self.num_elements * index // num_parts) for index in range(num_parts + 1)]
 
-    def _align_to_param(self, element: int) -> int:
-        if self.may_split_params or element == 0:
+    def _align(self, element: int) -> int:
+        """Return the first element from here on at which a shard may end."""
+        if self.split_size == 1 or element == 0:
             return element
-        return min(slot.stop for slot in self.slots if slot.stop >= element)
+        slot = next(slot for slot in self.slots if slot.stop >= element)
+        if self.split_size is None:
+            return slot.stop
+        cut = slot.start - (slot.start - element) // self.split_size * self.split_size
+        return cut if slot.stop - cut >= self.split_size else slot.stop
 
     def as_param_shape(self, flat: Tensor, start: int, stop: int) -> Tensor:
         """View a range in the shape of its parameter; flat if it is not exactly one, or shards may split them."""
@@ -143,7 +154,7 @@ def is_small(slot: ParamSlot, layout: FlatLayout) -> bool:
 def build_layouts(
     params: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
     *,
-    may_split_params: bool,
+    split_size: int | None,
     merges_params: bool = True,
     read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     reduce_dtype: torch.dtype | None = None,
@@ -152,7 +163,7 @@ def build_layouts(
 
     Args:
         params: ``(name, local shape, dtype, option group)`` of each.
-        may_split_params: whether a shard may end within a parameter.
+        split_size: of the layouts.
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
         read_dtypes: of the parameters that are read in a narrower dtype.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
@@ -164,5 +175,5 @@ def build_layouts(
         for name, shape, _, group in sorted(members, key=lambda item: item[3]):
             slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
         narrower = reduce_dtype if reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize else None
-        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params, merges_params, read_dtype, narrower))
+        layouts.append(FlatLayout(dtype, tuple(slots), split_size, merges_params, read_dtype, narrower))
     return tuple(layouts)

@@ -350,7 +350,7 @@ class ParamStore:
         ]
         layouts = build_layouts(
             described,
-            may_split_params=self.optimizer_spec.is_elementwise,
+            split_size=self.optimizer_spec.split_size,
             merges_params=self.optimizer_spec.merges_params,
             read_dtypes=self.read_dtypes,
             reduce_dtype=self.reduce_dtype,
