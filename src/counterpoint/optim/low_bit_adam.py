@@ -56,29 +56,47 @@ class LowBitAdam(Optimizer, ABC):
             PlanError: an option is out of range, or a parameter is not of floating point.
         """
         super().add_param_group(param_group)
-        group, name = self.param_groups[-1], type(self).__name__
-        require_at_least(0, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
-        require_decay(beta1=group["betas"][0], beta2=group["betas"][1])
-        if group["amsgrad"]:
-            raise PlanError(
-                f"{name} was given amsgrad=True, whose maximum of squares it does not keep; omit amsgrad, or use "
-                "torch.optim.Adam or AdamW with amsgrad=True"
-            )
+        group = self.param_groups[-1]
+        self.check_options(group)
         wrong = [param for param in group["params"] if not param.is_floating_point()]
         if wrong:
             raise PlanError(
-                f"{name} was given a parameter of the shape {tuple(wrong[0].shape)} in {wrong[0].dtype}; it updates "
-                "real numbers of floating point; give the others to a torch optimizer, optimizer=[..., Adam(others)]"
+                f"{type(self).__name__} was given a parameter of the shape {tuple(wrong[0].shape)} in "
+                f"{wrong[0].dtype}; it updates real numbers of floating point; give the others to a torch optimizer, "
+                "optimizer=[..., Adam(others)]"
             )
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Check the options of a group.
+
+        Raises:
+            PlanError: one is out of range.
+        """
+        require_at_least(0, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
+        require_decay(beta1=group["betas"][0], beta2=group["betas"][1])
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise PlanError(
+                    f"{type(self).__name__} was given {option}=True, which it does not have; omit it, or use Adam or "
+                    "AdamW of torch.optim"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state: one of this class, or one of torch's Adam or AdamW, which the next step stores in fewer bits.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
+            state_dict: what :meth:`state_dict` returned. Options that its groups lack stay as they are.
+
+        Raises:
+            PlanError: an option is out of range.
         """
-        super().load_state_dict(state_dict)  # converts all entries to the dtypes of parameters
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved_groups = state_dict["param_groups"]
+        groups = [{**own, **loaded} for own, loaded in zip(self.param_groups, saved_groups, strict=False)]
+        for group in groups:
+            self.check_options(group)
+        groups += saved_groups[len(groups) :]  # which torch refuses
+        super().load_state_dict({**state_dict, "param_groups": groups})  # converts all to the dtypes of parameters
+        saved = [number for group in saved_groups for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
@@ -189,14 +207,14 @@ def update_range(
 class BlockwiseAdam(LowBitAdam, ABC):
     """Adam whose state is quantized to 8 bits, in blocks of 256 elements that are counted within each parameter."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own.
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Check the options of a group.
 
         Raises:
-            PlanError: an option is out of range, or a parameter is not of floating point.
+            PlanError: one is out of range.
         """
-        super().add_param_group(param_group)
-        require_counts(min_8bit_size=self.param_groups[-1]["min_8bit_size"])
+        super().check_options(group)
+        require_counts(min_8bit_size=group["min_8bit_size"])
 
     def pack(self, key: str, mean: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return codes and scales, or the mean in float32 if the parameter is small."""
@@ -228,14 +246,14 @@ def smallest_quantized(group: Mapping[str, Any]) -> int:
 class Bf16Adam(LowBitAdam, ABC):
     """Adam whose state is rounded to bf16."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own.
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Check the options of a group.
 
         Raises:
-            PlanError: an option is out of range, or a parameter is not of floating point.
+            PlanError: one is out of range.
         """
-        super().add_param_group(param_group)
-        betas = self.param_groups[-1]["betas"]
+        super().check_options(group)
+        betas = group["betas"]
         if max(betas) > MAX_BF16_BETA:
             raise PlanError(
                 f"betas={tuple(betas)} of {type(self).__name__} would change its state by a fraction of at most "

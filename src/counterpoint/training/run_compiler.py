@@ -350,8 +350,8 @@ def require_one_state(plan: Plan, compiled: CompiledPlan, optimizer_spec: Optimi
     if names and independent_replicas(compiled.step_variants[-1]):
         raise PlanError(
             f"{names[0]} keeps codes of 8 bits, which have no mean over replicas, but under {plan} replicas have "
-            "states of their own, whose mean a run on other ranks continues with; use AdamWBf16 or AdamW, or a plan whose "
-            "ranks update together, such as data without sync_every, zero or pipeline"
+            "states of their own, whose mean a run on other ranks continues with; use AdamWBf16 or AdamW, or a plan "
+            "whose ranks update together, such as data without sync_every, zero or pipeline"
         )
 
 
