@@ -1,6 +1,7 @@
 """Optimizer states of 8 bits and in bf16 are the same bits under every plan, and in a checkpoint that another loads."""
 
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from counterpoint.testing import parity
 from counterpoint.testing.parity_models import TrainConfig, make_parity_model, plan_for
 from tests.training.trainers import equal_bits, make_trainer, params_of
 
-MAKERS = {
+MAKERS: dict[str, Any] = {
     "8bit": partial(AdamW8bit, lr=1e-2, min_8bit_size=512),
     "bf16": partial(AdamWBf16, lr=1e-2, betas=(0.9, 0.95)),
 }
@@ -85,6 +86,7 @@ def test_each_rank_keeps_the_codes_of_its_own_shard_only():
             [len(state[key]) for key in ("exp_avg_codes", "exp_avg_scales")]
             for rank in step.local_ranks.ranks.values()
             for optimizer, _ in rank.interpreter.store.optimizers.values()
+            if optimizer is not None
             for state in optimizer.state.values()
         ]
     assert sizes == [[2560, 10], [2048, 8], [2048, 8], [1728, 7]]
@@ -150,3 +152,16 @@ def test_replicas_with_states_of_their_own_are_refused_for_codes_have_no_mean(pl
         PlanError, match=r"AdamW8bit keeps codes of 8 bits, which have no mean over replicas, but under"
     ):
         cp.parallelize(model(), MAKERS["8bit"], product, strategy=plan)(*small_integers(0))
+
+
+def train_in_processes(plan):
+    weights, state = train(plan, 2, "8bit")
+    return {**weights, **state}
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_two_processes_have_the_same_weights_and_the_same_state():
+    weights, state = solo("8bit")
+    for result in cp.launch(train_in_processes, ranks=2, args=["zero(2, level=3)"]):
+        assert equal_bits(result, {**weights, **state})

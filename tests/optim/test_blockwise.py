@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from counterpoint.optim.blockwise import BLOCK_SIZE, dequantize, list_code_values, quantize
+from counterpoint.optim.blockwise import BLOCK_SIZE, code_table, dequantize, find_codes, list_code_values, quantize
 
 NEAR_ONE = {True: 0.0071, False: 0.0036}
 """The largest error of values above a tenth of their scale, divided by the scale; by whether there are signs."""
@@ -41,6 +41,16 @@ def test_the_error_of_every_element_is_within_the_documented_bound(signed, scale
     bound = documented_error(values.abs() / scale, signed)
     assert (errors <= bound).all()
     assert (errors / bound).max() > 0.97
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_a_search_among_all_bounds(signed):
+    table = code_table(signed, torch.float32, torch.device("cpu"))
+    numbers = spread_values(signed)
+    beside = [table.bounds[:-1], table.bounds[:-1].nextafter(numbers[0]), table.bounds[:-1].nextafter(-numbers[0])]
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, float("nan")])
+    ratios = torch.cat([numbers, *beside, special, table.values])
+    assert find_codes(ratios, table).tolist() == torch.bucketize(ratios, table.bounds[:-1]).tolist()
 
 
 @pytest.mark.parametrize("signed", [True, False])

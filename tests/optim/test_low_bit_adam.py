@@ -3,11 +3,14 @@
 import copy
 import io
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn, optim
 
+from counterpoint.data.digits import split_digits
 from counterpoint.errors import DataError, PlanError
 from counterpoint.optim import low_bit_adam
 from counterpoint.optim.low_bit_adam import Adam8bit, AdamBf16, AdamW8bit, AdamWBf16
@@ -65,7 +68,8 @@ def test_the_state_has_as_many_bytes_per_parameter_as_documented(low_bit, num_by
 
 def test_a_group_may_keep_its_state_in_float32():
     params = [weights(64, 64), weights(64, 64)]
-    optimizer = AdamW8bit([{"params": params[:1]}, {"params": params[1:], "min_8bit_size": 10**9}])
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "min_8bit_size": 10**9}]
+    optimizer = AdamW8bit(groups)
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -181,3 +185,36 @@ def test_a_sparse_gradient_is_refused():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(DataError, match=r"parameter \(10, 4\) is sparse, but AdamW8bit updates .* sparse=False"):
         AdamW8bit(table.parameters()).step()
+
+
+def test_a_mean_in_bf16_decays_with_the_largest_decay_factor_and_not_with_a_larger_one():
+    means = torch.arange(128, 256).bfloat16() / 128  # all numbers in bf16 from 1 to 2
+    decayed, kept = ((means * beta).bfloat16() for beta in (torch.tensor(low_bit_adam.MAX_BF16_BETA), 0.998))
+    assert (decayed < means).all()
+    assert (kept == means).any()
+
+
+def train_digits(make):
+    """Return the mean loss of the last steps of an epoch."""
+    digits, _ = split_digits()
+    samples = [digits[number] for number in range(len(digits))]
+    inputs, targets = torch.stack([pixels for pixels, _ in samples]).flatten(1), torch.tensor([y for _, y in samples])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer, losses = make(model.parameters(), lr=5e-3), []
+    for start in range(0, 1408, 32):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs[start : start + 32]), targets[start : start + 32])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-10:]) / 10
+
+
+@pytest.mark.parametrize(("low_bit", "full"), [PAIRS[0], PAIRS[2]])
+def test_a_model_trains_to_within_two_percent_of_the_loss_of_torch(low_bit, full):
+    mine, theirs = (train_digits(partial(kind, betas=BETAS)) for kind in (low_bit, full))
+    assert theirs < 1.0
+    assert mine == pytest.approx(theirs, rel=0.02)
+    assert mine != theirs

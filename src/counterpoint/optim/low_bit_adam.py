@@ -104,7 +104,7 @@ class LowBitAdam(Optimizer, ABC):
                     self.state[param][key] = value.to(param.device, copy=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # noqa: ANN401 - the closure's result
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the closure's result
         """Update every parameter that has a gradient; return the closure's result.
 
         Raises:

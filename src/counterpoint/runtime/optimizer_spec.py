@@ -538,8 +538,9 @@ def find_split_size(optimizer: optim.Optimizer) -> int | None:
     """
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return 1
-    is_blockwise = isinstance(optimizer, BlockwiseAdam) and type(optimizer) in {Adam8bit, AdamW8bit}
-    return optimizer.split_size if is_blockwise else None
+    if isinstance(optimizer, BlockwiseAdam) and type(optimizer) in {Adam8bit, AdamW8bit}:
+        return optimizer.split_size
+    return None
 
 
 def is_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
