@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 from counterpoint.errors import PlanError
+from counterpoint.optim.low_bit_adam import Bf16Adam
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec, squared_norm
 
 
@@ -72,7 +73,8 @@ def test_every_optimizer_listed_as_elementwise_is(kind):
     values, grads = (torch.randn(3, 8, generator=draw, dtype=torch.float64) for _ in range(2))
     merged = [nn.Parameter(values[0].clone())]
     split_params = [nn.Parameter(values[0][:3].clone()), nn.Parameter(values[0][3:].clone())]
-    one, two = kind(merged, lr=0.1), kind(split_params, lr=0.1)
+    options = {"betas": (0.9, 0.95)} if issubclass(kind, Bf16Adam) else {}
+    one, two = kind(merged, lr=0.1, **options), kind(split_params, lr=0.1, **options)
     for grad in grads:
         merged[0].grad, split_params[0].grad, split_params[1].grad = grad.clone(), grad[:3].clone(), grad[3:].clone()
         one.step()
