@@ -79,6 +79,20 @@ def test_any_number_of_ranks_has_the_same_weights_and_the_same_state(plan, num_m
     assert equal_bits(state, solo(name)[1])
 
 
+@pytest.mark.parametrize("plan", ["zero(2)", "zero(2, level=3)", "data(2)"])
+@pytest.mark.parametrize("precision", [None, "bf16(rounding=stochastic)"])
+def test_weights_in_bf16_have_the_same_bits_on_two_ranks(plan, precision):
+    results = []
+    for strategy, num_microbatches in (("solo", 4), (plan, 2)):
+        one = model().to(torch.bfloat16)
+        options = {"strategy": strategy, "num_microbatches": num_microbatches, "precision": precision}
+        with cp.parallelize(one, MAKERS["8bit"], product, **options) as step:
+            for number in range(4):
+                step(*(values.to(torch.bfloat16) for values in small_integers(number)))
+        results.append(params_of(one))
+    assert equal_bits(*results)
+
+
 def test_each_rank_keeps_the_codes_of_its_own_shard_only():
     with cp.parallelize(model(), MAKERS["8bit"], product, strategy="zero(4)", num_microbatches=1) as step:
         step(*small_integers(0))
@@ -110,11 +124,12 @@ def test_a_run_continues_under_another_plan_with_the_same_bits(first, second, na
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_state_that_is_loaded_between_steps_goes_to_the_ranks(name):
+@pytest.mark.parametrize("plan", ["zero(2)", "data(2)"])
+def test_a_state_that_is_loaded_between_steps_goes_to_the_ranks(plan, name):
     weights, state = solo(name)
     one = model()
     optimizer = MAKERS[name](one.parameters())
-    with cp.parallelize(one, optimizer, product, strategy="zero(2)", num_microbatches=2) as step:
+    with cp.parallelize(one, optimizer, product, strategy=plan, num_microbatches=2, share_params_on_host=False) as step:
         for number in range(2):
             step(*small_integers(number))
         optimizer.load_state_dict(optimizer.state_dict())

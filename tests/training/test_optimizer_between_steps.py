@@ -188,6 +188,15 @@ def test_state_that_is_loaded_between_two_steps_is_used(plan):
     compare(plan, lambda model: ADAMW(model.parameters()), load, num=4)
 
 
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)"])
+def test_loaded_state_of_another_shape_than_its_parameter_is_not_shared_by_ranks(plan):
+    def load(number, _, optimizer):
+        if number == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    compare(plan, lambda model: optim.Adafactor(model.parameters(), lr=0.05), load, num=4)
+
+
 @pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_frozen_parameters_may_be_in_the_optimizer(plan):

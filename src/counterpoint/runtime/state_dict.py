@@ -467,7 +467,8 @@ def _local_optimizer_state(
     for full, (slot, first, last) in zip(fulls, target.param_slots(), strict=True):
         if tuple(full.shape) != shapes[slot.name]:
             is_whole = last - first == slot.stop - slot.start
-            return full if is_whole else full[count_blocks(first - slot.start) : count_blocks(last - slot.start)]
+            blocks = slice(count_blocks(first - slot.start), count_blocks(last - slot.start))
+            return (full if is_whole else full[blocks]).clone()  # ranks in this process may get the same one
         local = take_slice(
             full,
             sliced_params(shard_map.run_spec.model_spec).get(slot.name),
