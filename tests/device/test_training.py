@@ -9,10 +9,12 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import counterpoint as cp
+from counterpoint.optim.low_bit_adam import AdamW8bit
 from counterpoint.profiler.timer import device_clock
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
 
+ADAMW = partial(optim.AdamW, lr=0.01)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -24,7 +26,7 @@ def device(request):
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.2), nn.Linear(12, 12), nn.Linear(12, 4)).double()
+    return nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 24), nn.Linear(24, 4)).double()
 
 
 def samples():
@@ -33,8 +35,7 @@ def samples():
     return TensorDataset(inputs, torch.randint(0, 4, (16,), generator=draw))
 
 
-def fit(device, strategy, folder, epochs, **options):
-    optimizer = partial(optim.AdamW, lr=0.01)
+def fit(device, strategy, folder, epochs, optimizer=ADAMW, **options):
     trainer = cp.Trainer(
         build(), loss=F.cross_entropy, optimizer=optimizer, strategy=strategy, progress="off", device=device
     )
@@ -60,6 +61,14 @@ def test_training_goes_on_from_a_checkpoint_with_every_state_on_the_device(tmp_p
         losses[name] = fit(name, second, tmp_path / name, 3, resume="auto")
     assert losses[device] == pytest.approx(losses["cpu"], rel=1e-12)
     assert len(losses["cpu"]) == 4
+
+
+def test_a_state_of_8_bits_is_kept_on_the_device_and_in_its_checkpoints(tmp_path, device):
+    optimizer, losses = partial(AdamW8bit, lr=0.01, min_8bit_size=1), {}
+    for name in ("cpu", device):
+        fit(name, "zero(2)", tmp_path / name, 1, optimizer, save_every=2)
+        losses[name] = fit(name, "data(2)", tmp_path / name, 3, optimizer, resume="auto")
+    assert losses[device] == pytest.approx(losses["cpu"], rel=1e-12)
 
 
 def test_a_checkpoint_of_the_device_is_one_of_the_cpu(tmp_path, device):
