@@ -14,7 +14,7 @@ from counterpoint.simulator.memory import peak_memory_bytes
 PAPER = "Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020"
 LEVELS = {0: "data", 1: "os", 2: "os+g", 3: "os+g+p"}
 HALF = 2  # bytes of a weight, of its gradient and of what is sent
-ADAM = 6  # values of two bytes that Adam keeps of a weight in float32: itself, its mean and its variance
+ADAM = 12  # bytes that Adam keeps of a weight in float32: itself, its mean and its variance
 TABLE_1 = {  # ranks: 7.5e9, 128e9 and 1e12 parameters, each on the levels 1, 2 and 3
     1: "120 120 120 2048 2048 2048 16000 16000 16000",
     4: "52.5 41.3 30 896 704 512 7000 5500 4000",
@@ -33,7 +33,9 @@ NUM_SHARDS = 64
 def make_half_precision_model(num_blocks: int, num_params: float) -> ModelSpec:
     """Return a model of equal blocks with 2-byte parameters that can be split by tensor parallelism."""
     each = int(num_params) // num_blocks
-    params = tuple(Param(f"block{index}.weight", (each,), item_bytes=HALF) for index in range(num_blocks))
+    params = tuple(
+        Param(f"block{index}.weight", (each,), item_bytes=HALF, state_bytes=ADAM) for index in range(num_blocks)
+    )
     blocks = (
         Block(
             (LayerSpec(param.name, (param.name,), tp=TensorParallelSpec("hidden", ((param.name, 0),), each, 0, 0)),),
@@ -59,7 +61,7 @@ def peak_gb(level: int, num_ranks: int, num_params: float, num_blocks: int, *, s
     if slices > 1:
         model = model.split_out_tp_blocks(("hidden",), slices)
     replica = Program(made.program.rank_programs[:1])  # all of them hold alike
-    return max(peak_memory_bytes(replica, message_size_fn(model, 1), num_states=ADAM)) / 1e9
+    return max(peak_memory_bytes(replica, message_size_fn(model, 1))) / 1e9
 
 
 def states_gb(level: int, num_ranks: int, num_params: float, *, slices: int = 1) -> float:

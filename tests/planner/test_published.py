@@ -28,7 +28,7 @@ def test_zero_leaves_so_many_gigabytes_on_each_of_64_ranks(level, published):
 
 def test_a_program_holds_one_block_in_addition_to_its_states():
     """Level 3 has one block's whole weights and its gradient, in addition to the rank's own shards."""
-    whole = 4 * 7.5 / 8 * (1 - 1 / 64)
+    whole = 7.5 / 8 * (2 + 2 * (1 - 1 / 64))  # the gradient of the block, of which no shard exists yet
     assert peak_gb(3, 64, 7.5e9, 8) == pytest.approx(states_gb(3, 64, 7.5e9) + whole, abs=1e-6)
 
 

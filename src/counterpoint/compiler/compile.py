@@ -16,7 +16,7 @@ from counterpoint.plan.plan import PREFETCH_PASS, Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.program.comm_volume import SizeFn, sent_bytes
 from counterpoint.program.edges import edge_endpoints
-from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, TensorRef
+from counterpoint.program.instruction import ACTIVATIONS, UNIT_SIZES, TensorRef
 from counterpoint.program.program import Program
 from counterpoint.program.step_variants import StepVariant, body_as_step, prologue_as_step
 from counterpoint.program.verify.symbolic import SymbolicResult
@@ -222,8 +222,8 @@ def bounds_from(cost: CostEstimate) -> Bounds:
 
 def value_bytes(tensor: TensorRef, model: ModelSpec, samples_per_micro: int, codec: str = "") -> int:
     """Return the bytes of a whole tensor on one rank, encoded by a codec if one is given."""
-    if tensor.name in UNIT_TENSORS:
-        return model.unit_bytes(tensor.blocks, codec)
+    if tensor.name in UNIT_SIZES:
+        return model.unit_bytes(tensor.blocks, codec, tensor.name)
     block = tensor.blocks[0]
     split = model.blocks[block].tp
     if tensor.name == "y":

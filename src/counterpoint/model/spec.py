@@ -14,24 +14,36 @@ from functools import cached_property
 from counterpoint.model.dataflow import INPUT, ValueSpec, blocks_of_layers, build_edges
 from counterpoint.program.compression import find_codec
 from counterpoint.program.edges import Edge
+from counterpoint.program.instruction import HeldAs
 from counterpoint.program.units import Unit as Unit
+
+ADAM_STATES = 2
+"""Values per parameter that Adam keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
     """One parameter of the whole model, before sharding.
 
+    In mixed precision the model reads casts, of weights that a rank keeps or of shards that ranks gather for each use.
+
     Args:
         name: its path.
         shape: its shape.
         item_bytes: bytes of an element.
         has_sparse_grad: whether its gradient is exchanged as rows, as that of an embedding with ``sparse=True``.
+        cast_bytes: bytes of an element of the casts that the model reads; 0 for none.
+        gathers_cast: whether the model reads nothing but casts, so that ranks gather these where they free weights.
+        state_bytes: bytes that the optimizer keeps for an element; None for Adam's states in the parameter's dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     item_bytes: int = 4
     has_sparse_grad: bool = False
+    cast_bytes: int = 0
+    gathers_cast: bool = False
+    state_bytes: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -42,6 +54,29 @@ class Param:
     def num_bytes(self) -> int:
         """Size in bytes."""
         return self.num_elements * self.item_bytes
+
+    def element_bytes(self, held_as: HeldAs) -> int:
+        """Return the bytes of an element where a rank holds or sends it: the one place that knows.
+
+        Args:
+            held_as: what of the parameter, see :class:`counterpoint.program.instruction.TensorRef`.
+
+        Example:
+            >>> in_bf16 = Param("weight", (8, 8), cast_bytes=2, gathers_cast=True)
+            >>> {name: in_bf16.element_bytes(name) for name in ("weight", "gathered_weight", "cast", "grad", "state")}
+            {'weight': 4, 'gathered_weight': 2, 'cast': 2, 'grad': 4, 'state': 8}
+        """
+        match held_as:
+            case "weight" | "grad" | "delayed_grad":
+                return self.item_bytes
+            case "gathered_weight":
+                return self.cast_bytes if self.gathers_cast else self.item_bytes
+            case "cast":
+                return self.cast_bytes
+            case "gathered_cast":
+                return 0 if self.gathers_cast else self.cast_bytes
+            case "state":
+                return ADAM_STATES * self.item_bytes if self.state_bytes is None else self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +261,16 @@ class ModelSpec:
                         shape[dim] //= block.tp_degree
         return tuple(shape)
 
-    def unit_bytes(self, unit: Unit, codec: str = "") -> int:
-        """Return the bytes of a unit's parameters on one rank, or of its gradient if a codec is given."""
-        size = {param.name: param.item_bytes for param in self.params}
+    def unit_bytes(self, unit: Unit, codec: str = "", held_as: HeldAs = "weight") -> int:
+        """Return the bytes of a unit on one rank: of its gradient if a codec is given, else where it is held so."""
+        params = {param.name: param for param in self.params}
         if codec:
             codec_spec = find_codec(codec)
-            return sum(codec_spec.encoded_bytes(self.shard_shape(name), size[name]) for name in self.units[unit])
-        return sum(math.prod(self.shard_shape(name)) * size[name] for name in self.units[unit])
+            return sum(
+                codec_spec.encoded_bytes(self.shard_shape(name), params[name].element_bytes("grad"))
+                for name in self.units[unit]
+            )
+        return sum(math.prod(self.shard_shape(name)) * params[name].element_bytes(held_as) for name in self.units[unit])
 
     def split_out_tp_blocks(self, dims: tuple[str, ...], tp_degree: int) -> ModelSpec:
         """Return the model with every layer that can be sharded along one of ``dims`` as a block of its own."""

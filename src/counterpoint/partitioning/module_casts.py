@@ -16,7 +16,8 @@ stays with the module that reads the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -269,12 +270,38 @@ class ModuleCasts:
                 vars(module)["_parameters"] = dict(params.raw_items())
 
 
+@contextmanager
+def cast_modules(model: nn.Module, precision: Precision | None) -> Iterator[None]:
+    """Let a model compute in a precision inside, if it casts modules."""
+    with ExitStack() as stack:
+        if precision is not None and precision.casts_modules:
+            stack.callback(ModuleCasts(model, precision).remove)
+        yield
+
+
 def find_cast_reads(model: nn.Module, names: Mapping[int, str]) -> dict[str, torch.dtype]:
     """Return the parameters that forwards so far have read as casts only, with the dtype of these.
 
     Args:
         model: the user's, with its casts.
         names: of its parameters, by ``id``.
+    """
+    found = find_read_dtypes(model, names)
+    return {name: dtype for name, dtypes in found.items() for dtype in dtypes if len(dtypes) == 1 and dtype is not None}
+
+
+def find_casts(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the parameters of which forwards read casts, whatever else they read, with the dtype of these."""
+    found = find_read_dtypes(model, {id(param): name for name, param in model.named_parameters()})
+    return {name: dtype for name, dtypes in found.items() for dtype in dtypes if dtype is not None}
+
+
+def find_read_dtypes(model: nn.Module, names: Mapping[int, str]) -> dict[str, set[torch.dtype | None]]:
+    """Return for each parameter the dtypes of its casts in the modules that have it; None among them for no cast.
+
+    Args:
+        model: as for :func:`find_cast_reads`.
+        names: likewise.
     """
     found: dict[str, set[torch.dtype | None]] = {}
     for module in model.modules():
@@ -285,7 +312,7 @@ def find_cast_reads(model: nn.Module, names: Mapping[int, str]) -> dict[str, tor
                 is_cast = isinstance(table, CastParameters) and attribute not in table.read_uncast
                 is_cast = is_cast and not isinstance(module, TABLES) and is_narrower(table.dtype, param.dtype)
                 found.setdefault(names[id(param)], set()).add(table.dtype if is_cast else None)
-    return {name: dtype for name, dtypes in found.items() for dtype in dtypes if len(dtypes) == 1 and dtype is not None}
+    return found
 
 
 def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:

@@ -22,8 +22,6 @@ from counterpoint.world.cluster import Cluster
 
 NUM_SMALLEST = 6
 """Plans with the least memory that are modified, to see which change makes them fit."""
-STATE_COPIES = 3
-"""Values per parameter that some rank keeps between steps: the weight, and the two states of Adam."""
 MAX_RANKS_FACTOR = 8
 """Ranks are added up to this multiple of the number that the kept values need."""
 
@@ -185,7 +183,11 @@ def _other_plans(lean: Plan, plans: Sequence[Plan], problem: PlanningProblem) ->
 
 def _more_ranks(lean: Plan, problem: PlanningProblem, *, has_tensor_parallelism: bool) -> Iterator[MemorySuggestion]:
     """Yield the plan that fits with the fewest additional ranks, among those that shard all kept values."""
-    kept_bytes = STATE_COPIES * sum(param.num_bytes for param in problem.model.params)
+    kept_bytes = sum(
+        param.num_elements * param.element_bytes(held_as)
+        for param in problem.model.params
+        for held_as in ("weight", "state")
+    )
     least = max(lean.num_ranks + 1, math.ceil(kept_bytes / problem.cluster.device.memory_bytes))
     for count in range(least, MAX_RANKS_FACTOR * least):
         candidates = [

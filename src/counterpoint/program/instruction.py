@@ -8,13 +8,17 @@ formats and parses it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 Group: TypeAlias = tuple[int, ...]
 """Ranks that act together, in ascending order."""
 
 ALPHA_PATTERN = r"0\.[0-9]{1,40}"
 """Regular expression for the moving rate of an elastic average, see :class:`ApplyPushes`."""
+
+
+HeldAs: TypeAlias = Literal["weight", "gathered_weight", "cast", "gathered_cast", "grad", "delayed_grad", "state"]
+"""Names of what a rank holds or sends of the parameters of a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +40,17 @@ class TensorRef:
     ``weight``        parameters of a unit                                  ``weight3``
     ================  ====================================================  =================
 
+    No instruction names the rest, whose sizes are counted: of a unit, ``gathered_weight`` (what ranks gather of
+    weights that they free after use), ``cast`` (the casts that the model reads instead of weights), ``gathered_cast``
+    (likewise, of what was gathered) and ``state`` (of the optimizer).
+
     Args:
         name: one of the names above.
         blocks: the block, or all blocks of a unit; for ``s`` and ``ds`` the producing block, then the consuming blocks.
         micro: index of the microbatch; None for the tensors of a unit, and for ``out``.
     """
 
-    name: Literal["x", "g", "s", "ds", "y", "dx", "out", "grad", "delayed_grad", "weight"]
+    name: Literal["x", "g", "s", "ds", "y", "dx", "out"] | HeldAs
     blocks: tuple[int, ...]
     micro: int | None = None
 
@@ -53,6 +61,8 @@ ACTIVATION_GRADS: frozenset[str] = frozenset({"g", "ds"})
 """Names of the gradients of these activations."""
 UNIT_TENSORS: frozenset[str] = frozenset({"grad", "delayed_grad", "weight"})
 """Names of the tensors that belong to a unit instead of a microbatch."""
+UNIT_SIZES: frozenset[HeldAs] = frozenset(get_args(HeldAs))
+"""The same names as a set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from counterpoint.program.instruction import (
@@ -71,6 +71,34 @@ def sharded_units(instructions: Instructions, units_of: Mapping[int, Sequence[Un
                 seen.update(units_of[block])
             case _:
                 pass
+
+
+def freed_weights(instructions: Iterable[Instruction]) -> frozenset[Unit]:
+    """Return the units whose weights are freed after use, so that they are gathered for each use.
+
+    Example:
+        >>> from counterpoint.program.text import parse_instruction
+        >>> freed_weights(map(parse_instruction, "all_gather(weight0)@0,1 F0.0 free(weight0) free(grad1)".split()))
+        frozenset({(0,)})
+    """
+    return frozenset(
+        instruction.tensor.blocks
+        for instruction in instructions
+        if isinstance(instruction, Free) and instruction.tensor.name == "weight"
+    )
+
+
+def gathered_tensor(instruction: Collective, freed: Collection[Unit]) -> TensorRef:
+    """Return the tensor whose bytes a collective communicates: of freed weights, what the model reads of them.
+
+    Args:
+        instruction: the collective.
+        freed: the units whose weights are freed after use.
+    """
+    tensor = instruction.tensor
+    if instruction.op == "all_gather" and tensor.name == "weight" and tensor.blocks in freed:
+        return TensorRef("gathered_weight", tensor.blocks)
+    return tensor
 
 
 def host_shareable_units(instructions: Iterable[Instruction]) -> dict[tuple[int, ...], Group]:

@@ -29,7 +29,6 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Forward,
-    Free,
     Group,
     Pull,
     Push,
@@ -39,6 +38,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, weight_versions_needed
 from counterpoint.program.step_variants import StepVariant
+from counterpoint.program.units import freed_weights
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.batch_norm.deferred import DeferredBatchNorm, find_batch_norm_buffers, find_stats_peers
 from counterpoint.runtime.batch_norm.mode import BatchNormState
@@ -401,9 +401,7 @@ def find_freed_reads(
         model_spec: has the units.
         read_dtypes: of the parameters that are read in a narrower dtype.
     """
-    freed = {
-        one.tensor.blocks for _, one in program.instructions() if isinstance(one, Free) and one.tensor.name == "weight"
-    }
+    freed = freed_weights(one for _, one in program.instructions())
     names = [name for unit in model_spec.units if unit in freed for name in model_spec.units[unit]]
     return {name: read_dtypes[name] for name in names if name in read_dtypes}
 

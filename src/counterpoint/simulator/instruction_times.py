@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from counterpoint.model.spec import Unit
@@ -28,7 +28,7 @@ from counterpoint.program.instruction import (
     Update,
 )
 from counterpoint.program.program import Instructions
-from counterpoint.program.units import host_shareable_units
+from counterpoint.program.units import freed_weights, gathered_tensor, host_shareable_units
 from counterpoint.simulator.contention import NO_DEMAND, CpuDemand, has_shared_nics
 from counterpoint.simulator.cost_model import CostModel
 from counterpoint.simulator.memory_traffic import memory_passes
@@ -117,7 +117,7 @@ class _InstructionTimer:
         self.instructions, self.costs, self.rank, self.cluster = instructions, costs, rank, cluster
         self.speed, self.has_shared_nics = cluster.speed(rank), has_shared_nics(cluster)
         self.has_updates = any(isinstance(instruction, Update) for instruction in instructions)
-        self.shared_units = host_shareable_units(instructions)
+        self.shared_units, self.freed = host_shareable_units(instructions), freed_weights(instructions)
         self.is_on_one_host: dict[Group, bool] = {}
         self.grad_fractions: dict[Unit, Fraction] = {}  # of gradients that were reduce-scattered
         self.blocks_with_grad: set[int] = set()
@@ -188,7 +188,7 @@ class _InstructionTimer:
 
     def collective(self, instruction: Collective, passes: float) -> _Duration:
         """Return the duration of a collective: its link time where it starts, its CPU time where it is awaited."""
-        tensor, fraction = instruction.tensor, WHOLE
+        tensor, fraction = gathered_tensor(instruction, self.freed), WHOLE
         if tensor.name == "grad":
             fraction = self.grad_fractions.get(tensor.blocks, WHOLE) if instruction.op == "all_reduce" else WHOLE
         elif tensor.name == "out":  # its size is that of one microbatch
@@ -208,6 +208,8 @@ class _InstructionTimer:
         )
         if key in self.cache:
             return self.cache[key]
+        if tensor is not instruction.tensor:
+            instruction = replace(instruction, tensor=tensor)
         demand = NO_DEMAND
         if instruction.phase != "start":
             shares_memory = self.shares_memory(instruction)

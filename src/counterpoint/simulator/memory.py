@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from typing import TypeAlias
 
 from counterpoint.program.comm_volume import SizeFn
@@ -18,6 +18,7 @@ from counterpoint.program.instruction import (
     Commit,
     Forward,
     Free,
+    HeldAs,
     Instruction,
     Pull,
     Push,
@@ -27,11 +28,10 @@ from counterpoint.program.instruction import (
     SwapGradBuffers,
     TensorRef,
     Update,
-    weight,
 )
 from counterpoint.program.program import Instructions, Program, weight_versions_needed
 from counterpoint.program.recompute_sets import RecomputeSet, find_recomputed
-from counterpoint.program.units import named_units
+from counterpoint.program.units import freed_weights, named_units
 
 _Unit: TypeAlias = tuple[int, ...]
 _Users: TypeAlias = defaultdict[int, list[_Unit]]
@@ -39,51 +39,68 @@ _Users: TypeAlias = defaultdict[int, list[_Unit]]
 
 WHOLE = Fraction(1)
 
-ADAM_STATES = 2
-"""Values per parameter that Adam keeps."""
+
+class _UnitSizes:
+    """Bytes of what a rank may hold of a unit, each asked for once."""
+
+    def __init__(self, size_of: SizeFn) -> None:
+        self.size_of = size_of
+        self.known: dict[tuple[HeldAs, _Unit], int] = {}
+
+    def __call__(self, name: HeldAs, unit: _Unit) -> int:
+        """Return the bytes of the whole unit."""
+        if (name, unit) not in self.known:
+            self.known[name, unit] = self.size_of(TensorRef(name, unit))
+        return self.known[name, unit]
 
 
 @dataclass(slots=True)
+class _Held:
+    """What a rank holds of units: of each a fraction of its tensor of this name, ``times`` times."""
+
+    name: HeldAs
+    times: int = 1
+    fractions: dict[_Unit, Fraction] = field(default_factory=dict)
+
+
 class _RankMemory:
-    """Contents of a rank's memory: of each unit as a fraction of ``unit_bytes``, of saved activations in bytes."""
+    """Contents of a rank's memory: tensors of units, and saved activations in bytes."""
 
-    unit_bytes: dict[_Unit, int]
-    weights: dict[_Unit, Fraction] = field(default_factory=dict)
-    resident_weights: dict[_Unit, Fraction] = field(default_factory=dict)
-    grads: dict[_Unit, Fraction] = field(default_factory=dict)
-    grad_shards: dict[_Unit, Fraction] = field(default_factory=dict)
-    optimizer_states: dict[_Unit, Fraction] = field(default_factory=dict)
-    residuals: dict[_Unit, Fraction] = field(default_factory=dict)
-    codec_buffers: dict[Collective | Send | Push, int] = field(default_factory=dict)
-    delayed_grads: dict[_Unit, Fraction] = field(default_factory=dict)
-    saved_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
-    num_weight_versions: int = 1
-    totals: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
+    def __init__(self, unit_bytes: _UnitSizes, num_weight_versions: int, freed: frozenset[_Unit]) -> None:
+        self.unit_bytes, self.freed = unit_bytes, freed
+        self.weights = _Held("weight", num_weight_versions)
+        self.gathered = _Held("gathered_weight", num_weight_versions)  # beside the shard that is always there
+        self.grads, self.grad_shards, self.delayed_grads = _Held("grad"), _Held("grad"), _Held("grad")
+        self.residuals = _Held("grad", 2)
+        self.optimizer_states = _Held("state")
+        self.codec_buffers: dict[Collective | Send | Push, int] = {}
+        self.saved_bytes: dict[tuple[int, int], int] = {}
+        self.totals: defaultdict[int, int] = defaultdict(int)
 
-    def tally(self, num_states: int) -> None:
+    def tally(self) -> None:
         """Sum up what is held, by denominator; afterwards only :meth:`hold` and :meth:`free` may change it."""
-        gradients = ((self.grads, 1), (self.grad_shards, 1), (self.delayed_grads, 1), (self.residuals, 2))
-        for fractions, times in (
-            (self.weights, self.num_weight_versions),
-            *gradients,
-            (self.optimizer_states, num_states),
-        ):
-            for unit, fraction in fractions.items():
-                self.totals[fraction.denominator] += times * fraction.numerator * self.unit_bytes[unit]
+        for held in (self.weights, self.delayed_grads, self.residuals, self.optimizer_states):
+            for unit, fraction in held.fractions.items():
+                self.count(held, unit, fraction)
         self.totals[1] += sum(self.codec_buffers.values())
 
-    def hold(self, fractions: dict[_Unit, Fraction], unit: _Unit, fraction: Fraction, times: int = 1) -> None:
-        """Hold ``times`` copies of a fraction of a unit, instead of what was held of it."""
-        if fractions.get(unit) != fraction:
-            self.free(fractions, unit, times)
-            fractions[unit] = fraction
-            self.totals[fraction.denominator] += times * fraction.numerator * self.unit_bytes[unit]
+    def count(self, held: _Held, unit: _Unit, fraction: Fraction, sign: int = 1) -> None:
+        """Add a fraction of a unit to the sum, or take it away."""
+        size = self.unit_bytes(held.name, unit)
+        self.totals[fraction.denominator] += sign * held.times * fraction.numerator * size
 
-    def free(self, fractions: dict[_Unit, Fraction], unit: _Unit, times: int = 1) -> None:
+    def hold(self, held: _Held, unit: _Unit, fraction: Fraction) -> None:
+        """Hold a fraction of a unit, instead of what was held of it."""
+        if held.fractions.get(unit) != fraction:
+            self.free(held, unit)
+            held.fractions[unit] = fraction
+            self.count(held, unit, fraction)
+
+    def free(self, held: _Held, unit: _Unit) -> None:
         """Free what is held of a unit, if anything."""
-        fraction = fractions.pop(unit, None)
+        fraction = held.fractions.pop(unit, None)
         if fraction is not None:
-            self.totals[fraction.denominator] -= times * fraction.numerator * self.unit_bytes[unit]
+            self.count(held, unit, fraction, -1)
 
     @property
     def resident_bytes(self) -> int:
@@ -95,41 +112,39 @@ class _RankMemory:
         )
 
 
-def peak_memory_bytes(program: Program, size_of: SizeFn, *, num_states: int = ADAM_STATES) -> tuple[int, ...]:
+def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     """Return the peak memory of each rank in one step.
 
     A forward saves the outputs of the operators in its block until the backward; a forward that is recomputed saves
     only the block's input. The gradient of a unit exists from its first backward, or its arrival on a server, to its
     update or departure, as a shard once it has been reduce-scattered and freed; a delayed gradient is a second one. An
     asynchronous server holds one gradient at a time. Parameters exist in as many versions as the rank program reads; an
-    optimizer keeps ``num_states`` values per parameter that its rank updates. A compression codec with error feedback
-    keeps two residuals, the present one and the one of the next step, and buffers for what it sends and gathers.
-    Temporary memory of operators inside a block is not in the program and not counted.
+    optimizer keeps states of the parameters that its rank updates. Weights that are freed after use are gathered beside
+    the shard of them. Casts of weights live from the forward of each microbatch to its backward, as activations do. A
+    compression codec with error feedback keeps two residuals, the present one and the one of the next step, and buffers
+    for what it sends and gathers. Temporary memory of operators inside a block is not in the program and not counted.
 
     Args:
         program: a verified program.
         size_of: bytes of a whole tensor on one rank.
-        num_states: values per parameter that the optimizer keeps.
     """
-    return tuple(max(timeline) for timeline in memory_timeline(program, size_of, num_states=num_states))
+    return tuple(max(timeline) for timeline in memory_timeline(program, size_of))
 
 
-def memory_timeline(program: Program, size_of: SizeFn, *, num_states: int = ADAM_STATES) -> list[list[int]]:
+def memory_timeline(program: Program, size_of: SizeFn) -> list[list[int]]:
     """Return for each rank the bytes before its first instruction, and then during each instruction of one step.
 
     Args:
         program: as for :func:`peak_memory_bytes`; an asynchronous pipeline runs its body once.
         size_of: bytes of a whole tensor on one rank.
-        num_states: values per parameter that the optimizer keeps.
     """
-    named = sorted({unit for _, instruction in program.instructions() for unit in named_units(instruction)})
-    units = {unit: size_of(weight(unit)) for unit in named}
+    units = sorted({unit for _, instruction in program.instructions() for unit in named_units(instruction)})
     cache: dict[tuple[object, ...], list[int]] = {}
     timelines = []
     for instructions in program.unroll(1):
         signature = tuple(_signature(instruction) for instruction in instructions)
         if signature not in cache:  # equal but for ranks and microbatches, so equal in bytes
-            cache[signature] = _bytes_per_instruction(instructions, units, size_of, num_states)
+            cache[signature] = _bytes_per_instruction(instructions, units, size_of)
         timelines.append(cache[signature])
     return timelines
 
@@ -156,16 +171,14 @@ def _signature(instruction: Instruction) -> tuple[object, ...]:  # noqa: PLR0911
             return ()
 
 
-def _bytes_per_instruction(
-    instructions: Instructions, units: dict[_Unit, int], size_of: SizeFn, num_states: int
-) -> list[int]:
+def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], size_of: SizeFn) -> list[int]:
     """Return the bytes before the first instruction of a rank, and then during each of them."""
     users: _Users = defaultdict(list)
     for unit in units:
         for block in unit:
             users[block].append(unit)
-    memory = _initial_memory(instructions, units, users, size_of)
-    memory.tally(num_states)
+    memory = _initial_memory(instructions, users, size_of)
+    memory.tally()
     recompute_set, saved_bytes = find_recomputed(instructions), 0
     resident_bytes = memory.resident_bytes
     timeline = [resident_bytes]
@@ -176,11 +189,14 @@ def _bytes_per_instruction(
         if key is not None and isinstance(instruction, Forward | Recompute):
             saved_bytes -= memory.saved_bytes.pop(key, 0)
             memory.saved_bytes[key] = _saved_bytes(instruction, recompute_set, size_of)
+            if isinstance(instruction, Recompute) or key not in recompute_set.recomputed:
+                memory.saved_bytes[key] += _cast_bytes(memory, users[instruction.block])
             saved_bytes += memory.saved_bytes[key]
         if not isinstance(instruction, Forward | Recompute):
             _update_memory(memory, instruction, users)
             resident_bytes = memory.resident_bytes
-        incoming_bytes = max(units[unit] for unit in instruction.units) if isinstance(instruction, ApplyPushes) else 0
+        incoming = instruction.units if isinstance(instruction, ApplyPushes) else ()
+        incoming_bytes = max((memory.unit_bytes("grad", unit) for unit in incoming), default=0)
         timeline.append(resident_bytes + saved_bytes + incoming_bytes)
         # the backward itself still holds what it reads
         if key is not None and isinstance(instruction, Backward) and instruction.computes_weight_grad:
@@ -200,14 +216,22 @@ def _saved_bytes(instruction: Forward | Recompute, recompute_set: RecomputeSet, 
     )
 
 
-def _initial_memory(instructions: Instructions, units: dict[_Unit, int], users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901 - one case each
+def _cast_bytes(memory: _RankMemory, units: Sequence[_Unit]) -> int:
+    """Return the bytes of the casts that a forward makes of its weights, but for those that were gathered as casts."""
+    return sum(memory.unit_bytes("gathered_cast" if unit in memory.freed else "cast", unit) for unit in units)
+
+
+def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901 - one case each
     """Return what a rank holds before its first instruction: the shard of parameters that it gathers first."""
-    memory = _RankMemory(units, num_weight_versions=weight_versions_needed(instructions))
+    memory = _RankMemory(_UnitSizes(size_of), weight_versions_needed(instructions), freed_weights(instructions))
+    weights, residuals, states = (
+        held.fractions for held in (memory.weights, memory.residuals, memory.optimizer_states)
+    )
     shards: dict[_Unit, Fraction] = {}
     for instruction in instructions:
         match instruction:
-            case Collective("all_gather", TensorRef("weight", unit), group) if unit not in memory.weights:
-                memory.weights[unit] = Fraction(1, len(group))
+            case Collective("all_gather", TensorRef("weight", unit), group) if unit not in weights:
+                weights[unit] = Fraction(1, len(group))
             case Collective("reduce_scatter", TensorRef("grad", unit), group):
                 shards[unit] = Fraction(1, len(group))
             case Collective("all_reduce", TensorRef("grad", unit), group, codec=codec) if (
@@ -217,23 +241,22 @@ def _initial_memory(instructions: Instructions, units: dict[_Unit, int], users: 
                 memory.codec_buffers[instruction] = size_of(instruction.tensor, codec) * (
                     len(group) if spec.reduction == "gather" else 1
                 )
-                memory.residuals[unit] = memory.residuals.get(unit, Fraction(0)) + spec.has_error_feedback
+                residuals[unit] = residuals.get(unit, Fraction(0)) + spec.has_error_feedback
             case Send(TensorRef("grad", unit), codec=codec) | Push(TensorRef("grad", unit), codec=codec) if codec:
                 memory.codec_buffers[instruction] = size_of(instruction.tensor, codec)
-                memory.residuals[unit] = memory.residuals.get(unit, Fraction(0)) + 1
+                residuals[unit] = residuals.get(unit, Fraction(0)) + 1
             case Forward(block):
-                memory.weights.update({unit: WHOLE for unit in users[block] if unit not in memory.weights})
+                weights.update({unit: WHOLE for unit in users[block] if unit not in weights})
             case Update(unit):
-                memory.weights.setdefault(unit, WHOLE)
-                memory.optimizer_states[unit] = shards.get(unit, WHOLE)
+                weights.setdefault(unit, WHOLE)
+                states[unit] = shards.get(unit, WHOLE)
             case ApplyPushes(served):
-                memory.weights.update(dict.fromkeys(served, WHOLE))
-                memory.optimizer_states.update(dict.fromkeys(served if instruction.applies_gradients else (), WHOLE))
+                weights.update(dict.fromkeys(served, WHOLE))
+                states.update(dict.fromkeys(served if instruction.applies_gradients else (), WHOLE))
             case SwapGradBuffers(unit):
-                memory.delayed_grads[unit] = WHOLE
+                memory.delayed_grads.fractions[unit] = WHOLE
             case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Free() | Commit():
                 pass
-    memory.resident_weights = dict(memory.weights)
     return memory
 
 
@@ -246,9 +269,9 @@ def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users)
             memory.hold(memory.grad_shards, unit, Fraction(1, len(group)))
             memory.free(memory.grads, unit)
         case Collective("all_gather", TensorRef("weight", unit)):
-            memory.hold(memory.weights, unit, WHOLE, memory.num_weight_versions)
+            memory.hold(memory.gathered if unit in memory.freed else memory.weights, unit, WHOLE)
         case Free(TensorRef("weight", unit)):
-            memory.hold(memory.weights, unit, memory.resident_weights[unit], memory.num_weight_versions)
+            memory.free(memory.gathered, unit)
         case Free(tensor) if tensor.name == "grad":
             memory.free(memory.grads, tensor.blocks)
         case Recv(TensorRef("grad", unit)):

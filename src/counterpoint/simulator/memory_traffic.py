@@ -31,6 +31,7 @@ from counterpoint.program.instruction import (
     Update,
 )
 from counterpoint.program.program import Instructions
+from counterpoint.program.units import freed_weights
 
 COPY_PASSES, ADD_PASSES = 3, 3
 """A write first fetches the cache line, so that a copy costs as much as an addition: two reads and one write."""
@@ -63,11 +64,7 @@ class _GradLocations:
         self.shares_memory = shares_memory
         self.blocks_with_grad: set[int] = set()
         self.num_shards: dict[Unit, int] = {}  # of a gradient that was reduce-scattered
-        self.freed = {
-            instruction.tensor.blocks
-            for instruction in instructions
-            if isinstance(instruction, Free) and instruction.tensor.name == "weight"
-        }
+        self.freed = freed_weights(instructions)
 
     def visit(self, instruction: Instruction) -> float:
         """Record an instruction and return its passes."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
@@ -61,7 +62,8 @@ class Zero(Strategy):
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
         ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each of them,
-        and its gradient reduce-scattered for each chunk of a stage).
+        and its gradient reduce-scattered for each chunk of a stage). In mixed precision, level 3 gathers casts of
+        weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``.
         Memory per rank: ``1/n`` of the optimizer state; from level 2 on ``1/n`` of the gradients from one forward to
         the next, and whole ones only until the last backward of their unit; at level 3 ``1/n`` of the weights.
 
@@ -134,11 +136,11 @@ class Zero(Strategy):
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost with the reduce-scatters and all-gathers of the level."""
-        ranks = tuple(self._rank_cost(rank) for rank in inner.ranks)
+        ranks = tuple(self._rank_cost(rank, model) for rank in inner.ranks)
         return replace(inner, ranks=ranks).replicate(self.degree)
 
-    def _rank_cost(self, rank: RankCost) -> RankCost:
-        volume = sum(size * self._collectives_per_step(unit, rank) for unit, size in rank.updates.items())
+    def _rank_cost(self, rank: RankCost, model: ModelSpec) -> RankCost:
+        volume = sum(size * self._collectives_per_step(unit, rank, model) for unit, size in rank.updates.items())
         shards_grads = self.level > 1
         return replace(
             rank,
@@ -149,14 +151,15 @@ class Zero(Strategy):
             grad_fraction=rank.grad_fraction / self.degree if shards_grads else rank.grad_fraction,
         )
 
-    def _collectives_per_step(self, unit: Unit, rank: RankCost) -> int:
-        """Return how many reduce-scatters and all-gathers of a unit one step has."""
+    def _collectives_per_step(self, unit: Unit, rank: RankCost, model: ModelSpec) -> Fraction | int:
+        """Return how many reduce-scatters and all-gathers of a unit one step has; one of casts counts in part."""
         if self.level == 1:
             return 2
         if self.level == 2:
             return rank.num_micros * rank.num_chunks(unit) + 1
         uses = sum(block in rank.blocks for block in unit)
-        return rank.num_micros * (2 * uses + rank.num_chunks(unit))
+        gathered = Fraction(model.unit_bytes(unit, held_as="gathered_weight"), model.unit_bytes(unit) or 1)
+        return rank.num_micros * (2 * uses * gathered + rank.num_chunks(unit))
 
 
 class _UnitUse(NamedTuple):

@@ -11,8 +11,10 @@ from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile, format_profile
-from counterpoint.model.spec import ModelSpec
+from counterpoint.model.precision import Precision
+from counterpoint.model.spec import ADAM_STATES, ModelSpec
 from counterpoint.partitioning.dry_run import Inputs
+from counterpoint.partitioning.module_casts import find_casts
 from counterpoint.partitioning.partition import PartitionGranularity, partition_model
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.plan.plan import Plan
@@ -22,6 +24,8 @@ from counterpoint.runtime.loss_parameters import add_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.training.options import TrainingOptions
+
+FLOAT32_BYTES = 4
 
 
 def drop_frozen_params(spec: ModelSpec, optimizer_spec: OptimizerSpec) -> ModelSpec:
@@ -48,6 +52,34 @@ def assign_unused_params(spec: ModelSpec) -> ModelSpec:
         for block in spec.blocks
     )
     return replace(spec, blocks=blocks)
+
+
+def describe_trained(
+    partition: PartitionedModel, model: nn.Module, optimizer_spec: OptimizerSpec, precision: Precision | None
+) -> ModelSpec:
+    """Describe the trained part of a partitioned model, with the bytes of its parameters in a precision.
+
+    Args:
+        partition: of the model.
+        model: with the casts of the precision.
+        optimizer_spec: the user's optimizer.
+        precision: None for the dtypes of the model.
+    """
+    spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
+    if precision is None:
+        return spec
+    casts, gathered = find_casts(model), partition.read_dtypes(training=True)
+    rounds = precision.rounding == "stochastic"  # and keeps states in float32
+    params = (
+        replace(
+            param,
+            cast_bytes=casts[param.name].itemsize if param.name in casts else 0,
+            gathers_cast=param.name in gathered,
+            state_bytes=ADAM_STATES * FLOAT32_BYTES if rounds and param.item_bytes < FLOAT32_BYTES else None,
+        )
+        for param in spec.params
+    )
+    return replace(spec, params=tuple(params))
 
 
 def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: TrainingOptions) -> PartitionedModel:  # noqa: ANN401 - whatever it takes
@@ -119,18 +151,12 @@ def with_loss_pass(plan: Plan, options: TrainingOptions) -> Plan:
 
 
 def build_model_spec(
-    partition: PartitionedModel,
-    optimizer_spec: OptimizerSpec,
-    plan: Plan,
-    profile: ModelProfile | None,
-    samples: int,
-    trained: nn.Module | None = None,
+    spec: ModelSpec, plan: Plan, profile: ModelProfile | None, samples: int, trained: nn.Module | None = None
 ) -> ModelSpec:
-    """Describe the trained part of a partitioned model; with a profile, layers cost measured seconds.
+    """Return the spec to compile a plan for: with the parameters of the loss, and measured seconds if there are any.
 
     Args:
-        partition: the model.
-        optimizer_spec: the user's optimizer.
+        spec: of the trained part of the model.
         plan: names its file in the error, if the profile came with it and is of another model.
         profile: of the model; None if counted FLOPs are the costs.
         samples: the size of a microbatch.
@@ -139,7 +165,6 @@ def build_model_spec(
     Raises:
         PlanError: the profile is of another model.
     """
-    spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
     if profile is not None:
         with plan_error_at(plan.source if profile is plan.profile else None, "profile"):
             spec = profile.with_measured_costs(spec, samples)

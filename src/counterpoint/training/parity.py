@@ -23,7 +23,7 @@ from counterpoint.errors import CounterpointError, DataError, PlanError, first_l
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
-from counterpoint.partitioning.module_casts import ModuleCasts, autocast_dtype
+from counterpoint.partitioning.module_casts import autocast_dtype, cast_modules
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.program.instruction import Collective, Push, Send
 from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
@@ -452,7 +452,7 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
     optimizer = run.optimizer_spec.rebind(params).optimizer
     losses, grad_peaks = [], {name: torch.zeros_like(param) for name, param in params.items()}
     precision = parse_precision(run.options.precision)
-    with training_mode(run.model, training=True), module_casts(run.model, precision):
+    with training_mode(run.model, training=True), cast_modules(run.model, precision):
         for recorded in run.steps:
             use_group_options(optimizer, recorded)
             inputs, targets = convert_batch(recorded, dtype)
@@ -477,15 +477,6 @@ def train_plainly(run: RecordedRun, dtype: torch.dtype | None) -> tuple[TrainedS
     optimizer_state = {name: value.clone() for name, value in state.items()}
     noise = find_noise(grad_peaks, is_narrow=is_narrow(precision))
     return TrainedState(tuple(losses), *copy_values(run.trained), optimizer_state), noise
-
-
-@contextmanager
-def module_casts(model: nn.Module, precision: Precision | None) -> Iterator[None]:
-    """Let a model compute in a precision inside, if it casts modules."""
-    with ExitStack() as stack:
-        if precision is not None and precision.casts_modules:
-            stack.callback(ModuleCasts(model, precision).remove)
-        yield
 
 
 @contextmanager

@@ -14,9 +14,12 @@ from counterpoint.compiler.given_program import GivenProgram
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.model_profile import ModelProfile
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import ModelSpec
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.dry_run import Inputs
+from counterpoint.partitioning.module_casts import cast_modules
+from counterpoint.partitioning.partition import PartitionGranularity
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 from counterpoint.plan.parser import explicit_microbatches
@@ -30,12 +33,7 @@ from counterpoint.strategies.strategy import Strategy, require_strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
-from counterpoint.training.model_partition import (
-    assign_unused_params,
-    drop_frozen_params,
-    finest_partition,
-    plan_fingerprint,
-)
+from counterpoint.training.model_partition import describe_trained, finest_partition, plan_fingerprint
 from counterpoint.training.options import RENAMED_OPTIONS, TrainingOptions
 from counterpoint.world.cluster import Cluster
 
@@ -260,7 +258,7 @@ class AutoStrategy:
         from counterpoint.planner.memory_suggestions import PlanningProblem
         from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 
-        spec = trace_model_spec(model, optimizer_spec, inputs, options.dims)
+        spec = trace_model_spec(model, optimizer_spec, inputs, options.dims, parse_precision(options.precision))
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
         pipeline_plans = find_pipeline_plans(
@@ -300,23 +298,28 @@ def make_auto_strategy(requested_plan: RequestedPlan, plan: Plan, options: Train
 
 
 def trace_model_spec(
-    model: nn.Module, optimizer_spec: OptimizerSpec, inputs: Inputs, dims: Mapping[str, tuple[str, str]] | None
+    model: nn.Module,
+    optimizer_spec: OptimizerSpec,
+    inputs: Inputs,
+    dims: Mapping[str, tuple[str, str]] | None,
+    precision: Precision | None = None,
 ) -> ModelSpec:
     """Describe a model for the planner: partitioned as finely as possible, without its frozen parameters.
 
-    A Sequential, which is partitioned differently without tensor parallelism, is described both ways.
+    A Sequential, which is partitioned differently without tensor parallelism, is described both ways. With a precision
+    that casts modules, values have the dtypes that they have in a run, and parameters the bytes.
 
     Raises:
         PlanError: the model cannot even be called with these inputs.
     """
-    spec = assign_unused_params(
-        drop_frozen_params(
-            finest_partition(model, as_call_args(inputs), ("tensor_parallel", "blocks"), dims).spec, optimizer_spec
-        )
-    )
+
+    def describe(*granularities: PartitionGranularity) -> ModelSpec:
+        with cast_modules(model, precision):
+            partition = finest_partition(model, as_call_args(inputs), granularities, dims)
+            return describe_trained(partition, model, optimizer_spec, precision)
+
+    spec = describe("tensor_parallel", "blocks")
     if not is_plain_sequential(model):
         return spec
-    without_tp = assign_unused_params(
-        drop_frozen_params(finest_partition(model, as_call_args(inputs), ("blocks",), dims).spec, optimizer_spec)
-    )
+    without_tp = describe("blocks")
     return spec if spec == without_tp else replace(spec, variant_without_tp=without_tp)

@@ -46,6 +46,7 @@ from counterpoint.training.embedding_checks import (
 from counterpoint.training.forward_state import ForwardState
 from counterpoint.training.model_partition import (
     build_model_spec,
+    describe_trained,
     partition_for_plan,
     with_loss_pass,
     with_partition,
@@ -119,7 +120,9 @@ class RunCompiler:
         draws = uses_rng or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         options, microbatch_size = self.options, max(num_samples, 1)
-        spec = build_model_spec(partition, self.optimizer_spec, plan, options.profile, microbatch_size, self.trained)
+        precision = parse_precision(options.precision)
+        described = describe_trained(partition, self.model, self.optimizer_spec, precision)
+        spec = build_model_spec(described, plan, options.profile, microbatch_size, self.trained)
         full_plan = with_partition(with_loss_pass(plan, options), spec, options.profile)
         compiled = compile(full_plan, spec, samples_per_micro=microbatch_size)
         num_microbatches = len(compiled.program.micros)
@@ -148,7 +151,7 @@ class RunCompiler:
             keeps_grads,
             LossParameters.of(self.loss, self.trained),
             options.cross_sample != "accept",
-            autocast=autocast_dtype(parse_precision(options.precision)),
+            autocast=autocast_dtype(precision),
             read_dtypes=find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True)),
             rounds_stochastically=self.rounds_stochastically(plan, applies_one_gradient=keeps_grads),
             reduce_dtype=self.find_reduce_dtype(plan, compiled, applies_one_gradient=keeps_grads),

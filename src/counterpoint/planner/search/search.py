@@ -26,7 +26,6 @@ from counterpoint.planner.plan_simulation import StepSummary
 from counterpoint.planner.ranking import PlanRanking, rank_plans
 from counterpoint.planner.search.configuration import SearchConfiguration
 from counterpoint.planner.search.proposals import SearchSpace, propose
-from counterpoint.simulator.memory import ADAM_STATES
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
@@ -52,10 +51,12 @@ def memory_lower_bound(plan: Plan, model: ModelSpec) -> int:
     if not all(isinstance(strategy, known_strategies) for strategy in plan.strategies):
         return 0
     used = {name for names in model.units.values() for name in names}
-    total_bytes = sum(param.num_bytes for param in model.params if param.name in used)
-    rank_bytes = total_bytes / prod(part.degree for part in plan.strategies if isinstance(part, Pipeline | Tensor))
-    weights = gradients = 1.0
-    states = float(ADAM_STATES)
+    num_parts = prod(part.degree for part in plan.strategies if isinstance(part, Pipeline | Tensor))
+    weights, gradients, states = (
+        sum(param.num_elements * param.element_bytes(held_as) for param in model.params if param.name in used)
+        / num_parts
+        for held_as in ("weight", "grad", "state")
+    )
     for strategy in plan.strategies:
         if isinstance(strategy, Server):
             states = 0.0
@@ -65,7 +66,7 @@ def memory_lower_bound(plan: Plan, model: ModelSpec) -> int:
             gradients = 0.0 if strategy.level > 1 else gradients
         elif isinstance(strategy, Data) and strategy.update == "sharded":
             states /= strategy.degree
-    return int(rank_bytes * (weights + gradients + states))
+    return int(weights + gradients + states)
 
 
 EvaluateFn: TypeAlias = Callable[[SearchConfiguration], StepSummary | None]
