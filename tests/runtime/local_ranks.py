@@ -34,14 +34,16 @@ def make_batch(num_micros, num_samples=None):
 
 
 @contextmanager
-def build_local_ranks(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), **options):
+def build_local_ranks(
+    plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), batches=make_batch, **options
+):
     """Yield the ranks of a plan, before their first step."""
     model = chain(4) if model is None else model
     parsed = replace(Plan.parse(plan, num_microbatches=num_microbatches), passes=passes)
     with LocalWorld(parsed.num_ranks, 10.0) as world:
         optimizer_spec = OptimizerSpec(optimizer, dict(model.named_parameters()))
         local_ranks = LocalRanks(world, parsed, model, F.mse_loss, optimizer_spec, TrainingOptions(**options))
-        local_ranks.build(make_batch(parsed.global_num_microbatches).inputs(0), 2)
+        local_ranks.build(batches(parsed.global_num_microbatches).inputs(0), 2)
         yield local_ranks
 
 

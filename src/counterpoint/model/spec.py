@@ -75,6 +75,8 @@ class Param:
                 return self.cast_bytes
             case "gathered_cast":
                 return 0 if self.gathers_cast else self.cast_bytes
+            case "copied_grad":
+                return self.item_bytes if self.cast_bytes else 0
             case "state":
                 return ADAM_STATES * self.item_bytes if self.state_bytes is None else self.state_bytes
 

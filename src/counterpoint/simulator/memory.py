@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
@@ -66,8 +66,10 @@ class _Held:
 class _RankMemory:
     """Contents of a rank's memory: tensors of units, and saved activations in bytes."""
 
-    def __init__(self, unit_bytes: _UnitSizes, num_weight_versions: int, freed: frozenset[_Unit]) -> None:
-        self.unit_bytes, self.freed = unit_bytes, freed
+    def __init__(self, unit_bytes: _UnitSizes, instructions: Instructions) -> None:
+        self.unit_bytes, self.freed = unit_bytes, freed_weights(instructions)
+        self.flat = set(_flat_grads(instructions))
+        num_weight_versions = weight_versions_needed(instructions)
         self.weights = _Held("weight", num_weight_versions)
         self.gathered = _Held("gathered_weight", num_weight_versions)  # beside the shard that is always there
         self.grads, self.grad_shards, self.delayed_grads = _Held("grad"), _Held("grad"), _Held("grad")
@@ -76,6 +78,10 @@ class _RankMemory:
         self.codec_buffers: dict[Collective | Send | Push, int] = {}
         self.saved_bytes: dict[tuple[int, int], int] = {}
         self.totals: defaultdict[int, int] = defaultdict(int)
+
+    def cast_bytes(self, units: Iterable[_Unit]) -> int:
+        """Return the bytes of the casts that a forward makes of weights, but for those that were gathered as casts."""
+        return sum(self.unit_bytes("gathered_cast" if unit in self.freed else "cast", unit) for unit in units)
 
     def tally(self) -> None:
         """Sum up what is held, by denominator; afterwards only :meth:`hold` and :meth:`free` may change it."""
@@ -120,7 +126,8 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     update or departure, as a shard once it has been reduce-scattered and freed; a delayed gradient is a second one. An
     asynchronous server holds one gradient at a time. Parameters exist in as many versions as the rank program reads; an
     optimizer keeps states of the parameters that its rank updates. Weights that are freed after use are gathered beside
-    the shard of them. Casts of weights live from the forward of each microbatch to its backward, as activations do. A
+    the shard of them. Casts of weights live from the forward of each microbatch to its backward, as activations do, and
+    the gradients of casts exist twice while they are copied to the flat gradient that is communicated. A
     compression codec with error feedback keeps two residuals, the present one and the one of the next step, and buffers
     for what it sends and gathers. Temporary memory of operators inside a block is not in the program and not counted.
 
@@ -190,14 +197,12 @@ def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], s
             saved_bytes -= memory.saved_bytes.pop(key, 0)
             memory.saved_bytes[key] = _saved_bytes(instruction, recompute_set, size_of)
             if isinstance(instruction, Recompute) or key not in recompute_set.recomputed:
-                memory.saved_bytes[key] += _cast_bytes(memory, users[instruction.block])
+                memory.saved_bytes[key] += memory.cast_bytes(users[instruction.block])
             saved_bytes += memory.saved_bytes[key]
         if not isinstance(instruction, Forward | Recompute):
             _update_memory(memory, instruction, users)
             resident_bytes = memory.resident_bytes
-        incoming = instruction.units if isinstance(instruction, ApplyPushes) else ()
-        incoming_bytes = max((memory.unit_bytes("grad", unit) for unit in incoming), default=0)
-        timeline.append(resident_bytes + saved_bytes + incoming_bytes)
+        timeline.append(resident_bytes + saved_bytes + _temporary_bytes(instruction, memory, users))
         # the backward itself still holds what it reads
         if key is not None and isinstance(instruction, Backward) and instruction.computes_weight_grad:
             saved_bytes -= memory.saved_bytes.pop(key, 0)
@@ -216,14 +221,35 @@ def _saved_bytes(instruction: Forward | Recompute, recompute_set: RecomputeSet, 
     )
 
 
-def _cast_bytes(memory: _RankMemory, units: Sequence[_Unit]) -> int:
-    """Return the bytes of the casts that a forward makes of its weights, but for those that were gathered as casts."""
-    return sum(memory.unit_bytes("gathered_cast" if unit in memory.freed else "cast", unit) for unit in units)
+def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _Users) -> int:
+    """Return the bytes that exist only during an instruction: a pushed gradient, gradients that are copied."""
+    match instruction:
+        case ApplyPushes(units):
+            return max(memory.unit_bytes("grad", unit) for unit in units)
+        case Backward(block) if instruction.computes_weight_grad:  # as they come, casts are freed
+            copied = sum(memory.unit_bytes("copied_grad", unit) for unit in users[block] if unit in memory.flat)
+            return max(copied - memory.cast_bytes(users[block]), 0)
+        case _:
+            return 0
+
+
+def _flat_grads(instructions: Instructions) -> Iterator[_Unit]:
+    """Yield the units whose gradients are copied to flat ones when a backward ends, instead of bucket by bucket."""
+    for instruction in instructions:
+        match instruction:
+            case (
+                Collective(tensor=TensorRef("grad", unit), phase="")
+                | Send(TensorRef("grad", unit))
+                | Push(TensorRef("grad", unit))
+            ):
+                yield unit
+            case _:
+                pass
 
 
 def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901 - one case each
     """Return what a rank holds before its first instruction: the shard of parameters that it gathers first."""
-    memory = _RankMemory(_UnitSizes(size_of), weight_versions_needed(instructions), freed_weights(instructions))
+    memory = _RankMemory(_UnitSizes(size_of), instructions)
     weights, residuals, states = (
         held.fractions for held in (memory.weights, memory.residuals, memory.optimizer_states)
     )
