@@ -27,6 +27,7 @@ from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
 from counterpoint.file_writer import require_writable, write_output
 from counterpoint.model.model_profile import ModelProfile, format_profile, load_profile, profile_path_for
+from counterpoint.model.precision import Precision, merge_precision, parse_precision
 from counterpoint.model.spec import Block, ModelSpec, linear_chain
 from counterpoint.plan.plan import DEFAULT_PASSES, Plan
 from counterpoint.planner.choose import PlanChoice, rank_for_problem, select_plan
@@ -103,6 +104,10 @@ Passes = Annotated[
     list[str] | None,
     typer.Option("--pass", help="Pass to run on every program; overlap if omitted, none for no pass."),
 ]
+PrecisionText = Annotated[
+    str | None,
+    typer.Option("--precision", help="What the model computes in, as bf16; if omitted, as the script or --plan says."),
+]
 Top = Annotated[int | None, typer.Option(min=1, help="Number of plans to show.")]
 NumTrials = Annotated[
     int | None, typer.Option(min=1, metavar="K", help="Measure the best K plans and data parallelism on this host.")
@@ -135,6 +140,7 @@ def plan(
     graph: GraphFile = None,
     plan: PlanFile = None,
     passes: Passes = None,
+    precision: PrecisionText = None,
     top: Top = None,
     measure: NumTrials = None,
     search: Search = False,
@@ -160,20 +166,24 @@ def plan(
         return
     budget_s = None if time_budget is None else parse_time_budget(time_budget)
     workload = None if job is None else load_workload(job, arguments or (), which)
-    if workload is not None:
-        model, size = trace_workload(workload, batch_size)
-    else:
-        model, size = build_equal_blocks(blocks or 8, width), batch_size or 64
-    deadline = None if budget_s is None else Deadline.after(budget_s)
+    size = batch_size or (64 if workload is None else workload.batch_size)
     loaded_plan = None if plan is None else load_plan(plan, ranks, size)
+    computed_in = resolve_precision(precision, workload, loaded_plan)
+    if workload is not None:
+        model = trace_workload(workload, computed_in)
+    else:
+        model = build_equal_blocks(blocks or 8, width, computed_in)
+    deadline = None if budget_s is None else Deadline.after(budget_s)
     problem = PlanningProblem(model, place, size, resolve_profile(model, profile, loaded_plan))
     pass_names = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
     plans = list_candidates(ranks, problem, pass_names, loaded_plan, fraction_of_deadline(deadline, 4))
+    plans = tuple(replace(one, precision=computed_in) for one in plans)
     ranking = rank_for_problem(plans, problem, fraction_of_deadline(deadline, 2))
     if deadline is not None:
         ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(time_s=deadline.remaining_s, seed=seed))
     elif search:
         ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
+    ranking = with_precision(ranking, computed_in)
     result = choose_plan(ranking, plans, problem)
     if isinstance(result, PlanError) and (out is not None or report is not None or measure is not None):
         raise result
@@ -181,11 +191,39 @@ def plan(
         from counterpoint.cli.measure_plans import measure_on_this_host
 
         result = measure_on_this_host((job, arguments or [], which), result, measure)
-    request = PlanRequest(f"{model.num_blocks} blocks" if workload is None else workload.name, ranks, size, len(plans))
+    name = f"{model.num_blocks} blocks" if workload is None else workload.name
+    request = PlanRequest(name, ranks, size, len(plans), computed_in)
     text = json.dumps(result_to_dict(ranking, result, top), indent=2) if as_json else ""
     echo(text) if text else print_result(request, ranking, result, top)
     if isinstance(result, PlanChoice):
         write_outputs(result, request, out, report)
+
+
+def resolve_precision(text: str | None, workload: Workload | None, loaded_plan: Plan | None) -> Precision | None:
+    """Return what the plans are compared in: the precision of the option, of the script, or of the plan file.
+
+    Raises:
+        PlanError: two of them differ, or the text is no precision.
+    """
+    option = parse_precision(text)
+    own = None if workload is None else parse_precision(workload.options.precision)
+    if option is not None and own is not None and option != own:
+        raise PlanError(f"--precision is {option}, but {workload and workload.name} gives precision={own}; omit one")
+    return merge_precision(option or own, None if loaded_plan is None else loaded_plan.precision)
+
+
+def with_precision(ranking: PlanRanking, precision: Precision | None) -> PlanRanking:
+    """Return the ranking with the precision in which its plans were compared written into each plan."""
+
+    def compute_in(plan: Plan) -> Plan:
+        return replace(plan, precision=precision)
+
+    return PlanRanking(
+        tuple(replace(one, plan=compute_in(one.plan)) for one in ranking.predictions),
+        tuple(replace(one, plan=compute_in(one.plan)) for one in ranking.rejected),
+        tuple(map(compute_in, ranking.not_evaluated)),
+        tuple(map(compute_in, ranking.pruned)),
+    )
 
 
 def require_one_model(job: str | None, blocks: int | None, graph: Path | None, measure: int | None) -> None:
@@ -320,9 +358,9 @@ def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> 
     return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))
 
 
-def build_equal_blocks(num_blocks: int, width: int) -> ModelSpec:
+def build_equal_blocks(num_blocks: int, width: int, precision: Precision | None = None) -> ModelSpec:
     """Return equal linear layers whose cost is their number of floating point operations."""
-    model = linear_chain(num_blocks, width=width)
+    model = linear_chain(num_blocks, width=width, precision=precision)
     work = 2.0 * width * width
     return replace(
         model,
@@ -333,10 +371,9 @@ def build_equal_blocks(num_blocks: int, width: int) -> ModelSpec:
     )
 
 
-def trace_workload(workload: Workload, batch_size: int | None) -> tuple[ModelSpec, int]:
-    """Return the model of a job or a script, traced on a few of its samples, and the global batch size."""
+def trace_workload(workload: Workload, precision: Precision | None) -> ModelSpec:
+    """Return the model of a job or a script, traced on a few of its samples, as it computes in a precision."""
     from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, trace_model_spec
 
     inputs = workload.inputs(MAX_TRACE_SAMPLES)
-    spec = trace_model_spec(workload.model, workload.optimizer_spec, inputs, workload.options.dims)
-    return spec, batch_size or workload.batch_size
+    return trace_model_spec(workload.model, workload.optimizer_spec, inputs, workload.options.dims, precision)

@@ -9,6 +9,7 @@ from typing import Any
 from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, print_table
 from counterpoint.errors import PlanError
+from counterpoint.model.precision import Precision
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choice_report import (
     COLUMNS,
@@ -42,21 +43,25 @@ class PlanRequest:
         num_ranks: number of ranks.
         batch_size: samples of one global batch.
         num_plans: number of ranked plans.
+        precision: what the model computes in; None for the dtypes of its parameters.
     """
 
     model: str
     num_ranks: int
     batch_size: int
     num_plans: int
+    precision: Precision | None = None
+
+    def describe_step(self) -> str:
+        """Return the samples of a step, and what it computes in if it has a precision."""
+        computed = "" if self.precision is None else f", computed in {self.precision}"
+        return f"{self.batch_size} samples in a step{computed}"
 
 
 def print_result(request: PlanRequest, ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None) -> None:
     """Print the ranked plans, the measurements, the choice, and the plans that cannot be run."""
     plans = format_plan_count(request.num_plans)
-    echo(
-        f"{plans} for -n {request.num_ranks} that can take {request.batch_size} samples in a step; "
-        f"{describe_source(result)}\n"
-    )
+    echo(f"{plans} for -n {request.num_ranks} that can take {request.describe_step()}; {describe_source(result)}\n")
     print_plans(ranking, top)
     notes = format_remarks(ranking, top)
     if isinstance(result, PlanChoice) and result.trials:
@@ -139,6 +144,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def write_report(request: PlanRequest, choice: PlanChoice) -> str:
     """Return the HTML page about a choice."""
-    workload = f"{request.model} on {request.num_ranks} ranks, {request.batch_size} samples in a step"
+    workload = f"{request.model} on {request.num_ranks} ranks, {request.describe_step()}"
     subject = f"{workload}; {describe_source(choice)}"
     return write_comparison_page("counterpoint plan", subject, stat_cards(choice), build_comparison(choice))

@@ -20,6 +20,7 @@ from counterpoint.compiler.compile import CompiledPlan, compile, storage_size_fn
 from counterpoint.errors import PlanError
 from counterpoint.file_writer import require_writable, write_output
 from counterpoint.launchers.script import is_script
+from counterpoint.model.precision import parse_precision
 from counterpoint.model.spec import ModelSpec, linear_chain
 from counterpoint.plan.parser import explicit_microbatches
 from counterpoint.plan.plan import Plan
@@ -64,6 +65,9 @@ def show(
     passes: Annotated[
         list[str] | None, typer.Option("--pass", help="Pass to run on the program, for example overlap.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="What the blocks compute in, as bf16; a script says so itself.")
+    ] = None,
     yaml: Annotated[bool, typer.Option("--yaml", help="Only print the plan as a plan.yaml.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the timeline to this file, as SVG.")] = None,
     which: Which = 1,
@@ -80,6 +84,8 @@ def show(
     if is_script(plan):
         if blocks is not None:
             raise PlanError(f"{plan} has a model of its own, and --blocks is {blocks}; omit --blocks")
+        if precision is not None:
+            raise PlanError(f"{plan} says itself what it computes in, and --precision is {precision}; omit --precision")
         workload = load_workload(plan, arguments or (), which)
         with gc_disabled():
             compiled = compile_workload(workload, strategy, ranks, microbatches, passes)
@@ -88,12 +94,12 @@ def show(
         return
     if strategy is not None:
         raise PlanError(f"--strategy {strategy} is for a script; {plan} is the plan to show")
-    parsed = read_plan(plan, ranks, microbatches, tuple(passes or ()))
+    parsed = replace(read_plan(plan, ranks, microbatches, tuple(passes or ())), precision=parse_precision(precision))
     if yaml:
         echo(parsed.to_yaml(), nl=False)
         return
     with gc_disabled():
-        model = linear_chain(blocks or default_blocks(parsed), width=width)
+        model = linear_chain(blocks or default_blocks(parsed), width=width, precision=parsed.precision)
         check_module_names(parsed, model)
         shown = format_compiled(compile(parsed, model), svg)
     echo(shown)

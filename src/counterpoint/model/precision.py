@@ -103,6 +103,11 @@ class Precision:
         """Whether gradients are in fp16 anywhere, whose small ones are zero without a loss scale."""
         return "fp16" in {self.compute, self.reduce}
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number that modules compute with."""
+        return 2 if self.casts_modules else 4
+
 
 PrecisionArgument: TypeAlias = Precision | str | None
 """What options take: a precision, its text, or None for the dtypes of the model."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from counterpoint.model.dataflow import INPUT, ValueSpec, blocks_of_layers, build_edges
+from counterpoint.model.precision import Precision
 from counterpoint.program.compression import find_codec
 from counterpoint.program.edges import Edge
 from counterpoint.program.instruction import HeldAs
@@ -293,22 +294,34 @@ class ModelSpec:
         return replace(self, blocks=tuple(blocks))
 
 
-def linear_chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> ModelSpec:
+def linear_chain(
+    num_blocks: int, *, width: int = 256, tied: bool = False, precision: Precision | None = None
+) -> ModelSpec:
     """Return a chain of equal blocks, each one linear layer with a dim ``hidden`` that can be sharded.
 
     Args:
         num_blocks: number of blocks.
-        width: the layer is ``width x width``; one sample is ``width`` float32 numbers.
+        width: the layer is ``width x width``; one sample is ``width`` numbers.
         tied: whether the first and the last block share one weight.
+        precision: what the layers compute in; None for float32.
     """
+    item_bytes = 4 if precision is None else precision.item_bytes
+    output_bytes = [item_bytes * width] * num_blocks
+    if precision is not None and precision.output == "fp32":
+        output_bytes[-1] = 4 * width
+    is_cast = item_bytes < 4
     names = [f"block{index}.weight" for index in range(num_blocks)]
     if tied and num_blocks > 1:
         names[-1] = names[0]
-    params = tuple(Param(name, (width, width)) for name in dict.fromkeys(names))
+    params = tuple(
+        Param(name, (width, width), cast_bytes=item_bytes if is_cast else 0, gathers_cast=is_cast)
+        for name in dict.fromkeys(names)
+    )
     blocks = []
     for index, name in enumerate(names):
         may_split = not (tied and index in {0, num_blocks - 1})
-        split = TensorParallelSpec("hidden", ((name, 0),), width, 4 * width, 4 * width) if may_split else None
-        layer = LayerSpec(f"block{index}", (name,), cost=1.0, output_bytes=4 * width, tp=split)
+        sizes = item_bytes * width, item_bytes * width
+        split = TensorParallelSpec("hidden", ((name, 0),), width, *sizes) if may_split else None
+        layer = LayerSpec(f"block{index}", (name,), cost=1.0, output_bytes=output_bytes[index], tp=split)
         blocks.append(Block((layer,), index))
     return ModelSpec(tuple(blocks), params)

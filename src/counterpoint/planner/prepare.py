@@ -192,9 +192,11 @@ def as_single_block(model: ModelSpec) -> ModelSpec:
 def storage_sizes(model: ModelSpec, samples: int, profile: ModelProfile | None = None) -> SizeFn:
     """Return the bytes of tensors where they are stored; for its backward, a block saves what was measured.
 
-    Without a profile it saves the output of each of its layers.
+    Without a profile, or where the model reads casts, which profiles are measured without, it saves the output of each
+    of its layers.
     """
-    layer_times = profile.at_microbatch_size(samples) if profile is not None else None
+    is_cast = any(param.cast_bytes for param in model.params)
+    layer_times = profile.at_microbatch_size(samples) if profile is not None and not is_cast else None
 
     @cache
     def size_of(tensor: TensorRef, codec: str) -> int:
