@@ -270,3 +270,23 @@ def test_an_edited_plan_is_ranked_with_the_others(tmp_path):
     assert {"plan": str(edited), "num_microbatches": 2, "passes": []} in [
         {name: one[name] for name in ("plan", "num_microbatches", "passes")} for one in actual["plans"]
     ]
+
+
+def test_plans_are_compared_in_the_precision_of_the_option_which_the_written_plan_has(tmp_path):
+    wide, narrow = (
+        json.loads(plan("-n", "2", "--blocks", "2", "--batch-size", "2", "--json", *options).stdout)["plans"]
+        for options in ((), ("--precision", "bf16"))
+    )
+    sent = [{one["plan"]: one["sent_bytes"] for one in plans} for plans in (wide, narrow)]
+    assert sent[1]["zero(2, level=3)"] * 3 == sent[0]["zero(2, level=3)"] * 2
+    assert sent[1]["data(2)"] == sent[0]["data(2)"]
+    shown = plan("-n", "2", "--blocks", "2", "--precision", "bf16", "--out", tmp_path / "plan.yaml")
+    assert "in a step, computed in bf16; predicted" in shown.output
+    assert str(Plan.from_file(tmp_path / "plan.yaml").precision) == "bf16"
+
+
+def test_a_plan_file_of_another_precision_is_not_compared(tmp_path):
+    (tmp_path / "plan.yaml").write_text("plan:\n  strategy: data(2)\n  precision: fp16\n")
+    result = plan("-n", "2", "--blocks", "2", "--precision", "bf16", "--plan", tmp_path / "plan.yaml")
+    assert result.exit_code == 1
+    assert "precision=bf16 was given, but the plan has precision fp16" in " ".join(result.output.split())

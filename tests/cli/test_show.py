@@ -81,3 +81,11 @@ def test_split_points_of_another_model_are_refused_with_the_names_of_the_shown_o
     assert shown.exit_code == 1
     assert "names embed, blocks.0, head, but show uses a model of its own, whose modules are block0 to" in shown.output
     assert run("show", "placement(2, modules=block0:0+block1:1+block2:0)", "-n", "2").exit_code == 0
+
+
+def test_the_cost_is_that_of_the_precision():
+    wide, narrow = (
+        run("show", "zero(2, level=3)", "--blocks", "1", *options).output for options in ((), ("--precision", "bf16"))
+    )
+    assert "384 KiB" in wide
+    assert "256 KiB" in narrow

@@ -55,10 +55,13 @@ def test_a_rank_holds_casts_beside_weights_that_it_keeps_and_instead_of_weights_
     assert [peak_per_element(plan, 1, **held) for held in ({}, CASTS)] == [in_float32, in_bf16]
 
 
-def test_gradients_that_are_reduced_in_buckets_exist_once():
-    plan = replace(Plan.parse("data(2)"), passes=("overlap",))
+@pytest.mark.parametrize(("num_microbatches", "held"), [(1, 18), (2, 22)])
+def test_gradients_that_are_reduced_as_they_come_exist_once(num_microbatches, held):
+    """With two microbatches, that of the first one is on the parameters when the backward of the second one begins."""
+    plan = replace(Plan.parse("data(2)", num_microbatches=num_microbatches), passes=("overlap",))
     compiled = compile_plan(plan, chain(1, **CASTS))
-    assert {peak / ELEMENTS for peak in peak_memory_bytes(compiled.program, message_size_fn(compiled.model, 1))} == {18}
+    peaks = peak_memory_bytes(compiled.program, message_size_fn(compiled.model, 1))
+    assert {peak / ELEMENTS for peak in peaks} == {held}
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,20 @@ def test_a_gather_of_casts_occupies_the_link_for_half_of_the_time():
         seconds.append({str(one): s for one, s in zip(body, times, strict=True)})
     (wide, narrow) = ([s for one, s in found.items() if "all_gather" in one] for found in seconds)
     assert wide == [2 * s for s in narrow] == [ELEMENTS * 4 / 2 / 1e6] * len(wide)
+
+
+GIGABYTES = {
+    (2, 12): ("120.0", "31.4", "16.6", "1.9"),
+    (4, 8): ("120.0", "60.9", "31.4", "1.9"),
+    (2, 8): ("90.0", "30.9", "16.2", "1.4"),
+}
+"""By bytes of a weight and of its states: per rank, of 64, for 7.5e9 parameters; the first row is that of the paper."""
+
+
+@pytest.mark.parametrize(("weight_bytes", "state_bytes"), GIGABYTES)
+def test_states_take_the_gigabytes_of_the_table_of_zero(weight_bytes, state_bytes):
+    """Without the one block whose gradient or weights are whole, whose part halves with its size."""
+    held = {"item_bytes": weight_bytes, "state_bytes": state_bytes}
+    plans = ["data(64)", *(f"zero(64, level={level})" for level in (1, 2, 3))]
+    states = [2 * peak_per_element(plan, 2, **held) - peak_per_element(plan, 1, **held) for plan in plans]
+    assert tuple(f"{7.5 * state:.1f}" for state in states) == GIGABYTES[weight_bytes, state_bytes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -68,7 +68,8 @@ class _RankMemory:
 
     def __init__(self, unit_bytes: _UnitSizes, instructions: Instructions) -> None:
         self.unit_bytes, self.freed = unit_bytes, freed_weights(instructions)
-        self.flat = set(_flat_grads(instructions))
+        self.copied_after_backward = set(map(_copied_after_backward, instructions))
+        self.copied_during_backward = set(_copied_during_backward(instructions))
         num_weight_versions = weight_versions_needed(instructions)
         self.weights = _Held("weight", num_weight_versions)
         self.gathered = _Held("gathered_weight", num_weight_versions)  # beside the shard that is always there
@@ -226,21 +227,41 @@ def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _User
     match instruction:
         case ApplyPushes(units):
             return max(memory.unit_bytes("grad", unit) for unit in units)
-        case Backward(block) if instruction.computes_weight_grad:  # as they come, casts are freed
-            copied = sum(memory.unit_bytes("copied_grad", unit) for unit in users[block] if unit in memory.flat)
-            return max(copied - memory.cast_bytes(users[block]), 0)
+        case Backward(block) if instruction.computes_weight_grad:
+            used = users[block]
+            during, after = (
+                sum(memory.unit_bytes("copied_grad", unit) for unit in used if unit in copied)
+                for copied in (memory.copied_during_backward, memory.copied_after_backward)
+            )
+            return during + max(after - memory.cast_bytes(used), 0)  # at its end, its casts are freed
         case _:
             return 0
 
 
-def _flat_grads(instructions: Instructions) -> Iterator[_Unit]:
-    """Yield the units whose gradients are copied to flat ones when a backward ends, instead of bucket by bucket."""
+def _copied_after_backward(instruction: Instruction) -> _Unit | None:
+    """Return the unit whose gradient is communicated after a backward, if the instruction does so."""
+    match instruction:
+        case (
+            Collective(tensor=TensorRef("grad", unit), phase="")
+            | Send(TensorRef("grad", unit))
+            | Push(TensorRef("grad", unit))
+        ):
+            return unit
+        case _:
+            return None
+
+
+def _copied_during_backward(instructions: Instructions) -> Iterator[_Unit]:
+    """Yield the units whose reduction starts during the last one of several backwards: it has the sum of the others."""
+    num_backwards = Counter(
+        instruction.block
+        for instruction in instructions
+        if isinstance(instruction, Backward) and instruction.computes_weight_grad
+    )
     for instruction in instructions:
         match instruction:
-            case (
-                Collective(tensor=TensorRef("grad", unit), phase="")
-                | Send(TensorRef("grad", unit))
-                | Push(TensorRef("grad", unit))
+            case Collective(tensor=TensorRef("grad", unit), phase="start") if any(
+                num_backwards[one] > 1 for one in unit
             ):
                 yield unit
             case _:

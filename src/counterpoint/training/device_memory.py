@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_map
 
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.errors import PlanError
+from counterpoint.model.precision import Precision
 from counterpoint.model.spec import ModelSpec
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import slice_samples
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS
-from counterpoint.training.model_partition import drop_frozen_params, finest_partition
+from counterpoint.training.model_partition import describe_trained, finest_partition
 from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
 from counterpoint.viz.number_format import format_bytes
 from counterpoint.world.cluster import Cluster
@@ -40,6 +41,7 @@ class DeviceMemory:
         inputs: of a microbatch.
         microbatch_size: samples of it.
         optimizer_spec: which parameters are trained.
+        precision: whose casts the model has; None for the dtypes of its parameters.
     """
 
     accelerator: Accelerator
@@ -48,6 +50,7 @@ class DeviceMemory:
     inputs: Any
     microbatch_size: int
     optimizer_spec: OptimizerSpec
+    precision: Precision | None = None
 
     def find_layers(self) -> ModelSpec | None:
         """Return the layers of the model, found on a copy in host memory; None if they cannot be found."""
@@ -59,7 +62,7 @@ class DeviceMemory:
                 partition = finest_partition(model, tree_map(_on_host, inputs), ("blocks", "tensor_parallel"))
         except (PlanError, RuntimeError, TypeError):  # a forward, or a copy, of any model
             return None
-        return drop_frozen_params(partition.spec, self.optimizer_spec)
+        return describe_trained(partition, model, self.optimizer_spec, self.precision)
 
     def describe(self) -> str:
         """Return what a step needs, and the smallest change that fits."""

@@ -602,7 +602,8 @@ class LocalRanks:
 
     def device_memory(self, inputs: Any, num_samples: int) -> DeviceMemory:  # noqa: ANN401 - whatever the model takes
         """Return what the ranks need of their device for microbatches like this one."""
-        return DeviceMemory(self.accelerator, self.plan, self.model, inputs, max(num_samples, 1), self.optimizer_spec)
+        size = max(num_samples, 1)
+        return DeviceMemory(self.accelerator, self.plan, self.model, inputs, size, self.optimizer_spec, self.precision)
 
     def memory_of(self, batch: MicrobatchSource) -> DeviceMemory:
         """Return what the ranks need of their device for a batch."""
