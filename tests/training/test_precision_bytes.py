@@ -24,6 +24,7 @@ from tests.runtime.local_ranks import build_local_ranks, flat_params_of, storage
 
 WIDTH, LAYERS, MICROBATCHES = 48, 16, 2
 PLANS = ["solo", "data(2)", "zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)"]
+SMALL_BUCKETS = "bucket=10KiB, first_bucket=10KiB, tune=off"
 
 
 def normed_chain():
@@ -139,9 +140,11 @@ def test_ranks_hold_the_bytes_that_are_predicted(plan, precision):
     assert held == [pytest.approx(size, rel=0.02) for size in predicted]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_ranks_that_reduce_buckets_during_the_backward_hold_the_bytes_that_are_predicted(num_microbatches):
-    plan = "data(2, bucket=10KiB, first_bucket=10KiB, tune=off)"
+@pytest.mark.parametrize(
+    ("plan", "num_microbatches"),
+    [*((f"data(2, {SMALL_BUCKETS})", count) for count in (1, 2)), ("zero(2, level=3)", 2)],
+)
+def test_ranks_that_reduce_during_the_backward_hold_the_bytes_that_are_predicted(plan, num_microbatches):
     held, predicted = hold(plan, "bf16", num_microbatches=num_microbatches, passes=("overlap",))
     assert held == [pytest.approx(size, rel=0.02) for size in predicted]
 

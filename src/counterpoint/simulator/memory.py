@@ -253,17 +253,15 @@ def _copied_after_backward(instruction: Instruction) -> _Unit | None:
 
 def _copied_during_backward(instructions: Instructions) -> Iterator[_Unit]:
     """Yield the units whose reduction starts during the last one of several backwards: it has the sum of the others."""
-    num_backwards = Counter(
-        instruction.block
-        for instruction in instructions
-        if isinstance(instruction, Backward) and instruction.computes_weight_grad
-    )
+    num_backwards: Counter[int] = Counter()  # since the last reduction
     for instruction in instructions:
         match instruction:
-            case Collective(tensor=TensorRef("grad", unit), phase="start") if any(
-                num_backwards[one] > 1 for one in unit
-            ):
-                yield unit
+            case Backward(block) if instruction.computes_weight_grad:
+                num_backwards[block] += 1
+            case Collective(tensor=TensorRef("grad", unit), phase="start"):
+                if any(num_backwards[block] > 1 for block in unit):
+                    yield unit
+                num_backwards -= Counter({block: num_backwards[block] for block in unit})
             case _:
                 pass
 
