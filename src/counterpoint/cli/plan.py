@@ -169,21 +169,17 @@ def plan(
     size = batch_size or (64 if workload is None else workload.batch_size)
     loaded_plan = None if plan is None else load_plan(plan, ranks, size)
     computed_in = resolve_precision(precision, workload, loaded_plan)
-    if workload is not None:
-        model = trace_workload(workload, computed_in)
-    else:
-        model = build_equal_blocks(blocks or 8, width, computed_in)
+    name, model = build_model(workload, blocks or 8, width, computed_in)
     deadline = None if budget_s is None else Deadline.after(budget_s)
     problem = PlanningProblem(model, place, size, resolve_profile(model, profile, loaded_plan))
     pass_names = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
     plans = list_candidates(ranks, problem, pass_names, loaded_plan, fraction_of_deadline(deadline, 4))
-    plans = tuple(replace(one, precision=computed_in) for one in plans)
     ranking = rank_for_problem(plans, problem, fraction_of_deadline(deadline, 2))
     if deadline is not None:
         ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(time_s=deadline.remaining_s, seed=seed))
     elif search:
         ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
-    ranking = with_precision(ranking, computed_in)
+    plans, ranking = write_precision(plans, ranking, computed_in)
     result = choose_plan(ranking, plans, problem)
     if isinstance(result, PlanError) and (out is not None or report is not None or measure is not None):
         raise result
@@ -191,7 +187,6 @@ def plan(
         from counterpoint.cli.measure_plans import measure_on_this_host
 
         result = measure_on_this_host((job, arguments or [], which), result, measure)
-    name = f"{model.num_blocks} blocks" if workload is None else workload.name
     request = PlanRequest(name, ranks, size, len(plans), computed_in)
     text = json.dumps(result_to_dict(ranking, result, top), indent=2) if as_json else ""
     echo(text) if text else print_result(request, ranking, result, top)
@@ -212,18 +207,21 @@ def resolve_precision(text: str | None, workload: Workload | None, loaded_plan: 
     return merge_precision(option or own, None if loaded_plan is None else loaded_plan.precision)
 
 
-def with_precision(ranking: PlanRanking, precision: Precision | None) -> PlanRanking:
-    """Return the ranking with the precision in which its plans were compared written into each plan."""
+def write_precision(
+    plans: Sequence[Plan], ranking: PlanRanking, precision: Precision | None
+) -> tuple[tuple[Plan, ...], PlanRanking]:
+    """Return plans and their ranking with the precision in which they were compared written into each plan."""
 
     def compute_in(plan: Plan) -> Plan:
         return replace(plan, precision=precision)
 
-    return PlanRanking(
+    written = PlanRanking(
         tuple(replace(one, plan=compute_in(one.plan)) for one in ranking.predictions),
         tuple(replace(one, plan=compute_in(one.plan)) for one in ranking.rejected),
         tuple(map(compute_in, ranking.not_evaluated)),
         tuple(map(compute_in, ranking.pruned)),
     )
+    return tuple(map(compute_in, plans)), written
 
 
 def require_one_model(job: str | None, blocks: int | None, graph: Path | None, measure: int | None) -> None:
@@ -356,6 +354,15 @@ def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> 
     if not isfinite(memory_gib):
         raise PlanError(f"--memory {memory_gib} is not an amount of memory; give a finite number of GiB above 0")
     return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))
+
+
+def build_model(
+    workload: Workload | None, num_blocks: int, width: int, precision: Precision | None
+) -> tuple[str, ModelSpec]:
+    """Return the name and the model of a job or a script, or of equal blocks, as it computes in a precision."""
+    if workload is not None:
+        return workload.name, trace_workload(workload, precision)
+    return f"{num_blocks} blocks", build_equal_blocks(num_blocks, width, precision)
 
 
 def build_equal_blocks(num_blocks: int, width: int, precision: Precision | None = None) -> ModelSpec:

@@ -65,7 +65,7 @@ ACTIVATION_GRADS: frozenset[str] = frozenset({"g", "ds"})
 UNIT_TENSORS: frozenset[str] = frozenset({"grad", "delayed_grad", "weight"})
 """Names of the tensors that belong to a unit instead of a microbatch."""
 UNIT_SIZES: frozenset[HeldAs] = frozenset(get_args(HeldAs))
-"""The same names as a set."""
+"""All names of :data:`HeldAs`."""
 
 
 @dataclass(frozen=True, slots=True)

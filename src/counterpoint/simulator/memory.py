@@ -68,7 +68,7 @@ class _RankMemory:
 
     def __init__(self, unit_bytes: _UnitSizes, instructions: Instructions) -> None:
         self.unit_bytes, self.freed = unit_bytes, freed_weights(instructions)
-        self.copied_after_backward = set(map(_copied_after_backward, instructions))
+        self.copied_after_backward = set(_copied_after_backward(instructions))
         self.copied_during_backward = set(_copied_during_backward(instructions))
         num_weight_versions = weight_versions_needed(instructions)
         self.weights = _Held("weight", num_weight_versions)
@@ -128,9 +128,9 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     asynchronous server holds one gradient at a time. Parameters exist in as many versions as the rank program reads; an
     optimizer keeps states of the parameters that its rank updates. Weights that are freed after use are gathered beside
     the shard of them. Casts of weights live from the forward of each microbatch to its backward, as activations do, and
-    the gradients of casts exist twice while they are copied to the flat gradient that is communicated. A
-    compression codec with error feedback keeps two residuals, the present one and the one of the next step, and buffers
-    for what it sends and gathers. Temporary memory of operators inside a block is not in the program and not counted.
+    the gradients of casts exist twice while they are copied to the flat gradient that is communicated. A compression
+    codec with error feedback keeps two residuals, the present one and the one of the next step, and buffers for what it
+    sends and gathers. Temporary memory of operators inside a block is not in the program and not counted.
 
     Args:
         program: a verified program.
@@ -224,46 +224,38 @@ def _saved_bytes(instruction: Forward | Recompute, recompute_set: RecomputeSet, 
 
 def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _Users) -> int:
     """Return the bytes that exist only during an instruction: a pushed gradient, gradients that are copied."""
-    match instruction:
-        case ApplyPushes(units):
-            return max(memory.unit_bytes("grad", unit) for unit in units)
-        case Backward(block) if instruction.computes_weight_grad:
-            used = users[block]
-            during, after = (
-                sum(memory.unit_bytes("copied_grad", unit) for unit in used if unit in copied)
-                for copied in (memory.copied_during_backward, memory.copied_after_backward)
-            )
-            return during + max(after - memory.cast_bytes(used), 0)  # at its end, its casts are freed
-        case _:
-            return 0
+    if isinstance(instruction, ApplyPushes):
+        return max(memory.unit_bytes("grad", unit) for unit in instruction.units)
+    if not isinstance(instruction, Backward) or not instruction.computes_weight_grad:
+        return 0
+    used = users[instruction.block]
+    during, after = (
+        sum(memory.unit_bytes("copied_grad", unit) for unit in used if unit in copied)
+        for copied in (memory.copied_during_backward, memory.copied_after_backward)
+    )
+    return during + max(after - memory.cast_bytes(used), 0)  # at the end of a backward, its casts are freed
 
 
-def _copied_after_backward(instruction: Instruction) -> _Unit | None:
-    """Return the unit whose gradient is communicated after a backward, if the instruction does so."""
-    match instruction:
-        case (
-            Collective(tensor=TensorRef("grad", unit), phase="")
-            | Send(TensorRef("grad", unit))
-            | Push(TensorRef("grad", unit))
-        ):
-            return unit
-        case _:
-            return None
+def _copied_after_backward(instructions: Instructions) -> Iterator[_Unit]:
+    """Yield the units whose gradients are communicated after a backward, when they are complete."""
+    for instruction in instructions:
+        if not isinstance(instruction, Send | Push | Collective) or instruction.tensor.name != "grad":
+            continue
+        if not (isinstance(instruction, Collective) and instruction.phase):
+            yield instruction.tensor.blocks
 
 
 def _copied_during_backward(instructions: Instructions) -> Iterator[_Unit]:
     """Yield the units whose reduction starts during the last one of several backwards: it has the sum of the others."""
     num_backwards: Counter[int] = Counter()  # since the last reduction
     for instruction in instructions:
-        match instruction:
-            case Backward(block) if instruction.computes_weight_grad:
-                num_backwards[block] += 1
-            case Collective(tensor=TensorRef("grad", unit), phase="start"):
-                if any(num_backwards[block] > 1 for block in unit):
-                    yield unit
-                num_backwards -= Counter({block: num_backwards[block] for block in unit})
-            case _:
-                pass
+        if isinstance(instruction, Backward) and instruction.computes_weight_grad:
+            num_backwards[instruction.block] += 1
+        elif isinstance(instruction, Collective) and instruction.phase == "start" and instruction.tensor.name == "grad":
+            unit = instruction.tensor.blocks
+            if any(num_backwards[block] > 1 for block in unit):
+                yield unit
+            num_backwards -= Counter({block: num_backwards[block] for block in unit})
 
 
 def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901 - one case each
