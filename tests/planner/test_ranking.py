@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 
 from counterpoint.errors import PlanError
+from counterpoint.model.precision import Precision
+from counterpoint.model.spec import linear_chain
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import choose_plan, choose_plan_from
 from counterpoint.planner.enumerate import enumerate_plans
@@ -168,3 +170,15 @@ def test_delayed_all_reduces_overlap_with_the_next_step():
     assert late.communication_s < now.communication_s / 2
     assert late.sent_bytes == now.sent_bytes
     assert not late.is_synchronous
+
+
+def test_a_plan_of_large_activations_fits_in_bf16_and_sends_half_as_long():
+    pipeline = Plan.parse("pipeline(2)", num_microbatches=2)
+    wide, narrow = (
+        predict_plan(pipeline, linear_chain(4, width=64, precision=precision), memory(6_000_000), batch_size=16384)
+        for precision in (None, Precision("bf16"))
+    )
+    assert (wide.fits, narrow.fits) == (False, True)
+    assert wide.sent_bytes == 2 * narrow.sent_bytes
+    assert wide.communication_s / 2 < narrow.communication_s < wide.communication_s * 0.53  # and latencies
+    assert narrow.compute_s == pytest.approx(wide.compute_s)
