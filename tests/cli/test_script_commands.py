@@ -116,6 +116,16 @@ def test_plan_ranks_plans_for_the_model_and_batch_of_the_script(project):
     assert all(16 % count == 0 for count in plans.values())
 
 
+def test_plan_compares_plans_in_the_precision_of_the_script(project):
+    in_bf16 = TRAIN.replace('strategy="pipeline(2)"', 'strategy="pipeline(2)", precision="bf16"')
+    (project / "src" / "train.py").write_text(in_bf16, encoding="utf-8")
+    shown = run("plan", "src/train.py", "-n", "2", "--", "--width", "8")
+    assert "16 samples in a step, computed in bf16; predicted" in shown.stdout
+    refused = run("plan", "src/train.py", "-n", "2", "--precision", "fp16", "--", "--width", "8")
+    assert refused.exit_code == 1
+    assert "--precision is fp16, but train.py gives precision=bf16" in " ".join(refused.output.split())
+
+
 def test_profile_measures_the_layers_of_the_script(project):
     shown = run("profile", "src/train.py", "--roofline", "--", "--width", "8")
     assert shown.exit_code == 0

@@ -200,11 +200,11 @@ def resolve_precision(text: str | None, workload: Workload | None, loaded_plan: 
     Raises:
         PlanError: two of them differ, or the text is no precision.
     """
-    option = parse_precision(text)
+    chosen = parse_precision(text)
     own = None if workload is None else parse_precision(workload.options.precision)
-    if option is not None and own is not None and option != own:
-        raise PlanError(f"--precision is {option}, but {workload and workload.name} gives precision={own}; omit one")
-    return merge_precision(option or own, None if loaded_plan is None else loaded_plan.precision)
+    if workload is not None and chosen is not None and own is not None and chosen != own:
+        raise PlanError(f"--precision is {chosen}, but {workload.name} gives precision={own}; omit one of them")
+    return merge_precision(chosen or own, None if loaded_plan is None else loaded_plan.precision)
 
 
 def write_precision(
