@@ -162,7 +162,7 @@ def test_gradients_in_fp16_have_a_dynamic_loss_scale_unless_another_is_given():
 def test_gradients_that_are_no_wider_keep_their_dtype():
     model = nn.Sequential(nn.Linear(6, 6).bfloat16(), nn.Linear(6, 6).double())
     params = [(name, tuple(param.shape), param.dtype, 0) for name, param in model.named_parameters()]
-    layouts = build_layouts(params, may_split_params=True, reduce_dtype=torch.float16)
+    layouts = build_layouts(params, split_size=1, reduce_dtype=torch.float16)
     assert [layout.reduce_dtype for layout in layouts] == [None, torch.float16]
 
 
