@@ -70,6 +70,8 @@ class TrainingSection(Section):
     """Factor of the losses in backward, so that gradients do not underflow in fp16: a number, or `dynamic`."""
     precision: str | None = Field(default=None, max_length=200)
     """What the model computes in: `bf16`, `fp16`, or with options, as `bf16(autocast=true)`; weights stay float32."""
+    compile: str | None = Field(default=None, max_length=200)
+    """Compile the model by torch.compile: `segments`, `blocks`, or with options, as `segments(mode=max-autotune)`."""
     resume_batch_size: Literal["same", "new"] = "same"
     """Whether a run that is continued has to have the batch size of its checkpoint, or may have a new one."""
 

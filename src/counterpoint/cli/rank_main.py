@@ -47,6 +47,7 @@ def run_job(rank_job: RankJob) -> None:
         nonfinite=training.nonfinite,
         loss_scale=training.loss_scale,
         precision=training.precision,
+        compile=training.compile,
         device=config.launch.device,
         timeout_s=config.launch.timeout_s,
         batch_norm="deferred",

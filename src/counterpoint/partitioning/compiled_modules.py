@@ -1,4 +1,4 @@
-"""Models that the user has compiled with ``torch.compile``: they stay compiled, or are refused.
+"""Models that the user has compiled with ``torch.compile``: they stay compiled, or are refused, naming ``compile=``.
 
 Dry runs look at a model under dispatch modes, where Dynamo cannot compile it and remembers that; they run it eagerly.
 """
@@ -13,6 +13,10 @@ import torch
 from torch import nn
 
 from counterpoint.errors import PlanError
+from counterpoint.model.compilation import Compilation
+
+USE_OPTION = "drop .compile() and torch.compile(), and give compile='segments', which compiles what ranks run"
+"""The remedy for a model that would lose its compilation."""
 
 WRAPPER = "_orig_mod"
 """Name of the model in the module that ``torch.compile(model)`` returns."""
@@ -47,32 +51,38 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def require_compilable(model: nn.Module, plan: str, *, is_traced: bool, draws: bool) -> None:
+def require_compilable(
+    model: nn.Module, plan: str, compilation: Compilation | None, *, is_traced: bool, draws: bool
+) -> None:
     """Check that the compiled modules of a model will run compiled.
 
     Args:
         model: the user's.
         plan: as text, for the error.
+        compilation: that the plan compiles it with; None for none.
         is_traced: whether ranks run a trace of it.
         draws: whether it draws random numbers in training.
 
     Raises:
-        PlanError: they would silently run without compilation, or in pieces.
+        PlanError: they would silently run without compilation, or in pieces, or the plan compiles them again.
     """
     compiled = find_compiled(model)
     if not compiled:
         return
     what = f"{describe_module(model, compiled[0])} is compiled with torch.compile"
+    if compilation is not None:
+        raise PlanError(
+            f"{what}, and compile={compilation} compiles it, too; drop .compile() and torch.compile(), or compile="
+        )
     if is_traced:
         raise PlanError(
-            f"{what}, but under {plan} ranks run the operations of a trace of the model, which is not compiled; drop "
-            ".compile() and torch.compile(), use a strategy that keeps the model whole (data, zero of level 1 or 2, "
-            "server), or make the model an nn.Sequential and compile its children"
+            f"{what}, but under {plan} ranks run the operations of a trace of the model, which is not compiled; "
+            f"{USE_OPTION}"
         )
     if draws:
         raise PlanError(
-            f"{what}, but the model draws random numbers in training, which ranks key by sample and which "
-            "torch.compile cannot trace yet; set dropout to 0, or drop .compile() and torch.compile()"
+            f"{what}, but the model draws random numbers in training, which ranks key by sample, and which a graph "
+            f"draws under compile= only; {USE_OPTION}, or set dropout to 0"
         )
 
 
@@ -91,7 +101,7 @@ def require_not_copied(model: nn.Module, plan: str, remedy: str) -> None:
     if compiled:
         raise PlanError(
             f"{describe_module(model, compiled[0])} is compiled with torch.compile, but under {plan} ranks train "
-            f"copies of the model, and copies are not compiled; drop .compile() and torch.compile(){remedy}"
+            f"copies of the model, and copies are not compiled; {USE_OPTION}{remedy}"
         )
 
 

@@ -55,14 +55,15 @@ class RunningForward:
         self.depth += 1
 
     def leave(self) -> None:
-        """End the call of a module.
+        """End the call of a module; a graph is not checked, the same forward has run eagerly before.
 
         Raises:
             DataError: the forward has changed a cast in place, which would not reach the parameter.
         """
         self.depth -= 1
         if self.depth == 0:
-            changed = next((name for name, cast in self.casts if cast._version), None)  # noqa: SLF001 - torch's only way
+            casts = [] if torch.compiler.is_compiling() else self.casts
+            changed = next((name for name, cast in casts if cast._version), None)  # noqa: SLF001 - torch's only way
             self.casts.clear()
             if changed is not None:
                 raise DataError(

@@ -8,10 +8,12 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from counterpoint.errors import PlanError
+from counterpoint.model.compilation import Compilation
 from counterpoint.partitioning.dry_run import Inputs, check_call, reject_torchscript
 from counterpoint.partitioning.linear_pairs import DimNames
 from counterpoint.partitioning.partitioned_model import PartitionedModel
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
+from counterpoint.partitioning.segment_compiler import SegmentCompiler
 from counterpoint.partitioning.sequential import SequentialPartition, splittable_modules
 from counterpoint.partitioning.split_points import require_modules
 from counterpoint.partitioning.traced import TracedPartition
@@ -28,6 +30,7 @@ def partition_model(
     granularity: PartitionGranularity,
     dims: DimNames | None = None,
     split_points: Sequence[str] = (),
+    compilation: Compilation | None = None,
 ) -> PartitionedModel:
     """Partition a model no finer than asked for.
 
@@ -37,6 +40,7 @@ def partition_model(
         granularity: what the strategies of the plan need.
         dims: names for the (out, in) dims of linear layers, by pattern of module path.
         split_points: paths of modules that start a block, in addition to the automatic ones; not for ``"whole"``.
+        compilation: of the functions that ranks run; None to run them eagerly.
 
     Raises:
         PlanError: the model has no parameters, does not take these inputs, or cannot be split (there).
@@ -48,13 +52,16 @@ def partition_model(
         )
     check_call(model, inputs)
     require_modules(model, split_points)
+    compiler = None if compilation is None else SegmentCompiler(compilation, type(model).__name__)
     with reject_torchscript(model):
         match granularity:
             case "whole":
-                return WholeModel(model, inputs)
+                return WholeModel(model, inputs, compiler=compiler)
             case "blocks":
                 if is_plain_sequential(model) and set(split_points) <= splittable_modules(model):
-                    return SequentialPartition(model, inputs, split_points=split_points)
-                return TracedPartition(model, inputs, dims=dims, split_points=split_points)
+                    return SequentialPartition(model, inputs, split_points=split_points, compiler=compiler)
+                return TracedPartition(model, inputs, dims=dims, split_points=split_points, compiler=compiler)
             case "tensor_parallel":
-                return TracedPartition(model, inputs, dims=dims, split_points=split_points, prefer="pairs")
+                return TracedPartition(
+                    model, inputs, dims=dims, split_points=split_points, prefer="pairs", compiler=compiler
+                )

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from counterpoint.model.dataflow import ValueSpec
 from counterpoint.model.spec import ModelSpec, Param
 from counterpoint.partitioning.input_shapes import InputShapes
+from counterpoint.partitioning.segment_compiler import SegmentCompiler
 
 SeedFn: TypeAlias = Callable[[str], None]
-"""Set the random state for one call of the module at a path."""
+"""Set the random state for one call of the module at a path; in a compiled segment, the function mode of its graph."""
 
 SegmentFn: TypeAlias = Callable[
     [Sequence[Tensor], Mapping[str, Tensor], Mapping[str, Tensor], SeedFn, InputShapes], tuple[Tensor, ...]
@@ -40,6 +41,9 @@ class Segment:
         run: the function itself.
         partial_inputs: inputs whose gradient must be summed over the tensor-parallel ranks.
         partial_outputs: outputs that must be summed over the tensor-parallel ranks.
+        is_compiled: whether ``run`` calls a graph of ``torch.compile``; it does not seed then.
+        drawing_calls: the paths of the module calls in it that may draw random numbers; None if it is the whole model.
+        parts: the segments that run one after the other in its place, each a graph of its own; none if it runs itself.
     """
 
     inputs: tuple[int, ...]
@@ -49,6 +53,9 @@ class Segment:
     run: SegmentFn
     partial_inputs: tuple[int, ...] = ()
     partial_outputs: tuple[int, ...] = ()
+    is_compiled: bool = False
+    drawing_calls: tuple[str, ...] | None = None
+    parts: tuple[Segment, ...] = ()
 
     def __call__(
         self,
@@ -80,11 +87,18 @@ class PartitionedModel(ABC):
     Args:
         spec: the model's blocks and layers, for strategies.
         uses_rng: whether a forward in training mode draws random numbers, so that seeds matter.
+        compiler: compiles the functions of segments; None to run them eagerly.
     """
 
-    def __init__(self, spec: ModelSpec, *, uses_rng: bool) -> None:
+    def __init__(self, spec: ModelSpec, *, uses_rng: bool, compiler: SegmentCompiler | None = None) -> None:
         self.spec = spec
         self.uses_rng = uses_rng
+        self.compiler = compiler
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether each block is a graph of its own."""
+        return self.compiler is not None and self.compiler.compilation.parts == "blocks"
 
     @abstractmethod
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:

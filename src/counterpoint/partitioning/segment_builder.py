@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,14 @@ class BuiltSegment:
     """A run of layers for inputs of one signature.
 
     Args:
-        function: takes the seed function, the values, the parameters, the buffers and the sizes, as positional
-            arguments.
+        function: takes the seed function if it calls it, the values, the parameters, the buffers and the sizes, as
+            positional arguments.
         inputs: the nodes of the values.
         outputs: the nodes of the results.
         params: the names of the parameters.
         buffers: the names of the buffers.
         sizes: the nodes of the sizes, which depend on the shapes of the model's inputs.
+        code: the same text for functions that do the same.
     """
 
     function: Callable[..., tuple[Tensor, ...]]
@@ -39,13 +40,22 @@ class BuiltSegment:
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     sizes: tuple[fx.Node, ...]
+    code: str
 
 
 def build_segment(
-    split_trace: SplitTrace, first_layer: int, stop_layer: int, *, dtype: torch.dtype | None = None
+    split_trace: SplitTrace, first_layer: int, stop_layer: int, *, dtype: torch.dtype | None = None, seeds: bool = True
 ) -> BuiltSegment:
-    """Build a run of layers as a function; a dtype replaces every floating-point dtype inside."""
-    return _SegmentBuilder(split_trace, first_layer, stop_layer, dtype).build()
+    """Build a run of layers as a function.
+
+    Args:
+        split_trace: has the layers.
+        first_layer: the first of them.
+        stop_layer: one past the last.
+        dtype: replaces every floating-point dtype inside.
+        seeds: whether it calls the seed function.
+    """
+    return _SegmentBuilder(split_trace, first_layer, stop_layer, dtype, seeds=seeds).build()
 
 
 def call_seed(seed: SeedFn, path: str) -> None:
@@ -53,13 +63,46 @@ def call_seed(seed: SeedFn, path: str) -> None:
     seed(path)
 
 
+def call_with_autocast(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,  # noqa: FBT001 - as torch's operator
+    cache_enabled: bool | None,  # noqa: FBT001 - likewise
+    body: Callable[..., Any],
+    *args: Any,  # noqa: ANN401 - of the body
+) -> Any:  # noqa: ANN401 - likewise
+    """Call a part of a trace under autocast."""
+    with torch.autocast(device_type, dtype, enabled, cache_enabled):
+        return body(*args)
+
+
+def call_with_grad_enabled(
+    enabled: bool,  # noqa: FBT001 - as torch's operator
+    body: Callable[..., Any],
+    *args: Any,  # noqa: ANN401 - of the body
+) -> Any:  # noqa: ANN401 - likewise
+    """Call a part of a trace with gradients enabled or not."""
+    with torch.set_grad_enabled(enabled):
+        return body(*args)
+
+
+PLAIN_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.higher_order.wrap_with_autocast: call_with_autocast,
+    torch.ops.higher_order.wrap_with_set_grad_enabled: call_with_grad_enabled,
+}
+"""Operators that call a part of a trace, and the same as functions, inside of which Dynamo lets draws be counted."""
+
+
 class _SegmentBuilder:
     """Copies a part of the trace into a graph of its own."""
 
-    def __init__(self, split_trace: SplitTrace, first_layer: int, stop_layer: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, split_trace: SplitTrace, first_layer: int, stop_layer: int, dtype: torch.dtype | None, *, seeds: bool
+    ) -> None:
         first, stop = split_trace.span(first_layer, stop_layer)
         self.split_trace = split_trace
         self.dtype = dtype
+        self.calls_seed = seeds
         self.nodes = split_trace.order[first:stop]
         self.inputs = tuple(
             split_trace.boundary_values[index].node for index in split_trace.inputs_of(first_layer, stop_layer)
@@ -74,31 +117,31 @@ class _SegmentBuilder:
         self.updated: dict[fx.Node, fx.Node] = {}  # the buffer that an update changes
 
     def build(self) -> BuiltSegment:
-        """Return the part as a function of a seed function, its values, parameters, buffers and sizes."""
+        """Return the part as a function of a seed function, if any, its values, parameters, buffers and sizes."""
         traced, graph = self.split_trace.traced, self.graph
         params, buffers = self._used_names(traced.params), self._used_names(traced.buffers)
         sizes = tuple(self._used_names(traced.sizes))
-        seed = graph.placeholder("seed")
-        for node in self.inputs:
-            self.copies[node] = graph.placeholder(f"value_{node.name}")
-        for names in (params, buffers):
-            placeholders = {
-                name: graph.placeholder(f"own_{name.replace('.', '_')}") for name in dict.fromkeys(names.values())
-            }
+        seed = graph.placeholder("seed") if self.calls_seed else None
+        for index, node in enumerate(self.inputs):
+            self.copies[node] = graph.placeholder(f"value_{index}")
+        for kind, names in (("param", params), ("buffer", buffers)):
+            unique = enumerate(dict.fromkeys(names.values()))
+            placeholders = {name: graph.placeholder(f"{kind}_{index}") for index, name in unique}
             self.copies |= {node: placeholders[name] for node, name in names.items()}
-        self.copies |= {node: graph.placeholder(f"own_{node.target}") for node in sizes}
+        self.copies |= {node: graph.placeholder(f"size_{index}") for index, node in enumerate(sizes)}
         self._cast_params(params)
         self._keep_old_values(buffers)
         for node in self._mutated_inputs():
             self.copies[node] = graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
         for node in self.nodes:
-            if node in self.split_trace.seeds:
+            if seed is not None and node in self.split_trace.seeds:
                 graph.call_function(call_seed, (seed, self.split_trace.seeds[node]))
             if node not in self.copies:
                 self._copy(node)
         graph.output(tuple(self._get_copy(node) for node in self.outputs))
         constants = {target: self._cast(value) for target, value in traced.constants.items()}
         module = fx.GraphModule(constants, graph)
+        has_constants = any(node.op == "get_attr" for node in graph.nodes)
         return BuiltSegment(
             module.forward,
             self.inputs,
@@ -106,6 +149,7 @@ class _SegmentBuilder:
             tuple(dict.fromkeys(params.values())),
             tuple(dict.fromkeys(buffers.values())),
             sizes,
+            f"{module.code}# {id(module)}" if has_constants else module.code,
         )
 
     def _cast_params(self, params: dict[fx.Node, str]) -> None:
@@ -176,7 +220,10 @@ class _SegmentBuilder:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._get_copy)
             if node in self.updated:
                 args = (self.updated[node], *args[1:])
-            copy = self.graph.create_node(node.op, node.target, self._cast(args), self._cast(kwargs))
+            operator: Any = node.target
+            if not self.calls_seed:
+                operator = PLAIN_FUNCTIONS.get(operator, operator)
+            copy = self.graph.create_node(node.op, operator, self._cast(args), self._cast(kwargs))
             self.copies[node] = copy
 
     def _cast(self, value: Any) -> Any:  # noqa: ANN401

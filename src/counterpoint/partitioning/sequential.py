@@ -26,7 +26,8 @@ from counterpoint.partitioning.partitioned_model import (
     num_bytes,
 )
 from counterpoint.partitioning.pytree import TensorTree, build_tensor_tree, require_unchanged_leaves
-from counterpoint.partitioning.seed_hooks import SeedHooks, is_plain_sequential, iter_children, no_seed
+from counterpoint.partitioning.seed_hooks import SeedHooks, call_path, is_plain_sequential, iter_children, no_seed
+from counterpoint.partitioning.segment_compiler import SegmentCompiler, call_in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,17 @@ class SequentialPartition(PartitionedModel):
         model: a Sequential with the forward of ``nn.Sequential``.
         inputs: example arguments of its forward.
         split_points: paths of children, nested ones included, that start a block even without parameters.
+        compiler: compiles the children of each segment together; None to run them eagerly.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, *, split_points: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        *,
+        split_points: Sequence[str] = (),
+        compiler: SegmentCompiler | None = None,
+    ) -> None:
         if not is_plain_sequential(model):
             raise PlanError(
                 f"{type(model).__name__} is not an nn.Sequential with its own forward and without hooks, so it cannot "
@@ -106,7 +115,7 @@ class SequentialPartition(PartitionedModel):
         self._seed_hooks: SeedHooks | None = None
         boundaries, costs, uses_rng = self._run_once(training=True)
         self._boundaries[True] = boundaries
-        self._seed_hooks = SeedHooks(model, no_seed) if uses_rng else None
+        self._seed_hooks = SeedHooks(model, no_seed) if uses_rng and compiler is None else None
         starts = _paths_starting_at(model)
         blocks = tuple(
             Block(
@@ -123,7 +132,8 @@ class SequentialPartition(PartitionedModel):
             )
             for index, (children, cost, boundary) in enumerate(zip(self._layers, costs, boundaries[1:], strict=True))
         )
-        super().__init__(ModelSpec(blocks, list_params(model), _value_specs(boundaries)), uses_rng=uses_rng)
+        spec = ModelSpec(blocks, list_params(model), _value_specs(boundaries))
+        super().__init__(spec, uses_rng=uses_rng, compiler=compiler)
 
     def _run_once(self, *, training: bool) -> tuple[tuple[LayerBoundary, ...], list[float], bool]:
         """Run the model once; return its boundaries, the FLOPs per sample of each layer, and whether it is random."""
@@ -162,6 +172,9 @@ class SequentialPartition(PartitionedModel):
         rnn_layers = tuple(layer for child in children for layer in child.rnn_layers)
         modules = tuple(child.module for child in children)
         model, seed_hooks, modes = self.model, self._seed_hooks, self._training_modes
+        compiled = None
+        if self.compiler is not None:
+            compiled = self.compiler.compile(call_in_order, "\n".join(map(repr, modules)))
 
         def run(
             values: Sequence[Tensor],
@@ -181,8 +194,11 @@ class SequentialPartition(PartitionedModel):
             _refresh_flat_weights(rnn_layers)
             try:
                 value = before.tree.unflatten(values)
-                for module in modules:
-                    value = module(value)
+                if compiled is not None:
+                    value = compiled(seed, modules, value)
+                else:
+                    for module in modules:
+                        value = module(value)
             finally:
                 _restore_tensors(param_slots, original[0])
                 _restore_tensors(buffer_slots, original[1])
@@ -193,7 +209,15 @@ class SequentialPartition(PartitionedModel):
         ends = [sum(len(boundary.sizes) for boundary in boundaries[:layer]) for layer in range(len(boundaries))]
         inputs = tuple(range(ends[first_layer], ends[first_layer] + len(before.sizes)))
         outputs = tuple(range(ends[stop_layer], ends[stop_layer] + len(after.sizes)))
-        return Segment(inputs, outputs if stop_layer < len(self._layers) else (), names[0], names[1], run)
+        return Segment(
+            inputs,
+            outputs if stop_layer < len(self._layers) else (),
+            names[0],
+            names[1],
+            run,
+            is_compiled=self.compiler is not None,
+            drawing_calls=_calls_between(before.num_calls, after.num_calls),
+        )
 
     def read_dtypes(self, *, training: bool) -> Mapping[str, torch.dtype]:
         """Return the parameters that children read as casts only, in the mode's first run and those before."""
@@ -291,6 +315,16 @@ def _make_boundary(value: Any, seed_hooks: SeedHooks, batch_size: int) -> LayerB
     tensors = tree.flatten(value)
     sizes = tuple((num_bytes([tensor]) // batch_size, tensor.is_floating_point()) for tensor in tensors)
     return LayerBoundary(tree, dict(seed_hooks.call_paths.num_calls), sizes, num_bytes(tensors) // batch_size)
+
+
+def _calls_between(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the paths of the calls of seeded modules between two boundaries.
+
+    Example:
+        >>> _calls_between({"0": 1}, {"0": 2, "1": 1})
+        ('0#1', '1')
+    """
+    return tuple(call_path(path, index) for path, count in after.items() for index in range(before.get(path, 0), count))
 
 
 def _value_specs(boundaries: Sequence[LayerBoundary]) -> tuple[ValueSpec, ...]:

@@ -44,17 +44,25 @@ MAX_KNOWN_SHAPES = 4096
 
 @dataclass(frozen=True, slots=True)
 class GuardedTrace:
-    """A trace, what must be true of shapes for it to be right, and the segments that were built from it."""
+    """A trace, what must be true of shapes for it to be right, and the segments that were built from it.
+
+    Args:
+        split: the trace.
+        guards: of the shapes.
+        seeds: whether segments call the seed function.
+        segments: by first layer and one past the last.
+    """
 
     split: SplitTrace
     guards: ShapeGuards
+    seeds: bool
     segments: dict[tuple[int, int], BuiltSegment] = field(default_factory=dict)
 
     def segment(self, first_layer: int, stop_layer: int) -> BuiltSegment:
         """Return a run of layers, built once."""
         key = (first_layer, stop_layer)
         if key not in self.segments:
-            self.segments[key] = build_segment(self.split, first_layer, stop_layer)
+            self.segments[key] = build_segment(self.split, first_layer, stop_layer, seeds=self.seeds)
         return self.segments[key]
 
 
@@ -73,10 +81,12 @@ class TraceCache:
         name: of the model, for the warning.
         shapes: of the inputs that the model is traced with first.
         make_trace: traces the model.
+        seeds: whether segments call the seed function.
     """
 
-    def __init__(self, name: str, shapes: InputShapes, make_trace: MakeTrace) -> None:
+    def __init__(self, name: str, shapes: InputShapes, make_trace: MakeTrace, *, seeds: bool = True) -> None:
         self.name = name
+        self.seeds = seeds
         self.first_shapes = shapes
         self.make_trace = make_trace
         self.num_traces = 0
@@ -116,7 +126,7 @@ class TraceCache:
     def _trace_fixed(self, shapes: InputShapes) -> BoundTrace:
         """Trace with numbers, for these shapes alone; warn if that was done for many."""
         split = self.make_trace(shapes, frozenset())
-        bound = BoundTrace(GuardedTrace(split, ShapeGuards.read(split.traced.inputs)), {})
+        bound = BoundTrace(GuardedTrace(split, ShapeGuards.read(split.traced.inputs), self.seeds), {})
         self._keep(bound.trace)
         if self.num_traces >= NUM_TRACES_TO_WARN and not self._has_warned:
             self._has_warned = True
@@ -136,7 +146,7 @@ class TraceCache:
             split = self.make_trace(shapes, frozenset(self._varying))
         except PlanError:  # a trace without symbols shows whether it is the model's fault
             split = None
-        trace = None if split is None else GuardedTrace(split, ShapeGuards.read(split.traced.inputs))
+        trace = None if split is None else GuardedTrace(split, ShapeGuards.read(split.traced.inputs), self.seeds)
         bound = None if trace is None else _bind(trace, shapes)
         if split is None or bound is None or any(node in split.traced.sizes for node in split.traced.outputs):
             self._fixed |= self._varying

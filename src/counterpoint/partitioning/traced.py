@@ -35,6 +35,7 @@ from counterpoint.partitioning.pytree import (
     require_unchanged_leaves,
     require_unchanged_structure,
 )
+from counterpoint.partitioning.segment_compiler import SegmentCompiler, with_mode
 from counterpoint.partitioning.split_points import compute_module_spans
 from counterpoint.partitioning.split_trace import SplitPreference, SplitTrace, choose_split_points, split_trace
 from counterpoint.partitioning.trace_cache import TraceCache
@@ -51,6 +52,7 @@ class TracedPartition(PartitionedModel):
         dims: names for the dims of linear layers, by pattern of module path.
         split_points: paths of modules that start a block, in addition to the automatic ones.
         prefer: what stays whole if a column-row pair crosses the end of a block.
+        compiler: compiles each segment; None to run them eagerly.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class TracedPartition(PartitionedModel):
         dims: DimNames | None = None,
         split_points: Sequence[str] = (),
         prefer: SplitPreference = "blocks",
+        compiler: SegmentCompiler | None = None,
     ) -> None:
         self.model = model
         self._example_inputs = inputs
@@ -85,6 +88,7 @@ class TracedPartition(PartitionedModel):
                 _value_specs(reference, self._num_samples),
             ),
             uses_rng=any(is_random_op(node) for node in reference.order),
+            compiler=compiler,
         )
         self._caches[True] = self._make_cache(reference, training=True)
 
@@ -96,7 +100,7 @@ class TracedPartition(PartitionedModel):
                 return reference
             return self._trace(shapes, varying_dims, training=training)
 
-        return TraceCache(type(self.model).__name__, self._example_shapes, make_trace)
+        return TraceCache(type(self.model).__name__, self._example_shapes, make_trace, seeds=self.compiler is None)
 
     def _trace(self, shapes: InputShapes, varying_dims: frozenset[tuple[int, int]], *, training: bool) -> SplitTrace:
         """Trace the model for inputs of some shapes, and split it as it was for the example.
@@ -187,7 +191,7 @@ class TracedPartition(PartitionedModel):
         return self._segments[key]
 
     def _build_segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        cache, example_shapes = self._cache(training=training), self._example_shapes
+        cache, example_shapes, compiler = self._cache(training=training), self._example_shapes, self.compiler
         trace = cache.first
         example = cache.find(example_shapes).trace.segment(first_layer, stop_layer)
 
@@ -201,7 +205,8 @@ class TracedPartition(PartitionedModel):
             """Run the layers, by the trace for these shapes of the model's inputs."""
             bound = cache.find(input_shapes or example_shapes)
             built = bound.trace.segment(first_layer, stop_layer)
-            return built.function(
+            function = built.function if compiler is None else compiler.compile(with_mode(built.function), built.code)
+            return function(  # of the seed function, or a mode
                 seed,
                 *values,
                 *[tensors[name] for name in built.params],
@@ -219,6 +224,12 @@ class TracedPartition(PartitionedModel):
             run,
             tuple(index for index in inputs if pair and trace.boundary_values[index].node is pair.source),
             tuple(index for index in outputs if pair and trace.boundary_values[index].node is pair.row),
+            compiler is not None,
+            tuple(
+                trace.seeds[node]
+                for node in trace.order[slice(*trace.span(first_layer, stop_layer))]
+                if node in trace.seeds
+            ),
         )
 
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:

@@ -33,6 +33,7 @@ from counterpoint.partitioning.partitioned_model import (
 )
 from counterpoint.partitioning.pytree import TensorTree, build_output_tree, build_tensor_tree
 from counterpoint.partitioning.seed_hooks import SeedHooks, no_seed
+from counterpoint.partitioning.segment_compiler import SegmentCompiler, call_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,20 @@ class WholeModel(PartitionedModel):
         model: any module.
         inputs: example arguments of its forward.
         example: a forward on these inputs of the model that this one is a copy of; None runs the model.
+        compiler: compiles the call of the model; None to run it eagerly.
 
     Attributes:
         example: the forward on the example inputs.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, example: ExampleForward | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        example: ExampleForward | None = None,
+        *,
+        compiler: SegmentCompiler | None = None,
+    ) -> None:
         self._inputs = inputs
         self._args, self._kwargs = split_call_args(inputs)
         self.example = example = example or run_example(model, self._args, self._kwargs)
@@ -109,17 +118,19 @@ class WholeModel(PartitionedModel):
         )
         self._call_tree = build_tensor_tree((self._args, self._kwargs))
         self._values = (ValueSpec(INPUT, (0,)),) * len(self._call_tree.tensor_indices)
-        super().__init__(ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=example.uses_rng)
+        super().__init__(
+            ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=example.uses_rng, compiler=compiler
+        )
         self.model = model
         self._training_modes = TrainingModes(model)
-        self._seed_hooks = SeedHooks(model, no_seed) if example.uses_rng else None
+        self._seed_hooks = SeedHooks(model, no_seed) if example.uses_rng and compiler is None else None
         self._has_only_tensor_args = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
         self._output_trees = {True: example.output_tree}
         self._segments: dict[bool, Segment] = {}
 
     def of_copy(self, model: nn.Module) -> WholeModel:
         """Return the partition of a deep copy of the model, which is not run: it would show the same."""
-        return WholeModel(model, self._inputs, self.example)
+        return WholeModel(model, self._inputs, self.example, compiler=self.compiler)
 
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
         """Return the call of the model; there is only one layer."""
@@ -134,7 +145,9 @@ class WholeModel(PartitionedModel):
 
     def _build_segment(self, *, training: bool) -> Segment:
         model, seed_hooks = self.model, self._seed_hooks
-        modes = self._training_modes
+        modes, compiled = self._training_modes, None
+        if self.compiler is not None:
+            compiled = self.compiler.compile(call_module, f"training={training}")
 
         def run(
             values: Sequence[Tensor],
@@ -149,11 +162,8 @@ class WholeModel(PartitionedModel):
             if seed_hooks is not None:
                 seed_hooks.begin_forward(seed)
             self._buffer_slots.register_copies()
-            if self._has_only_tensor_args:
-                output = model(*values)
-            else:
-                args, kwargs = self._call_tree.unflatten(values)
-                output = model(*args, **kwargs)
+            args, kwargs = (values, {}) if self._has_only_tensor_args else self._call_tree.unflatten(values)
+            output = model(*args, **kwargs) if compiled is None else compiled(seed, model, args, kwargs)
             self._buffer_slots.adopt()
             self._output_trees[training] = output_tree = build_output_tree(output)  # its other values are this call's
             return output_tree.flatten(output)
@@ -164,6 +174,7 @@ class WholeModel(PartitionedModel):
             params=self.spec.layers[0].params,
             buffers=tuple(name for name, _ in model.named_buffers()),
             run=run,
+            is_compiled=compiled is not None,
         )
 
     def _output_tree(self, *, training: bool) -> TensorTree:

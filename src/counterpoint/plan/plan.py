@@ -12,6 +12,7 @@ import yaml
 
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
+from counterpoint.model.compilation import Compilation, parse_compilation
 from counterpoint.model.model_profile import ModelProfile, load_profile
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.optim.validation import shorten
@@ -51,6 +52,7 @@ class Plan:
             them. ``gather_outputs`` evaluates the loss once, on the outputs of the whole batch. ``prefetch`` lets the
             gathers and reductions of ``zero(n, level=3)`` run during computations.
         precision: what the model computes in; None for the dtype of its parameters.
+        compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
         source: the plan file and its lines, for errors; not compared.
         profile: the measured profile by which its stages were chosen; not compared.
 
@@ -63,6 +65,7 @@ class Plan:
     num_microbatches: int = 1
     passes: tuple[str, ...] = ()
     precision: Precision | None = None
+    compile: Compilation | None = None
     source: PlanSource | None = field(default=None, compare=False, repr=False)
     profile: ModelProfile | None = field(default=None, compare=False, repr=False)
 
@@ -274,7 +277,8 @@ class Plan:
             profile: name of the file with the plan's profile, in the same folder; empty for none.
         """
         fields = {"strategy": str(self), "num_microbatches": self.num_microbatches, "passes": list(self.passes)}
-        fields |= {"precision": str(self.precision)} if self.precision is not None else {}
+        for name, value in (("precision", self.precision), ("compile", self.compile)):
+            fields |= {} if value is None else {name: str(value)}
         extra = {"profile": profile} if profile else {}
         return yaml.safe_dump({"plan": fields, "num_ranks": self.num_ranks, **extra}, sort_keys=False)
 
@@ -305,10 +309,13 @@ class Plan:
             Plan((), 1, tuple(map(str, passes)))
         with source.error_at("precision"):
             precision = parse_precision(fields.get("precision"))
+        with source.error_at("compile"):
+            compilation = parse_compilation(fields.get("compile"))
         with source.error_at("strategy"):
             given = count if "num_microbatches" in fields else None
             parsed = Plan.parse(str(fields["strategy"]), num_microbatches=given)
-            plan = replace(parsed, passes=tuple(map(str, passes)), precision=precision, source=source)
+            given_passes = tuple(map(str, passes))
+            plan = replace(parsed, passes=given_passes, precision=precision, compile=compilation, source=source)
         num_ranks = fields.get("num_ranks", plan.num_ranks)
         if num_ranks != plan.num_ranks:
             with source.error_at("num_ranks"):

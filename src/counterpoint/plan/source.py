@@ -15,7 +15,7 @@ from counterpoint.optim.validation import renamed_hint, shorten
 from counterpoint.strategies.renamed import RENAMED
 from counterpoint.yaml_reader import compose_yaml, construct_value
 
-PLAN_KEYS = ("strategy", "num_microbatches", "passes", "precision")
+PLAN_KEYS = ("strategy", "num_microbatches", "passes", "precision", "compile")
 TOP_LEVEL_KEYS = ("plan", "num_ranks", "profile")
 FORMAT_HELP = "a plan file has 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'"
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from counterpoint.data.microbatch_reader import preserve_rng
+from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import Inputs, KeptValues, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.fx_ops import call_draws
 from counterpoint.partitioning.own_generators import OwnGenerator, find_generators, read_states
@@ -296,11 +297,33 @@ def warn_unkeyed(model: nn.Module, sites: DrawSites, plan: str, num_microbatches
 
 def describe_unkeyed(model: nn.Module, call: str, what: str, plan: str, num_microbatches: int) -> str:
     """Return the warning for one module call."""
-    path = call.partition("#")[0]
-    location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
     return (
-        f"the random numbers of {location} come from {what}, which are not keyed by sample, so {plan} with "
-        f"{num_microbatches} microbatches draws others than a single process does; draw with torch.rand, randn, "
-        "bernoulli or F.dropout and without a generator of your own, one entry for each sample along one dim, the "
-        "entries of a sample next to each other"
+        f"the random numbers of {describe_call(model, call)} come from {what}, which are not keyed by sample, so "
+        f"{plan} with {num_microbatches} microbatches draws others than a single process does; {KEYED_DRAWS}"
     )
+
+
+def require_keyed(model: nn.Module, sites: DrawSites, compilation: str) -> None:
+    """Check that all random numbers of a model are keyed by sample, as those in graphs are.
+
+    Raises:
+        PlanError: some are not.
+    """
+    for call, what in sites.unkeyed.items():
+        raise PlanError(
+            f"the random numbers of {describe_call(model, call)} come from {what}, which are not keyed by sample, as "
+            f"those in graphs of compile={compilation} have to be; {KEYED_DRAWS}, or drop compile="
+        )
+
+
+def describe_call(model: nn.Module, call: str) -> str:
+    """Return the module of a call for a message."""
+    path = call.partition("#")[0]
+    return f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+
+
+KEYED_DRAWS = (
+    "draw with torch.rand, randn, bernoulli or F.dropout and without a generator of your own, one entry for each "
+    "sample along one dim, the entries of a sample next to each other"
+)
+"""The remedy for draws that are not keyed by sample."""

@@ -354,9 +354,13 @@ def _fill_normal(
 
 
 def _lies_within(value: Any, low: float, high: float) -> bool:  # noqa: ANN401 - a number or a tensor
-    """Tell whether a parameter is valid; on a device a tensor is not read."""
+    """Tell whether a parameter is valid; on a device, or in a graph, a tensor is not read."""
     if isinstance(value, Tensor):
-        return value.device.type != "cpu" or bool(((value >= low) & (value <= high)).all())
+        return (
+            torch.compiler.is_compiling()
+            or value.device.type != "cpu"
+            or bool(((value >= low) & (value <= high)).all())
+        )
     return low <= float(value) <= high
 
 

@@ -365,12 +365,15 @@ def bind_segments(
     """Return the functions of the blocks that a rank runs."""
     segments = {}
     for first, stop in segment_boundaries(fuse(instructions)):
-        last = run_spec.model_spec.blocks[stop - 1]
-        layers = (run_spec.model_spec.blocks[first].first_layer, last.first_layer + len(last.layers))
-        param_names = tuple(
-            dict.fromkeys(name for block in run_spec.model_spec.blocks[first:stop] for name in block.params)
+        blocks = run_spec.model_spec.blocks[first:stop]
+        bounds = [(block.first_layer, block.first_layer + len(block.layers)) for block in blocks]
+        segments[first, stop] = replace(
+            partition.segment(bounds[0][0], bounds[-1][1], training=training),
+            params=tuple(dict.fromkeys(name for block in blocks for name in block.params)),
+            parts=tuple(partition.segment(*layers, training=training) for layers in bounds)
+            if partition.compiles_blocks
+            else (),
         )
-        segments[first, stop] = replace(partition.segment(*layers, training=training), params=param_names)
     values, mode = partition.values(training=training), "training" if training else "evaluation"
     return BoundModel(
         segments=segments,
@@ -663,4 +666,12 @@ def make_batch_norm(
     deferred = None
     if modules and defers_batch_norm(run_spec, fabric.rank):
         deferred = DeferredBatchNorm(modules, store.buffers, fabric, find_stats_peers(run_spec.program, fabric.rank))
+    is_recomputed = any(isinstance(one, Recompute) for _, one in run_spec.program.instructions())
+    is_changed = deferred is not None or sync_groups is not None or is_recomputed
+    if is_changed and any(segment.is_compiled for segment in bound_model.segments.values()):
+        raise PlanError(
+            "compile= compiles batch norm as it is, but under this plan its statistics are collected over microbatches "
+            "or ranks, or it is recomputed; drop compile=, give batch_norm='microbatch', or use norms without running "
+            "statistics (LayerNorm, GroupNorm)"
+        )
     return BatchNormState(modules, store, sync_groups, deferred)

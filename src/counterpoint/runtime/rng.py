@@ -52,6 +52,34 @@ class SampleRange(NamedTuple):
     batch_size: int = 1
 
 
+class Draw(NamedTuple):
+    """Which numbers a draw has.
+
+    Args:
+        key: of Philox, which depends on seed, step, module call and number of the draw.
+        batch_dim: the dim along which the samples are.
+        samples: along that dim; one for what is not by sample.
+    """
+
+    key: int
+    batch_dim: int
+    samples: SampleRange
+
+    def select(self, shape: Sequence[int], p: float, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor whose elements are 0 with probability ``p``, else ``value``."""
+        out = torch.empty(_move_first(shape, self.batch_dim), dtype=dtype, device=device)
+        rows = out.view(self.samples.size, math.prod(shape) // self.samples.size)
+        philox_select(rows, self.key, self.samples.first, p, value)
+        return out.movedim(0, self.batch_dim) if self.batch_dim else out
+
+    def words(self, shape: Sequence[int], device: torch.device, per_entry: int = 0) -> Tensor:
+        """Return whole numbers, uniform in ``[0, 2**32)``, ``per_entry`` for each entry along one more dim."""
+        width = math.prod(shape) // self.samples.size * max(per_entry, 1)
+        order = (*_move_first(shape, self.batch_dim), *filter(None, [per_entry]))
+        out = philox_words(self.key, self.samples.first, self.samples.size, width, device).view(order)
+        return out.movedim(0, self.batch_dim) if self.batch_dim else out
+
+
 @dataclass(slots=True)
 class CallLog:
     """The module calls of one step that have drawn, to find them again in a backward.
@@ -127,25 +155,29 @@ class SampleRNG:
 
     def select(self, shape: Sequence[int], p: float, value: float, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a tensor whose elements are 0 with probability ``p``, else ``value``."""
-        key, batch_dim, samples = self._next_draw(shape)
-        order = _move_first(shape, batch_dim)
-        out = torch.empty(order, dtype=dtype, device=like.device)
-        philox_select(out.view(samples.size, math.prod(shape) // samples.size), key, samples.first, p, value)
-        return out.movedim(0, batch_dim) if batch_dim else out
+        return self._next_draw(shape).select(shape, p, value, dtype, like.device)
 
     def words(
         self, shape: Sequence[int], device: torch.device, like: Tensor | None = None, *, per_entry: int = 0
     ) -> Tensor:
         """Return whole numbers, uniform in ``[0, 2**32)``."""
         del like
-        key, batch_dim, samples = self._next_draw(shape)
-        width = math.prod(shape) // samples.size * max(per_entry, 1)
-        order = (*_move_first(shape, batch_dim), *filter(None, [per_entry]))
-        out = philox_words(key, samples.first, samples.size, width, device).view(order)
-        return out.movedim(0, batch_dim) if batch_dim else out
+        return self._next_draw(shape).words(shape, device, per_entry)
 
-    def _next_draw(self, shape: Sequence[int]) -> tuple[int, int, SampleRange]:
-        """Return the next draw's key, its batch dim, and the samples along that dim; one for what is not by sample."""
+    def sites_of(self, calls: Sequence[str] | None) -> tuple[DrawSite, ...]:
+        """Return the sites that are known in some module calls, in the order of a forward; None for all calls."""
+        return tuple(site for site in self.batch_dims if calls is None or site.path in calls)
+
+    def list_draws(self, sites: Sequence[DrawSite]) -> list[Draw]:
+        """Return what these sites, whose batch dims are known, draw for the current samples."""
+        draws = []
+        for site in sites:
+            batch_dim, key = self.batch_dims[site], self.step_key ^ self._site_key(site)
+            draws.append(Draw(key, 0, SampleRange()) if batch_dim is None else Draw(key, batch_dim, self.samples))
+        return draws
+
+    def _next_draw(self, shape: Sequence[int]) -> Draw:
+        """Return what is drawn next."""
         site, samples = self.site, self.samples
         if _is_in_backward():
             site = self.log.sites.get(torch.initial_seed(), site)
@@ -163,11 +195,11 @@ class SampleRNG:
             self.site = following
         key = self.step_key ^ self._site_key(site)
         if batch_dim is None:
-            return key, 0, SampleRange()
+            return Draw(key, 0, SampleRange())
         if batch_dim == _UNKNOWN or batch_dim >= len(shape) or shape[batch_dim] % samples.size:
             self._warn_unkeyed(site.path, shape)
-            return key, 0, SampleRange(samples.first)
-        return key, batch_dim, samples
+            return Draw(key, 0, SampleRange(samples.first))
+        return Draw(key, batch_dim, samples)
 
     def _seed_generator(self, site: DrawSite) -> int:
         """Seed torch's generator for this draw, should it come from there; return the number."""

@@ -75,7 +75,7 @@ from counterpoint.training.hook_stores import require_no_kept_outputs
 from counterpoint.training.initial_values import broadcast_initial_values
 from counterpoint.training.model_loss_check import ModelLossCheck, Samples
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
-from counterpoint.training.options import TrainingOptions, use_plan_precision
+from counterpoint.training.options import TrainingOptions, use_plan_options
 from counterpoint.training.plan_resolution import share_params_per_host
 from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.rank_facts import CallFacts
@@ -216,7 +216,7 @@ class LocalRanks:
         self.loss = loss
         self.accelerator = accelerator if accelerator is not None else find_accelerator(model)
         self.optimizer_spec = optimizer_spec
-        self.options = use_plan_precision(use_plan_profile(plan, options), plan)
+        self.options = use_plan_options(use_plan_profile(plan, options), plan)
         self.module_casts: ModuleCasts | None = None  # of a precision that casts modules, once built
         self.compiler = RunCompiler(model, self.trained, loss, optimizer_spec, self.options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)

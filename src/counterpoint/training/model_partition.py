@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from torch import nn
 
 from counterpoint.errors import PlanError
+from counterpoint.model.compilation import parse_compilation
 from counterpoint.model.model_profile import ModelProfile, format_profile
 from counterpoint.model.precision import Precision
 from counterpoint.model.spec import ADAM_STATES, ModelSpec
@@ -89,19 +91,24 @@ def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: Train
         PlanError: the model cannot be partitioned so.
     """
     call_args, granularity = as_call_args(inputs), plan.granularity
-    if granularity != "prefer_blocks":
+    compilation = parse_compilation(options.compile)
+    needs_blocks = plan.recomputation is not None and replace(plan, passes=()).granularity in {"whole", "prefer_blocks"}
+    what = "recompute" if needs_blocks else ""
+    if compilation is not None and compilation.parts == "blocks" and granularity in {"whole", "prefer_blocks"}:
+        granularity, what = "blocks", f"compile={compilation}"
+    partition = partial(partition_model, model, call_args, dims=options.dims, compilation=compilation)
+    if granularity == "prefer_blocks":
         try:
-            return partition_model(
-                model, call_args, granularity=granularity, dims=options.dims, split_points=plan.split_modules
-            )
-        except PlanError as error:
-            if plan.recomputation is None or replace(plan, passes=()).granularity not in {"whole", "prefer_blocks"}:
-                raise
-            raise PlanError(f"recompute needs a model in blocks: {error}; or omit the pass recompute") from error
+            return partition(granularity="blocks")
+        except PlanError:
+            return partition(granularity="whole")
     try:
-        return partition_model(model, call_args, granularity="blocks", dims=options.dims)
-    except PlanError:
-        return partition_model(model, call_args, granularity="whole", dims=options.dims)
+        return partition(granularity=granularity, split_points=plan.split_modules)
+    except PlanError as error:
+        if not what:
+            raise
+        remedy = "omit the pass recompute" if what == "recompute" else "give compile=segments"
+        raise PlanError(f"{what} needs a model in blocks: {error}; or {remedy}") from error
 
 
 def finest_partition(

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
+from counterpoint.model.compilation import CompilationArgument, merge_compilation, parse_compilation
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.precision import PrecisionArgument, merge_precision, parse_precision
 from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
@@ -72,6 +73,10 @@ class TrainingOptions:
         precision: what the model computes in, while its parameters and their updates stay in their own dtype: ``bf16``,
             ``fp16`` or ``fp32``, or with options ``bf16(autocast=true)``, ``bf16(reduce=bf16)``, or a ``cp.Precision``.
             None for the dtype of its parameters.
+        compile: whether ``torch.compile`` compiles what ranks run of the model: ``segments`` compiles what a rank runs
+            between two instructions that communicate as one graph, ``blocks`` each block of the model, so that
+            identical ones share a graph. With options ``segments(backend=inductor, mode=max-autotune)``. None runs the
+            model eagerly.
         loss_reduction: whether the loss is the ``mean`` over its samples, or over tokens as a ``cp.WeightedMean``, or
             the ``sum``; ``batch`` for a loss that compares samples with each other: the outputs of the whole batch are
             gathered, and it is evaluated once on all of them.
@@ -116,6 +121,7 @@ class TrainingOptions:
     nonfinite: Literal["error", "skip"] = "error"
     loss_scale: LossScale | None = None
     precision: PrecisionArgument = None
+    compile: CompilationArgument = None
     loss_reduction: Literal["mean", "sum", "batch"] = "mean"
     unused_parameters: Literal["error", "zero", "skip"] = "error"
     batch_dims: Mapping[str, int] | None = None
@@ -140,6 +146,7 @@ class TrainingOptions:
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
         parse_loss_scale(self.loss_scale)
         parse_precision(self.precision)
+        parse_compilation(self.compile)
         require_device(self.device)
         require_profile(self.profile)
         require_sample_layout(self.batch_dims, self.shared)
@@ -230,12 +237,14 @@ def require_profile(profile: object) -> None:
         )
 
 
-def use_plan_precision(options: TrainingOptions, plan: Plan) -> TrainingOptions:
-    """Return the options with the precision of a run, which they or its plan give, and the loss scale that it needs.
+def use_plan_options(options: TrainingOptions, plan: Plan) -> TrainingOptions:
+    """Return the options with what they or the plan give: precision, with the loss scale that it needs, and compile.
 
     Raises:
         PlanError: they and the plan give different ones.
     """
+    compilation = merge_compilation(parse_compilation(options.compile), plan.compile)
+    options = options if compilation is None else replace(options, compile=compilation)
     precision = merge_precision(parse_precision(options.precision), plan.precision)
     if precision is None:
         return options

@@ -169,6 +169,7 @@ class RequestedPlan:
             ["the option num_microbatches", str(plan.num_microbatches if is_given else self.num_microbatches)],
             ["the option passes", str(plan.passes)],
             ["the precision of the plan", str(plan.precision)],
+            ["the compile of the plan", str(plan.compile)],
         ]
 
     @property

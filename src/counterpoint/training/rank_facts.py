@@ -24,6 +24,7 @@ from torch import nn, optim
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, format_ranks
+from counterpoint.model.compilation import Compilation, parse_compilation
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.partitioned_model import find_embedding_tables
@@ -207,7 +208,11 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
 
     The profile is part of the plan, and the kind of device is compared with the model.
     """
-    parsed = {"precision": parse_precision(options.precision), "loss_scale": parse_loss_scale(options.loss_scale)}
+    parsed = {
+        "precision": parse_precision(options.precision),
+        "compile": parse_compilation(options.compile),
+        "loss_scale": parse_loss_scale(options.loss_scale),
+    }
     values = {
         option.name: describe_option(parsed.get(option.name, getattr(options, option.name)), str(option.type))
         for option in fields(options)
@@ -219,10 +224,10 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
 
 
 def describe_option(value: object, annotation: str) -> str:
-    """Return an option as text: a precision as plans have it, and an int as a float where the option is one."""
+    """Return an option as text: precision and compile as plans have them, and an int as a float where it is one."""
     if type(value) is int and "float" in annotation:
         value = float(value)
-    return str(value) if isinstance(value, Precision) else repr(value)
+    return str(value) if isinstance(value, Precision | Compilation) else repr(value)
 
 
 def describe_scheduler(scheduler: optim.lr_scheduler.LRScheduler | None) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.model.compilation import parse_compilation
 from counterpoint.model.precision import parse_precision
 from counterpoint.optim.low_bit_adam import BlockwiseAdam
 from counterpoint.partitioning.compiled_modules import require_compilable
@@ -30,7 +31,7 @@ from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_paral
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Collective, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, warn_unkeyed
+from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
 from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
@@ -120,6 +121,8 @@ class RunCompiler:
         draws = uses_rng or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         options, microbatch_size = self.options, max(num_samples, 1)
+        if partition.compiler is not None:
+            require_keyed(self.model, draw_sites, str(partition.compiler.compilation))
         precision = parse_precision(options.precision)
         described = describe_trained(partition, self.model, self.optimizer_spec, precision)
         spec = build_model_spec(described, plan, options.profile, microbatch_size, self.trained)
@@ -177,7 +180,8 @@ class RunCompiler:
         is_traced = isinstance(partition, TracedPartition)
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
         state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
-        require_compilable(self.model, str(plan), is_traced=is_traced, draws=partition.uses_rng)
+        compilation = parse_compilation(self.options.compile)
+        require_compilable(self.model, str(plan), compilation, is_traced=is_traced, draws=partition.uses_rng)
         if is_traced:
             state.require_none(self.model, str(plan), "the operations of its first call")
             state.require_no_traced_draws(self.model)

@@ -39,6 +39,7 @@ from counterpoint.runtime.batch_loss import (
     unflatten_batch,
 )
 from counterpoint.runtime.batch_norm.mode import BatchNormState
+from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
 from counterpoint.runtime.loss_check import LossCheck, LossSamples, count_in_place_changes
@@ -164,6 +165,14 @@ class SegmentExecutor:
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
+        self.compiled_parts = {  # of each compiled segment, with their draws in order
+            first: [
+                (part, rng.sites_of(part.drawing_calls) if model.uses_rng else ())
+                for part in segment.parts or (segment,)
+            ]
+            for first, (_, segment) in self.by_first.items()
+            if segment.is_compiled
+        }
         self.trainable_params = {  # of each segment, by first block
             first: ParamGroup({name: store.params[name] for name in segment.params if store.params[name].requires_grad})
             for first, (_, segment) in self.by_first.items()
@@ -307,8 +316,11 @@ class SegmentExecutor:
         is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         recorder = ReductionRecorder(is_whole=is_whole) if stop == self.model.num_blocks else None
         try:
-            with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
-                outputs = segment(leaves, weights, buffers or self.store.buffers, seed, self.shapes_of(micro))
+            if segment.is_compiled:
+                outputs = self.run_compiled(block, leaves, micro, weights, buffers or self.store.buffers)
+            else:
+                with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
+                    outputs = segment(leaves, weights, buffers or self.store.buffers, seed, self.shapes_of(micro))
         except Exception as error:
             add_location(error, self.describe_location(block, stop, micro, leaves))
             raise
@@ -317,6 +329,28 @@ class SegmentExecutor:
         if recorder is not None and not self.model.gathers_outputs:
             outputs = self.last_loss = (self.compute_loss(outputs, micro, recorder),)
         return outputs
+
+    def run_compiled(
+        self,
+        block: int,
+        leaves: Sequence[Tensor],
+        micro: int,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Run the compiled parts of one segment; random numbers are an input of their graphs."""
+        segment = self.by_first[block][1]
+        outputs: tuple[Tensor, ...] = ()
+        values = dict(zip(segment.inputs, leaves, strict=False))  # a whole model may have more leaves
+        is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
+        for part, sites in self.compiled_parts[block]:
+            mode = CompiledMode(write_draws(self.rng.list_draws(sites)) if sites else None)
+            inputs = [values[index] for index in part.inputs] if segment.parts else leaves
+            with self.autocast(micro):
+                outputs = part(inputs, weights, buffers, mode, self.shapes_of(micro))
+            mode.require_complete(f"microbatch {self.step_and_micro(micro)[1]}", is_whole=is_whole)
+            values.update(zip(part.outputs, outputs, strict=bool(part.outputs)))
+        return tuple(values[index] for index in segment.outputs) or outputs
 
     def begin_microbatch(self, micro: int) -> None:
         """Let random numbers be for the samples of this microbatch."""

@@ -1,0 +1,143 @@
+"""Compile the functions that ranks run with ``torch.compile``, equal ones once.
+
+Each is one graph for inputs of one signature, or an error that names the line that cannot be traced. Sizes are numbers
+in a graph: an uneven last batch has a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from traceback import FrameSummary
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from counterpoint.errors import PlanError
+from counterpoint.model.compilation import Compilation
+
+SegmentFunction: TypeAlias = Callable[..., Any]
+_PACKAGE = Path(__file__).parent.parent
+_LIBRARIES = tuple(map(str, (Path(torch.__file__).parent, _PACKAGE / "partitioning", _PACKAGE / "runtime")))
+"""Folders whose code is not the model's."""
+
+
+class SegmentCompiler:
+    """Compiles the functions of one model.
+
+    Args:
+        compilation: how.
+        model_name: of the model's class, for errors.
+    """
+
+    def __init__(self, compilation: Compilation, model_name: str) -> None:
+        self.compilation, self.model_name = compilation, model_name
+        self._compiled: dict[str, SegmentFunction] = {}
+
+    def compile(self, function: SegmentFunction, key: str) -> SegmentFunction:
+        """Return the function compiled.
+
+        Args:
+            function: what it does depends on its arguments only.
+            key: functions with the same key do the same, so that the first one is used for all of them.
+
+        Raises:
+            PlanError: torch does not know the backend or its mode.
+        """
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(function)
+        return self._compiled[key]
+
+    def _compile(self, function: SegmentFunction) -> SegmentFunction:
+        how = self.compilation
+        try:
+            compiled = torch.compile(
+                with_own_code(function), backend=how.backend, mode=how.mode, fullgraph=True, dynamic=False
+            )
+        except Exception as error:
+            raise PlanError(f"torch.compile does not take compile={how}: {first_line(error)}") from error
+        return partial(self._call, compiled)
+
+    def _call(self, compiled: SegmentFunction, *args: Any) -> Any:  # noqa: ANN401 - as the function
+        """Call a compiled function; say where it cannot be compiled."""
+        try:
+            return compiled(*args)
+        except Exception as error:
+            from torch._dynamo import config, exc
+
+            if not isinstance(error, exc.TorchDynamoException):
+                raise
+            if isinstance(error, exc.FailOnRecompileLimitHit):
+                raise PlanError(
+                    f"compile={self.compilation} has compiled a part of {self.model_name} for {config.recompile_limit} "
+                    "kinds of inputs, which is torch's limit; give batches of few shapes (pad lengths to multiples of "
+                    "64), raise torch._dynamo.config.recompile_limit, or drop compile="
+                ) from error
+            if config.skip_fwd_side_effects_in_bwd_under_checkpoint or SIDE_EFFECT not in str(error):
+                raise PlanError(self.describe_break(error)) from error
+            with config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+                return self._call(compiled, *args)
+
+    def describe_break(self, error: Exception) -> str:
+        """Return why a function is not one graph, and the line of the model because of which it is not."""
+        frame = find_user_frame(getattr(error, "real_stack", None) or ())
+        place = "" if frame is None else f", at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        return (
+            f"compile={self.compilation} cannot compile {self.model_name} as one graph: {first_line(error)}{place}; "
+            "change this line so that torch.compile can trace it, or drop compile="
+        )
+
+
+SIDE_EFFECT = "HOP: Non-nullified side effect"
+"""Torch's text where draws are counted inside of ``torch.utils.checkpoint``, which it allows on request only."""
+
+
+def with_own_code(function: SegmentFunction) -> SegmentFunction:
+    """Return a copy of a function with a code object of its own, by which torch.compile keeps and limits its graphs."""
+    if not isinstance(function, FunctionType):
+        return function
+    code, scope = function.__code__.replace(), function.__globals__
+    return FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, and the exception of the traced code that it is about."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    context = next((line for line in lines if line.startswith("Developer debug context: raised exception")), "")
+    return " ".join(filter(None, [lines[0] if lines else type(error).__name__, context.partition("context: ")[2]]))
+
+
+def find_user_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
+    """Return the innermost frame that is neither torch's nor of this package, or the innermost one."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_LIBRARIES):
+            return frame
+    return frames[-1] if frames else None
+
+
+def call_module(mode: TorchFunctionMode, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - any result
+    """Call a module under a function mode, which becomes part of a graph."""
+    with mode:
+        return module(*args, **kwargs)
+
+
+def call_in_order(mode: TorchFunctionMode, modules: Sequence[nn.Module], value: Any) -> Any:  # noqa: ANN401 - as above
+    """Call modules one after the other, likewise."""
+    with mode:
+        for module in modules:
+            value = module(value)
+        return value
+
+
+def with_mode(function: SegmentFunction) -> SegmentFunction:
+    """Return a function that is called under a function mode, likewise; the mode is its first argument."""
+
+    def call(mode: TorchFunctionMode, *args: Any) -> Any:  # noqa: ANN401 - as the function
+        with mode:
+            return function(*args)
+
+    return call

@@ -1,0 +1,194 @@
+"""Random numbers inside graphs of ``torch.compile``: operators of a tensor, so that a graph serves every step.
+
+A graph has one input for all its draws: row ``i`` says which numbers its draw ``i`` has, in the order in which the
+model draws. Seeds, paths of modules and positions of samples are values of this tensor, so that they are no part of
+the graph: identical blocks share one, and a forward that runs again in a backward has the same masks.
+
+Source:
+    Philox, as in :mod:`counterpoint.runtime.rng`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from counterpoint.errors import DataError
+from counterpoint.runtime.kernels.function_mode import TorchFunction
+from counterpoint.runtime.loss_reduction import PARSERS
+from counterpoint.runtime.random_functions import COMPOSITES, IMPLEMENTATIONS
+from counterpoint.runtime.rng import Draw, SampleRange
+
+
+class DrawOperators(NamedTuple):
+    """Operators of torch that draw; they depend on nothing but their arguments.
+
+    Args:
+        select: ``philox_select(draws, number, shape, p, value, dtype, device)``, as ``RandomSource.select``.
+        words: ``philox_words(draws, number, shape, device, per_entry)``, as ``RandomSource.words``.
+    """
+
+    select: TorchFunction
+    words: TorchFunction
+
+
+@cache
+def draw_operators() -> DrawOperators:
+    """Return the operators, which are registered with torch by the first call."""
+
+    @torch.library.custom_op("counterpoint::philox_select", mutates_args=())
+    def select(  # noqa: PLR0913 - an operator of torch has no objects
+        draws: Tensor,
+        number: int,
+        shape: Sequence[int],
+        p: float,
+        value: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        return read_draw(draws, number, shape).select(shape, p, value, dtype, device).contiguous()
+
+    @torch.library.custom_op("counterpoint::philox_words", mutates_args=())
+    def words(draws: Tensor, number: int, shape: Sequence[int], device: torch.device, per_entry: int) -> Tensor:
+        return read_draw(draws, number, shape).words(shape, device, per_entry).contiguous()
+
+    @select.register_fake
+    def _(draws, number, shape, p, value, dtype, device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    @words.register_fake
+    def _(draws, number, shape, device, per_entry):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        size = (*shape, per_entry) if per_entry else tuple(shape)
+        return torch.empty(size, dtype=torch.int64, device=device)
+
+    return DrawOperators(torch.ops.counterpoint.philox_select, torch.ops.counterpoint.philox_words)
+
+
+def write_draws(draws: Sequence[Draw]) -> Tensor:
+    """Return draws as the input of a graph, in host memory: ``(number, 4)``, int64.
+
+    Example:
+        >>> write_draws([Draw(7, 0, SampleRange(4, 2, 8))])
+        tensor([[7, 0, 4, 2]])
+    """
+    rows = [(draw.key, draw.batch_dim, draw.samples.first, draw.samples.size) for draw in draws]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+
+
+def read_draw(draws: Tensor, number: int, shape: Sequence[int]) -> Draw:
+    """Return one row of :func:`write_draws`.
+
+    Raises:
+        DataError: there are too few rows, or a draw of this shape is not for these samples.
+    """
+    if number < len(draws):
+        key, batch_dim, first, size = draws[number].tolist()
+        if batch_dim < len(shape) and shape[batch_dim] % size == 0:
+            return Draw(key, batch_dim, SampleRange(first, size))
+    raise DataError(
+        f"a compiled forward draws random numbers of the shape {tuple(shape)} as its draw {number}, which it did not "
+        "on the first batch; draw in every forward what that of the first batch drew, one entry for each sample, or "
+        "drop compile="
+    )
+
+
+def is_body(value: object) -> bool:
+    """Return whether an argument is a function that an operator calls, as ``torch.utils.checkpoint`` does."""
+    return callable(value) and not isinstance(value, Tensor | type)
+
+
+class CompiledMode(TorchFunctionMode):
+    """Function mode inside a graph of ``torch.compile``: functions that draw become operators of the graph.
+
+    It also notes whether the graph computes a mean over class indices, as models do that compute their loss themselves.
+
+    Args:
+        draws: of :func:`write_draws`, an input of the graph; None for a forward that does not draw from here.
+    """
+
+    def __init__(self, draws: Tensor | None = None) -> None:
+        super().__init__()
+        self.draws, self.operators = draws, draw_operators()
+        self.number = 0  # of draws
+        self.has_mean = False  # over class indices
+
+    def __call__(self, path: str) -> None:
+        """Do nothing: seeds are no part of a graph."""
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function or its replacement."""
+        options = kwargs or {}
+        if func in PARSERS:
+            self.has_mean = self.has_mean or PARSERS[func](func, *args, **options) is not None
+        if self.draws is None or options.get("generator") is not None:
+            return func(*args, **options)
+        if func in COMPOSITES:
+            return self.call(COMPOSITES[func], *args, **options)
+        if func is Tensor.unflatten:  # which Dynamo cannot trace as a function
+            return args[0].unflatten(*args[1:], **options)
+        if func not in IMPLEMENTATIONS:  # torch.utils.checkpoint, or any other function
+            bodies = (partial(self.call, arg) if is_body(arg) else arg for arg in args)
+            return func(*bodies, **options)
+        result = IMPLEMENTATIONS[func](
+            self, *args, **{key: value for key, value in options.items() if key != "generator"}
+        )
+        return func(*args, **options) if result is NotImplemented else result
+
+    def call(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any function
+        """Call a function that draws itself, from :meth:`__torch_function__`, inside of which the mode is off."""
+        with self:
+            return body(*args, **kwargs)
+
+    def next_number(self) -> int:
+        """Count a draw; return its number."""
+        self.number += 1
+        return self.number - 1
+
+    def select(self, shape: Sequence[int], p: float, value: float, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor whose elements are 0 with probability ``p``, else ``value``."""
+        number = self.next_number()
+        result: Tensor = self.operators.select(self.draws, number, list(shape), p, value, dtype, like.device)
+        return result
+
+    def words(
+        self, shape: Sequence[int], device: torch.device, like: Tensor | None = None, *, per_entry: int = 0
+    ) -> Tensor:
+        """Return whole numbers, uniform in ``[0, 2**32)``."""
+        del like
+        result: Tensor = self.operators.words(self.draws, self.next_number(), list(shape), device, per_entry)
+        return result
+
+    def require_complete(self, what: str, *, is_whole: bool) -> None:
+        """Check that a graph that was called has all draws, and no mean whose weight has to be known.
+
+        Args:
+            what: the samples, for the error.
+            is_whole: whether they are all samples of a batch.
+
+        Raises:
+            DataError: it has fewer draws, or such a mean.
+        """
+        if self.draws is not None and self.number != len(self.draws):
+            raise DataError(
+                f"a compiled forward has {self.number} draws of random numbers, but {len(self.draws)} on the first "
+                "batch; draw in every forward what that of the first batch drew, and with torch.rand(x.shape) instead "
+                "of rand_like, randn_like, randint_like and torch.normal, which torch.compile does not let be "
+                "replaced, or drop compile="
+            )
+        if self.has_mean and not is_whole:
+            raise DataError(
+                f"the model computes a mean over class indices (F.cross_entropy, F.nll_loss) inside of a graph of "
+                f"compile=, which does not say how many targets of {what} count; return the logits and compute it in "
+                "loss=, or drop compile="
+            )
