@@ -1,4 +1,4 @@
-"""Stages in bfloat16, under autocast, and of compiled models: bit for bit, or as close as rounding, what solo does."""
+"""Stages in bfloat16 and under autocast: bit for bit, or as close as rounding, what solo does."""
 
 from functools import partial
 
@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
-from counterpoint.testing.parity import TOLERANCE, relative_difference
 from tests.training.trainers import build_seeded, dataset, equal_bits, max_difference, params_of
 
 SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
@@ -87,29 +86,3 @@ def test_a_pipeline_of_a_model_in_bfloat16_trains_as_solo_does_bit_for_bit(strat
     mine, theirs = (trained(build, one, dtype=torch.bfloat16) for one in (strategy, "solo"))
     assert equal_bits(mine[0], theirs[0])
     assert mine[1] == theirs[1]
-
-
-def whole():
-    return torch.compile(Branches(), backend="eager")
-
-
-def inside():
-    model = Branches()
-    model.layers[1].compile(backend="eager")
-    return model
-
-
-def itself():
-    model = Branches()
-    model.compile(backend="eager")
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [whole, inside, itself])
-@pytest.mark.parametrize("strategy", ["pipeline(2)", "zero_bubble(2)"])
-def test_a_compiled_model_is_cut_as_what_it_was_made_from(strategy, build):
-    mine, theirs = (trained(one, plan, dtype=torch.float64) for one, plan in ((build, strategy), (Branches, "solo")))
-    pairs = zip(mine[0].values(), theirs[0].values(), strict=True)
-    assert max(relative_difference(*pair) for pair in pairs) <= TOLERANCE
-    assert mine[1] == pytest.approx(theirs[1], rel=TOLERANCE)

@@ -47,8 +47,9 @@ FUNCTIONS = {
     "multi-head attention": attend_with_heads,
     "two draws": draw_twice,
     "checkpoint": recompute,
+    "unflatten": lambda x: F.dropout(x.unflatten(-1, (5, 6)), 0.2),
 }
-FEW = ["dropout", "normal_", "bernoulli", "gumbel_softmax", "multi-head attention", "checkpoint"]
+FEW = ["dropout", "normal_", "bernoulli", "gumbel_softmax", "multi-head attention", "checkpoint", "unflatten"]
 
 
 @pytest.fixture(name="reset_dynamo", autouse=True)

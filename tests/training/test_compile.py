@@ -28,7 +28,14 @@ from tests.training.trainers import state_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUM_STEPS = 4
 COUNTED = "segments(backend=counting)"
-QUICK = ["gpt-solo", "gpt-data(2)", "gpt-zero(2, level=3)", "gpt-pipeline(2)", "gpt-tensor(2)", "mlp-pipeline(2) + recompute"]
+QUICK = [
+    "gpt-solo",
+    "gpt-data(2)",
+    "gpt-zero(2, level=3)",
+    "gpt-pipeline(2)",
+    "gpt-tensor(2)",
+    "mlp-pipeline(2) + recompute",
+]
 
 
 @pytest.fixture(name="counter", autouse=True)
@@ -59,3 +66,183 @@ def test_a_plan_trains_as_without_compilation(model, plan, counter):
     actual = train(model, plan, compile=COUNTED)
     assert counter.num_calls >= NUM_STEPS
     assert largest_difference(actual, train(model, plan)) <= TOLERANCE
+
+
+def make_gpt(num_layers=4, dropout=0.2):
+    torch.manual_seed(0)
+    return GPT(GPTShape(num_layers, width=8, head_dim=4, context=4, num_tokens=11, dropout=dropout)).double()
+
+
+def token_loss(output, targets):
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+def run_steps(model, plan, data=None, loss=F.cross_entropy, **options):
+    """Return the losses of some steps, 3 by default."""
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, loss, strategy=plan, timeout_s=20.0, **options) as step:
+        return [float(step(*batch)) for batch in data or islice(batches("mlp"), 3)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts", "num_graphs", "calls_per_step"),
+    [
+        ("solo", "segments", 1, 1),
+        ("data(2)", "segments", 1, 2),  # both ranks share it
+        ("solo", "blocks", 3, 6),  # embedding, block, head
+        ("zero(2, level=3)", "segments", 3, 12),
+        ("pipeline(2)", "segments", 3, 12),
+        ("pipeline(2)", "blocks", 3, 24),
+    ],
+)
+def test_identical_blocks_share_a_graph_and_nothing_is_compiled_again(plan, parts, num_graphs, calls_per_step, counter):
+    counts = []
+    optimizer = partial(optim.SGD, lr=0.1)
+    model = make_gpt()
+    compilation = f"{parts}(backend=counting)"
+    with cp.parallelize(model, optimizer(model.parameters()), token_loss, strategy=plan, compile=compilation) as step:
+        for batch in islice(batches("gpt"), 3):
+            step(*batch)
+            counts.append((counter.num_graphs, counter.num_calls))
+    assert counts == [(num_graphs, calls_per_step * number) for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
+def test_an_uneven_last_batch_is_a_second_graph(plan, counter):
+    data = list(islice(batches("gpt"), 4))
+    data = [*data[:2], *((inputs[:3], targets[:3]) for inputs, targets in data[2:])]
+    losses = run_steps(make_gpt(1), plan, data, token_loss, num_microbatches=1, compile=COUNTED)
+    compiled_for = counter.num_graphs
+    assert losses == pytest.approx(run_steps(make_gpt(1), plan, data, token_loss, num_microbatches=1), rel=1e-12)
+    run_steps(make_gpt(1), plan, data[:1] * 4, token_loss, num_microbatches=1, compile=COUNTED)
+    assert compiled_for == 2 * (counter.num_graphs - compiled_for)
+
+
+class Recomputed(nn.Module):
+    """Blocks with torch.utils.checkpoint and dropout, and a loss of its own if it gets targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def make_seeded(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
+def test_checkpoints_recompute_with_the_masks_of_their_forward(plan, backend):
+    actual, expected = make_seeded(Recomputed), make_seeded(Recomputed)
+    run_steps(actual, plan, compile=f"segments(backend={backend})")
+    run_steps(expected, plan)
+    assert largest_difference(([], state_of(actual)), ([], state_of(expected))) <= TOLERANCE
+
+
+@pytest.mark.long(quick=["gpt-pipeline(2)-bf16", "mlp-solo-bf16"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16(autocast=true)"])
+@pytest.mark.parametrize("plan", ["solo", "pipeline(2)", "zero(2, level=3)"])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_graphs_compute_in_the_precision_of_the_plan(model, plan, precision, counter):
+    actual = train(model, plan, 2, precision=precision, compile=COUNTED)
+    assert counter.num_calls
+    assert largest_difference(actual, train(model, plan, 2, precision=precision)) <= TOLERANCE
+
+
+@pytest.mark.long(quick=["solo", "pipeline(2)"])
+@pytest.mark.parametrize("plan", ["solo", "zero(2, level=3)", "pipeline(2)", "pipeline(2) + recompute", "tensor(2)"])
+def test_graphs_with_backwards_of_their_own_train_the_same(plan):
+    actual = train("gpt", plan, 3, compile="segments(backend=aot_eager)")
+    assert largest_difference(actual, train("gpt", plan, 3)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor_trains_the_same():
+    assert (
+        largest_difference(train("gpt", "pipeline(2)", 2, compile="segments"), train("gpt", "pipeline(2)", 2)) <= 1e-9
+    )
+
+
+def test_evaluation_is_compiled_too(counter):
+    dataset = TensorDataset(torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8,)))
+    losses = []
+    for compilation in (None, COUNTED):
+        model = build("mlp")
+        trainer = cp.Trainer(model, loss=F.cross_entropy, optimizer=partial(optim.SGD, lr=0.1), compile=compilation)
+        with trainer:
+            trainer.fit(dataset, batch_size=4, epochs=1)
+            before = counter.num_calls
+            losses.append(trainer.evaluate(dataset)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert counter.num_calls > before > 0
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+class OwnLoss(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        return F.cross_entropy(output, output.detach().argmax(-1))
+
+
+class Shuffling(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[torch.randperm(len(x))])
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "options", "text"),
+    [
+        (partial(Branching, 8, 4), "solo", {}, "cannot compile Branching as one graph: Data-dependent branching, at "),
+        (partial(Branching, 8, 4), "solo", {}, "in forward: return y * 2 if y.sum() > 0 else y; change this line"),
+        (partial(Shuffling, 8, 4), "solo", {}, "the random numbers of Shuffling come from torch's randperm, which are"),
+        (normalized, "data(2)", {"batch_norm": "deferred"}, "compile= compiles batch norm as it is, but under this"),
+        (partial(nn.Linear, 8, 4), "solo", {"compile": "segments(backend=nosuch)"}, "Invalid backend: 'nosuch'"),
+        (partial(nn.Linear, 8, 4), "solo", {"compile": "segments(mode=nosuch)"}, "does not take compile=segments(mode"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(make, plan, options, text):
+    with pytest.raises(cp.PlanError, match=re.escape(text)):
+        run_steps(make_seeded(make), plan, **{"compile": COUNTED, "cross_sample": "accept", **options})
+
+
+def take_loss(output, targets):
+    return output
+
+
+def test_a_mean_inside_a_graph_is_refused_where_a_batch_is_divided():
+    assert run_steps(make_seeded(partial(OwnLoss, 8, 4)), "solo", loss=take_loss, compile=COUNTED)
+    with pytest.raises(cp.DataError, match=r"computes a mean over class indices .* inside of a graph of compile="):
+        run_steps(make_seeded(partial(OwnLoss, 8, 4)), "data(2)", loss=take_loss, compile=COUNTED)
+
+
+def test_too_many_shapes_are_refused():
+    data = [(torch.randn(size, 8, dtype=torch.float64), torch.randint(4, (size,))) for size in range(2, 13)]
+    with pytest.raises(
+        cp.PlanError, match=r"for 8 kinds of inputs, which is torch's limit; give batches of few shapes"
+    ):
+        run_steps(make_seeded(partial(nn.Linear, 8, 4)), "solo", data, compile=COUNTED)
+
+
+def test_a_model_that_is_compiled_already_is_refused():
+    model = torch.compile(make_seeded(partial(nn.Linear, 8, 4)), backend="eager")
+    with pytest.raises(
+        cp.PlanError, match=r"Linear is compiled with torch.compile, and compile=segments\(backend=count"
+    ):
+        run_steps(model, "solo", compile=COUNTED)

@@ -67,16 +67,17 @@ class SegmentCompiler:
         try:
             return compiled(*args)
         except Exception as error:
-            from torch._dynamo import config, exc
+            from torch._dynamo import config, exc  # two seconds, if nothing is compiled
+            from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # likewise
 
-            if not isinstance(error, exc.TorchDynamoException):
-                raise
             if isinstance(error, exc.FailOnRecompileLimitHit):
                 raise PlanError(
                     f"compile={self.compilation} has compiled a part of {self.model_name} for {config.recompile_limit} "
                     "kinds of inputs, which is torch's limit; give batches of few shapes (pad lengths to multiples of "
                     "64), raise torch._dynamo.config.recompile_limit, or drop compile="
                 ) from error
+            if not isinstance(error, exc.TorchDynamoException | GuardOnDataDependentSymNode):
+                raise
             if config.skip_fwd_side_effects_in_bwd_under_checkpoint or SIDE_EFFECT not in str(error):
                 raise PlanError(self.describe_break(error)) from error
             with config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):

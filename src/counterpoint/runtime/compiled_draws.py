@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.function_mode import TorchFunction
@@ -97,11 +98,6 @@ def read_draw(draws: Tensor, number: int, shape: Sequence[int]) -> Draw:
     )
 
 
-def is_body(value: object) -> bool:
-    """Return whether an argument is a function that an operator calls, as ``torch.utils.checkpoint`` does."""
-    return callable(value) and not isinstance(value, Tensor | type)
-
-
 class CompiledMode(TorchFunctionMode):
     """Function mode inside a graph of ``torch.compile``: functions that draw become operators of the graph.
 
@@ -119,6 +115,7 @@ class CompiledMode(TorchFunctionMode):
 
     def __call__(self, path: str) -> None:
         """Do nothing: seeds are no part of a graph."""
+        del path
 
     def __torch_function__(
         self,
@@ -131,15 +128,14 @@ class CompiledMode(TorchFunctionMode):
         options = kwargs or {}
         if func in PARSERS:
             self.has_mean = self.has_mean or PARSERS[func](func, *args, **options) is not None
-        if self.draws is None or options.get("generator") is not None:
-            return func(*args, **options)
         if func in COMPOSITES:
             return self.call(COMPOSITES[func], *args, **options)
+        if func is checkpoint:
+            return func(partial(self.call, args[0]), *args[1:], **options)
         if func is Tensor.unflatten:  # which Dynamo cannot trace as a function
             return args[0].unflatten(*args[1:], **options)
-        if func not in IMPLEMENTATIONS:  # torch.utils.checkpoint, or any other function
-            bodies = (partial(self.call, arg) if is_body(arg) else arg for arg in args)
-            return func(*bodies, **options)
+        if self.draws is None or func not in IMPLEMENTATIONS or options.get("generator") is not None:
+            return func(*args, **options)
         result = IMPLEMENTATIONS[func](
             self, *args, **{key: value for key, value in options.items() if key != "generator"}
         )
