@@ -146,6 +146,50 @@ def test_checkpoints_recompute_with_the_masks_of_their_forward(plan, backend):
     assert largest_difference(([], state_of(actual)), ([], state_of(expected))) <= TOLERANCE
 
 
+class NarrowInside(nn.Module):
+    """Dropout in an autocast of its own, which a trace has without its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("plan", ["pipeline(2)", "zero(2, level=3)"])
+def test_draws_that_a_trace_does_not_know_are_refused(plan):
+    with pytest.raises(cp.DataError, match="a compiled forward draws random numbers of the shape"):
+        run_steps(make_seeded(NarrowInside), plan, compile=COUNTED)
+
+
+def shared_block():
+    block, other = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(2))
+    return nn.Sequential(Block(block), Block(other), block_twice := Block(block), block_twice, nn.Linear(8, 4))
+
+
+class Block(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("compilation", [COUNTED, "blocks(backend=counting)"])
+@pytest.mark.parametrize("plan", ["solo", "pipeline(2)"])
+def test_modules_that_run_several_times_have_the_masks_of_each_call(plan, compilation):
+    actual, expected = make_seeded(shared_block), make_seeded(shared_block)
+    run_steps(actual, plan, compile=compilation)
+    run_steps(expected, plan)
+    assert largest_difference(([], state_of(actual)), ([], state_of(expected))) <= TOLERANCE
+
+
 @pytest.mark.long(quick=["gpt-pipeline(2)-bf16", "mlp-solo-bf16"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16(autocast=true)"])
 @pytest.mark.parametrize("plan", ["solo", "pipeline(2)", "zero(2, level=3)"])

@@ -42,7 +42,8 @@ class Segment:
         partial_inputs: inputs whose gradient must be summed over the tensor-parallel ranks.
         partial_outputs: outputs that must be summed over the tensor-parallel ranks.
         is_compiled: whether ``run`` calls a graph of ``torch.compile``; it does not seed then.
-        drawing_calls: the paths of the module calls in it that may draw random numbers; None if it is the whole model.
+        drawing_calls: the paths of the module calls in it that may draw random numbers, in order; None if it is the
+            whole model.
         parts: the segments that run one after the other in its place, each a graph of its own; none if it runs itself.
     """
 

@@ -58,11 +58,6 @@ def seeded_modules(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def call_path(path: str, index: int) -> str:
-    """Return the path of a call of the module at ``path``, which are counted from 0 in each forward."""
-    return f"{path}#{index}" if index else path
-
-
 class CallPaths:
     """Gives each call of a module its own path: ``x``, ``x#1``, ``x#2``, until the next forward begins."""
 
@@ -75,7 +70,7 @@ class CallPaths:
             self.num_calls.clear()
         count = self.num_calls.get(path, 0)
         self.num_calls[path] = count + 1
-        return call_path(path, count)
+        return f"{path}#{count}" if count else path
 
 
 class SeedHooks:

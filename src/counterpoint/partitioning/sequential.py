@@ -26,7 +26,7 @@ from counterpoint.partitioning.partitioned_model import (
     num_bytes,
 )
 from counterpoint.partitioning.pytree import TensorTree, build_tensor_tree, require_unchanged_leaves
-from counterpoint.partitioning.seed_hooks import SeedHooks, call_path, is_plain_sequential, iter_children, no_seed
+from counterpoint.partitioning.seed_hooks import SeedHooks, is_plain_sequential, iter_children, no_seed
 from counterpoint.partitioning.segment_compiler import SegmentCompiler, call_in_order
 
 
@@ -71,12 +71,14 @@ class LayerBoundary:
     Args:
         tree: how the tensors are nested in the one value that is passed on.
         num_calls: how often each seeded module was called before this boundary, in one forward.
+        calls: the paths of the calls of seeded modules since the boundary before it, in order.
         sizes: bytes per sample of each tensor, and whether it is floating point.
         sample_bytes: bytes per sample of all of them.
     """
 
     tree: TensorTree
     num_calls: dict[str, int]
+    calls: tuple[str, ...]
     sizes: tuple[tuple[int, bool], ...]
     sample_bytes: int
 
@@ -139,13 +141,15 @@ class SequentialPartition(PartitionedModel):
         """Run the model once; return its boundaries, the FLOPs per sample of each layer, and whether it is random."""
         (value,), _ = split_call_args(self._example_inputs)
         batch_size = num_samples(value)
-        seed_hooks = SeedHooks(self.model, no_seed)
-        boundaries, costs, total = [_make_boundary(value, seed_hooks, batch_size)], [], 0
+        calls: list[str] = []
+        seed_hooks = SeedHooks(self.model, calls.append)
+        boundaries, costs, total = [_make_boundary(value, seed_hooks, calls, batch_size)], [], 0
         with preserve_state(self.model, training=training), FlopCounter() as counter:
             for children in self._layers:
                 for child in children:
                     value = child.module(value)
-                boundaries.append(_make_boundary(value, seed_hooks, batch_size))
+                boundaries.append(_make_boundary(value, seed_hooks, calls, batch_size))
+                calls.clear()
                 costs.append((counter.flops - total) / batch_size)
                 total = counter.flops
         seed_hooks.remove()
@@ -216,7 +220,7 @@ class SequentialPartition(PartitionedModel):
             names[1],
             run,
             is_compiled=self.compiler is not None,
-            drawing_calls=_calls_between(before.num_calls, after.num_calls),
+            drawing_calls=tuple(call for end in boundaries[first_layer + 1 : stop_layer + 1] for call in end.calls),
         )
 
     def read_dtypes(self, *, training: bool) -> Mapping[str, torch.dtype]:
@@ -310,21 +314,12 @@ def _layer_params(children: Sequence[SequentialChild]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(slot.name for child in children for slot in child.param_slots))
 
 
-def _make_boundary(value: Any, seed_hooks: SeedHooks, batch_size: int) -> LayerBoundary:  # noqa: ANN401
+def _make_boundary(value: Any, seed_hooks: SeedHooks, calls: Sequence[str], batch_size: int) -> LayerBoundary:  # noqa: ANN401
     tree = build_tensor_tree(value)
     tensors = tree.flatten(value)
     sizes = tuple((num_bytes([tensor]) // batch_size, tensor.is_floating_point()) for tensor in tensors)
-    return LayerBoundary(tree, dict(seed_hooks.call_paths.num_calls), sizes, num_bytes(tensors) // batch_size)
-
-
-def _calls_between(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the paths of the calls of seeded modules between two boundaries.
-
-    Example:
-        >>> _calls_between({"0": 1}, {"0": 2, "1": 1})
-        ('0#1', '1')
-    """
-    return tuple(call_path(path, index) for path, count in after.items() for index in range(before.get(path, 0), count))
+    num_calls = dict(seed_hooks.call_paths.num_calls)
+    return LayerBoundary(tree, num_calls, tuple(calls), sizes, num_bytes(tensors) // batch_size)
 
 
 def _value_specs(boundaries: Sequence[LayerBoundary]) -> tuple[ValueSpec, ...]:

@@ -78,7 +78,7 @@ def write_draws(draws: Sequence[Draw]) -> Tensor:
         tensor([[7, 0, 4, 2]])
     """
     rows = [(draw.key, draw.batch_dim, draw.samples.first, draw.samples.size) for draw in draws]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), 4)
 
 
 def read_draw(draws: Tensor, number: int, shape: Sequence[int]) -> Draw:

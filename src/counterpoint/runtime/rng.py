@@ -165,8 +165,10 @@ class SampleRNG:
         return self._next_draw(shape).words(shape, device, per_entry)
 
     def sites_of(self, calls: Sequence[str] | None) -> tuple[DrawSite, ...]:
-        """Return the sites that are known in some module calls, in the order of a forward; None for all calls."""
-        return tuple(site for site in self.batch_dims if calls is None or site.path in calls)
+        """Return the sites that are known in some module calls, in their order; None for all calls of a forward."""
+        if calls is None:
+            return tuple(self.batch_dims)
+        return tuple(site for call in calls for site in self.batch_dims if site.path == call)
 
     def list_draws(self, sites: Sequence[DrawSite]) -> list[Draw]:
         """Return what these sites, whose batch dims are known, draw for the current samples."""

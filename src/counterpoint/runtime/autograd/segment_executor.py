@@ -166,10 +166,7 @@ class SegmentExecutor:
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
         self.compiled_parts = {  # of each compiled segment, with their draws in order
-            first: [
-                (part, rng.sites_of(part.drawing_calls) if model.uses_rng else ())
-                for part in segment.parts or (segment,)
-            ]
+            first: [(part, rng.sites_of(part.drawing_calls)) for part in segment.parts or (segment,)]
             for first, (_, segment) in self.by_first.items()
             if segment.is_compiled
         }
@@ -344,7 +341,7 @@ class SegmentExecutor:
         values = dict(zip(segment.inputs, leaves, strict=False))  # a whole model may have more leaves
         is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         for part, sites in self.compiled_parts[block]:
-            mode = CompiledMode(write_draws(self.rng.list_draws(sites)) if sites else None)
+            mode = CompiledMode(write_draws(self.rng.list_draws(sites)) if self.model.uses_rng else None)
             inputs = [values[index] for index in part.inputs] if segment.parts else leaves
             with self.autocast(micro):
                 outputs = part(inputs, weights, buffers, mode, self.shapes_of(micro))
