@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,8 @@ SegmentFn: TypeAlias = Callable[
     [Sequence[Tensor], Mapping[str, Tensor], Mapping[str, Tensor], SeedFn, InputShapes], tuple[Tensor, ...]
 ]
 
+SwapInFn: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], SeedFn], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -45,6 +48,9 @@ class Segment:
         drawing_calls: the paths of the module calls in it that may draw random numbers, in order; None if it is the
             whole model.
         parts: the segments that run one after the other in its place, each a graph of its own; none if it runs itself.
+        swap_in: returns a context in which modules have the parameters, buffers and seeds that are passed in, as while
+            ``run`` calls them; for a backward in which ``torch.utils.checkpoint`` calls them again. None if ``run``
+            calls no modules with other tensors than their own.
     """
 
     inputs: tuple[int, ...]
@@ -57,6 +63,7 @@ class Segment:
     is_compiled: bool = False
     drawing_calls: tuple[str, ...] | None = None
     parts: tuple[Segment, ...] = ()
+    swap_in: SwapInFn | None = None
 
     def __call__(
         self,

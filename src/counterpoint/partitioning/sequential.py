@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from counterpoint.partitioning.partitioned_model import (
     PartitionedModel,
     SeedFn,
     Segment,
+    SwapInFn,
     canonical_names,
     list_params,
     num_bytes,
@@ -171,14 +174,13 @@ class SequentialPartition(PartitionedModel):
         boundaries = self._boundaries_for(training=training)
         before, after = boundaries[first_layer], boundaries[stop_layer]
         children = tuple(child for layer in self._layers[first_layer:stop_layer] for child in layer)
-        param_slots = tuple(slot for child in children for slot in child.param_slots)
-        buffer_slots = tuple(slot for child in children for slot in child.buffer_slots)
-        rnn_layers = tuple(layer for child in children for layer in child.rnn_layers)
         modules = tuple(child.module for child in children)
         model, seed_hooks, modes = self.model, self._seed_hooks, self._training_modes
         compiled = None
         if self.compiler is not None:
             compiled = self.compiler.compile(call_in_order, "\n".join(map(repr, modules)))
+
+        swap_in = _make_swap_in(children, seed_hooks)
 
         def run(
             values: Sequence[Tensor],
@@ -187,38 +189,36 @@ class SequentialPartition(PartitionedModel):
             seed: SeedFn,
             input_shapes: InputShapes,
         ) -> tuple[Tensor, ...]:
-            """Run the modules with the given parameters and buffers swapped in, and restore their own afterwards."""
+            """Run the modules with the given parameters and buffers."""
             if model.training is not training:
                 modes.set(training=training)
             if seed_hooks is not None:
                 seed_hooks.begin_forward(seed, before.num_calls)
                 if first_layer == 0:
                     seed(seed_hooks.call_paths.next(""))
-            original = _swap_in_tensors(param_slots, params), _swap_in_tensors(buffer_slots, buffers)
-            _refresh_flat_weights(rnn_layers)
-            try:
+            with swap_in(params, buffers, seed):
                 value = before.tree.unflatten(values)
                 if compiled is not None:
                     value = compiled(seed, modules, value)
                 else:
                     for module in modules:
                         value = module(value)
-            finally:
-                _restore_tensors(param_slots, original[0])
-                _restore_tensors(buffer_slots, original[1])
-                _refresh_flat_weights(rnn_layers)
             return after.tree.flatten(value)
 
-        names = [tuple(dict.fromkeys(slot.name for slot in slots)) for slots in (param_slots, buffer_slots)]
+        params, buffers = (
+            tuple(dict.fromkeys(slot.name for child in children for slot in slots_of(child)))
+            for slots_of in (attrgetter("param_slots"), attrgetter("buffer_slots"))
+        )
         ends = [sum(len(boundary.sizes) for boundary in boundaries[:layer]) for layer in range(len(boundaries))]
         inputs = tuple(range(ends[first_layer], ends[first_layer] + len(before.sizes)))
         outputs = tuple(range(ends[stop_layer], ends[stop_layer] + len(after.sizes)))
         return Segment(
             inputs,
             outputs if stop_layer < len(self._layers) else (),
-            names[0],
-            names[1],
+            params,
+            buffers,
             run,
+            swap_in=swap_in,
             is_compiled=self.compiler is not None,
             drawing_calls=tuple(call for end in boundaries[first_layer + 1 : stop_layer + 1] for call in end.calls),
         )
@@ -248,6 +248,29 @@ class SequentialPartition(PartitionedModel):
     ) -> Any:  # noqa: ANN401
         """Return the output of the last child."""
         return self._boundaries_for(training=training)[-1].tree.unflatten(values)
+
+
+def _make_swap_in(children: Sequence[SequentialChild], seed_hooks: SeedHooks | None) -> SwapInFn:
+    """Return what lets children have other parameters and buffers for a while, and draw from other seeds."""
+    param_slots = tuple(slot for child in children for slot in child.param_slots)
+    buffer_slots = tuple(slot for child in children for slot in child.buffer_slots)
+    rnn_layers = tuple(layer for child in children for layer in child.rnn_layers)
+
+    @contextmanager
+    def swap_in(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn) -> Iterator[None]:
+        """Let the modules have these parameters and buffers inside, and restore their own afterwards."""
+        if seed_hooks is not None:
+            seed_hooks.seed = seed
+        original = _swap_in_tensors(param_slots, params), _swap_in_tensors(buffer_slots, buffers)
+        _refresh_flat_weights(rnn_layers)
+        try:
+            yield
+        finally:
+            _restore_tensors(param_slots, original[0])
+            _restore_tensors(buffer_slots, original[1])
+            _refresh_flat_weights(rnn_layers)
+
+    return swap_in
 
 
 def _iter_leaf_children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

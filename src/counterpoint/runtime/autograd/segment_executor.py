@@ -625,6 +625,7 @@ class SegmentExecutor:
                     self.store.grad_check.check_backward(micro, self.trainable_params[block]),
                     self.autocast(micro),
                     self.function_mode(block, micro, is_recompute=True),
+                    self.swap_in(segment, version),
                 ):
                     self.run_autograd(roots, grads)
                     self.store.fold_version_grads(version)
@@ -634,6 +635,13 @@ class SegmentExecutor:
             for index in (*segment.outputs, *self.freed_by_backward[block]):
                 self.values.pop((index, micro), None)
             stop = block
+
+    def swap_in(self, segment: Segment, version: int) -> AbstractContextManager[None]:
+        """Return a context in which modules of the segment have the weights of a version."""
+        if segment.swap_in is None:
+            return nullcontext()
+        seed = self.rng if self.model.uses_rng else no_seed
+        return segment.swap_in(self.store.weights_for_forward(version), self.store.buffers, seed)
 
     def backward_input(self, first: int, last: int, micro: int) -> None:
         """Run blocks backward as :meth:`backward` does, but defer computations of weight gradients."""
