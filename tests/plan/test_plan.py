@@ -189,7 +189,10 @@ def test_a_plan_knows_its_ranks_and_its_mesh():
     ("make", "error_text"),
     [
         (lambda: Plan(num_microbatches=0), "a plan needs at least 1 microbatch, not 0"),
-        (lambda: Plan(passes=("fuse",)), "there is no pass 'fuse'; the passes are overlap, recompute, gather_outputs"),
+        (
+            lambda: Plan(passes=("fuse",)),
+            "there is no pass 'fuse'; the passes are overlap, recompute, gather_outputs, prefetch",
+        ),
         (lambda: Plan((Data(0),)), "data(0) has 0 ranks; give 1 or more"),
         (lambda: Plan((Zero(-1),)), "zero(-1, level=1) has -1 ranks; give 1 or more"),
     ],

@@ -34,7 +34,7 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
     training_mode,
 )
-from counterpoint.partitioning.fx_ops import is_random_op
+from counterpoint.partitioning.fx_ops import note_bodies
 from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.lazy_networkx import without_networkx
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
@@ -403,10 +403,7 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
             else:
                 constants[target] = _get_attribute(module, target)
     _fold_param_casts(graph, params)
-    for node in graph.find_nodes(op="get_attr"):
-        body = constants.get(str(node.target))
-        if isinstance(body, fx.GraphModule):  # the body of a no_grad or an autocast
-            node.meta["draws"] = any(is_random_op(operation) for operation in body.graph.nodes)
+    note_bodies(module, graph)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     sizes = lift_sizes(graph, inputs)
     output = graph.output_node()

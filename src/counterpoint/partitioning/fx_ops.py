@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 _ON_BY_DEFAULT = {"p", "dropout", "train"}
@@ -63,10 +63,31 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     ]
 
 
+def note_bodies(module: nn.Module, graph: fx.Graph) -> None:
+    """Note at the attributes of a graph which of them are graphs themselves: the bodies of a no_grad or an autocast.
+
+    Args:
+        module: has the attributes.
+        graph: reads them.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        body = getattr(module, str(node.target), None)
+        if isinstance(body, fx.GraphModule):
+            node.meta["body"] = body.graph
+            note_bodies(body, body.graph)
+
+
+def operations_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the operations that an operation with a body stands for, with those of bodies inside it; else itself."""
+    bodies = [source.meta["body"] for source in node.all_input_nodes if "body" in source.meta]
+    return tuple(inner for body in bodies for one in body.nodes for inner in operations_of(one)) or (node,)
+
+
 def is_random_op(node: fx.Node) -> bool:
     """Tell whether the operation draws random numbers, in the mode it was traced in."""
-    if any(source.meta.get("draws") for source in node.all_input_nodes):
-        return True
+    inner = operations_of(node)
+    if inner != (node,):
+        return any(map(is_random_op, inner))
     return isinstance(node.target, OpOverload) and call_draws(node.target, node.args, node.kwargs)
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.export_trace import TracedGraph, module_calls
-from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_inputs, op_name
+from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_inputs, op_name, operations_of
 from counterpoint.partitioning.graph_dataflow import BoundaryValue, DataflowInfo, analyze_dataflow, find_boundary_values
 from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, find_pairs, is_entry_alias, make_shardable
 from counterpoint.partitioning.seed_hooks import CallPaths, seeded_modules
@@ -299,6 +299,9 @@ def _find_seed_points(operations: Sequence[fx.Node], model: nn.Module) -> list[t
 
     They follow the original order of the model, before pairs are made contiguous. Seeds that nothing draws from are
     skipped.
+
+    Raises:
+        PlanError: several modules draw in one operation, the body of an autocast or a no_grad.
     """
     first_path = {id(module): path for path, module in model.named_modules()}
     aliases = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
@@ -307,13 +310,27 @@ def _find_seed_points(operations: Sequence[fx.Node], model: nn.Module) -> list[t
     latest: tuple[fx.Node, str] | None = None
     used: dict[fx.Node, tuple[str, fx.Node]] = {}
     for node in operations:
-        for call in module_calls(node):
-            if call not in seen and aliases.get(call[0]) in seeded:
-                latest = node, paths.next(aliases[call[0]])
-            seen.add(call)
-        if is_random_op(node) and latest is not None:
-            used[latest[0]] = latest[1], node
+        for operation in operations_of(node):
+            for call in module_calls(operation):
+                if call not in seen and aliases.get(call[0]) in seeded:
+                    latest = node, paths.next(aliases[call[0]])
+                seen.add(call)
+            if is_random_op(operation) and latest is not None:
+                first, path = latest
+                if used.get(first, (path,))[0] != path:
+                    raise PlanError(_several_draws(model, used[first][0], path))
+                used[first] = path, node
     return [(node, path, last) for node, (path, last) in used.items()]
+
+
+def _several_draws(model: nn.Module, first: str, second: str) -> str:
+    """Return the error of two modules that draw random numbers in one operation of a trace."""
+    return (
+        f"{first or 'the model'} and {second or 'the model'} of {type(model).__name__} draw random numbers in one "
+        "torch.autocast or torch.no_grad of its forward, which a trace shows as one operation, so that they would draw "
+        "others than on one device; enter it in the forward of each of them, pass precision='bf16(autocast=true)' "
+        "instead of an autocast, or use a strategy that keeps the model whole (data, zero of level 1 or 2, server)"
+    )
 
 
 def _uses_of_changed_buffers(
