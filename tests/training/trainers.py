@@ -1,5 +1,6 @@
 """What the tests of training share: small models in float64, their data, and one run of them."""
 
+import gc
 import threading
 from functools import partial
 
@@ -81,6 +82,7 @@ def max_difference(mine, theirs, names=None):
 
 
 def list_rank_threads():
+    gc.collect()  # of steps that failed before they were built, in other tests
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
 
 
