@@ -24,7 +24,7 @@ from counterpoint.compiler.recompute import recompute
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan.plan import Plan
+from counterpoint.plan.plan import PREFETCH_PASS, Plan
 from counterpoint.planner.plan_simulation import StepSummary, has_divisible_backward, summarize_step
 from counterpoint.planner.prepare import balance_by_speed, fit_profile, model_for, with_explicit_partition
 from counterpoint.planner.program_cache import CachedRankProgram, PlanModelCache
@@ -238,7 +238,7 @@ class PlanParts:
 
     @staticmethod
     def from_plan(plan: Plan) -> PlanParts | None:
-        """Return the parts of a plan; None if it has others, or several step variants."""
+        """Return the parts of a plan; None if it has others, several step variants, or its gathers move."""
         outer = [strategy for strategy in plan.strategies if strategy.degree > 1]
         tensor = (outer.pop(0),) if outer and isinstance(outer[0], Tensor) else ()
         first = outer.pop(0) if outer and isinstance(outer[0], Pipeline) else None
@@ -247,7 +247,8 @@ class PlanParts:
             all(isinstance(strategy, Data | Zero) for strategy in outer) and len(plan.sync_schedule.step_fractions) == 1
         )
         is_async = pipeline is not None and pipeline.is_async
-        is_supported = has_known_outer and not is_async and not plan.sync_schedule.staleness
+        is_plain = not plan.sync_schedule.staleness and PREFETCH_PASS not in plan.passes
+        is_supported = has_known_outer and not is_async and is_plain
         return PlanParts(tensor, pipeline, tuple(outer)) if is_supported else None
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -51,6 +52,13 @@ def compared(space, cluster, seed, count):
 def test_random_changes_equal_full_simulations(name, cluster, passes):
     space = SearchSpace(MODELS[name], 8, 48, passes, dims=("heads", "hidden"), codecs=("", "fp16"))
     assert len(compared(space, cluster, seed=5, count=12)) == 2
+
+
+def test_prefetched_gathers_are_simulated_in_full():
+    plan, model = replace(Plan.parse("zero(4, level=3)"), passes=("overlap", "prefetch")), MODELS["layers"]
+    result = IncrementalSimulator(model, (HOSTS,), 48).summary(plan)
+    assert result == summarize_step(plan, model, HOSTS, batch_size=48)
+    assert result != summarize_step(replace(plan, passes=("overlap",)), model, HOSTS, batch_size=48)
 
 
 @pytest.mark.parametrize("text", ["server(3)", "pipeline(2, schedule=pipedream)", "data(2) * server(2)", "tree(4)"])
