@@ -91,6 +91,19 @@ def test_children_of_a_sequential_stay_compiled_in_the_stages_of_a_pipeline(back
     assert backend.num_calls >= 3 * 4 * step.local_ranks.global_num_microbatches
 
 
+@pytest.mark.parametrize("path", ["", "1"])
+@pytest.mark.parametrize("plan", ["pipeline(2)", "zero(2, level=3)"])
+def test_a_compiled_sequential_whose_children_ranks_call_is_refused(plan, path, backend):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)))
+    model.get_submodule(path).compile(backend=backend)
+    step = cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, strategy=plan)
+    text = (
+        f"{repr(path) if path else 'Sequential'} is compiled with torch.compile, but under {plan} ranks call its child"
+    )
+    with step, pytest.raises(cp.PlanError, match=re.escape(text)):
+        step(torch.randn(4, 8), torch.randint(0, 8, (4,)))
+
+
 class Block(nn.Module):
     def __init__(self, inner):
         super().__init__()

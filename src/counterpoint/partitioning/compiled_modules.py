@@ -6,7 +6,7 @@ Dry runs look at a model under dispatch modes, where Dynamo cannot compile it an
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -52,7 +52,13 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 def require_compilable(
-    model: nn.Module, plan: str, compilation: Compilation | None, *, is_traced: bool, draws: bool
+    model: nn.Module,
+    plan: str,
+    compilation: Compilation | None,
+    opened: Collection[str] = (),
+    *,
+    is_traced: bool,
+    draws: bool,
 ) -> None:
     """Check that the compiled modules of a model will run compiled.
 
@@ -60,6 +66,7 @@ def require_compilable(
         model: the user's.
         plan: as text, for the error.
         compilation: that the plan compiles it with; None for none.
+        opened: paths of the modules whose children ranks call instead of them.
         is_traced: whether ranks run a trace of it.
         draws: whether it draws random numbers in training.
 
@@ -73,6 +80,12 @@ def require_compilable(
     if compilation is not None:
         raise PlanError(
             f"{what}, and compile={compilation} compiles it, too; drop .compile() and torch.compile(), or compile="
+        )
+    uncalled = next((path for path in compiled if path in opened), None)
+    if uncalled is not None:
+        raise PlanError(
+            f"{describe_module(model, uncalled)} is compiled with torch.compile, but under {plan} ranks call its "
+            f"children one by one; compile these instead, or {USE_OPTION}"
         )
     if is_traced:
         raise PlanError(

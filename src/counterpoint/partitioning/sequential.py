@@ -283,6 +283,17 @@ def _iter_leaf_children(module: nn.Module, path: str = "") -> Iterator[tuple[str
             yield child_path, child
 
 
+def opened_modules(model: nn.Module) -> set[str]:
+    """Return the paths of the Sequentials whose children are called one by one: the model, and those inside it.
+
+    Example:
+        >>> sorted(opened_modules(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))))
+        ['', '1']
+    """
+    names = [path.split(".") for path, _ in _iter_leaf_children(model)]
+    return {".".join(one[:depth]) for one in names for depth in range(len(one))}
+
+
 def splittable_modules(model: nn.Module) -> set[str]:
     """Return the paths at which a Sequential can be split: those of its children, nested ones included."""
     return {path for paths in _paths_starting_at(model).values() for path in paths}

@@ -83,6 +83,9 @@ class Plan:
                 )
         self._require_one_pipeline()
         self._require_async_pipeline_alone()
+        given: object = self.passes  # by callers that are not type-checked, too
+        if isinstance(given, str):
+            raise PlanError(f"passes={shorten(given)!r} is a text; give a tuple of names: ({shorten(given)!r},)")
         for name in self.passes:
             if name.partition(":")[0] not in KNOWN_PASSES or (":" in name and not name.startswith(RECOMPUTE_PASS)):
                 raise PlanError(f"there is no pass {shorten(repr(name))}; the passes are {', '.join(KNOWN_PASSES)}")

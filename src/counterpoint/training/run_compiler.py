@@ -26,6 +26,7 @@ from counterpoint.partitioning.dry_run import (
 from counterpoint.partitioning.module_casts import autocast_dtype, torch_dtype
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args, find_embedding_tables
 from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
+from counterpoint.partitioning.sequential import SequentialPartition, opened_modules
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
 from counterpoint.plan.plan import Plan
@@ -181,7 +182,8 @@ class RunCompiler:
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
         state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
         compilation = parse_compilation(self.options.compile)
-        require_compilable(self.model, str(plan), compilation, is_traced=is_traced, draws=partition.uses_rng)
+        opened = opened_modules(self.model) if isinstance(partition, SequentialPartition) else ()
+        require_compilable(self.model, str(plan), compilation, opened, is_traced=is_traced, draws=partition.uses_rng)
         if is_traced:
             state.require_none(self.model, str(plan), "the operations of its first call")
             state.require_no_traced_draws(self.model)
