@@ -40,6 +40,16 @@ MICROBATCHES_PER_STAGE = 4
 """Microbatches per pipeline stage that are used if the batch allows; more reduce the bubble only a little."""
 
 
+def require_pass_names(passes: object) -> None:
+    """Check that passes are given as several names.
+
+    Raises:
+        PlanError: they are one text.
+    """
+    if isinstance(passes, str):
+        raise PlanError(f"passes={shorten(passes)!r} is a text; give a tuple of names: ({shorten(passes)!r},)")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a model is trained in parallel: strategies, microbatches and compiler passes, as pure data.
@@ -83,9 +93,7 @@ class Plan:
                 )
         self._require_one_pipeline()
         self._require_async_pipeline_alone()
-        given: object = self.passes  # by callers that are not type-checked, too
-        if isinstance(given, str):
-            raise PlanError(f"passes={shorten(given)!r} is a text; give a tuple of names: ({shorten(given)!r},)")
+        require_pass_names(self.passes)
         for name in self.passes:
             if name.partition(":")[0] not in KNOWN_PASSES or (":" in name and not name.startswith(RECOMPUTE_PASS)):
                 raise PlanError(f"there is no pass {shorten(repr(name))}; the passes are {', '.join(KNOWN_PASSES)}")

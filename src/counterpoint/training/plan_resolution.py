@@ -23,7 +23,7 @@ from counterpoint.partitioning.partition import PartitionGranularity
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 from counterpoint.plan.parser import explicit_microbatches
-from counterpoint.plan.plan import DEFAULT_PASSES as DEFAULT_PASSES, Plan
+from counterpoint.plan.plan import DEFAULT_PASSES as DEFAULT_PASSES, Plan, require_pass_names
 from counterpoint.program.program import Program
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.data import Data
@@ -153,7 +153,10 @@ class RequestedPlan:
             plan = Plan(tuple(map(require_strategy, strategies)), passes=DEFAULT_PASSES)
         if self.num_microbatches is not None:
             plan = replace(plan, num_microbatches=self.num_microbatches)
-        return plan if self.passes is None else replace(plan, passes=tuple(self.passes))
+        if self.passes is None:
+            return plan
+        require_pass_names(self.passes)
+        return replace(plan, passes=tuple(self.passes))
 
     def describe(self, plan: Plan, profile: ModelProfile | None) -> list[list[str]]:
         """Return what was asked for by name, for the comparison of ranks.
