@@ -5,7 +5,8 @@ import re
 import pytest
 
 import counterpoint as cp
-from counterpoint.model.compilation import Compilation, merge_compilation, parse_compilation
+from counterpoint.model.compilation import Compilation, parse_compilation
+from counterpoint.model.option_text import merge_option
 from counterpoint.plan.plan import Plan
 from counterpoint.training.options import TrainingOptions, use_plan_options
 from counterpoint.training.plan_resolution import RequestedPlan
@@ -56,9 +57,9 @@ def test_a_plan_file_has_it():
 
 
 def test_option_and_plan_may_not_contradict_each_other():
-    assert merge_compilation(None, Compilation("blocks")) == merge_compilation(Compilation("blocks"), None)
+    assert merge_option("compile", None, Compilation("blocks")) == merge_option("compile", Compilation("blocks"), None)
     with pytest.raises(cp.PlanError, match="compile=segments was given, but the plan has compile blocks; give one"):
-        merge_compilation(Compilation("segments"), Compilation("blocks"))
+        merge_option("compile", Compilation("segments"), Compilation("blocks"))
 
 
 def test_ranks_compare_it():

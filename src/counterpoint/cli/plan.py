@@ -27,7 +27,8 @@ from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
 from counterpoint.file_writer import require_writable, write_output
 from counterpoint.model.model_profile import ModelProfile, format_profile, load_profile, profile_path_for
-from counterpoint.model.precision import Precision, merge_precision, parse_precision
+from counterpoint.model.option_text import merge_option
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import Block, ModelSpec, linear_chain
 from counterpoint.plan.plan import DEFAULT_PASSES, Plan
 from counterpoint.planner.choose import PlanChoice, rank_for_problem, select_plan
@@ -204,7 +205,7 @@ def resolve_precision(text: str | None, workload: Workload | None, loaded_plan: 
     own = None if workload is None else parse_precision(workload.options.precision)
     if workload is not None and chosen is not None and own is not None and chosen != own:
         raise PlanError(f"--precision is {chosen}, but {workload.name} gives precision={own}; omit one of them")
-    return merge_precision(chosen or own, None if loaded_plan is None else loaded_plan.precision)
+    return merge_option("precision", chosen or own, None if loaded_plan is None else loaded_plan.precision)
 
 
 def write_precision(

@@ -32,10 +32,10 @@ def prefetch(program: Program) -> Program:
 
     Three changes, none of which can change results:
 
-    1. Weights that are freed and gathered again without a computation in between stay.
-    2. Other gathers are started before the computation in front of the one that reads the weights, but not before an
-       update, nor before the same weights are freed.
-    3. A gradient that is reduce-scattered and then freed is awaited after the next backward.
+    1. Weights that would be freed and gathered again without a computation in between are not freed.
+    2. Other gathers start before the computation that precedes their use, but not before an update, nor before the same
+       weights are freed.
+    3. The wait for a gradient that is reduce-scattered and then freed comes after the next backward.
 
     ::
 
@@ -57,15 +57,16 @@ def prefetch(program: Program) -> Program:
 
 
 def estimate_prefetch(cost: CostEstimate, before: Sequence[Fraction], after: Sequence[Fraction]) -> CostEstimate:
-    """Return the cost without the gathers of weights that stay.
+    """Return the cost without the gathers that the pass has removed.
 
     Args:
         cost: of the program before.
         before: the bytes that each rank sent.
         after: the bytes that it sends now.
     """
-    ranks = zip(cost.ranks, before, after, strict=True)
-    return replace(cost, ranks=tuple(replace(rank, other_bytes=rank.other_bytes - (b - a)) for rank, b, a in ranks))
+    saved = [old - new for old, new in zip(before, after, strict=True)]
+    ranks = zip(cost.ranks, saved, strict=True)
+    return replace(cost, ranks=tuple(replace(rank, other_bytes=rank.other_bytes - one) for rank, one in ranks))
 
 
 def _prefetch_instructions(instructions: Instructions) -> list[Instruction]:

@@ -38,7 +38,7 @@ class CastReduction(Work):
         self._pending: _Pending | None = (reduce_scatter, start_gather, target, narrow)
 
     def wait(self) -> None:
-        """Write the result once, and let go of the narrow tensor."""
+        """Write the result once, and free the narrow tensor."""
         if self._pending is None:
             return
         reduce_scatter, start_gather, target, narrow = self._pending

@@ -11,12 +11,11 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from counterpoint.errors import PlanError
+from counterpoint.model.option_text import parse_option_text
 from counterpoint.optim.validation import shorten
 
 PARTS = ("segments", "blocks")
-_TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _WORD = re.compile(r"[\w.-]+")
-MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +79,11 @@ def parse_compilation(value: object) -> Compilation | None:
     if value is None or isinstance(value, Compilation):
         return value
     known = "give 'segments', 'blocks', a text such as 'segments(backend=inductor, mode=max-autotune)', or None"
-    if not isinstance(value, str):
-        raise PlanError(f"compile={shorten(repr(value))} is a {type(value).__name__}; {known}")
-    match = _TEXT.fullmatch(value[:MAX_TEXT])
-    if match is None or len(value) > MAX_TEXT:
-        raise PlanError(f"compile={shorten(repr(value))} cannot be read; {known}")
-    options: dict[str, str] = {}
-    for part in filter(None, map(str.strip, (match[2] or "").split(","))):
-        name, equals, text = map(str.strip, part.partition("="))
-        if not equals or name not in {"backend", "mode"} or name in options:
-            raise PlanError(
-                f"compile={shorten(repr(value))}: {shorten(repr(part))} is no option of it, or there twice; the "
-                "options are backend=... and mode=..., as of torch.compile"
-            )
-        options[name] = text
-    return Compilation(match[1], **options)
-
-
-def merge_compilation(option: Compilation | None, plan: Compilation | None) -> Compilation | None:
-    """Return the compilation of a run, which its options or its plan give.
-
-    Raises:
-        PlanError: they give different ones.
-    """
-    if option is not None and plan is not None and option != plan:
-        raise PlanError(f"compile={option} was given, but the plan has compile {plan}; give one of them")
-    return option or plan
+    parts, texts = parse_option_text(
+        "compile",
+        value,
+        {"backend", "mode"},
+        known=known,
+        rule="the options are backend=... and mode=..., as of torch.compile",
+    )
+    return Compilation(parts, **texts)

@@ -14,18 +14,15 @@ modules, with ``param_dtype`` as ``compute``, ``output_dtype`` as ``output`` and
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 from counterpoint.errors import PlanError
+from counterpoint.model.option_text import parse_option_text
 from counterpoint.optim.validation import shorten
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes that a forward, and a sum of gradients, can have: torch's names by those of plans."""
-
-_TEXT = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
-MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Precision:
         output: dtype of the model's output, and so of the loss, without autocast: ``fp32``, or ``compute``.
         rounding: how updated weights are rounded, if the model's own are in bf16: ``nearest``, or ``stochastic``.
         reduce: dtype in which gradients travel and are summed over ranks: ``fp32``, ``bf16`` or ``fp16``. ``fp32``, and
-            a dtype that is no narrower than a gradient, leave it as it is.
+            a dtype that is no narrower than a gradient, do not cast it.
 
     Raises:
         PlanError: an argument has another value than those listed.
@@ -132,29 +129,15 @@ def parse_precision(value: object) -> Precision | None:
     by_dtype = {f"torch.{name}": Precision(short) for short, name in DTYPES.items()}
     if str(value) in by_dtype:  # a dtype of torch, which this package does not import
         return by_dtype[str(value)]
-    if not isinstance(value, str):
-        raise PlanError(f"precision={shorten(repr(value))} is a {type(value).__name__}; {known}")
-    match = _TEXT.fullmatch(value[:MAX_TEXT])
-    if match is None or len(value) > MAX_TEXT:
-        raise PlanError(f"precision={shorten(repr(value))} cannot be read; {known}")
-    options: dict[str, str | bool] = {}
-    for part in filter(None, map(str.strip, (match[2] or "").split(","))):
-        name, equals, text = map(str.strip, part.partition("="))
-        if not equals or name not in {"autocast", "norms", "output", "rounding", "reduce"} or name in options:
-            raise PlanError(
-                f"precision={shorten(repr(value))}: {shorten(repr(part))} is no option of it, or there twice; the "
-                "options are autocast=true, norms=compute, output=compute, rounding=stochastic and reduce=bf16 or fp16"
-            )
-        options[name] = {"true": True, "false": False}.get(text, text) if name == "autocast" else text
-    return replace(Precision(match[1]), **options)  # type: ignore[arg-type]  # checked there
-
-
-def merge_precision(option: Precision | None, plan: Precision | None) -> Precision | None:
-    """Return the precision of a run, which its options or its plan give.
-
-    Raises:
-        PlanError: they give different ones.
-    """
-    if option is not None and plan is not None and option != plan:
-        raise PlanError(f"precision={option} was given, but the plan has precision {plan}; give one of them")
-    return option or plan
+    compute, texts = parse_option_text(
+        "precision",
+        value,
+        {"autocast", "norms", "output", "rounding", "reduce"},
+        known=known,
+        rule=(
+            "the options are autocast=true, norms=compute, output=compute, rounding=stochastic and reduce=bf16 or fp16"
+        ),
+    )
+    flags = {"true": True, "false": False}
+    options = {name: flags.get(text, text) if name == "autocast" else text for name, text in texts.items()}
+    return replace(Precision(compute), **options)  # type: ignore[arg-type]  # checked there

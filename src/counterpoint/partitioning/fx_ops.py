@@ -78,7 +78,7 @@ def note_bodies(module: nn.Module, graph: fx.Graph) -> None:
 
 
 def operations_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operations that an operation with a body stands for, with those of bodies inside it; else itself."""
+    """Return the operations in the body of an operation, those of nested bodies included; without a body, itself."""
     bodies = [source.meta["body"] for source in node.all_input_nodes if "body" in source.meta]
     return tuple(inner for body in bodies for one in body.nodes for inner in operations_of(one)) or (node,)
 

@@ -98,7 +98,7 @@ SIDE_EFFECT = "HOP: Non-nullified side effect"
 
 
 def with_own_code(function: SegmentFunction) -> SegmentFunction:
-    """Return a copy of a function with a code object of its own, by which torch.compile keeps and limits its graphs."""
+    """Return a copy of a function with another code object: torch.compile counts and stores graphs by code object."""
     if not isinstance(function, FunctionType):
         return function
     code, scope = function.__code__.replace(), function.__globals__

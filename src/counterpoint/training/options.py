@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 
 from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
-from counterpoint.model.compilation import CompilationArgument, merge_compilation, parse_compilation
+from counterpoint.model.compilation import CompilationArgument, parse_compilation
 from counterpoint.model.model_profile import ModelProfile
-from counterpoint.model.precision import PrecisionArgument, merge_precision, parse_precision
+from counterpoint.model.option_text import merge_option
+from counterpoint.model.precision import PrecisionArgument, parse_precision
 from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss_scale import LossScale, parse_loss_scale
@@ -243,9 +244,9 @@ def use_plan_options(options: TrainingOptions, plan: Plan) -> TrainingOptions:
     Raises:
         PlanError: they and the plan give different ones.
     """
-    compilation = merge_compilation(parse_compilation(options.compile), plan.compile)
+    compilation = merge_option("compile", parse_compilation(options.compile), plan.compile)
     options = options if compilation is None else replace(options, compile=compilation)
-    precision = merge_precision(parse_precision(options.precision), plan.precision)
+    precision = merge_option("precision", parse_precision(options.precision), plan.precision)
     if precision is None:
         return options
     needs_scale = options.loss_scale is None and precision.uses_fp16
