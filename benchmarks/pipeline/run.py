@@ -29,6 +29,7 @@ CONTENDERS = {
     "pipedream 2bw": ("Counterpoint", "pipedream_2bw(2)", 2),
     "deepspeed 1f1b": ("DeepSpeed", "", 2),
     "one process": ("SingleProcess", "", 1),
+    "stages alone": ("StagesAlone", "", 2),
 }
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zero bubble", "zero bubble, V")
 TORCH_COUNTERPARTS = {
@@ -39,7 +40,7 @@ TORCH_COUNTERPARTS = {
     "zero bubble, V": "torch zero bubble, V",
 }
 """Torch's schedule of the same name."""
-QUICK = ("gpipe", "torch gpipe", "pipedream", "deepspeed 1f1b", "one process")
+QUICK = ("gpipe", "torch gpipe", "pipedream", "deepspeed 1f1b", "one process", "stages alone")
 MIN_SPEEDUP_SAME_SCHEDULE, MIN_SPEEDUP_BEST, MIN_SPEEDUP_ASYNC = 1.05, 1.05, 1.15
 MAX_LOSS_DIFFERENCE = 1e-4
 
@@ -67,7 +68,10 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
                 running[side].run_turn()
         found = {side: running[side].collect_results() for side in sides}
     speeds = {
-        side: [BATCH / max(took) for took in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        side: [
+            BATCH / (statistics.fmean if side == "stages alone" else max)(took)
+            for took in zip(*(rank["seconds"] for rank in ranks), strict=True)
+        ]
         for side, ranks in found.items()
     }
     losses = {
@@ -104,9 +108,14 @@ def ratio(speeds, side, other):
 
 
 def loss_difference(losses, side):
-    """Return the largest relative difference of the losses from single-process training; 0 for asynchronous ones."""
+    """Return the largest relative difference of the losses from single-process training; 0 where they may differ."""
     pairs = zip(losses[side], losses["one process"], strict=True)
-    return max(abs(a - b) / abs(b) for a, b in pairs) if "pipedream" not in side else 0.0
+    return max(abs(a - b) / abs(b) for a, b in pairs) if has_same_losses(side) else 0.0
+
+
+def has_same_losses(side):
+    """Tell whether a contender trains as one process does: asynchronous ones, and stages alone, do not."""
+    return "pipedream" not in side and side != "stages alone"
 
 
 def make_row(side, speeds, losses, memory, best):
@@ -118,7 +127,7 @@ def make_row(side, speeds, losses, memory, best):
         f"{ratio(speeds, side, TORCH_COUNTERPARTS[side]):.2f}" if side in TORCH_COUNTERPARTS else "",
         f"{ratio(speeds, side, best):.2f}",
         f"{memory[side] / 2**20:,.0f}",
-        f"{loss_difference(losses, side):.0e}" if "pipedream" not in side else "",
+        f"{loss_difference(losses, side):.0e}" if has_same_losses(side) else "",
     )
 
 

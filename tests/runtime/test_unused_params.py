@@ -54,9 +54,11 @@ def signed_batch(signs, number):
 
 
 def build_branching_local_ranks(plan, **options):
+    """Return ranks of which each microbatch takes the branch or not, as a batch of its own."""
     return build_local_ranks(
-        plan, num_microbatches=4 // Plan.parse(plan).global_num_microbatches, model=branching_model(), **options
-    )
+        plan, num_microbatches=4 // Plan.parse(plan).global_num_microbatches, model=branching_model(),
+        cross_sample="accept", **options,
+    )  # fmt: skip
 
 
 def train(plan, steps, **options):

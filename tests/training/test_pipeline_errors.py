@@ -188,7 +188,8 @@ def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(entry_point,
         text,
     )
     assert (
-        "take means and norms over the features of one sample, give num_microbatches=1, name with shared=(NAME,) an "
+        "take means and norms over the features of one sample, and let no branch depend on several samples, give "
+        "num_microbatches=1, name with shared=(NAME,) an "
         "input that has no samples, or pass cross_sample='acc" in text
     )
 

@@ -33,6 +33,33 @@ class BranchOnTheLargest(Layers):
         return self.last(self.first(x) * (1 if x.max() > 3 else 2))
 
 
+class BranchOnTheSign(Layers):
+    def forward(self, x):
+        return self.last(self.first(x) * (1 if x.mean() > -2 else 2))
+
+
+class CenteredInTraining(Layers):
+    """Draws, too: constants take the place of its random numbers."""
+
+    def forward(self, x):
+        hidden = F.dropout(self.first(x), 0.5, self.training)
+        return self.last(hidden - hidden.mean(0) if self.training else hidden)
+
+
+class BranchInTraining(Layers):
+    def forward(self, x):
+        return self.last(self.first(x) * (2 if self.training and float(x.sum()) > 9 else 1))
+
+
+class OtherInTraining(Layers):
+    """Computes something else in training, but by sample, and reads a value that changes nothing."""
+
+    def forward(self, x):
+        self.largest = float(x.abs().max())
+        hidden = F.dropout(self.first(x), 0.5, self.training) * (2 if self.training else 1)
+        return self.last(hidden * (torch.rand(len(x), 1) < 0.7) if self.training else hidden)
+
+
 class Independent(Layers):
     def forward(self, x):
         return self.last(self.first(x).relu())
@@ -65,7 +92,10 @@ def features(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("kind", [DividedByTheLargest, LessTheSmallest, BranchOnTheLargest])
+@pytest.mark.parametrize(
+    "kind",
+    [DividedByTheLargest, LessTheSmallest, BranchOnTheLargest, BranchOnTheSign, CenteredInTraining, BranchInTraining],
+)
 @pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("solo", 6), ("data(2)", 1)])
 def test_extremes_of_the_batch_are_refused(kind, strategy, num_microbatches):
     """The samples with the largest value may all be in the half that was compared."""
@@ -74,9 +104,10 @@ def test_extremes_of_the_batch_are_refused(kind, strategy, num_microbatches):
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 3, 6])
-def test_independent_samples_are_not_refused(num_microbatches):
-    expected = train(Independent(), features(6, 4), "solo", 1)
-    assert train(Independent(), features(6, 4), "solo", num_microbatches) == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("kind", [Independent, OtherInTraining])
+def test_independent_samples_are_not_refused(kind, num_microbatches):
+    expected = train(kind(), features(6, 4), "solo", 1)
+    assert train(kind(), features(6, 4), "solo", num_microbatches) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(Masked, (6, 6)), (KeysMasked, (6,))])

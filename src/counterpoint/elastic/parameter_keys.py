@@ -19,7 +19,7 @@ from counterpoint.elastic.remote_parameters import NamedParameter
 from counterpoint.elastic.row_ids import validate_table_module
 from counterpoint.errors import PlanError, ProtocolError
 from counterpoint.json_reader import parse_json_file
-from counterpoint.partitioning.sample_independence import modules_with_running_stats
+from counterpoint.partitioning.batch_statistics import modules_with_running_stats
 from counterpoint.ps.session import InitialRows, Session
 from counterpoint.ps.update_rules import ConstantInit, Sgd, UpdateRule
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import DataError
+from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.dry_run import preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
-from counterpoint.partitioning.sample_independence import uses_batch_statistics
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.loss_check import RELATIVE_TOLERANCES, LossOfParts
 from counterpoint.runtime.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss

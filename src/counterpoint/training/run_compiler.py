@@ -25,7 +25,6 @@ from counterpoint.partitioning.dry_run import (
 )
 from counterpoint.partitioning.module_casts import autocast_dtype, torch_dtype
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args, find_embedding_tables
-from counterpoint.partitioning.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.partitioning.sequential import SequentialPartition, opened_modules
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
@@ -37,6 +36,7 @@ from counterpoint.runtime.loss_parameters import LossParameters
 from counterpoint.runtime.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
+from counterpoint.runtime.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.replica_groups import receives_grad
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory

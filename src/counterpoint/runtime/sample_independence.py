@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import PlanError
+from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.pytree import has_plain_entries
-
-
-def modules_with_running_stats(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of the modules that keep running statistics of their batches.
-
-    Example:
-        >>> list(modules_with_running_stats(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
-        ['1']
-    """
-    kinds = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 - their common base class
-    for path, module in model.named_modules():
-        if isinstance(module, kinds) and module.track_running_stats:
-            yield path
+from counterpoint.runtime.draw_sites import DrawRecorder
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.random_functions import random_functions
 
 
 def require_sample_independence(
@@ -36,16 +28,20 @@ def require_sample_independence(
     num_microbatches: int,
     read_batch: Callable[[], Inputs] | None = None,
 ) -> None:
-    """Check that a model's output for a sample does not depend on the other samples, in evaluation mode.
+    """Check that a model's output for a sample does not depend on the other samples, in evaluation and in training.
 
-    The model runs on one microbatch, on its first half, and on this half together with the same samples multiplied
-    by 16, by which sums keep their sign, but the largest value of the batch changes. A single sample is padded with
-    zeros. If the model does not run on these, but on the single sample and on the whole batch, then the outputs of
-    both are compared: an input without samples, such as a mask, may be as long as the batch.
+    The model runs in evaluation mode on one microbatch, on its first half, and on this half together with the same
+    samples multiplied by 16, by which sums keep their sign, but the largest value of the batch changes. A single sample
+    is padded with zeros. If the model does not run on these, but on the single sample and on the whole batch, then the
+    outputs of both are compared: an input without samples, such as a mask, may be as long as the batch. If its Python
+    code reads a value of a tensor, as ``if x.mean() > 0`` does, it runs with multiples by 1024, -1024 and 0, too.
 
-    The check is skipped for a model that draws random numbers in evaluation too, has norms without running statistics,
-    or does not run. A branch that the samples of a microbatch decide on together is found only if one of these
-    forwards takes the other side.
+    The same is done in training mode, unless the outputs are those of evaluation. Torch's own modules remain in
+    evaluation mode there, because other checks treat batch norms, and random numbers are replaced by constants.
+
+    The check is skipped in a mode in which the model draws other random numbers, and for a model that has norms without
+    running statistics, or does not run. A branch that the samples of a microbatch decide on together is found only if
+    one of these forwards takes the other side.
 
     Args:
         model: the module; its state is preserved.
@@ -59,16 +55,16 @@ def require_sample_independence(
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return
-    with preserve_state(model, training=False):
-        errors = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
+    errors = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
     if any(not error for error in errors):
         return
     raise PlanError(
         f"the output of {type(model).__name__} for a sample depends on the other samples of its batch: it changes "
         f"by {errors[0]:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
         "microbatches, so its gradient would not be that of the whole batch; take means and norms over the "
-        "features of one sample, give num_microbatches=1, name with shared=(NAME,) an input that has no samples, or "
-        "pass cross_sample='accept' if each microbatch is intended to be a batch of its own"
+        "features of one sample, and let no branch depend on several samples, give num_microbatches=1, name with "
+        "shared=(NAME,) an input that has no samples, or pass cross_sample='accept' if each microbatch is intended to "
+        "be a batch of its own"
     )
 
 
@@ -81,22 +77,84 @@ def _find_dependence(
     model: nn.Module, inputs: Inputs, read_batch: Callable[[], Inputs] | None, *, cuts_lists: bool
 ) -> float:
     """Return by how much outputs depend on other samples, relative to the largest one; 0 if that is unknown."""
-    count = num_samples(inputs)
-    batch_size, half = max(count, 2), max(count, 2) // 2
-    resize = partial(_resize_batch, inputs, cuts_lists=cuts_lists)
-    rng_state = torch.get_rng_state()
-    try:
-        first = _run_model(model, resize(0, half))
-        full, again = (_run_model(model, resize(0, batch_size)) for _ in range(2))
-    except Exception:  # noqa: BLE001 - training raises it again, with its location
-        return 0.0 if count > 1 or read_batch is None else _compare_with_batch(model, inputs, read_batch)
+    batch = partial(_resize_batch, inputs, 0, cuts_lists=cuts_lists)
+    half = max(num_samples(inputs), 2) // 2
+    with preserve_state(model, training=False):
+        try:
+            outputs = _run_model(model, batch(2 * half))
+            error = _find_dependence_in_mode(model, batch, half)
+        except Exception:  # noqa: BLE001 - training raises it again, with its location
+            if num_samples(inputs) > 1 or read_batch is None:
+                return 0.0
+            return _compare_with_batch(model, inputs, read_batch)
+    if error:
+        return error
+    with suppress(Exception), _training_without_draws(model):  # training raises it again, with its location
+        reads = HostReadDetector()
+        with reads:
+            trained = _run_model(model, batch(2 * half))
+        is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))
+        return _find_dependence_in_mode(model, batch, half) if is_other or reads.has_read else 0.0
+    return 0.0
+
+
+def _find_dependence_in_mode(model: nn.Module, batch: Callable[[int], Inputs], half: int) -> float:
+    """Return what ``_find_dependence`` does, for the mode that the model is in.
+
+    Args:
+        model: to run.
+        batch: returns copies of that many samples.
+        half: of the samples of a microbatch.
+    """
+    rng_state, reads = torch.get_rng_state(), HostReadDetector()
+    with reads:
+        first = _run_model(model, batch(half))
+    full, again = (_run_model(model, batch(2 * half)) for _ in range(2))
     draws = not torch.equal(torch.get_rng_state(), rng_state)
     if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
         return 0.0
-    error = _largest_error(full, first, half, batch_size)
-    with suppress(Exception):  # a model need not take values that no batch has
-        error = error or _largest_error(_run_model(model, _add_multiples(resize(0, half))), first, half, 2 * half)
+    error = _largest_error(full, first, half, 2 * half)
+    for factor in (16, 1024, -1024, 0) if reads.has_read else (16,):
+        with suppress(Exception):  # a model need not take values that no batch has
+            multiples = _run_model(model, _add_multiples(batch(half), factor))
+            error = error or _largest_error(multiples, first, half, 2 * half)
     return error
+
+
+@contextmanager
+def _training_without_draws(model: nn.Module) -> Iterator[None]:
+    """Put the user's modules into training mode, where they draw constants; torch's modules into evaluation mode."""
+    with preserve_state(model), InterceptFunctions(random_functions(DrawRecorder())):
+        for module in model.modules():
+            kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # noqa: SLF001 - their common base classes
+            if type(module).__module__.startswith("torch.") or isinstance(module, kinds):
+                module.training = False
+        yield
+
+
+class HostReadDetector(TorchFunctionMode):
+    """Finds whether Python code reads a value of a tensor, as a condition of an ``if`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = False
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 - any function of torch
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function."""
+        self.has_read = self.has_read or func in HOST_READS
+        return func(*args, **(kwargs or {}))
+
+
+HOST_READS = frozenset(
+    {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy}
+)
+"""Functions of a tensor that return values to Python."""
 
 
 def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[], Inputs]) -> float:
@@ -196,11 +254,6 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """Tell whether a module normalizes by the statistics of its microbatch, in evaluation too."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats  # noqa: SLF001
-
-
 def _resize_batch(inputs: Inputs, start: int, stop: int, *, cuts_lists: bool) -> Inputs:
     """Return copies of some samples, padded with zeros if there are too few; a model may change them."""
     batch_size = num_samples(inputs)
@@ -217,8 +270,8 @@ def _resize_batch(inputs: Inputs, start: int, stop: int, *, cuts_lists: bool) ->
     return tree_map(resize, inputs, is_leaf=has_plain_entries if cuts_lists else None)
 
 
-def _add_multiples(inputs: Inputs) -> Inputs:
-    """Return samples, and the same ones multiplied by 16."""
+def _add_multiples(inputs: Inputs, factor: int) -> Inputs:
+    """Return samples, and the same ones with their floating-point values multiplied by a factor."""
     batch_size = num_samples(inputs)
 
     def add(leaf: Any) -> Any:  # noqa: ANN401
@@ -226,7 +279,7 @@ def _add_multiples(inputs: Inputs) -> Inputs:
             return leaf * 2
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch_size:
             return leaf
-        return torch.cat([leaf, leaf * 16 if leaf.is_floating_point() else leaf])
+        return torch.cat([leaf, leaf * factor if leaf.is_floating_point() else leaf])
 
     return tree_map(add, inputs, is_leaf=has_plain_entries)
 
