@@ -7,6 +7,7 @@ from hypothesis import given
 
 from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes, value_bytes
 from counterpoint.errors import ProgramError
+from counterpoint.model.precision import Precision
 from counterpoint.model.spec import linear_chain
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import TensorRef, grad, weight
@@ -29,6 +30,24 @@ def test_the_bounds_are_what_the_strategies_estimate():
     bounds = bounds_from(compiled.cost)
     assert (bounds.staleness, bounds.in_flight) == (0, (2, 1))
     assert bounds.sent_bytes == count_bytes(compiled.program, compiled.model, 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    ["data(4)", "zero(2, level=1)", "zero(2, level=2) * data(2)", "pipeline(2) * zero(2, level=3)",
+     "pipeline(2, replicas=(2,1))", "tensor(2) * data(2, update=sharded)", "gpipe(2) * data(2)"],
+)  # fmt: skip
+def test_sums_in_a_narrower_dtype_send_what_the_strategies_estimate(text, tied):
+    """The verifier compares the bytes; only those of gradients become fewer."""
+    wide, narrow = (
+        compile_plan(
+            Plan.parse(text, num_microbatches=2), linear_chain(4, tied=tied, precision=Precision("fp32", reduce=reduce))
+        )
+        for reduce in ("fp32", "bf16")
+    )
+    assert narrow.cost.sent_bytes() == count_bytes(narrow.program, narrow.model, 1)
+    assert sum(narrow.sent_bytes()) < sum(wide.sent_bytes())
 
 
 class Forgetful(Data):

@@ -182,3 +182,18 @@ def test_a_plan_of_large_activations_fits_in_bf16_and_sends_half_as_long():
     assert wide.sent_bytes == 2 * narrow.sent_bytes
     assert wide.communication_s / 2 < narrow.communication_s < wide.communication_s * 0.53  # and latencies
     assert narrow.compute_s == pytest.approx(wide.compute_s)
+
+
+def test_plans_that_cannot_sum_in_a_narrower_dtype_are_listed_and_the_others_send_half():
+    plans = [Plan.parse(text) for text in ("data(4)", "zero(4, level=3)", "server(4)", "data(4, staleness=1)")]
+    wide, narrow = (
+        ranked(plans, linear_chain(4, precision=Precision("fp32", reduce=reduce))) for reduce in ("fp32", "bf16")
+    )
+    sent, whole = ({str(one.plan): one.sent_bytes for one in each.predictions} for each in (narrow, wide))
+    assert sent["data(4)"] == whole["data(4)"] / 2
+    assert sent["zero(4, level=3)"] == whole["zero(4, level=3)"] * 5 / 6, "two gathers in float32, and one reduction"
+    assert {str(one.plan) for one in narrow.rejected} == {
+        "server(4, servers=1, consistency=bsp)",
+        "data(4, staleness=1)",
+    }
+    assert all("precision with reduce=bf16" in one.reason for one in narrow.rejected)

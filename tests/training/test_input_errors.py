@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from ast import literal_eval
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -129,6 +130,16 @@ def test_a_former_option_names_the_new_one(old, new):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **former)
     with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; {old} is now called {new}")):
         cp.parallelize(mlp(), ADAMW, F.cross_entropy, **former)
+
+
+@pytest.mark.parametrize("name", ["overlap", "prefetch", "recompute"])
+def test_an_option_that_is_a_pass_says_how_it_is_written(name):
+    options: Any = {name: True}
+    with pytest.raises(cp.PlanError, match="it is a pass of the program: write passes=") as caught:
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **options)
+    written = literal_eval(str(caught.value).split("passes=")[1])
+    with cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="zero3(2)", passes=written) as step:
+        step(torch.randn(4, 6).double(), torch.zeros(4, dtype=torch.long))
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_FIT_OPTIONS.items())

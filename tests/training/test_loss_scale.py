@@ -297,3 +297,11 @@ def test_a_pipeline_without_a_flush_refuses_a_dynamic_scale_and_names_what_can()
     trainer = make_trainer("pipeline(2, schedule=pipedream)", loss_scale="dynamic")
     with trainer, pytest.raises(cp.PlanError, match=r"give a number, as loss_scale=1024, or use schedule=one_f_one_b"):
         trainer.fit(dataset(24), batch_size=4)
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, {"precision": "fp16"}])
+def test_a_dynamic_scale_needs_checked_gradients(options):
+    """Without them nothing would see an overflow."""
+    trainer = make_trainer("data(2)", check_finite="loss", **options)
+    with trainer, pytest.raises(cp.PlanError, match="drop check_finite, or give a number as loss_scale"):
+        trainer.fit(dataset(24), batch_size=4)

@@ -54,7 +54,7 @@ class CountingFabric(RingFabric):
         return self.fabric.reduce_scatter(label, whole, bounds, group, op)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16(reduce=bf16)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_send_the_bytes_that_are_predicted(plan, precision):
     with build(plan, precision) as one:

@@ -96,6 +96,11 @@ class Precision:
         return self.reduce != "fp32"
 
     @property
+    def reduce_bytes(self) -> int | None:
+        """Bytes of an element of the gradients that ranks sum; None if they are not cast."""
+        return 2 if self.casts_grads else None
+
+    @property
     def uses_fp16(self) -> bool:
         """Whether gradients are in fp16 anywhere, whose small ones are zero without a loss scale."""
         return "fp16" in {self.compute, self.reduce}

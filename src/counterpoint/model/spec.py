@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from counterpoint.model.dataflow import INPUT, ValueSpec, blocks_of_layers, build_edges
@@ -36,6 +37,7 @@ class Param:
         cast_bytes: bytes of an element of the casts that the model reads; 0 for none.
         gathers_cast: whether the model reads nothing but casts, so that ranks gather these where they free weights.
         state_bytes: bytes that the optimizer keeps for an element; None for Adam's states in the parameter's dtype.
+        reduce_bytes: bytes of an element of its gradient where ranks sum it, if these are fewer; None for no cast.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Param:
     cast_bytes: int = 0
     gathers_cast: bool = False
     state_bytes: int | None = None
+    reduce_bytes: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -70,6 +73,8 @@ class Param:
         match held_as:
             case "weight" | "grad" | "delayed_grad":
                 return self.item_bytes
+            case "reduced_grad":
+                return min(self.item_bytes, self.reduce_bytes or self.item_bytes)
             case "gathered_weight":
                 return self.cast_bytes if self.gathers_cast else self.item_bytes
             case "cast":
@@ -275,6 +280,15 @@ class ModelSpec:
             )
         return sum(math.prod(self.shard_shape(name)) * params[name].element_bytes(held_as) for name in self.units[unit])
 
+    def reduced_fraction(self, unit: Unit) -> Fraction:
+        """Return the bytes that ranks sum of a unit's gradient, as a fraction of those of its weights."""
+        return Fraction(self.unit_bytes(unit, held_as="reduced_grad"), self.unit_bytes(unit) or 1)
+
+    @property
+    def casts_reductions(self) -> bool:
+        """Whether ranks sum gradients in a narrower dtype than their own."""
+        return any(param.element_bytes("reduced_grad") < param.item_bytes for param in self.params)
+
     def split_out_tp_blocks(self, dims: tuple[str, ...], tp_degree: int) -> ModelSpec:
         """Return the model with every layer that can be sharded along one of ``dims`` as a block of its own."""
         blocks: list[Block] = []
@@ -310,11 +324,18 @@ def linear_chain(
     if precision is not None and precision.output == "fp32":
         output_bytes[-1] = 4 * width
     is_cast = item_bytes < 4
+    reduce_bytes = None if precision is None else precision.reduce_bytes
     names = [f"block{index}.weight" for index in range(num_blocks)]
     if tied and num_blocks > 1:
         names[-1] = names[0]
     params = tuple(
-        Param(name, (width, width), cast_bytes=item_bytes if is_cast else 0, gathers_cast=is_cast)
+        Param(
+            name,
+            (width, width),
+            cast_bytes=item_bytes if is_cast else 0,
+            gathers_cast=is_cast,
+            reduce_bytes=reduce_bytes,
+        )
         for name in dict.fromkeys(names)
     )
     blocks = []

@@ -379,7 +379,7 @@ class IncrementalSimulator:
         plan = balance_by_speed(plan, prepared, self.cluster)
         plan = plan if self.profile is None else with_explicit_partition(plan, prepared)
         parts = PlanParts.from_plan(plan)
-        if parts is None:
+        if parts is None or prepared.casts_reductions:  # whose plans are checked where they are compiled
             return None
         cache = self._model_cache(plan, parts, prepared)
         if (

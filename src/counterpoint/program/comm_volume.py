@@ -20,7 +20,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.program import Instructions, Program
-from counterpoint.program.units import freed_weights, gathered_tensor
+from counterpoint.program.units import communicated_tensor, freed_weights
 
 
 class SizeFn(Protocol):
@@ -36,8 +36,9 @@ def sent_bytes(program: Program, size_of: SizeFn) -> tuple[Fraction, ...]:
 
     Collectives count what a ring algorithm sends: ``2 (n-1)/n`` of the tensor for an all-reduce, ``(n-1)/n`` for a
     reduce-scatter or an all-gather; a broadcast counts ``n-1`` tensors at its root. Weights that are freed after use
-    are gathered as the model reads them, which may be casts. A compressed all-reduce counts encoded bytes, ``n-1``
-    times if the codec gathers them. An all-gather of outputs counts those of the rank's own microbatches ``n-1`` times.
+    are gathered as the model reads them, and gradients are summed as ranks send them: both may be casts. A compressed
+    all-reduce counts encoded bytes, ``n-1`` times if the codec gathers them. An all-gather of outputs counts those of
+    the rank's own microbatches ``n-1`` times.
     Commits send a few dozen bytes, which are not counted.
 
     Args:
@@ -74,7 +75,7 @@ def _sends(rank: int, instructions: Instructions, size_of: SizeFn) -> Iterator[t
                     factor *= shard_fractions.get(tensor.blocks, 1) if op == "all_reduce" else 1
                     if op == "reduce_scatter":
                         shard_fractions[tensor.blocks] = Fraction(1, len(group))
-                yield instruction, factor, size_of(gathered_tensor(instruction, freed))
+                yield instruction, factor, size_of(communicated_tensor(instruction, freed))
             case Send(tensor, codec=codec) | Push(tensor, codec=codec):
                 yield instruction, 1, size_of(tensor, codec)
             case ApplyPushes(units, workers) if instruction.replies:

@@ -88,17 +88,17 @@ def freed_weights(instructions: Iterable[Instruction]) -> frozenset[Unit]:
     )
 
 
-def gathered_tensor(instruction: Collective, freed: Collection[Unit]) -> TensorRef:
-    """Return the tensor whose bytes a collective communicates: of freed weights, what the model reads of them.
+def communicated_tensor(instruction: Collective, freed: Collection[Unit]) -> TensorRef:
+    """Return the tensor whose bytes a collective communicates: what the model reads of freed weights, or a sum's casts.
 
     Args:
-        instruction: the collective.
+        instruction: the collective, without a codec.
         freed: the units whose weights are freed after use.
     """
     tensor = instruction.tensor
     if instruction.op == "all_gather" and tensor.name == "weight" and tensor.blocks in freed:
         return TensorRef("gathered_weight", tensor.blocks)
-    return tensor
+    return TensorRef("reduced_grad", tensor.blocks) if tensor.name == "grad" else tensor
 
 
 def host_shareable_units(instructions: Iterable[Instruction]) -> dict[tuple[int, ...], Group]:

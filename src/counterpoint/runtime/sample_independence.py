@@ -109,8 +109,9 @@ def _find_dependence_in_mode(model: nn.Module, batch: Callable[[int], Inputs], h
     rng_state, reads = torch.get_rng_state(), HostReadDetector()
     with reads:
         first = _run_model(model, batch(half))
+    draws = not torch.equal(torch.get_rng_state(), rng_state)  # seen here, since calls of modules may set the state
     full, again = (_run_model(model, batch(2 * half)) for _ in range(2))
-    draws = not torch.equal(torch.get_rng_state(), rng_state)
+    draws = draws or not torch.equal(torch.get_rng_state(), rng_state)
     if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
         return 0.0
     error = _largest_error(full, first, half, 2 * half)

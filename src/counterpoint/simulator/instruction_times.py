@@ -28,7 +28,7 @@ from counterpoint.program.instruction import (
     Update,
 )
 from counterpoint.program.program import Instructions
-from counterpoint.program.units import freed_weights, gathered_tensor, host_shareable_units
+from counterpoint.program.units import communicated_tensor, freed_weights, host_shareable_units
 from counterpoint.simulator.contention import NO_DEMAND, CpuDemand, has_shared_nics
 from counterpoint.simulator.cost_model import CostModel
 from counterpoint.simulator.memory_traffic import memory_passes
@@ -188,8 +188,10 @@ class _InstructionTimer:
 
     def collective(self, instruction: Collective, passes: float) -> _Duration:
         """Return the duration of a collective: its link time where it starts, its CPU time where it is awaited."""
-        tensor, fraction = gathered_tensor(instruction, self.freed), WHOLE
-        if tensor.name == "grad":
+        tensor, fraction = instruction.tensor, WHOLE
+        if not instruction.codec:
+            tensor = communicated_tensor(instruction, self.freed)
+        if instruction.tensor.name == "grad":
             fraction = self.grad_fractions.get(tensor.blocks, WHOLE) if instruction.op == "all_reduce" else WHOLE
         elif tensor.name == "out":  # its size is that of one microbatch
             fraction = Fraction(len(instruction.group) * count_forwards(self.instructions, tensor.blocks[0]))

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from counterpoint.program.comm_volume import SizeFn
 from counterpoint.program.compression import find_codec
-from counterpoint.program.instruction import Collective, Commit, Group, Pull, Push, Recv, Send
+from counterpoint.program.instruction import UNIT_SIZES, Collective, Commit, Group, Pull, Push, Recv, Send, TensorRef
 from counterpoint.simulator.memory_traffic import COPY_PASSES, READ_PASSES
 from counterpoint.world.cluster import Cluster, Link
 
@@ -213,13 +213,21 @@ class NetworkModel:
                 moved_bytes = (
                     self.size_of(tensor)
                     * float(fraction)
-                    * collective_memory_passes(instruction, shares_memory=shares_memory)
+                    * collective_memory_passes(
+                        instruction, shares_memory=shares_memory and not self._casts_reductions(tensor)
+                    )
                 )
                 return (
                     self.cluster.link_among(group).latency_s / 2 + moved_bytes / self.cluster.device.memory_bytes_per_s
                 )
             case Commit(group):
                 return self.cluster.link_among(group).latency_s
+
+    def _casts_reductions(self, tensor: TensorRef) -> bool:
+        """Return whether ranks sum casts of a unit's gradient, which they do not share in memory."""
+        return tensor.name in UNIT_SIZES and self.size_of(TensorRef("reduced_grad", tensor.blocks)) < self.size_of(
+            TensorRef("grad", tensor.blocks)
+        )
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
         """Return whether a message is larger than the shared-memory pipe that it goes through."""

@@ -225,4 +225,4 @@ class Data(Strategy):
     def _reduced_bytes(self, rank: RankCost, model: ModelSpec) -> Fraction | int:
         if self.codec:
             return sum(model.unit_bytes(unit, self.codec) for unit in rank.updates)
-        return rank.updated_bytes
+        return sum(size * model.reduced_fraction(unit) for unit, size in rank.updates.items())

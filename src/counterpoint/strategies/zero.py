@@ -151,15 +151,16 @@ class Zero(Strategy):
             grad_fraction=rank.grad_fraction / self.degree if shards_grads else rank.grad_fraction,
         )
 
-    def _collectives_per_step(self, unit: Unit, rank: RankCost, model: ModelSpec) -> Fraction | int:
+    def _collectives_per_step(self, unit: Unit, rank: RankCost, model: ModelSpec) -> Fraction:
         """Return how many reduce-scatters and all-gathers of a unit one step has; one of casts counts in part."""
+        reduced = model.reduced_fraction(unit)
         if self.level == 1:
-            return 2
+            return reduced + 1
         if self.level == 2:
-            return rank.num_micros * rank.num_chunks(unit) + 1
+            return rank.num_micros * rank.num_chunks(unit) * reduced + 1
         uses = sum(block in rank.blocks for block in unit)
         gathered = Fraction(model.unit_bytes(unit, held_as="gathered_weight"), model.unit_bytes(unit) or 1)
-        return rank.num_micros * (2 * uses * gathered + rank.num_chunks(unit))
+        return rank.num_micros * (2 * uses * gathered + rank.num_chunks(unit) * reduced)
 
 
 class _UnitUse(NamedTuple):

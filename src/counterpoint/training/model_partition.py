@@ -78,6 +78,7 @@ def describe_trained(
             cast_bytes=casts[param.name].itemsize if param.name in casts else 0,
             gathers_cast=param.name in gathered,
             state_bytes=ADAM_STATES * FLOAT32_BYTES if rounds and param.item_bytes < FLOAT32_BYTES else None,
+            reduce_bytes=precision.reduce_bytes,
         )
         for param in spec.params
     )

@@ -14,7 +14,7 @@ from counterpoint.model.option_text import merge_option
 from counterpoint.model.precision import PrecisionArgument, parse_precision
 from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
 from counterpoint.plan.plan import Plan
-from counterpoint.runtime.loss_scale import LossScale, parse_loss_scale
+from counterpoint.runtime.loss_scale import DynamicLossScale, LossScale, parse_loss_scale
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
@@ -254,11 +254,17 @@ def use_plan_options(options: TrainingOptions, plan: Plan) -> TrainingOptions:
 
 
 def build_step_guard(options: TrainingOptions) -> StepGuard:
-    """Return the checks and the clipping that these options ask for before every update."""
+    """Return the checks and the clipping that these options ask for before every update.
+
+    Raises:
+        PlanError: the loss scale is dynamic, but gradients are not checked.
+    """
+    loss_scale = parse_loss_scale(options.loss_scale)
+    if isinstance(loss_scale, DynamicLossScale) and options.check_finite == "loss":
+        raise PlanError(
+            "a dynamic loss scale changes with gradients that are not finite, but check_finite='loss' does not check "
+            "gradients; drop check_finite, or give a number as loss_scale"
+        )
     return StepGuard(
-        options.clip_norm,
-        options.check_finite,
-        options.nonfinite,
-        options.clip_value,
-        loss_scale=parse_loss_scale(options.loss_scale),
+        options.clip_norm, options.check_finite, options.nonfinite, options.clip_value, loss_scale=loss_scale
     )

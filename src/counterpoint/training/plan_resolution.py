@@ -94,6 +94,14 @@ MAX_TRACE_SAMPLES = 8
 _AUTO = re.compile(r"^\s*auto\s*(\(\s*\d+\s*\))?\s*$")
 
 
+PASS_OPTIONS = {
+    "overlap": 'passes=("overlap",)',
+    "prefetch": 'passes=("overlap", "prefetch")',
+    "recompute": 'passes=("overlap", "recompute")',
+}
+"""What is written as a pass, by the option that other libraries have for it."""
+
+
 def parse_options(options: dict[str, Any]) -> TrainingOptions:
     """Build the training options from keyword arguments.
 
@@ -105,6 +113,8 @@ def parse_options(options: dict[str, Any]) -> TrainingOptions:
         if name not in known:
             if name in RENAMED_OPTIONS:
                 raise PlanError(f"there is no option {name!r}{renamed_hint(name, RENAMED_OPTIONS)}")
+            if name in PASS_OPTIONS:
+                raise PlanError(f"there is no option {name!r}; it is a pass of the program: write {PASS_OPTIONS[name]}")
             matches = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {matches[0]}? " if matches else ""
             raise PlanError(f"there is no option {name!r}; {hint}the options are {', '.join(known)}")

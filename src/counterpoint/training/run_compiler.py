@@ -24,12 +24,12 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
 )
 from counterpoint.partitioning.module_casts import autocast_dtype, torch_dtype
-from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args, find_embedding_tables
+from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sequential import SequentialPartition, opened_modules
 from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
 from counterpoint.plan.plan import Plan
-from counterpoint.program.instruction import ApplyPushes, Collective, Forward
+from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
 from counterpoint.runtime.loss_parameters import LossParameters
@@ -38,7 +38,6 @@ from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, Optimize
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
 from counterpoint.runtime.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.strategies.buckets import BucketConfig
-from counterpoint.strategies.replica_groups import receives_grad
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
 from counterpoint.training.embedding_checks import (
     require_no_frequency_scaling,
@@ -158,7 +157,7 @@ class RunCompiler:
             autocast=autocast_dtype(precision),
             read_dtypes=find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True)),
             rounds_stochastically=self.rounds_stochastically(plan, applies_one_gradient=keeps_grads),
-            reduce_dtype=self.find_reduce_dtype(plan, compiled, applies_one_gradient=keeps_grads),
+            reduce_dtype=self.find_reduce_dtype(compiled),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -260,39 +259,11 @@ class RunCompiler:
             )
         return True
 
-    def find_reduce_dtype(
-        self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool
-    ) -> torch.dtype | None:
-        """Return the dtype in which ranks sum gradients, if the precision names one; None for that of each gradient.
-
-        Raises:
-            PlanError: the precision names one, but some gradients would travel otherwise.
-        """
+    def find_reduce_dtype(self, compiled: CompiledPlan) -> torch.dtype | None:
+        """Return the dtype in which ranks sum gradients, if the precision names one; None for that of each gradient."""
         precision = parse_precision(self.options.precision)
         if precision is None or not precision.casts_grads or compiled.program.num_ranks == 1:
             return None
-        instructions = [one for variant in compiled.step_variants for _, one in variant.program.instructions()]
-        what = f"precision={precision} is for gradients that ranks sum in {precision.reduce}"
-        if not applies_one_gradient:
-            raise PlanError(
-                f"{what}, each in its own step, but under {plan} ranks or servers apply gradients of several steps, or "
-                "replicas have weights of their own; use data, zero, pipeline or tensor without staleness and "
-                "sync_every, or drop reduce"
-            )
-        if any(map(receives_grad, instructions)):
-            raise PlanError(
-                f"{what}, but under {plan} ranks send them to a server or along a tree, in their own dtype; use data "
-                "or zero, or drop reduce"
-            )
-        codec = next((one.codec for one in instructions if isinstance(one, Collective) and one.codec), "")
-        if codec:
-            raise PlanError(f"{what}, but {plan} reduces them with {codec}; give one of the two")
-        sparse = [name for name, is_sparse in find_embedding_tables(self.model).items() if is_sparse]
-        if sparse:
-            raise PlanError(
-                f"{what}, but the gradient of {sparse[0]} is sparse, and its rows travel in their own dtype; use "
-                "nn.Embedding(..., sparse=False), or drop reduce"
-            )
         return torch_dtype(precision.reduce)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:

@@ -348,7 +348,7 @@ class Pipeline(Strategy):
         updates = {unit: size for unit, size in rank.updates.items() if set(unit) & set(blocks)}
         allreduce_bytes = sum(
             (
-                2 * ring_fraction(_count_holders(unit, chunks, self.stage_ranks)) * size
+                2 * ring_fraction(_count_holders(unit, chunks, self.stage_ranks)) * size * model.reduced_fraction(unit)
                 for unit, size in updates.items()
             ),
             Fraction(0),

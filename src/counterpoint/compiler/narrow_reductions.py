@@ -1,0 +1,52 @@
+"""Refuse plans that do not sum gradients in such a way that a narrower dtype can be used for it."""
+
+from __future__ import annotations
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import ApplyPushes, Collective
+from counterpoint.program.program import Program
+from counterpoint.strategies.replica_groups import receives_grad
+from counterpoint.strategies.strategy import CostEstimate
+
+
+def require_sums_in_narrow_dtype(plan: Plan, program: Program, cost: CostEstimate, model: ModelSpec) -> None:
+    """Check that ranks can sum the gradients of a plan in a narrower dtype, if the model's precision asks for it.
+
+    Args:
+        plan: that the program was compiled from.
+        program: of one kind of step.
+        cost: of the program.
+        model: with the bytes of an element where ranks sum its gradient.
+
+    Raises:
+        PlanError: some gradients would travel otherwise.
+    """
+    if program.num_ranks == 1 or not model.casts_reductions:
+        return
+    what = "precision with reduce=bf16 or reduce=fp16 is for gradients that ranks sum in this dtype"
+    instructions = [instruction for _, instruction in program.instructions()]
+    updates_at_once = (
+        not cost.staleness and not cost.replicas_may_diverge and len(plan.sync_schedule.step_fractions) == 1
+    )
+    if not updates_at_once or any(isinstance(instruction, ApplyPushes) for instruction in instructions):
+        raise PlanError(
+            f"{what}, each in its own step, but under {plan} ranks or servers apply gradients of several steps, or "
+            "replicas have weights of their own; use data, zero, pipeline or tensor without staleness and "
+            "sync_every, or drop reduce"
+        )
+    if any(map(receives_grad, instructions)):
+        raise PlanError(
+            f"{what}, but under {plan} ranks send them to a server or along a tree, in their own dtype; use data "
+            "or zero, or drop reduce"
+        )
+    codec = next((one.codec for one in instructions if isinstance(one, Collective) and one.codec), "")
+    if codec:
+        raise PlanError(f"{what}, but {plan} reduces them with {codec}; give one of the two")
+    sparse = [param.name for param in model.params if param.has_sparse_grad]
+    if sparse:
+        raise PlanError(
+            f"{what}, but the gradient of {sparse[0]} is sparse, and its rows travel in their own dtype; use "
+            "nn.Embedding(..., sparse=False), or drop reduce"
+        )
