@@ -42,6 +42,22 @@ def test_a_partial_environment_is_refused_with_what_is_missing(name):
 
 
 @pytest.mark.parametrize(
+    ("change", "local_world_size"),
+    [
+        ({"LOCAL_SIZE": "2"}, 2),  # as DeepSpeed's launcher sets it
+        ({"MASTER_ADDR": "127.0.0.1"}, 4),
+        ({"MASTER_ADDR": "localhost"}, 4),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1),
+    ],
+)
+def test_the_number_of_ranks_on_a_host_follows_from_other_variables(change, local_world_size):
+    variables = {**WHOLE, **change}
+    del variables["LOCAL_WORLD_SIZE"]
+    assert detect(variables).local_world_size == local_world_size
+    assert detect({**variables, "LOCAL_WORLD_SIZE": variables["WORLD_SIZE"]}).local_world_size != 2
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4, .* contradict each other: RANK must be below WORLD_SIZE"),

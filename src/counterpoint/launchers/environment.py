@@ -302,6 +302,7 @@ def parse_int(variables: Mapping[str, str], name: str, launcher: LauncherEnv) ->
 
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+DEEPSPEED_LOCAL_SIZE = "LOCAL_SIZE"
 MPI_REMEDY = "start the script with mpirun, which sets them, and pass all of them into containers"
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 OPEN_MPI_VARIABLES = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -417,7 +418,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
     Raises:
         LaunchError: variables of a launcher are missing, or two launchers contradict each other.
     """
-    variables = os.environ if environ is None else environ
+    variables = add_local_world_size(os.environ if environ is None else environ)
     for launcher in LAUNCHERS:
         if launcher.is_present(variables):
             detected = launcher.parse(variables)
@@ -427,6 +428,25 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
                 continue
             return _rank_environment(detected, launcher, variables)
     return None
+
+
+def add_local_world_size(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables with ``LOCAL_WORLD_SIZE``, if only this one of a rank's is missing and others imply it.
+
+    DeepSpeed's launcher sets ``LOCAL_SIZE`` instead. Ranks that meet at this host's loopback address are all on it, and
+    so is a single one.
+
+    Example:
+        >>> ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+        >>> add_local_world_size(ranks)["LOCAL_WORLD_SIZE"]
+        '2'
+    """
+    *given, missing = RANK_VARIABLES
+    if variables.get(missing) or not all(variables.get(name) for name in given):
+        return variables
+    is_one_host = variables.get("MASTER_ADDR") in {LOOPBACK, "localhost"} or variables["WORLD_SIZE"] == "1"
+    size = variables.get(DEEPSPEED_LOCAL_SIZE) or (variables["WORLD_SIZE"] if is_one_host else None)
+    return {**variables, missing: size} if size else variables
 
 
 def rank_variables(environment: RankEnvironment) -> dict[str, str]:

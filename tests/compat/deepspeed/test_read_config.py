@@ -1,0 +1,200 @@
+"""DeepSpeed configurations: each is read in full, or refused by the name of a key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import counterpoint as cp
+from counterpoint.compat.deepspeed.config import read_config, resolve_batch_sizes
+from counterpoint.compat.deepspeed.config_keys import CONFIG_KEYS, format_config_table
+
+FOLDER = Path(__file__).parent
+DOCS = FOLDER.parents[2] / "docs" / "migration" / "deepspeed.md"
+BY_PATH = {key.path: key for key in CONFIG_KEYS}
+REFUSED = sorted((FOLDER / "refused").glob("*.json"))
+AUTO = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+    "bf16.enabled": True,
+    "optimizer.params.lr": 1e-4,
+    "optimizer.params.betas": [0.9, 0.95],
+    "optimizer.params.eps": 1e-6,
+    "optimizer.params.weight_decay": 0.01,
+    "scheduler.params.total_num_steps": 100,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 1e-4,
+    "scheduler.params.warmup_num_steps": 10,
+}
+DATA = {"strategy": "data(2)", "num_microbatches": 1, "unused_parameters": "zero"}
+BF16 = "bf16(norms=compute, output=compute, reduce=bf16)"
+FP16 = "fp16(norms=compute, output=compute, reduce=fp16)"
+SCALE = cp.DynamicLossScale(init_scale=4096.0, growth_interval=500, hysteresis=2)
+PREFETCH = ("overlap", "prefetch")
+ZERO3 = DATA | {"strategy": "zero(2, level=3)", "passes": PREFETCH}
+ARGUMENTS = {
+    "plain_sgd": DATA,
+    "micro_batch_only": DATA,
+    "micro_and_accumulation": DATA | {"num_microbatches": 4, "clip_norm": 0.5},
+    "all_three_sizes": DATA | {"num_microbatches": 4},
+    "zero1_adam": DATA | {"strategy": "zero(2, level=1)"},
+    "zero2_fp16": DATA
+    | {"strategy": "zero(2, level=2)", "unused_parameters": "error", "precision": FP16, "loss_scale": SCALE}
+    | {"clip_norm": 1.0},
+    "static_loss_scale": DATA
+    | {"precision": "fp16(norms=compute, output=compute)", "loss_scale": 128.0, "nonfinite": "skip"},
+    "zero3_bf16": ZERO3 | {"num_microbatches": 4, "precision": BF16, "nonfinite": "skip"},
+    "zero3_without_prefetch": DATA | {"strategy": "zero(2, level=3)"},
+    "autocast_bf16": DATA | {"precision": "bf16(autocast=true)"},
+    "autocast_fp16": DATA | {"precision": "fp16(autocast=true, reduce=bf16)", "loss_scale": "dynamic"},
+    "sums_in_bf16": DATA | {"precision": "fp32(reduce=bf16)", "loss_scale": 1.0},
+    "all_auto": ZERO3 | {"num_microbatches": 2, "precision": BF16, "clip_norm": 1.0},
+    "logs": DATA,
+    "everything_off": DATA,
+    "checkpoints": DATA,
+    "one_cycle": DATA,
+    "range_test": DATA,
+    "torch_scheduler": DATA,
+}
+SIZE: dict[str, Any] = {"train_batch_size": 8}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt key of a section": ({"zero_optimization": {"stag": 2}}, "did you mean 'stage'"),
+    "a misspelt key": ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
+    "a misspelt section": ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
+    "a key outside of its section": ({"stage": 2}, "stage belongs to section zero_optimization"),
+    "a key inside a section": ({"fp16": {"gradient_clipping": 1}}, "gradient_clipping stands outside of sections"),
+    "a value instead of a section": ({"zero_optimization": True}, "zero_optimization=True is not a section"),
+    "a text instead of a number": ({"zero_optimization": {"stage": "2"}}, "stage='2' is a str; give a whole number"),
+    "a number instead of a truth value": ({"fp16": {"enabled": 1}}, "enabled=1 is a int; give true or false"),
+    "a stage that does not exist": ({"zero_optimization": {"stage": 4}}, "stage=4 is not 0, 1, 2 or 3"),
+    "two precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled"),
+    "an unknown dtype": ({"communication_data_type": "fp8"}, "'fp8' is not one of fp32, fp16, bf16"),
+    "a negative norm": ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0 is negative"),
+    "a negative loss scale": ({"fp16": {"enabled": True, "loss_scale": -2}}, "loss_scale=-2 is negative"),
+    "a scale beyond float32": ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "the loss scale of fp16"),
+    "a misspelt optimizer": ({"optimizer": {"type": "AdmaW"}}, "did you mean 'AdamW'"),
+    "a misspelt parameter": ({"optimizer": {"type": "AdamW", "params": {"wight_decay": 0}}}, "'weight_decay'"),
+    "an optimizer of one bit": ({"optimizer": {"type": "OneBitAdam"}}, "compress=sign"),
+    "no bias correction": ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "always corrects"),
+    "AMSGrad of the fused Adam": ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "torch_adam"),
+    "a norm in the optimizer": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
+    "a misspelt schedule": ({"scheduler": {"type": "WarmUpLR"}}, "did you mean 'WarmupLR'"),
+    "a misspelt option of a schedule": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
+        "did you mean 'warmup_num_steps'",
+    ),
+    "a schedule without its length": ({"scheduler": {"type": "WarmupDecayLR"}}, "has no total_num_steps"),
+    "a warm-up of an unknown type": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},
+        "is not log or linear",
+    ),
+    "a warm-up of no steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "give 1 or more"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_configuration_becomes_arguments_of_parallelize(name):
+    config = read_config(FOLDER / "configs" / f"{name}.json", num_ranks=2, auto=AUTO if name == "all_auto" else None)
+    assert config.arguments == ARGUMENTS[name]
+
+
+@pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
+def test_what_cannot_be_had_is_refused_by_its_name_with_a_remedy(path):
+    with pytest.raises(cp.PlanError) as caught:
+        read_config(path, num_ranks=2)
+    assert str(caught.value).startswith(f"{path}: {path.stem}=")
+    assert str(caught.value).endswith(f" is not supported; {BY_PATH[path.stem].text}")
+
+
+def keys_of(config, prefix=""):
+    """Return the keys of the table that a configuration has."""
+    for name, value in config.items():
+        if f"{prefix}{name}" in BY_PATH:
+            yield f"{prefix}{name}"
+        else:
+            yield from keys_of(value, f"{prefix}{name}.")
+
+
+def test_every_key_is_in_one_of_the_files():
+    assert {path.stem for path in REFUSED} == {key.path for key in CONFIG_KEYS if key.effect == "refused"}
+    files = [json.loads((FOLDER / "configs" / f"{name}.json").read_text()) for name in ARGUMENTS]
+    read = {path for config in files for path in keys_of(config)}
+    assert not [key.path for key in CONFIG_KEYS if key.effect != "refused" and key.path not in read]
+
+
+def test_every_ignored_key_is_in_the_notices_with_its_reason():
+    config = read_config(FOLDER / "configs" / "logs.json", num_ranks=1)
+    assert len(config.notices) == 13
+    assert "steps_per_print: nothing is logged by this key; pass run_dir= for metrics" in config.notices[0]
+
+
+def test_the_page_has_the_table_of_all_keys():
+    assert format_config_table() in DOCS.read_text(encoding="utf-8")
+    assert len(BY_PATH) == len(CONFIG_KEYS)
+
+
+@pytest.mark.parametrize("title", WRONG)
+def test_a_wrong_key_or_value_is_an_error_that_says_what_to_write(title):
+    config, message = WRONG[title]
+    with pytest.raises(cp.PlanError) as caught:
+        read_config(SIZE | config, num_ranks=2)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((32, 4, None), (32, 4, 4)),
+        ((32, None, 4), (32, 4, 4)),
+        ((None, 4, 4), (32, 4, 4)),
+        ((32, None, None), (32, 16, 1)),
+        ((None, 4, None), (8, 4, 1)),
+        ((32, 4, 4), (32, 4, 4)),
+    ],
+)
+def test_any_two_batch_sizes_imply_the_third(given, sizes):
+    whole, micro, steps = given
+    found = resolve_batch_sizes(whole, micro, steps, num_ranks=2)
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu) == sizes[:2]
+    assert found.gradient_accumulation_steps == sizes[2]
+
+
+@pytest.mark.parametrize(
+    "given", [(30, 4, 2), (30, 4, None), (3, None, None), (None, None, 2), (0, 1, 1), (2, 4, None)]
+)
+def test_batch_sizes_that_contradict_each_other_are_an_error_with_the_numbers(given):
+    whole, micro, steps = given
+    with pytest.raises(cp.PlanError) as caught:
+        resolve_batch_sizes(whole, micro, steps, num_ranks=2)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    numbers = [f"{name}={size}" for name, size in zip(names, given, strict=True) if size is not None]
+    assert any(number in str(caught.value) for number in numbers) or given == (None, None, 2)
+
+
+def test_auto_without_a_value_names_every_key_that_needs_one():
+    with pytest.raises(cp.PlanError) as caught:
+        read_config(FOLDER / "configs" / "all_auto.json", num_ranks=2, auto={"train_batch_size": 16})
+    assert all(path in str(caught.value) for path in AUTO if path != "train_batch_size")
+    assert "reduce_bucket_size" not in str(caught.value)
+    assert "and auto has train_batch_size" in str(caught.value)
+
+
+def test_a_value_for_a_key_that_is_not_auto_is_an_error():
+    with pytest.raises(cp.PlanError, match=r"auto has train_batch_size=16, but the key is 8 in the configuration"):
+        read_config(SIZE, num_ranks=2, auto={"train_batch_size": 16})
+    with pytest.raises(cp.PlanError, match=r"but the key is not there .* did you mean 'train_batch_size'"):
+        read_config({"train_batch_size": "auto"}, num_ranks=2, auto={"train_batch_sizes": 16})
+
+
+def test_a_file_that_is_not_json_is_an_error_with_its_name(tmp_path):
+    path = tmp_path / "ds_config.json"
+    for text, message in (("{// comment\n}", "cannot be read as JSON"), ("[1]", "it has a list")):
+        path.write_text(text)
+        with pytest.raises(cp.PlanError) as caught:
+            read_config(str(path), num_ranks=2)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert message in str(caught.value)
